@@ -1,0 +1,28 @@
+"""qllm: serve Mixture-of-Experts models to people who wait and to jobs that don't."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qllm.errors import QllmError, QueueFull
+    from qllm.llm import QLLMEngine
+    from qllm.types import Priority, SamplingParams, Slo
+
+__version__ = "0.1.0"
+__all__ = ["Priority", "QLLMEngine", "QllmError", "QueueFull", "SamplingParams", "Slo"]
+
+_HOME = {
+    "QLLMEngine": "qllm.llm",
+    "QllmError": "qllm.errors",
+    "QueueFull": "qllm.errors",
+    "Priority": "qllm.types",
+    "SamplingParams": "qllm.types",
+    "Slo": "qllm.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that `import qllm` stays cheap."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'qllm' has no attribute {name!r}; it has {__all__}")
+    return getattr(import_module(_HOME[name]), name)

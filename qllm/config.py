@@ -1,0 +1,101 @@
+"""Settings of the engine: one frozen object, checked when it is made."""
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from qllm.errors import ConfigError
+from qllm.types import Exactness, Grain
+
+GRAINS = {grain.name.lower(): grain for grain in Grain}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Raises:
+        ConfigError: A value is out of its range; the message says what is allowed.
+    """
+
+    preempt_at: str = "expert"
+    """Finest boundary at which a pass may stop: "step", "layer" or "expert"."""
+    max_num_seqs: int = 32
+    """Seats: most requests in one step."""
+    max_kv_tokens: int = 65536
+    """Tokens of KV that may exist at once, over all requests."""
+    block_size: int = 16
+    """Tokens per KV block; the unit in which `max_kv_tokens` is charged."""
+    max_step_tokens: int = 4096
+    """Most prefill tokens in one step."""
+    max_segment_ms: float = 5.0
+    """Declared bound on the work between two boundaries; infinity does not cut."""
+    exactness: str = "order"
+    """"order" (L1) or "batch-invariant" (L2)."""
+    max_waiting: int = 1024
+    """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
+    default_max_tokens: int = 256
+    """`max_tokens` of a request that names none (cut to what fits)."""
+    on_policy_error: str = "fail"
+    """What a policy that raises does to its requests: "fail" ends them, "fcfs" falls back."""
+    conformance: bool = True
+    """Compare with `model.forward` at start."""
+    record: bool = False
+    """Keep the trace events of the run (see `engine.trace`)."""
+
+    def __post_init__(self) -> None:
+        if self.preempt_at not in GRAINS:
+            raise ConfigError(
+                f"preempt_at={self.preempt_at!r} is unknown; use one of {', '.join(GRAINS)}"
+            )
+        known = [level.value for level in Exactness]
+        if self.exactness not in known:
+            raise ConfigError(
+                f"exactness={self.exactness!r} is unknown; use one of {', '.join(known)}"
+            )
+        if self.on_policy_error not in ("fail", "fcfs"):
+            raise ConfigError(
+                f"on_policy_error={self.on_policy_error!r} is unknown; use one of fail, fcfs"
+            )
+        for name in (
+            "max_num_seqs",
+            "max_kv_tokens",
+            "block_size",
+            "max_step_tokens",
+            "max_waiting",
+            "default_max_tokens",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+            raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
+        segment = self.max_segment_ms
+        if not isinstance(segment, int | float) or not segment > 0:
+            raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")
+
+    @property
+    def grain(self) -> Grain:
+        """`preempt_at` as a grain."""
+        return GRAINS[self.preempt_at]
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in the pool."""
+        return self.max_kv_tokens // self.block_size
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether level L2 is asked for."""
+        return self.exactness == Exactness.BATCH_INVARIANT
+
+
+def engine_config(settings: dict[str, Any]) -> EngineConfig:
+    """Make an EngineConfig from keyword settings; an unknown name lists the known ones."""
+    known = [f.name for f in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigError(f"unknown setting {name!r}{hint}; known: {', '.join(known)}")
+    return EngineConfig(**settings)

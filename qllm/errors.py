@@ -1,0 +1,56 @@
+"""Every error a caller can meet.
+
+QllmError
+├── ConfigError            a setting, alias, policy or capability is wrong: fix the call
+├── ModelError             a model cannot be found, loaded or driven safely
+├── InvalidRequestError    a request is wrong; raised by `submit`, also a ValueError
+├── QueueFullError         too many requests are waiting: try again later
+├── EngineClosedError      the engine was closed or has crashed
+├── RequestFailedError     raised by `result()` of a request that ended in `error`
+├── CheckpointError        a checkpoint file is truncated, foreign or of another version
+├── PolicyError            a policy raised, or returned a plan that breaks an invariant
+└── InvariantError         our own bug: an invariant of the executor does not hold
+"""
+
+
+class QllmError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(QllmError, ValueError):
+    """A setting, alias, policy or capability is wrong. The message lists what is known."""
+
+
+class ModelError(QllmError):
+    """A model cannot be found, loaded or driven safely. The message says why."""
+
+
+class InvalidRequestError(QllmError, ValueError):
+    """A request is wrong. Raised by `submit`, never in the engine loop."""
+
+
+class QueueFullError(QllmError):
+    """`max_waiting` requests are waiting already. Try again later."""
+
+
+QueueFull = QueueFullError
+
+
+class EngineClosedError(QllmError):
+    """The engine was closed, or its loop has crashed (then `__cause__` says why)."""
+
+
+class RequestFailedError(QllmError):
+    """The request ended in `error`; the message names the cause."""
+
+
+class CheckpointError(QllmError):
+    """A checkpoint cannot be written or read: truncated, foreign, or another version."""
+
+
+class PolicyError(QllmError):
+    """A policy raised, or planned what an invariant forbids. The message names both."""
+
+
+class InvariantError(QllmError, AssertionError):
+    """An invariant of the executor does not hold: a bug in this package."""

@@ -1,0 +1,433 @@
+"""Plan -> program: what a policy asks for, and the flat list of ops a runner executes.
+
+A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to
+stop. `compile_program` turns it into a `Program`: ops in order, each on a fixed row set. A
+runner executes `run(program, start, stop) -> Index`, the first op it has not done. Nothing
+here touches a tensor, so the same program drives every runner.
+
+    rows    A [0, 6) layers [0, 3)      B [4, 5) layers [0, 3)      C [0, 9) layers [1, 3)
+    ops     EMBED AB | layer 0: ATTN AB, ROUTE AB, EXPERTS AB, COMBINE AB
+                     | layer 1: ATTN ABC, ROUTE ABC, EXPERTS ABC, COMBINE ABC | ... | HEAD ABC
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from qllm.types import FrameId, Grain, RequestId, Sampled, SamplingParams
+
+NO_STOP = -(2**31)
+"""A stop threshold that no arrival reaches."""
+
+
+class Row(NamedTuple):
+    """Tokens [lo, hi) of one request, through layers [start_layer, end_layer)."""
+
+    request_id: RequestId
+    lo: int
+    hi: int
+    start_layer: int
+    end_layer: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this row."""
+        return self.hi - self.lo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a policy wants next. The order of `rows` is the order of rank, best first.
+
+    If the rows are exactly the rows of one parked frame, that frame is resumed unchanged
+    (L0). If they contain some rows of a parked frame, they must contain all of its live rows:
+    the frame is replaced, first finishing the layer it is parked in.
+    """
+
+    rows: tuple[Row, ...] = ()
+    grain: Grain = Grain.STEP
+    """Which boundaries may stop it."""
+    stop_below: int = NO_STOP
+    """Stop for a newly arrived request whose priority is smaller than this."""
+    slice_ns: int | None = None
+    """Stop after this long; None is no limit. Binds at the boundaries that `grain` allows."""
+    wait_until_ns: int | None = None
+    """With no rows: idle on purpose until then, or until something arrives."""
+    drop: tuple[RequestId, ...] = ()
+    """Requests to evict (recompute) before the rows run."""
+
+
+class OpKind(enum.IntEnum):
+    """What an op does to its rows. The residual stream x_TD is the state between layers."""
+
+    EMBED = 0
+    """Token ids -> x. First op of rows that start at layer 0."""
+    ATTN = 1
+    """x += attention(norm(x)); writes KV at the rows' positions."""
+    ROUTE = 2
+    """norm(x) -> top-k expert ids and weights, sorted work units; shared experts."""
+    EXPERTS = 3
+    """Work units of the layer, one (expert, row block) each, into output slots."""
+    COMBINE = 4
+    """x += weighted sum of the slots (a dense layer: x += mlp(norm(x)))."""
+    HEAD = 5
+    """Last norm, logits and sampling for the rows that complete their known tokens."""
+
+
+class Op(NamedTuple):
+    """One op. `lo` and `hi` are tokens [lo, hi) in the packed order of its group."""
+
+    kind: OpKind
+    layer: int
+    """Layer index; 0 for EMBED, the number of layers for HEAD."""
+    group: int
+    """Index into `Program.groups`."""
+    lo: int
+    hi: int
+
+
+class Index(NamedTuple):
+    """A boundary: the first op not done, and how many of its work units are done."""
+
+    op: int = 0
+    pos: int = 0
+
+
+START = Index(0, 0)
+
+
+class ModelShape(NamedTuple):
+    """What a program depends on of a model: never a tensor."""
+
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+    is_moe: tuple[bool, ...]
+    """Per layer: has a router and experts."""
+    vocab_size: int
+    max_position: int
+    """Longest sequence the model was made for."""
+
+
+class CutRule(NamedTuple):
+    """Where ops are cut by rows, as a pure function of absolute positions.
+
+    A row's tokens are divided into blocks at multiples of `block(position)`; consecutive
+    blocks are packed into one op while the op stays within `max_cost`. Costs are in
+    units of one token through the projections of a layer.
+    """
+
+    max_cost: float
+    """Most cost per op; infinity never cuts."""
+    attn_cost_per_kv: float
+    """Cost of attending from one token to one cached token."""
+    min_block: int = 16
+    max_block: int = 512
+    glue_block: int = 1024
+    """Most tokens of a ROUTE or COMBINE op."""
+    dense_block: int = 1024
+    """Most tokens of the COMBINE op of a layer without experts, which runs its MLP."""
+    expert_block: int = 1024
+    """Most rows of one expert work unit."""
+
+    def block(self, position: int) -> int:
+        """Tokens of the block at `position`: a power of two that `max_cost` allows."""
+        size = self.max_block
+        while size > self.min_block:
+            start = position // size * size
+            if size * (1.0 + self.attn_cost_per_kv * (start + size)) <= self.max_cost:
+                break
+            size //= 2
+        return size
+
+    def cost(self, lo: int, hi: int) -> float:
+        """Cost of the tokens [lo, hi) of one sequence."""
+        return (hi - lo) * (1.0 + self.attn_cost_per_kv * hi)
+
+
+NO_CUTS = CutRule(
+    max_cost=float("inf"),
+    attn_cost_per_kv=0.0,
+    max_block=1 << 30,
+    glue_block=1 << 30,
+    dense_block=1 << 30,
+    expert_block=1 << 30,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Ops in order over fixed row sets; what travels together is a frame.
+
+    `rows` are packed in plan order: row r owns tokens [offsets[r], offsets[r + 1]) of x_TD.
+    """
+
+    frame_id: FrameId
+    rows: tuple[Row, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Row sets; an op runs on the rows of its group, packed in this order."""
+    ops: tuple[Op, ...]
+    grain: Grain
+    stop_below: int
+    samples: tuple[bool, ...]
+    """Per row: whether its last token completes what is known, so that a token is sampled."""
+    num_layers: int
+    row_blocks: tuple[tuple[int, ...], ...] = field(default=())
+    """Per row: absolute positions where its queries are cut, `lo` and `hi` included."""
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Start of each row in the packed order, and the total T at the end."""
+        out = [0]
+        for row in self.rows:
+            out.append(out[-1] + row.num_tokens)
+        return tuple(out)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of all rows."""
+        return self.offsets[-1]
+
+    @cached_property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """The requests of the rows, in row order."""
+        return tuple(row.request_id for row in self.rows)
+
+    @property
+    def end(self) -> Index:
+        """The index at which nothing is left to do."""
+        return Index(len(self.ops), 0)
+
+    def layer_at(self, index: Index) -> int:
+        """First layer not finished at `index` (the number of layers when only HEAD is left)."""
+        return self.ops[index.op].layer if index.op < len(self.ops) else self.num_layers
+
+    def inside_layer(self, index: Index) -> bool:
+        """Whether a layer is begun and not finished at `index`."""
+        if index.op >= len(self.ops):
+            return False
+        if index.pos:
+            return True
+        op = self.ops[index.op]
+        if op.kind in (OpKind.EMBED, OpKind.HEAD):
+            return False
+        return op.kind is not OpKind.ATTN or op.lo > 0
+
+    def layer_end(self, index: Index) -> Index:
+        """The first boundary between layers at or after `index`."""
+        op = index.op
+        if not self.inside_layer(index):
+            return index
+        layer = self.ops[op].layer
+        while op < len(self.ops) and self.ops[op].layer == layer:
+            op += 1
+        return Index(op, 0)
+
+    def frontier_layer(self, row: int, index: Index) -> int:
+        """First layer that row number `row` still owes at `index`."""
+        r = self.rows[row]
+        if index == START:
+            return r.start_layer
+        return min(max(self.layer_at(index), r.start_layer), r.end_layer)
+
+
+class Stop(Protocol):
+    """What a runner polls at a boundary. Reading `word` is one load."""
+
+    word: int
+    """Smallest priority among requests that arrived and were not yet seen by the scheduler."""
+    stop_at_ns: int | None
+    """Engine time at which a slice ends."""
+
+    def now_ns(self) -> int:
+        """The engine's clock, read only when a slice was given."""
+        ...
+
+
+class Segments(Protocol):
+    """Lengths of the work between boundaries, as the runner saw them."""
+
+    longest_ns: int
+    longest_op: OpKind | None
+
+
+class Runner(Protocol):
+    """Executes programs. All tensors live here; the engine keeps (program, index) pairs.
+
+    The runner mirrors, per request, the token ids and how far KV is committed. It is called
+    from one thread.
+    """
+
+    shape: ModelShape
+    cuts: CutRule
+    segments: Segments
+
+    def add(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+        max_total_tokens: int,
+    ) -> None:
+        """Register a request. `token_ids` may hold output already (a restored request)."""
+        ...
+
+    def remove(self, request_id: RequestId) -> None:
+        """Forget a request that is in no frame, and free its KV."""
+        ...
+
+    def evict(self, request_id: RequestId) -> None:
+        """Free the KV of a request that is in no frame; its tokens stay."""
+        ...
+
+    def accept(self, program: Program) -> None:
+        """Make the frame of a program.
+
+        Rows that start above layer 0 continue from the hidden states that `split` or `finish`
+        kept for their request.
+        """
+        ...
+
+    def run(self, program: Program, start: Index, stop: Stop) -> Index:
+        """Execute ops from `start` until done or stopped; return the first op not done.
+
+        It polls at the boundaries that `program.grain` allows, *after* doing at least one op or
+        unit, and stops if `stop.word < program.stop_below` or `stop.stop_at_ns` has passed.
+        An exception leaves the frame unusable: `drop` it.
+        """
+        ...
+
+    def finish(self, program: Program) -> list[Sampled]:
+        """Commit a program that ran to its end and let go of its frame.
+
+        Rows that reached the last layer commit their KV up to `hi`, and sampled tokens are
+        appended to the request's ids; rows that left earlier keep their hidden states.
+        """
+        ...
+
+    def split(self, program: Program, index: Index) -> None:
+        """Let go of a frame parked between layers; each live row keeps its hidden states."""
+        ...
+
+    def kill(self, program: Program, request_id: RequestId) -> None:
+        """Mark a row of a parked frame dead: it is skipped from now on and samples nothing."""
+        ...
+
+    def drop(self, program: Program) -> None:
+        """Let go of a frame without committing anything. Unknown frames are ignored."""
+        ...
+
+
+def _row_blocks(row: Row, cuts: CutRule, one_query_from: int) -> tuple[int, ...]:
+    marks = [row.lo]
+    position = row.lo
+    while position < row.hi:
+        if position >= one_query_from:
+            position += 1
+        else:
+            size = cuts.block(position)
+            position = min(row.hi, one_query_from, (position // size + 1) * size)
+        marks.append(position)
+    return tuple(marks)
+
+
+def _attn_cuts(
+    group: Sequence[int], rows: Sequence[Row], blocks: Sequence[tuple[int, ...]], cuts: CutRule
+) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    begin = at = 0
+    cost = 0.0
+    for r in group:
+        marks = blocks[r]
+        for lo, hi in zip(marks, marks[1:], strict=False):
+            extra = cuts.cost(lo, hi)
+            if at > begin and cost + extra > cuts.max_cost:
+                spans.append((begin, at))
+                begin, cost = at, 0.0
+            at += hi - lo
+            cost += extra
+    spans.append((begin, at))
+    return spans
+
+
+def _even_cuts(num_tokens: int, block: int) -> list[tuple[int, int]]:
+    return [(a, min(a + block, num_tokens)) for a in range(0, num_tokens, block)]
+
+
+def compile_program(
+    plan: Plan,
+    *,
+    frame_id: FrameId,
+    samples: Sequence[bool],
+    shape: ModelShape,
+    cuts: CutRule,
+    one_query_from: Sequence[int] | None = None,
+) -> Program:
+    """Turn validated rows into ops. Pure: the same plan gives the same program.
+
+    Args:
+        plan: Rows whose ranges the scheduler has checked.
+        frame_id: Id of the new frame.
+        samples: Per row, whether it completes the request's known tokens.
+        shape: Layers of the model.
+        cuts: Where ops are cut by rows.
+        one_query_from: Per row, the position from which every token is a block of its own
+            (level L2: what was decoded one by one is recomputed one by one).
+    """
+    rows = plan.rows
+    alone = one_query_from or [row.hi for row in rows]
+    blocks = tuple(_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True))
+    groups: list[tuple[int, ...]] = []
+    ops: list[Op] = []
+    spans: dict[int, tuple[list[tuple[int, int]], int]] = {}
+
+    def group_of(members: tuple[int, ...]) -> int:
+        if members not in groups:
+            groups.append(members)
+            total = sum(rows[r].num_tokens for r in members)
+            spans[len(groups) - 1] = (_attn_cuts(members, rows, blocks, cuts), total)
+        return groups.index(members)
+
+    first = tuple(r for r, row in enumerate(rows) if row.start_layer == 0)
+    if first:
+        g = group_of(first)
+        ops.append(Op(OpKind.EMBED, 0, g, 0, spans[g][1]))
+    edges = sorted({row.start_layer for row in rows} | {row.end_layer for row in rows})
+    for start, end in zip(edges, edges[1:], strict=False):
+        members = tuple(
+            r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
+        )
+        if not members:
+            continue
+        g = group_of(members)
+        attn, total = spans[g]
+        for layer in range(start, end):
+            ops.extend(Op(OpKind.ATTN, layer, g, lo, hi) for lo, hi in attn)
+            block = cuts.dense_block
+            if shape.is_moe[layer]:
+                block = cuts.glue_block
+                ops.extend(
+                    Op(OpKind.ROUTE, layer, g, lo, hi) for lo, hi in _even_cuts(total, block)
+                )
+                ops.append(Op(OpKind.EXPERTS, layer, g, 0, total))
+            ops.extend(Op(OpKind.COMBINE, layer, g, lo, hi) for lo, hi in _even_cuts(total, block))
+    last = tuple(
+        r for r, row in enumerate(rows) if row.end_layer == shape.num_layers and samples[r]
+    )
+    if last:
+        g = group_of(last)
+        ops.append(Op(OpKind.HEAD, shape.num_layers, g, 0, spans[g][1]))
+    return Program(
+        frame_id=frame_id,
+        rows=rows,
+        groups=tuple(groups),
+        ops=tuple(ops),
+        grain=plan.grain,
+        stop_below=plan.stop_below,
+        samples=tuple(samples),
+        num_layers=shape.num_layers,
+        row_blocks=blocks,
+    )

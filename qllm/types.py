@@ -1,0 +1,237 @@
+"""The words of the project as types: classes of requests, grains, capabilities, sampling.
+
+Everything here is a plain value. All internal time is `int` nanoseconds of the engine's
+clock, whose zero is the start of the engine.
+"""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from qllm.errors import InvalidRequestError
+
+RequestId = int
+"""Engine-internal id of a request; ids grow with submission order."""
+FrameId = int
+"""Id of an accepted program and of the tensors that travel with it."""
+
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+
+class Priority(enum.IntEnum):
+    """The two named classes. Any other integer is a class of its own; smaller is sooner."""
+
+    LS = 0
+    """Latency-sensitive: a person waits."""
+    BE = 10
+    """Best-effort: a batch job that does not."""
+
+
+class Grain(enum.IntEnum):
+    """How finely a program may be stopped."""
+
+    STEP = 0
+    """Only at its end."""
+    LAYER = 1
+    """Between any two layers."""
+    EXPERT = 2
+    """Between any two ops, and between any two experts inside a layer."""
+
+
+class Cap(enum.Flag):
+    """What a policy may need of an engine. Missing capabilities are refused at start (I7)."""
+
+    NONE = 0
+    LAYER_RANGE = enum.auto()
+    YIELD_LAYER = enum.auto()
+    YIELD_EXPERT = enum.auto()
+    KV_SWAP = enum.auto()
+    KV_DUPLEX = enum.auto()
+    PROMPT_UPDATE = enum.auto()
+    EARLY_EXIT = enum.auto()
+    RESIDENCY = enum.auto()
+    GRAPH_BUCKETS = enum.auto()
+
+
+class Evict(enum.Enum):
+    """How a victim loses its KV blocks."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. Every request ends in exactly one (I13)."""
+
+    STOP = "stop"
+    """An EOS id, a stop id or a stop string was produced."""
+    LENGTH = "length"
+    """`max_tokens` were produced."""
+    CANCELLED = "cancelled"
+    """The caller cancelled, or the engine was closed with the request in flight."""
+    TIMEOUT = "timeout"
+    """`timeout_s` passed."""
+    ERROR = "error"
+    """The request failed twice, the second time alone, or the engine crashed."""
+
+
+class RequestStatus(enum.StrEnum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    """Submitted; holds no KV."""
+    RUNNING = "running"
+    """Holds KV; takes part in steps."""
+    PARKED = "parked"
+    """Part of a frame that was stopped at a boundary."""
+    FINISHED = "finished"
+
+
+class Exactness(enum.StrEnum):
+    """The promise about bits (see docs/architecture.md): L0 and L1 always hold."""
+
+    ORDER = "order"
+    """L1: the bits do not depend on expert order, partition or preemption."""
+    BATCH_INVARIANT = "batch-invariant"
+    """L2: nor do they depend on the other requests in the batch."""
+
+
+class Driver(enum.StrEnum):
+    """Who runs a layer; named in every result (per layer)."""
+
+    FAST = "fast"
+    """Our glue over the model's own submodules, for a layer whose fingerprint is known."""
+    REPLAY = "replay"
+    """Hooks on the unmodified layer, which unwind at the router."""
+    DENSE = "dense"
+    """A layer without experts, run whole."""
+
+
+class Slo(NamedTuple):
+    """Latency targets of one request, in milliseconds; None means the policy's default."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class Frontier(NamedTuple):
+    """The first work a request still owes: tokens [lo, hi) from `layer` on."""
+
+    lo: int
+    hi: int
+    layer: int
+    """First layer not finished. A frame parked inside a layer still owes that layer."""
+
+
+Message = Mapping[str, Any]
+"""One chat message: at least `role` and `content`."""
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Text, a list of chat messages, or a list of token ids."""
+
+
+def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise InvalidRequestError(
+            f"{name}={value!r} must be {allowed}; change it in SamplingParams"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. The names and defaults are those of vLLM.
+
+    Raises:
+        InvalidRequestError: A value is not finite or out of its range.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of seen tokens (prompt included)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens already produced."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from the logits of tokens already produced."""
+    seed: int | None = None
+    """Key of the request's own random numbers; None draws one at submission."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it. A single string is accepted."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further ids that end the answer."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever EOS id is produced."""
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many alternatives (0 to 20)."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.stop_token_ids, list):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        t = self.temperature
+        _check("temperature", t, _is_number(t) and 0 <= t <= 100, "a number in [0, 100]")
+        _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0")
+        _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
+        _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
+        r = self.repetition_penalty
+        _check("repetition_penalty", r, _is_number(r) and 0 < r <= 10, "a number in (0, 10]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
+        s = self.seed
+        _check("seed", s, s is None or (_is_int(s) and 0 <= s < 2**63), "None or in [0, 2**63)")
+        ok = isinstance(self.stop, tuple) and all(isinstance(x, str) and x for x in self.stop)
+        _check("stop", self.stop, ok, "a non-empty string or a list of them")
+        ids = self.stop_token_ids
+        ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
+        _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
+        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "a bool")
+        n = self.logprobs
+        _check("logprobs", n, n is None or (_is_int(n) and 0 <= n <= 20), "None or in [0, 20]")
+        bias = self.logit_bias
+        ok = isinstance(bias, Mapping) and all(
+            _is_int(k) and k >= 0 and _is_number(v) for k, v in bias.items()
+        )
+        _check("logit_bias", bias, ok, "a mapping of token id to a finite number")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities at one position, of the distribution before any sampling setting."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), most likely first."""
+
+
+class Sampled(NamedTuple):
+    """One token a runner produced."""
+
+    request_id: RequestId
+    token_id: int
+    logprobs: Logprobs | None = None
