@@ -334,6 +334,19 @@ def _row_blocks(row: Row, cuts: CutRule, one_query_from: int) -> tuple[int, ...]
     return tuple(marks)
 
 
+def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> int:
+    """Where a chunk may end in level L2: the last cut of its request at or before `row.hi`.
+
+    Args:
+        row: The chunk asked for.
+        num_tokens: Known tokens of the request.
+        cuts: The cut rule.
+        one_query_from: Position from which every token is a block of its own.
+    """
+    marks = _row_blocks(row._replace(hi=num_tokens), cuts, one_query_from)
+    return max((m for m in marks[1:] if m <= row.hi), default=marks[1])
+
+
 def _attn_cuts(
     group: Sequence[int], rows: Sequence[Row], blocks: Sequence[tuple[int, ...]], cuts: CutRule
 ) -> list[tuple[int, int]]:

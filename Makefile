@@ -1,0 +1,28 @@
+# `make demo` and `make test` work on a fresh clone: the first call fills .venv, later ones find it up to date.
+PYTHON ?= python3
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+READY := .venv/.ready
+
+.PHONY: demo test check gpu-check clean
+
+demo: $(READY)
+	.venv/bin/qllm demo
+
+test: $(READY)
+	scripts/test
+
+check: $(READY)
+	scripts/check
+
+gpu-check:  # the machine's own python3 and torch: no .venv
+	python3 scripts/gpu_check.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(READY): pyproject.toml setup.py constraints.txt
+	@echo "Installing into .venv; the first time this takes a few minutes."
+	$(PYTHON) -m venv .venv
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The policies that ship with qllm, found through the entry-point group `qllm.policies`."""

@@ -1,0 +1,30 @@
+"""First come, first served: iteration-level continuous batching, the baseline.
+
+Running requests decode together with whole prompts of the next in line; priorities are ignored
+and nothing is preempted inside a step.
+
+Source: Orca (OSDI'22), iteration-level scheduling. Differs: prompts run whole unless they
+exceed `max_step_tokens`.
+"""
+
+from dataclasses import dataclass
+
+from qllm.policy import RankPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fcfs(RankPolicy):
+    """First come, first served."""
+
+    def rank(
+        self,
+        arrival_ns: int,
+        priority: int,
+        deadline_ns: int,
+        prompt_tokens: int,
+        done_tokens: int,
+        served_ns: int,
+        now_ns: int,
+    ) -> tuple[int, int]:
+        """Everybody is of one tier; earlier arrivals first."""
+        return 0, arrival_ns

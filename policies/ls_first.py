@@ -1,0 +1,32 @@
+"""LS first in every batch, BE in what room is left: priority as vLLM does it.
+
+The waiting line is sorted by priority, and every step takes all decodes and as many prompt
+tokens as fit, whatever their class. Nothing bounds the share of BE, and a step is never left.
+
+Source: vLLM 0.33 `--scheduling-policy priority`. Differs: prompts are not chunked below
+`max_step_tokens`, and LS gets the seat of a BE request as well as its KV.
+"""
+
+from dataclasses import dataclass, field
+
+from qllm.policy import RankPolicy, Ride
+
+
+@dataclass(frozen=True, kw_only=True)
+class LsFirst(RankPolicy):
+    """Unbounded LS-first batching."""
+
+    ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
+
+    def rank(
+        self,
+        arrival_ns: int,
+        priority: int,
+        deadline_ns: int,
+        prompt_tokens: int,
+        done_tokens: int,
+        served_ns: int,
+        now_ns: int,
+    ) -> tuple[int, int]:
+        """The class is the tier; earlier arrivals first inside it."""
+        return priority, arrival_ns

@@ -1,0 +1,89 @@
+"""QLLM as published: four queues, Algorithm 1, preemption at expert boundaries.
+
+The next batch is, in this order: a full batch of LS decodes; LS prefills filled up with BE
+prefills; LS decodes filled up with BE decodes; BE decodes; BE prefills. A running batch without
+LS requests stops at the next boundary when an LS request arrives, and resumes when no LS work
+is left.
+
+Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: nothing in the order, so BE prefill
+starves behind BE decodes as it does there; KV and token budgets are kept; a stopped batch is
+resumed explicitly, with the routing weights applied.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from qllm.errors import ConfigError
+from qllm.plan import NO_STOP, Plan, Row
+from qllm.policy import RequestView, View, next_row
+from qllm.types import Cap, Grain, Priority
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qllm:
+    """Algorithm 1, faithful."""
+
+    needs = Cap.YIELD_EXPERT | Cap.YIELD_LAYER
+
+    max_batch: int = 32
+    """B: most requests per batch."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise ConfigError(f"max_batch={self.max_batch!r} must be an integer >= 1")
+
+    def plan(self, view: View) -> Plan:
+        """Return Algorithm 1's next batch, or the parked batch when no LS work is left."""
+        free = [r for r in view.requests if r.frame_id is None]
+        ls = [r for r in free if r.priority == Priority.LS]
+        if not ls and view.frames:
+            return self._plan(view, view.frames[0].rows)
+        be = [r for r in free if r.priority != Priority.LS]
+        ls_decode, ls_prefill = _decodes(ls), _prefills(ls)
+        be_decode, be_prefill = _decodes(be), _prefills(be)
+        if len(ls_decode) >= self.max_batch:
+            rows = self._take(view, ls_decode, [])
+        elif ls_prefill:
+            rows = self._take(view, ls_prefill, be_prefill) or self._take(view, ls_decode, [])
+        elif ls_decode:
+            rows = self._take(view, ls_decode, be_decode)
+        elif be_decode:
+            rows = self._take(view, be_decode, [])
+        else:
+            rows = self._take(view, be_prefill, [])
+        if not rows and view.frames:
+            rows = list(view.frames[0].rows)
+        return self._plan(view, rows)
+
+    def _plan(self, view: View, rows: Iterable[Row]) -> Plan:
+        rows = tuple(rows)
+        has_ls = any(view.get(row.request_id).priority == Priority.LS for row in rows)
+        stop_below = NO_STOP if has_ls else Priority.LS + 1
+        return Plan(rows=rows, grain=Grain.EXPERT, stop_below=stop_below)
+
+    def _take(
+        self, view: View, first: list[RequestView], fill: list[RequestView]
+    ) -> list[Row]:
+        rows: list[Row] = []
+        tokens, room = view.max_step_tokens, view.num_free_blocks
+        held = sum(len(r.block_table) for r in view.requests if r.priority != Priority.LS)
+        for request in (*first, *fill):
+            if len(rows) >= min(self.max_batch, view.max_num_seqs):
+                break
+            row = next_row(request, view, None if request.is_decoding else tokens)
+            need = view.blocks_needed(row)
+            spare = room + (held if request.priority == Priority.LS else 0)
+            if not request.is_decoding and (tokens <= 0 or (need > spare and rows)):
+                break
+            rows.append(row)
+            room -= need
+            tokens -= 0 if request.is_decoding else row.num_tokens
+        return rows
+
+
+def _decodes(requests: Iterable[RequestView]) -> list[RequestView]:
+    return [r for r in requests if r.is_decoding]
+
+
+def _prefills(requests: Iterable[RequestView]) -> list[RequestView]:
+    return [r for r in requests if not r.is_decoding]

@@ -1,0 +1,49 @@
+"""QLLM repaired, the default: LS stops BE inside the layer, BE rides in what LS can spare.
+
+An LS prefill stops a BE program at the next expert boundary and runs alone. While LS only
+decodes, BE gets the time up to the TPOT target of the LS requests. An admitted BE request
+never stands still for longer than `max_be_stall_ms`.
+
+Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: BE never joins an LS prefill; BE prefill
+refills the batch; the share of BE during LS decode has a budget; BE has a stall bound (the
+paper has none of these, and its order starves BE prefill).
+"""
+
+from dataclasses import dataclass
+
+from qllm.errors import ConfigError
+from qllm.policy import RankPolicy, Ride
+from qllm.types import Grain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qllm2(RankPolicy):
+    """Preemption at every expert, ride-along with a budget, a bound on BE stalls."""
+
+    grain: Grain = Grain.EXPERT
+    max_be_stall_ms: int | None = 1000
+    ride_frac: float = 0.35
+    """Most that BE may stretch the decode step of LS requests that have no TPOT target."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ride_frac <= 100:
+            raise ConfigError(f"ride_frac={self.ride_frac!r} must be in [0, 100]")
+        if self.max_be_stall_ms is not None and self.max_be_stall_ms < 100:
+            raise ConfigError(
+                f"max_be_stall_ms={self.max_be_stall_ms!r} must be at least 100, or None for no "
+                "bound"
+            )
+        object.__setattr__(self, "ride", Ride(frac=self.ride_frac))
+
+    def rank(
+        self,
+        arrival_ns: int,
+        priority: int,
+        deadline_ns: int,
+        prompt_tokens: int,
+        done_tokens: int,
+        served_ns: int,
+        now_ns: int,
+    ) -> tuple[int, int]:
+        """The class is the tier; earlier arrivals first inside it."""
+        return priority, arrival_ns

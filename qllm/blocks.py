@@ -1,0 +1,60 @@
+"""KV blocks: ids and who holds them. No tensors.
+
+A block is `block_size` tokens of K and V in every layer. Blocks are charged as tokens are
+scheduled to be written, and come back whole when a request ends or is evicted.
+"""
+
+from qllm.errors import InvariantError
+
+
+class BlockPool:
+    """All KV blocks of an engine: each is free, or held by exactly one request."""
+
+    __slots__ = ("_free", "_holder", "block_size", "num_blocks")
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holder: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens of one request need."""
+        return -(-num_tokens // self.block_size)
+
+    def take(self, request_id: int, count: int) -> list[int]:
+        """Give `count` blocks to a request."""
+        if count > len(self._free):
+            raise InvariantError(f"{count} blocks asked for, {len(self._free)} free")
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._holder[block] = request_id
+        return taken
+
+    def give_back(self, request_id: int, blocks: list[int]) -> None:
+        """Take back all blocks of `blocks`, which `request_id` must hold."""
+        for block in blocks:
+            if self._holder.pop(block, None) != request_id:
+                raise InvariantError(f"block {block} is not held by request {request_id}")
+            self._free.append(block)
+
+    def check(self, tables: dict[int, list[int]]) -> None:
+        """Compare with the block tables of all requests: nothing leaks, nothing is shared."""
+        held = [block for table in tables.values() for block in table]
+        if len(set(held)) != len(held):
+            raise InvariantError("a block is in two block tables")
+        if len(held) + len(self._free) != self.num_blocks or len(set(self._free)) != len(
+            self._free
+        ):
+            raise InvariantError(
+                f"{len(held)} held and {len(self._free)} free blocks of {self.num_blocks}"
+            )
+        for request_id, table in tables.items():
+            for block in table:
+                if self._holder.get(block) != request_id:
+                    raise InvariantError(f"block {block} is not held by request {request_id}")

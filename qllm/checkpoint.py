@@ -1,0 +1,65 @@
+"""Checkpoint files: tensors and a JSON document in one safetensors file, written atomically.
+
+The file is refused unless it is whole, ours, and of this version. What it holds is the
+business of the runner (tensors) and of the engine (everything else).
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qllm.errors import CheckpointError
+
+FORMAT = "qllm-checkpoint"
+VERSION = 1
+
+
+def write(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint; the file appears whole or not at all.
+
+    Raises:
+        CheckpointError: `meta` is not JSON, or the file cannot be written.
+    """
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        header = {"format": FORMAT, "version": str(VERSION), "meta": json.dumps(dict(meta))}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, part, metadata=header)
+        part.replace(path)
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing, truncated, foreign, or of another version.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            _check_header(path, header)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            meta = json.loads(header["meta"])
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{path} is not a checkpoint: its document is no object")
+    return meta, tensors
+
+
+def _check_header(path: str | Path, header: Mapping[str, str]) -> None:
+    if header.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is a safetensors file but not a {FORMAT}")
+    if header.get("version") != str(VERSION):
+        raise CheckpointError(
+            f"{path} has version {header.get('version')}; this build reads version {VERSION}"
+        )

@@ -1,0 +1,448 @@
+"""The engine loop: rings -> scheduler -> runner -> tokens. There is one, and everything runs it.
+
+    take what arrived -> decide -> effects -> run a program until its end or a boundary
+         ^                                                              |
+         +------------- tokens out, requests finished <-----------------+
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from qllm import trace
+from qllm.errors import PolicyError
+from qllm.ingress import Call, Cancel, Ingress, Submission
+from qllm.metrics import MetricsBuilder, RequestMetrics
+from qllm.plan import Index, OpKind, Program, Runner
+from qllm.policy import CostTable
+from qllm.request import Request
+from qllm.scheduler import Accept, Decision, Drop, Effect, EvictKv, Kill, Scheduler, Split
+from qllm.types import FinishReason, Grain, RequestId, Sampled
+
+SAMPLES_PER_COST = 4
+"""Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""
+COST_LEVELS = 9
+"""Decode costs are kept for 1, 2, 4, ... 256 rows."""
+
+
+class Sink(Protocol):
+    """Where tokens go. Called on the loop's thread: be quick."""
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Take one token; return True if the answer is complete (a stop string)."""
+        ...
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """The request ended; called exactly once per request."""
+        ...
+
+
+class Live(NamedTuple):
+    """What the loop keeps of a request beside the scheduler's counters."""
+
+    submission: Submission
+    request: Request
+
+
+class Costs:
+    """Fits the cost table of the view from measured runs."""
+
+    def __init__(self) -> None:
+        self._decode_ns: dict[int, int] = {}
+        self._prefill_token_ns = 0
+
+    def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
+        """Learn from a program that ran from its start to its end at one go."""
+        decodes = sum(1 for row in program.rows if row.num_tokens == 1)
+        tokens = program.num_tokens - decodes
+        layers = program.num_layers
+        if any(row.start_layer or row.end_layer != layers for row in program.rows):
+            return None
+        if not tokens:
+            level = max(0, min(COST_LEVELS - 1, (decodes * 3 // 2).bit_length() - 1))
+            self._decode_ns[level] = _blend(
+                self._decode_ns.get(level, 0), elapsed_ns * (1 << level) // decodes
+                if decodes < (1 << level) else elapsed_ns
+            )
+        else:
+            rest = elapsed_ns - (self.table().decode(decodes) if decodes else 0)
+            if rest <= 0:
+                return None
+            self._prefill_token_ns = _blend(self._prefill_token_ns, rest // tokens)
+        return self.table()
+
+    def table(self) -> CostTable:
+        """The table as it is known now; unknown sizes follow from their neighbours."""
+        known = self._decode_ns or {0: 1_000_000}
+        values: list[int] = []
+        for level in range(COST_LEVELS):
+            if level in known:
+                value = known[level]
+            elif values:
+                value = values[-1] * 8 // 5
+            else:
+                first = min(known)
+                value = known[first] * 5**first // 8**first
+            values.append(max(value, values[-1] if values else 1))
+        return CostTable(tuple(values), self._prefill_token_ns or max(1, values[0] // 8))
+
+
+def _blend(old: int, seen: int) -> int:
+    return (old * (SAMPLES_PER_COST - 1) + seen) // SAMPLES_PER_COST if old else seen
+
+
+class EngineLoop:
+    """Runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
+
+    Args:
+        ingress: Where submissions come from.
+        scheduler: State and decisions.
+        runner: Executes programs.
+        sink: Where tokens go.
+        now_ns: The engine's clock.
+        record: Takes every event, or None.
+        fallback: A policy for when the chosen one breaks, or None to fail its requests.
+    """
+
+    def __init__(
+        self,
+        ingress: Ingress,
+        scheduler: Scheduler,
+        runner: Runner,
+        sink: Sink,
+        now_ns: Callable[[], int],
+        record: trace.Trace | None = None,
+        fallback: Any = None,
+    ) -> None:
+        self.ingress = ingress
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sink = sink
+        self.now_ns = now_ns
+        self.record = record
+        self.fallback = fallback
+        self.metrics = MetricsBuilder()
+        self.costs = Costs()
+        self.live: dict[RequestId, Live] = {}
+        self.closing = False
+        self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
+        self.policy_errors: list[str] = []
+
+    # -- the loop
+
+    def serve(self) -> None:
+        """Serve until `close` was called."""
+        while not self.closing:
+            self.step()
+
+    def step(self) -> bool:
+        """Take what arrived, run one program; return whether anything ran."""
+        self._take()
+        now = self.now_ns()
+        self._expire(now)
+        if self.closing:
+            return False
+        try:
+            decision = self.scheduler.decide(now)
+        except PolicyError as error:
+            self._policy_broke(error)
+            return False
+        for effect in decision.effects:
+            self._apply(effect)
+        if decision.program is None:
+            self._idle(decision)
+            return False
+        self._run(decision)
+        return True
+
+    def close(self) -> None:
+        """End every request with `cancelled` and stop serving. Called on the loop's thread."""
+        self.closing = True
+        for request_id in list(self.live):
+            self._finish(request_id, FinishReason.CANCELLED)
+        self._emit(trace.EngineClosed(at_ns=self.now_ns()))
+
+    def _take(self) -> None:
+        for item in self.ingress.drain():
+            if isinstance(item, Submission):
+                self.admit(item)
+            elif isinstance(item, Cancel):
+                self._finish(item.request_id, FinishReason.CANCELLED)
+            else:
+                self._call(item)
+
+    def _call(self, call: Call) -> None:
+        try:
+            result = call.function()
+        except Exception as error:  # noqa: BLE001 - belongs to the caller, who gets it
+            call.answer(None, error)
+        else:
+            call.answer(result, None)
+
+    def admit(self, item: Submission) -> Request:
+        """Start to know a request."""
+        request = Request(
+            request_id=item.request_id,
+            priority=item.priority,
+            arrival_ns=item.arrival_ns,
+            num_prompt_tokens=len(item.token_ids),
+            max_tokens=item.max_tokens,
+            slo=item.slo,
+        )
+        self.runner.add(
+            item.request_id,
+            item.token_ids,
+            item.sampling,
+            len(item.token_ids),
+            request.max_total_tokens,
+        )
+        self.live[item.request_id] = Live(item, request)
+        self._emit(
+            trace.Arrived(
+                at_ns=item.arrival_ns,
+                request_id=item.request_id,
+                priority=item.priority,
+                num_prompt_tokens=len(item.token_ids),
+                max_tokens=item.max_tokens,
+                name=item.name,
+                token_ids=item.token_ids if self.record is not None else None,
+                sampling=trace.sampling_to_dict(item.sampling)
+                if self.record is not None
+                else None,
+            )
+        )
+        self.scheduler.add(request, self.now_ns())
+        return request
+
+    def _expire(self, now: int) -> None:
+        late = [
+            request_id
+            for request_id, live in self.live.items()
+            if live.submission.deadline_ns is not None and live.submission.deadline_ns <= now
+        ]
+        for request_id in late:
+            self._finish(request_id, FinishReason.TIMEOUT)
+
+    def _next_expiry_ns(self) -> int | None:
+        deadlines = (live.submission.deadline_ns for live in self.live.values())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def _idle(self, decision: Decision) -> None:
+        until = [t for t in (decision.wait_until_ns, self._next_expiry_ns()) if t is not None]
+        self.ingress.wait(min(until) - self.now_ns() if until else None)
+
+    # -- one program
+
+    def _run(self, decision: Decision) -> None:
+        program = decision.program
+        assert program is not None
+        stop = self.ingress.stop
+        start_ns = self.now_ns()
+        if decision.resumed:
+            self._emit(trace.Resumed(at_ns=start_ns, frame_id=program.frame_id))
+        ends = [self._next_expiry_ns()] if program.grain > Grain.STEP else []
+        if decision.slice_ns is not None:
+            ends.append(start_ns + decision.slice_ns)
+        stop.stop_at_ns = min((t for t in ends if t is not None), default=None)
+        limited = program if decision.limit is None else _truncated(program, decision.limit)
+        try:
+            end = self.runner.run(limited, decision.start, stop)
+            is_done = end == program.end
+            sampled = self.runner.finish(program) if is_done else []
+        except Exception as error:  # noqa: BLE001 - fails its requests, not the engine
+            self._failed(program, decision.start, start_ns, error)
+            return
+        end_ns = self.now_ns()
+        by_word = not is_done and stop.word < program.stop_below
+        self._emit(
+            trace.Ran(
+                start_ns=start_ns,
+                at_ns=end_ns,
+                frame_id=program.frame_id,
+                start=decision.start,
+                end=end,
+                why="done" if is_done else "stopped" if by_word else "slice",
+                segments=max(1, end.op - decision.start.op),
+            )
+        )
+        if is_done:
+            self._done(program, decision, sampled, start_ns, end_ns)
+        else:
+            self._parked(program, end, start_ns, end_ns, by_word)
+
+    def _done(
+        self,
+        program: Program,
+        decision: Decision,
+        sampled: Sequence[Sampled],
+        start_ns: int,
+        end_ns: int,
+    ) -> None:
+        ids = [s.request_id for s in sampled]
+        self.scheduler.done(program.end, ids, start_ns, end_ns)
+        for token in sampled:
+            self._token(token, end_ns)
+        if decision.start == (0, 0):
+            table = self.costs.observe(program, end_ns - start_ns)
+            if table is not None and table != self.scheduler.costs:
+                self.scheduler.costs = table
+                self._emit(trace.CostsUpdated(at_ns=end_ns, table=table._asdict()))
+
+    def _parked(
+        self, program: Program, end: Index, start_ns: int, end_ns: int, by_word: bool
+    ) -> None:
+        lowered_ns = self.ingress.stop.lowered_ns
+        self.scheduler.stopped(end, start_ns, end_ns, preempted=by_word)
+        at_ns = self.now_ns()
+        if by_word:
+            self.preempt_latencies_ns.append(at_ns - lowered_ns)
+        self._emit(
+            trace.Parked(
+                at_ns=at_ns,
+                frame_id=program.frame_id,
+                request_ids=program.request_ids,
+                layer=program.layer_at(end),
+                inside_layer=program.inside_layer(end),
+                arrival_ns=lowered_ns if by_word else None,
+            )
+        )
+
+    def _token(self, sampled: Sampled, at_ns: int) -> None:
+        live = self.live.get(sampled.request_id)
+        if live is None:
+            return
+        logprob = sampled.logprobs.chosen if sampled.logprobs else None
+        self._emit(
+            trace.Token(
+                at_ns=at_ns,
+                request_id=sampled.request_id,
+                token_id=sampled.token_id,
+                logprob=logprob,
+            )
+        )
+        stopped = self.sink.on_token(sampled, at_ns)
+        if stopped or sampled.token_id in live.submission.stop_ids:
+            self._finish(sampled.request_id, FinishReason.STOP)
+        elif live.request.num_output_tokens >= live.request.max_tokens:
+            self._finish(sampled.request_id, FinishReason.LENGTH)
+
+    def _failed(
+        self, program: Program, start: Index, start_ns: int, error: Exception
+    ) -> None:
+        end_ns = self.now_ns()
+        self._emit(
+            trace.Ran(
+                start_ns=start_ns,
+                at_ns=end_ns,
+                frame_id=program.frame_id,
+                start=start,
+                end=start,
+                why="error",
+                segments=1,
+            )
+        )
+        effects, hopeless = self.scheduler.failed()
+        for effect in effects:
+            self._apply(effect, reason="error")
+        text = f"{type(error).__name__}: {error}"
+        for request in hopeless:
+            self._finish(request.request_id, FinishReason.ERROR, text)
+
+    def _policy_broke(self, error: PolicyError) -> None:
+        """Fall back if so configured, else fail the requests; the engine lives."""
+        self.policy_errors.append(str(error))
+        if self.fallback is not None and self.scheduler.policy is not self.fallback:
+            self.scheduler.policy = self.fallback
+            return
+        for request_id in list(self.live):
+            self._finish(request_id, FinishReason.ERROR, str(error))
+
+    # -- effects and ends
+
+    def _finish(
+        self, request_id: RequestId, reason: FinishReason, error: str | None = None
+    ) -> None:
+        live = self.live.pop(request_id, None)
+        if live is None:
+            return
+        now = self.now_ns()
+        for effect in self.scheduler.remove(request_id, now):
+            self._apply(effect)
+        self.runner.remove(request_id)
+        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
+        self.sink.on_finish(request_id, reason, error, self._emit(finished))
+
+    def _apply(self, effect: Effect, reason: str = "dead") -> None:
+        now = self.now_ns()
+        if isinstance(effect, Accept):
+            program = effect.program
+            self.runner.accept(program)
+            planned = trace.Planned(
+                at_ns=now,
+                frame_id=program.frame_id,
+                rows=program.rows,
+                grain=program.grain,
+                stop_below=program.stop_below,
+                from_frames=effect.from_frames,
+            )
+            for old in effect.from_frames:
+                self._emit(
+                    trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id)
+                )
+            self._emit(planned)
+        elif isinstance(effect, Split):
+            self.runner.split(effect.program, effect.index)
+            self._emit(
+                trace.Split(at_ns=now, frame_id=effect.program.frame_id, index=effect.index)
+            )
+        elif isinstance(effect, Kill):
+            self.runner.kill(effect.program, effect.request_id)
+            self._emit(
+                trace.Killed(
+                    at_ns=now, frame_id=effect.program.frame_id, request_id=effect.request_id
+                )
+            )
+        elif isinstance(effect, Drop):
+            self.runner.drop(effect.program)
+            self._emit(
+                trace.Dropped(at_ns=now, frame_id=effect.program.frame_id, reason=reason)
+            )
+        elif isinstance(effect, EvictKv):
+            self.runner.evict(effect.request_id)
+            self._emit(
+                trace.Evicted(
+                    at_ns=now,
+                    request_id=effect.request_id,
+                    num_tokens_lost=effect.num_tokens_lost,
+                    for_request=effect.for_request,
+                )
+            )
+
+    def _emit(self, event: trace.Event) -> RequestMetrics | None:
+        if self.record is not None:
+            self.record.append(event)
+        return self.metrics.feed(event)
+
+    # -- what the outside may read
+
+    @property
+    def num_waiting(self) -> int:
+        """Known requests that hold no KV."""
+        return sum(1 for live in list(self.live.values()) if not live.request.is_admitted)
+
+    def longest_segment(self) -> tuple[float, str | None]:
+        """The longest work between two boundaries so far, in ms, and its kind."""
+        kind: OpKind | None = self.runner.segments.longest_op
+        return self.runner.segments.longest_ns / 1e6, None if kind is None else kind.name
+
+
+def _truncated(program: Program, limit: Index) -> Program:
+    """The same frame, its ops only up to a boundary between layers."""
+    return replace(program, ops=program.ops[: limit.op])

@@ -1,0 +1,228 @@
+"""Our attention: per-sequence SDPA on KV slabs, inside the model's own attention modules.
+
+The modules are told to call it by a config of their own: a shallow copy of the model's config
+whose attention implementation is "qllm". The model's config is not touched, so
+`model.forward` still builds its masks as before; a call without a `Step` is passed on to the
+implementation that the model's config names *at that moment*. Nothing is switched while
+driving, which makes this safe when another thread uses the model.
+
+A `Step` is both the `past_key_values` that the module writes through and the context that rides
+along in the keyword arguments.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qllm.kv_cache import RequestKV
+
+NAME = "qllm"
+
+
+class Span(NamedTuple):
+    """Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op."""
+
+    kv: RequestKV
+    at: int
+    lo: int
+    hi: int
+
+
+class Step:
+    """What one ATTN op attends: spans in packed order, and their masks once they are made.
+
+    Spans of one request follow each other. A step without spans for some of its tokens (dead
+    rows) leaves zeros there.
+    """
+
+    __slots__ = ("latent", "masks", "num_tokens", "spans")
+
+    def __init__(self, spans: Sequence[Span], num_tokens: int, latent: bool) -> None:
+        self.spans = tuple(spans)
+        self.num_tokens = num_tokens
+        self.latent = latent
+        """The cache holds MLA latents, which the module expands after `update`."""
+        self.masks: dict[tuple[int, int, int, int], Tensor] = {}
+
+    def update(
+        self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values; give back what the module shall attend to."""
+        for kv, at, lo, hi in self.spans:
+            n = hi - lo
+            if n == self.num_tokens:
+                kv.write(layer_idx, k_1GTH, v_1GTH, lo)
+            else:
+                kv.write(layer_idx, k_1GTH[:, :, at : at + n], v_1GTH[:, :, at : at + n], lo)
+        if not self.latent:
+            return k_1GTH, v_1GTH
+        parts = [kv.read(layer_idx, 0, hi) for kv, hi in self.sequences()]
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return k_1GTH[:, :, :0], v_1GTH[:, :, :0]
+        return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def sequences(self) -> list[tuple[RequestKV, int]]:
+        """The requests of the spans and how far each is attended, in order."""
+        last: dict[int, tuple[RequestKV, int]] = {}
+        for span in self.spans:
+            last[id(span.kv)] = (span.kv, span.hi)
+        return list(last.values())
+
+    def keys(self, layer_idx: int, k_1GTH: Tensor, v_1GTH: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per span, the keys and values of positions [0, hi)."""
+        if not self.latent:
+            return [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
+        start, at = {}, 0
+        for kv, hi in self.sequences():
+            start[id(kv)] = at
+            at += hi
+        out = []
+        for kv, _, _, hi in self.spans:
+            a = start[id(kv)]
+            out.append((k_1GTH[:, :, a : a + hi], v_1GTH[:, :, a : a + hi]))
+        return out
+
+    def mask(self, q_TH: Tensor, first: int, lo: int, hi: int, window: int | None) -> Tensor:
+        """Additive mask of queries [lo, hi) over keys [first, hi); made once per step."""
+        key = (first, lo, hi, window or 0)
+        mask = self.masks.get(key)
+        if mask is None:
+            q = torch.arange(lo, hi, device=q_TH.device)[:, None]
+            k = torch.arange(first, hi, device=q_TH.device)[None, :]
+            hidden = k > q if window is None else (k > q) | (k <= q - window)
+            mask = torch.zeros(hidden.shape, dtype=q_TH.dtype, device=q_TH.device)
+            mask.masked_fill_(hidden, float("-inf"))
+            self.masks[key] = mask
+        return mask
+
+
+Attend = Callable[..., tuple[Tensor, Any]]
+
+
+def _family_eager(module: nn.Module) -> Attend:
+    """The eager attention function that the module's own file defines."""
+    found: Attend = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return found
+
+
+def _one(
+    module: nn.Module,
+    step: Step,
+    q_1NTH: Tensor,
+    kv: tuple[Tensor, Tensor],
+    span: Span,
+    scaling: float | None,
+    window: int | None,
+    eager: Attend | None,
+) -> Tensor:
+    """Attention of one span: out[1, T, N, H]."""
+    k, v = kv
+    lo, hi = span.lo, span.hi
+    first = 0
+    if window is not None:
+        if hi <= window:
+            window = None
+        else:
+            first = max(0, lo - window + 1)
+            if first:
+                k, v = k[:, :, first:], v[:, :, first:]
+    one_query = hi - lo == 1
+    if eager is not None:
+        mask = None if one_query else step.mask(q_1NTH, first, lo, hi, window)
+        out: Tensor = eager(module, q_1NTH, k, v, mask, scaling=scaling)[0]
+        return out
+    causal = not one_query and lo == 0 and window is None
+    mask = None if one_query or causal else step.mask(q_1NTH, first, lo, hi, window)
+    out = F.scaled_dot_product_attention(
+        q_1NTH,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=k.shape[1] != q_1NTH.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    qllm_step: Step | None = None,
+    qllm_window: int | None = None,
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[Tensor, Any]:
+    """The function behind the name "qllm" in transformers' attention interface.
+
+    The window is the driver's: the families state it in the mask, not always in the call.
+    """
+    if qllm_step is None:
+        fallback = _configured(module)
+        return fallback(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    step, window = qllm_step, qllm_window
+    eager = _family_eager(module) if kwargs.get("s_aux") is not None else None
+    pairs = step.keys(module.layer_idx, key, value)  # type: ignore[arg-type]
+    if len(pairs) == 1 and step.spans[0].hi - step.spans[0].lo == step.num_tokens:
+        span = step.spans[0]
+        return _one(module, step, query, pairs[0], span, scaling, window, eager), None
+    outs = []
+    at = 0
+    for span, pair in zip(step.spans, pairs, strict=True):
+        if span.at > at:
+            outs.append(_dead(query, value, span.at - at))
+        at = span.at + span.hi - span.lo
+        q = query[:, :, span.at : at]
+        outs.append(_one(module, step, q, pair, span, scaling, window, eager))
+    if at < step.num_tokens:
+        outs.append(_dead(query, value, step.num_tokens - at))
+    return torch.cat(outs, 1), None
+
+
+def _dead(query: Tensor, value: Tensor, num_tokens: int) -> Tensor:
+    return query.new_zeros((1, num_tokens, query.shape[1], value.shape[3]))
+
+
+def _configured(module: nn.Module) -> Attend:
+    """What the model's own config asks for now."""
+    own: Any = module.config
+    config = getattr(own, "qllm_original", own)
+    found: Attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        config._attn_implementation, _family_eager(module)
+    )
+    return found
+
+
+def install(modules: Sequence[nn.Module]) -> None:
+    """Make attention modules call `attend`; calling it twice changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    copies: dict[int, Any] = {}
+    for module in modules:
+        config: Any = module.config
+        if hasattr(config, "qllm_original"):
+            continue
+        if id(config) not in copies:
+            own = copy.copy(config)
+            own._attn_implementation = NAME
+            own.qllm_original = config
+            copies[id(config)] = own
+        module.config = copies[id(config)]
+
+
+def uninstall(modules: Sequence[nn.Module]) -> None:
+    """Give the modules back the config they had."""
+    for module in modules:
+        config: Any = module.config
+        module.config = getattr(config, "qllm_original", config)

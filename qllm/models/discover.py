@@ -1,0 +1,317 @@
+"""Find the parts of a Hugging Face MoE model by what transformers declares.
+
+`_can_record_outputs` names the classes of layers, attention and routers; the experts carry the
+flags of `use_experts_implementation`; `base_model_pp_plan` names embedding, layers and norm.
+Nothing is found by the name of a family.
+
+Whether the fast driver may run a layer is decided by a *fingerprint*: the source of the layer's
+forward and of its MoE block's, without docstrings, annotations and the name of the MoE child.
+A glue that is not in the tables below is driven by replay.
+"""
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+from qllm.plan import ModelShape
+from qllm.types import Driver
+
+EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
+MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
+
+LAYER_GLUE = {
+    "beedea11a992": "plain",  # mixtral, phimoe
+    "81d96d2d9d08": "plain",  # qwen2_moe, qwen3_moe, olmoe, deepseek_v3
+    "dd4f84571e97": "plain",  # gpt_oss: its block returns a tuple
+    "0e4c9842356c": "scaled",  # granitemoe: both sums scale what they add
+}
+"""Fingerprint of DecoderLayer.forward -> what its glue does."""
+BLOCK_GLUE = {
+    "87832fef4351": "plain",  # mixtral
+    "21a27c6fb476": "plain",  # qwen3_moe
+    "de8f007fdef6": "plain",  # olmoe
+    "728fe7dc9c9d": "plain",  # gpt_oss
+    "9093b44f9f82": "plain",  # granitemoe
+    "36df0733fead": "plain",  # phimoe
+    "ed30505cbacb": "shared",  # deepseek_v3
+    "7b1ca88b5a70": "gated_shared",  # qwen2_moe
+}
+"""Fingerprint of the MoE block's forward -> what its glue does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """One decoder layer."""
+
+    index: int
+    layer: nn.Module
+    self_attn: nn.Module
+    driver: Driver
+    is_moe: bool
+    input_layernorm: nn.Module | None = None
+    post_attention_layernorm: nn.Module | None = None
+    """Both norms are there when the glue is known."""
+    mlp: nn.Module | None = None
+    """The MoE block, or the dense MLP."""
+    router: nn.Module | None = None
+    experts: nn.Module | None = None
+    shared: nn.Module | None = None
+    """Experts that every token takes."""
+    shared_gate: nn.Module | None = None
+    """Its sigmoid scales the shared experts."""
+    residual_multiplier: float | None = None
+    window: int | None = None
+    """Sliding window of the attention, if it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """What the drivers run, in order."""
+
+    embed: nn.Module
+    embedding_multiplier: float | None
+    layers: tuple[LayerParts, ...]
+    norm: nn.Module
+    lm_head: nn.Linear
+    logits_scaling: float | None
+    """Divides the logits."""
+    rotary_emb: nn.Module
+    latent_kv: bool
+    """The KV cache holds MLA latents."""
+    shape: ModelShape
+
+
+class _Normal(ast.NodeTransformer):
+    """Drop what does not change the meaning: annotations, docstrings, the MoE child's name."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.name, node.returns, node.decorator_list = "f", None, []
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = MOE_NAMES.get(node.attr, node.attr)
+        return node
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Digest of the forward of a module's class, names normalised; empty if it has no source."""
+    function = inspect.unwrap(type(module).forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    text = ast.unparse(_Normal().visit(tree))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module was made by `use_experts_implementation`."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+
+
+def base_model(model: nn.Module) -> Any:  # noqa: ANN401
+    """The decoder under a causal language model."""
+    return getattr(model, "base_model", model)
+
+
+def _recorded(base: Any, name: str) -> type[nn.Module] | None:  # noqa: ANN401
+    specs = getattr(base, "_can_record_outputs", None) or {}
+    spec = specs.get(name)
+    if isinstance(spec, list | tuple):
+        spec = spec[0] if spec else None
+    found = getattr(spec, "target_class", spec)
+    return found if inspect.isclass(found) else None
+
+
+def _child_of(module: nn.Module, kind: type[nn.Module] | None) -> nn.Module | None:
+    if kind is None:
+        return None
+    return next((m for m in module.modules() if isinstance(m, kind)), None)
+
+
+def _layers(base: nn.Module) -> nn.ModuleList:
+    kind = _recorded(base, "hidden_states")
+    for child in base.children():
+        if isinstance(child, nn.ModuleList) and len(child) and kind and isinstance(child[0], kind):
+            return child
+    raise ModelError(
+        f"{type(base).__name__} does not declare its decoder layers in `_can_record_outputs`; "
+        "qllm drives models that do (transformers >= 5.17)"
+    )
+
+
+def _window(base: Any, index: int) -> int | None:  # noqa: ANN401
+    """The window that the model's forward puts in the mask of this layer."""
+    source = inspect.getsource(inspect.unwrap(type(base).forward))
+    if "create_sliding_window_causal_mask" not in source:
+        return None
+    window = getattr(base.config, "sliding_window", None) or None
+    if "layer_types" in source:
+        return window if base.config.layer_types[index] == "sliding_attention" else None
+    return window
+
+
+def _glue(layer: nn.Module, block: nn.Module | None) -> tuple[str | None, str | None]:
+    layer_glue = LAYER_GLUE.get(fingerprint(layer))
+    block_glue = BLOCK_GLUE.get(fingerprint(block)) if block is not None else None
+    return layer_glue, block_glue
+
+
+def _layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
+    attn = _child_of(layer, _recorded(base, "attentions"))
+    if attn is None:
+        raise ModelError(
+            f"layer {index} of {type(base).__name__} has no attention of the declared class "
+            "(linear attention and hybrid layers are not supported)"
+        )
+    experts = next((m for m in layer.modules() if is_experts(m)), None)
+    parents = (m for m in layer.modules() if experts is not None and experts in m.children())
+    block = next(parents, None)
+    layer_glue, block_glue = _glue(layer, block)
+    known = layer_glue is not None and (experts is None or block_glue is not None)
+    driver = Driver.REPLAY
+    if experts is None:
+        driver = Driver.DENSE
+    elif known:
+        driver = Driver.FAST
+    shared, gate = _shared(block, block_glue)
+    mlp = block
+    if known and block is None:
+        mlp = getattr(layer, "mlp", None)
+    return LayerParts(
+        index=index,
+        layer=layer,
+        self_attn=attn,
+        driver=driver,
+        is_moe=experts is not None,
+        input_layernorm=layer.get_submodule("input_layernorm") if known else None,
+        post_attention_layernorm=layer.get_submodule("post_attention_layernorm") if known else None,
+        mlp=mlp,
+        router=_child_of(block, _recorded(base, "router_logits")) if block is not None else None,
+        experts=experts,
+        shared=shared,
+        shared_gate=gate,
+        residual_multiplier=_multiplier(layer) if layer_glue == "scaled" else None,
+        window=_window(base, index),
+    )
+
+
+def _multiplier(layer: Any) -> float:  # noqa: ANN401
+    return float(layer.residual_multiplier)
+
+
+def _shared(block: Any, glue: str | None) -> tuple[nn.Module | None, nn.Module | None]:  # noqa: ANN401
+    if glue == "shared":
+        return block.shared_experts, None
+    if glue == "gated_shared":
+        return block.shared_expert, block.shared_expert_gate
+    return None, None
+
+
+def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:  # noqa: ANN401
+    for parts in layers:
+        if parts.router is not None and hasattr(parts.router, "top_k"):
+            return int(parts.router.top_k)  # type: ignore[arg-type]
+    found = getattr(config, "num_experts_per_tok", None)
+    if found is None:
+        raise ModelError("the model does not say how many experts a token takes")
+    return int(found)
+
+
+def discover(model: Any) -> ModelParts:  # noqa: ANN401
+    """Find the parts of a model that `refuse_unsafe` accepted.
+
+    Raises:
+        ModelError: Something is not declared, or it is no MoE decoder.
+    """
+    base = base_model(model)
+    layers = tuple(_layer_parts(base, layer, i) for i, layer in enumerate(_layers(base)))
+    if not any(parts.is_moe for parts in layers):
+        raise ModelError(f"{type(model).__name__} has no experts; qllm runs MoE decoders")
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(model).__name__} has no linear output head")
+    config = base.config
+    if getattr(config, "final_logit_softcapping", None):
+        raise ModelError("final_logit_softcapping is not supported")
+    experts = next(parts.experts for parts in layers if parts.experts is not None)
+    multiplier = getattr(base, "embedding_multiplier", None)
+    scaling = getattr(config, "logits_scaling", None)
+    return ModelParts(
+        embed=model.get_input_embeddings(),
+        embedding_multiplier=None if multiplier is None else float(multiplier),
+        layers=layers,
+        norm=base.norm,
+        lm_head=head,
+        logits_scaling=None if scaling is None else float(scaling),
+        rotary_emb=base.rotary_emb,
+        latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
+        shape=ModelShape(
+            num_layers=len(layers),
+            num_experts=int(experts.num_experts),  # type: ignore[arg-type]
+            experts_per_token=_top_k(layers, config),
+            is_moe=tuple(parts.is_moe for parts in layers),
+            vocab_size=head.out_features,
+            max_position=int(getattr(config, "max_position_embeddings", 1 << 30)),
+        ),
+    )
+
+
+def _refuse_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ModelError(
+            f"parameter {name} is on the meta device (offloaded to disk?): load the whole model"
+        )
+    if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
+        raise ModelError(f"parameter {name} is sharded (DTensor); load without tensor parallelism")
+
+
+def _refuse_experts(name: str, experts: Any) -> None:  # noqa: ANN401
+    if "forward" in vars(experts):
+        raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
+    if experts._is_expert_parallel:
+        raise ModelError(f"{name} is sharded over devices (expert parallelism)")
+    if not experts.has_gate or experts.has_post_expert_norm:
+        raise ModelError(f"{name} has no gate, or a norm after its experts: not supported")
+    known = EXPERT_FLAGS | {"_is_expert_parallel"}
+    flags = {key for key in vars(experts) if key.startswith(("has_", "is_", "_is_"))}
+    unknown = flags - known - {"_is_full_backward_hook", "_is_hf_initialized"}
+    if unknown:
+        raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
+
+
+def refuse_unsafe(model: nn.Module) -> None:
+    """Refuse a model that the drivers would run wrongly.
+
+    Raises:
+        ModelError: Names the part and the reason.
+    """
+    if model.training:
+        raise ModelError("the model is in training mode; call model.eval()")
+    if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
+        raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        _refuse_tensor(name, tensor)
+    dtypes = {p.dtype for p in model.parameters()}
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise ModelError(f"parameters of {dtypes} are quantised; load float32, float16 or bfloat16")
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise ModelError(f"{name or 'the model'} has an accelerate hook (offload?)")
+        if is_experts(module):
+            _refuse_experts(name, module)

@@ -1,0 +1,397 @@
+"""Find a model on this machine or the hub, and load it ready to be driven.
+
+Names are turned into one local folder first; everything that can be wrong with it (no config,
+not a causal decoder, a missing or truncated shard) is found before a weight is read.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import HfApi, constants, snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from qllm.errors import ConfigError, InvalidRequestError, ModelError
+from qllm.types import SamplingParams
+
+ALIASES: Mapping[str, str] = {
+    "tiny": "",  # the folder qllm/models/tiny of this package
+    "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "qwen2-moe": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
+    "qwen3-moe": "Qwen/Qwen3-30B-A3B",
+    "olmoe": "allenai/OLMoE-1B-7B-0924-Instruct",
+    "gpt-oss": "openai/gpt-oss-20b",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "granite-moe": "ibm-granite/granite-3.1-3b-a800m-instruct",
+    "phi-moe": "microsoft/Phi-3.5-MoE-instruct",
+}
+"""Short names of models; the hub ids they stand for."""
+
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+"""The expert code of `model.forward` that our drivers are bit-equal to."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_FORMATS = ("auto", "dummy")
+DUMMY_SEED = 0
+HUB_TIMEOUT_S = 5.0
+"""Longest wait for the hub's first answer; without a network the error comes at once."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("repetition_penalty",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in eval mode on its device, with what belongs to it."""
+
+    model: PreTrainedModel
+    """Made for causal generation."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """None if the folder holds none (prompts are token ids then)."""
+    eos_token_ids: frozenset[int]
+    """Every id that ends an answer, of the generation config, the config and the tokenizer."""
+    generation_defaults: dict[str, Any]
+    """Keywords of SamplingParams that generation_config.json sets: temperature, top_p, top_k
+    and min_p if it says `do_sample`, repetition_penalty always."""
+    name: str
+    """Hub id, "tiny", or the folder as it was given."""
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    load_format: str = "auto",
+) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        name_or_path: An alias, a folder as `save_pretrained` writes it, or a hub id ORG/NAME.
+        dtype: Of the weights; None or "auto" is the checkpoint's own.
+        device: Where the weights go, without a second copy on the host.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+        load_format: "auto" reads safetensors; "dummy" makes seeded random weights from the
+            config alone.
+
+    Raises:
+        ConfigError: The name, dtype, device or load format is none that is known.
+        ModelError: The model is not there, broken, or not a causal decoder.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format={load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
+        )
+    wanted, place = _dtype(dtype), _device(device)
+    dummy = load_format == "dummy"
+    name, folder = _locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
+    config = _config(name, folder, trust_remote_code)
+    if dummy:
+        model = _dummy(name, config, wanted, place, trust_remote_code)
+    else:
+        check_weights(folder)
+        model = _pretrained(name, folder, config, wanted, place, trust_remote_code)
+    _use_grouped_mm(model)
+    model.train(False)
+    tokenizer = _tokenizer(name, folder, trust_remote_code)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(folder, model, tokenizer),
+        generation_defaults=_generation_defaults(folder),
+        name=name,
+    )
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ConfigError(f"dtype={dtype!r} is unknown; use auto or one of {', '.join(DTYPES)}")
+    return found
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is unknown; use cpu or cuda") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: torch sees no CUDA device here; use cpu")
+    if place.type == "meta":
+        raise ConfigError("device='meta' holds no weights; use cpu or cuda")
+    return place
+
+
+def _locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
+    """Turn a name into (canonical name, folder with a config.json)."""
+    if name == "tiny":
+        folder = Path(str(files("qllm.models"))) / "tiny"
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model 'tiny' is not in this installation: {folder} has no config")
+        return name, folder
+    name = ALIASES.get(name, name)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"folder {name!r} has no config.json; give one that save_pretrained wrote"
+            )
+        return name, folder
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"model {name!r} is no alias, no folder here and no hub id like ORG/NAME; "
+            f"known aliases: {', '.join(ALIASES)}"
+        )
+    return name, _from_hub(name, weights, code)
+
+
+def _from_hub(name: str, weights: bool, code: bool) -> Path:
+    patterns = [*_CONFIG_FILES, *(["*.safetensors"] * weights), *(["*.py"] * code)]
+    wanted: dict[str, Any] = {
+        "allow_patterns": patterns,
+        "ignore_patterns": list(_SUBFOLDERS),
+    }
+    found = _cached(name, wanted)
+    if found is not None and (not weights or missing_weights(found) is None):
+        return found
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise ModelError("HF_HUB_OFFLINE is set")
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        return Path(snapshot_download(name, etag_timeout=HUB_TIMEOUT_S, **wanted))
+    except Exception as error:
+        part = "" if found is None else f" completely ({missing_weights(found)})"
+        raise ModelError(
+            f"model {name!r} is not on this machine{part} and cannot be downloaded: looked for "
+            f"its {'config and safetensors' if weights else 'config'} in the cache "
+            f"{constants.HF_HUB_CACHE}, then on {constants.ENDPOINT} "
+            f"({type(error).__name__}: {_first_line(error)}). Get it with "
+            f"`hf download {name}` where there is a network, or give a folder"
+        ) from error
+
+
+def _cached(name: str, wanted: dict[str, Any]) -> Path | None:
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, **wanted))
+    except FileNotFoundError:
+        return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:")[:300] if lines else "no message"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an absent file is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    raw = _read_json(folder / "config.json")
+    if "auto_map" in raw and not trust_remote_code and not _known_type(raw.get("model_type")):
+        raise ModelError(
+            f"model {name!r} (type {raw.get('model_type')!r}) brings its own modelling code; "
+            "pass trust_remote_code=True to run it, if you trust its author"
+        )
+    try:
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ModelError(
+            f"config.json of model {name!r} is not usable: {_first_line(error)}"
+        ) from error
+    _refuse_if_not_causal(name, config)
+    return config
+
+
+def _known_type(model_type: object) -> bool:
+    return isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+
+
+def _refuse_if_not_causal(name: str, config: PreTrainedConfig) -> None:
+    what = f"model {name!r} ({', '.join(config.architectures or ()) or config.model_type})"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{what} is an encoder-decoder; only causal decoders can be served")
+    remote = getattr(config, "auto_map", None) or {}
+    mapped = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not mapped and "AutoModelForCausalLM" not in remote:
+        raise ModelError(
+            f"{what} has no causal language model in transformers; it cannot be served"
+        )
+    named = any(name.endswith("ForCausalLM") for name in config.architectures or ())
+    if getattr(config, "is_decoder", True) is False and not named:
+        raise ModelError(f"{what} attends in both directions (is_decoder is false), not causally")
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Say what is missing for loading safetensors from a folder, or None if nothing is."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = _shards(index)
+        gone = [shard for shard in shards if not (folder / shard).is_file()]
+        if not gone:
+            return None
+        return f"{len(gone)} of {len(shards)} shards missing: {', '.join(gone[:5])}"
+    if (folder / "model.safetensors").is_file():
+        return None
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return "only pickles, no safetensors: a pickle can run code, convert the checkpoint"
+    return "no model.safetensors and no model.safetensors.index.json"
+
+
+def _shards(index: Path) -> list[str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map; download the index again")
+    return sorted({str(shard) for shard in weight_map.values()})
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ModelError unless every shard is there and as long as its header says."""
+    problem = missing_weights(folder)
+    if problem is not None:
+        raise ModelError(f"{folder} has {problem}")
+    index = folder / "model.safetensors.index.json"
+    for shard in _shards(index) if index.is_file() else ["model.safetensors"]:
+        try:
+            with safe_open(folder / shard, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{folder / shard} is truncated or no safetensors file ({_first_line(error)}); "
+                "download it again"
+            ) from error
+
+
+def _use_grouped_mm(model: PreTrainedModel) -> None:
+    # A class without the experts decorator (a dense model, remote code) has nothing to set.
+    can_set = getattr(model, "_can_set_experts_implementation", None)
+    if can_set is not None and can_set():
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+
+
+def _pretrained(
+    name: str,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    auto: Any = transformers.AutoModelForCausalLM
+    model: PreTrainedModel
+    try:
+        model, info = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            device_map=None if device.type == "cpu" else {"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:
+        raise ModelError(
+            f"weights of model {name!r} cannot be loaded: {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+    for key in ("missing_keys", "mismatched_keys", "error_msgs"):
+        wrong = sorted(map(str, info.get(key) or ()))
+        if wrong:  # transformers would go on with random weights
+            raise ModelError(
+                f"checkpoint of model {name!r} does not fit its config: {len(wrong)} "
+                f"{key.replace('_', ' ')}, first {wrong[0]}; download it again"
+            )
+    return model
+
+
+def _dummy(
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    auto: Any = transformers.AutoModelForCausalLM
+    wanted = dtype or getattr(config, "dtype", None) or torch.float32
+    try:
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(DUMMY_SEED)
+            model: PreTrainedModel = auto.from_config(
+                config, dtype=wanted, trust_remote_code=trust_remote_code
+            )
+            return model
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} cannot be made from its config: {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    auto: Any = transformers.AutoTokenizer
+    try:
+        tokenizer: PreTrainedTokenizerBase = auto.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        return tokenizer
+    except Exception as error:
+        raise ModelError(
+            f"tokenizer of model {name!r} cannot be loaded: {_first_line(error)}"
+        ) from error
+
+
+def _eos_token_ids(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    sources = [
+        _read_json(folder / "generation_config.json").get("eos_token_id"),
+        getattr(model.config, "eos_token_id", None),
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
+    found: set[int] = set()
+    for source in sources:
+        ids = source if isinstance(source, list | tuple) else [source]
+        found.update(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+    return frozenset(found)
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    raw = _read_json(folder / "generation_config.json")
+    names = (*_SAMPLING, *_PENALTIES) if raw.get("do_sample") else _PENALTIES
+    defaults = {name: raw[name] for name in names if raw.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
+    return defaults

@@ -1,0 +1,252 @@
+"""The figure of a comparison: how long LS waits under each policy, and why.
+
+matplotlib is imported when a figure is drawn (`pip install "qllm-runtime[bench]"`).
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qllm.errors import ConfigError
+from qllm.metrics import percentile
+from qllm.trace import Arrived, Event, Parked, Planned, Ran, Token
+from qllm.types import NS_PER_MS, FrameId, Priority, RequestId
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LS_COLOR, BE_COLOR, INK, MUTED = "#d1495b", "#4f7cac", "#222222", "#8a8a8a"
+POLICY_COLORS = ("#4f7cac", "#e09f3e", "#6a994e", "#7b5ea7", "#2a9d8f", "#b5838d")
+_STYLE = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One `Ran`: of which class its best row is, and how it ended."""
+
+    start_ns: int
+    end_ns: int
+    priority: int
+
+
+def _pyplot() -> Any:  # noqa: ANN401
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg", force=False)
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ConfigError('a figure needs matplotlib; pip install "qllm-runtime[bench]"') from error
+    return pyplot
+
+
+def _device_slices(events: Iterable[Event]) -> list[_Slice]:
+    priorities: dict[RequestId, int] = {}
+    best: dict[FrameId, int] = {}
+    slices: list[_Slice] = []
+    for event in events:
+        match event:
+            case Arrived():
+                priorities[event.request_id] = event.priority
+            case Planned():
+                known = [priorities.get(row.request_id, Priority.BE) for row in event.rows]
+                best[event.frame_id] = min(known, default=int(Priority.BE))
+            case Ran():
+                priority = best.get(event.frame_id, int(Priority.BE))
+                slices.append(_Slice(event.start_ns, event.at_ns, priority))
+            case _:
+                pass
+    return slices
+
+
+def _preemptions(events: Iterable[Event]) -> list[Parked]:
+    return [e for e in events if isinstance(e, Parked) and e.for_request is not None]
+
+
+def choose_window(events: Sequence[Event], width_ns: int | None = None) -> tuple[int, int]:
+    """A stretch of time in which a preemption can be seen, from arrival to resumption.
+
+    Of all preemptions, the one whose frame is parked for the median time: typical, not best.
+    A third of the window lies before the arrival. Without a preemption, the first work.
+    """
+    slices = _device_slices(events)
+    if not slices:
+        return 0, width_ns or NS_PER_MS
+    parked = _preemptions(events)
+    if not parked:
+        first = slices[0].start_ns
+        return first, first + (width_ns or max(s.end_ns for s in slices[:20]) - first)
+    next_run: dict[FrameId, int] = {}
+    spans: list[tuple[int, Parked]] = []
+    for event in reversed(events):
+        if isinstance(event, Ran):
+            next_run[event.frame_id] = event.start_ns
+        elif isinstance(event, Parked) and event.for_request is not None:
+            spans.append((next_run.get(event.frame_id, event.at_ns) - event.at_ns, event))
+    spans.sort(key=lambda span: span[0])
+    length, chosen = spans[len(spans) // 2]
+    begin = chosen.at_ns if chosen.arrival_ns is None else chosen.arrival_ns
+    whole = chosen.at_ns + length - begin
+    width = width_ns or max(3 * whole, 5 * NS_PER_MS)
+    return max(0, begin - width // 3), begin - width // 3 + width
+
+
+def _draw_ttft(ax: "Axes", results: Mapping[str, Sequence[float]], alone: str | None) -> None:
+    colors = iter(POLICY_COLORS * (len(results) // len(POLICY_COLORS) + 1))
+    for name, values in results.items():
+        if not values:
+            continue
+        ordered = sorted(values)
+        n = len(ordered)
+        is_alone = name == alone
+        ax.step(
+            [ordered[0], *ordered],
+            [0.0, *((i + 1) / n * 100 for i in range(n))],
+            where="post",
+            color=INK if is_alone else next(colors),
+            linestyle=(0, (4, 2)) if is_alone else "-",
+            linewidth=1.3 if is_alone else 2.2,
+            label=f"{name}   p50 {percentile(values, 50):,.0f}   p99 {percentile(values, 99):,.0f}",
+        )
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ax.set(
+        xlabel="TTFT of LS requests, ms (log scale)",
+        ylabel="% of LS requests at or below",
+        ylim=(0, 101),
+        title="LS time to first token",
+    )
+    ax.grid(axis="both", color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.legend(
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), prop={"size": 9}
+    ).set_title("policy, TTFT in ms")
+
+
+def _bars(ax: "Axes", spans: Sequence[tuple[float, float]], y: float, color: str) -> None:
+    ax.broken_barh(list(spans), (y, 0.6), facecolors=color, edgecolors="white", linewidth=0.6)
+
+
+def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int) -> None:
+    def ms(at_ns: int) -> float:
+        return (at_ns - begin) / NS_PER_MS
+
+    arrived = {e.request_id: e for e in events if isinstance(e, Arrived)}
+    ls: list[tuple[float, float]] = []
+    be: list[tuple[float, float]] = []
+    for s in _device_slices(events):
+        if s.end_ns > begin and s.start_ns < end:
+            row = ls if s.priority < Priority.BE else be
+            a, b = max(s.start_ns, begin), min(s.end_ns, end)
+            row.append((ms(a), (b - a) / NS_PER_MS))
+    _bars(ax, ls, 1.0, LS_COLOR)
+    _bars(ax, be, 0.0, BE_COLOR)
+    parked = [e for e in _preemptions(events) if begin <= e.at_ns <= end]
+    first = True
+    for event in parked:
+        x = ms(event.at_ns)
+        ax.plot([x, x], [0.6, 1.0], color=INK, linewidth=1.2)
+        ax.plot(
+            [x],
+            [0.68],
+            marker="v",
+            color=INK,
+            markersize=6,
+            linestyle="none",
+            label="BE frame parked" if first else None,
+        )
+        first = False
+    arrivals = [
+        ms(e.at_ns)
+        for e in arrived.values()
+        if e.priority < Priority.BE and begin <= e.at_ns <= end
+    ]
+    ax.plot(
+        arrivals,
+        [1.78] * len(arrivals),
+        marker="v",
+        color=LS_COLOR,
+        markersize=7,
+        linestyle="none",
+        label="LS request arrives",
+    )
+    tokens = [
+        ms(e.at_ns)
+        for e in events
+        if isinstance(e, Token)
+        and begin <= e.at_ns <= end
+        and e.request_id in arrived
+        and arrived[e.request_id].priority < Priority.BE
+    ]
+    ax.plot(
+        tokens,
+        [1.78] * len(tokens),
+        marker="o",
+        color=INK,
+        markersize=4,
+        linestyle="none",
+        label="LS token",
+    )
+    ax.set(
+        xlim=(0, ms(end)),
+        ylim=(-0.25, 2.1),
+        yticks=[0.3, 1.3],
+        yticklabels=["BE", "LS"],
+        xlabel=f"ms since {begin / NS_PER_MS:,.1f} ms of the run",
+        title="The device around one preemption" if parked else "The device",
+    )
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.legend(
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, prop={"size": 9}
+    )
+
+
+def ttft_figure(
+    results: Mapping[str, Sequence[float]],
+    trace: Iterable[Event],
+    path: str | os.PathLike[str],
+    *,
+    alone: str | None = "LS alone",
+    window_ns: int | None = None,
+) -> None:
+    """Write one PNG: LS TTFT per policy, and the device around a preemption.
+
+    Args:
+        results: TTFT of LS requests in milliseconds, by policy.
+        trace: Events of the run whose device is shown.
+        path: Of the PNG.
+        alone: The key of `results` that is the reference (a dashed line), if it is there.
+        window_ns: Width of the timeline; None chooses it so that a preemption fills a third.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    events = tuple(trace)
+    begin, end = choose_window(events, window_ns)
+    with pyplot.rc_context(_STYLE):
+        figure, (left, right) = pyplot.subplots(
+            1, 2, figsize=(12, 4.8), width_ratios=(1, 1.35), layout="constrained"
+        )
+        _draw_ttft(left, results, alone)
+        _draw_timeline(right, events, begin, end)
+        figure.get_layout_engine().set(w_pad=0.15)
+        figure.savefig(path, format="png", dpi=160)
+        pyplot.close(figure)

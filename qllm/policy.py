@@ -1,0 +1,272 @@
+"""The plug-in surface: what a policy is given, and what it returns.
+
+Two ways to write one. A `RankPolicy` is one pure function of integers, with parameters of a
+closed set of shapes around it; the scheduler turns ranks into plans, and so can a device. A
+`Policy` plans by itself. Both are found through the entry-point group `qllm.policies`.
+
+    @dataclass(frozen=True, kw_only=True)
+    class ShortestFirst(RankPolicy):
+        \"\"\"Shortest prompt first inside each class.\"\"\"
+
+        def rank(self, arrival_ns, priority, deadline_ns, prompt_tokens, done_tokens,
+                 served_ns, now_ns):
+            return priority, prompt_tokens
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from qllm.errors import ConfigError
+from qllm.plan import NO_STOP, ModelShape, Plan, Row
+from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
+
+__all__ = [
+    "NO_STOP",
+    "Cap",
+    "CostTable",
+    "Evict",
+    "FrameView",
+    "Plan",
+    "Policy",
+    "Priority",
+    "RankPolicy",
+    "RequestView",
+    "Ride",
+    "Row",
+    "StepReport",
+    "View",
+    "make_policy",
+    "next_row",
+]
+
+
+class RequestView(Protocol):
+    """What a policy may read of a request (see `qllm.request.Request`)."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def arrival_ns(self) -> int: ...
+    @property
+    def slo(self) -> Slo: ...
+    @property
+    def deadline_ns(self) -> int | None: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_uncomputed_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def block_table(self) -> Sequence[int]: ...
+    @property
+    def frontier(self) -> Frontier | None: ...
+    @property
+    def frame_id(self) -> FrameId | None: ...
+    @property
+    def is_decoding(self) -> bool: ...
+    @property
+    def is_admitted(self) -> bool: ...
+    @property
+    def served_ns(self) -> int: ...
+    @property
+    def last_progress_ns(self) -> int: ...
+    @property
+    def last_token_ns(self) -> int | None: ...
+
+
+class FrameView(NamedTuple):
+    """A parked frame: the rows that would resume it, in its order."""
+
+    frame_id: FrameId
+    rows: tuple[Row, ...]
+    """Live rows from their frontier to the layer they were planned to."""
+    parked_ns: int
+    """When it was parked."""
+
+
+class CostTable(NamedTuple):
+    """Predicted times, fitted by the engine; every change is a trace event.
+
+    Integers only, so that the same table predicts the same on a device.
+    """
+
+    decode_ns: tuple[int, ...]
+    """A decode step of 1, 2, 4, 8, ... rows through all layers."""
+    prefill_token_ns: int
+    """One prefill token through all layers."""
+
+    def decode(self, num_rows: int) -> int:
+        """Predicted time of a decode step, interpolated between the powers of two."""
+        if num_rows <= 0:
+            return 0
+        exponent = num_rows.bit_length() - 1
+        last = len(self.decode_ns) - 1
+        if exponent >= last:
+            return self.decode_ns[last] * num_rows >> last
+        low, high = self.decode_ns[exponent], self.decode_ns[exponent + 1]
+        return low + (high - low) * (num_rows - (1 << exponent)) // (1 << exponent)
+
+    def step(self, num_decode_rows: int, num_prefill_tokens: int) -> int:
+        """Predicted time of a step through all layers."""
+        return self.decode(num_decode_rows) + num_prefill_tokens * self.prefill_token_ns
+
+
+NO_COSTS = CostTable((1_000_000,), 10_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The engine as a policy sees it. Read-only by contract (`check_policy` looks)."""
+
+    now_ns: int
+    requests: Sequence[RequestView]
+    """Every unfinished request, in order of submission."""
+    frames: Sequence[FrameView]
+    """Parked frames, oldest first."""
+    shape: ModelShape
+    max_num_seqs: int
+    max_step_tokens: int
+    block_size: int
+    num_free_blocks: int
+    num_blocks: int
+    costs: CostTable
+    finest_grain: Grain
+    """`preempt_at`: a finer grain in a plan is coarsened to this."""
+    max_segment_ns: int
+    ride_credit_ns: int
+    """Time that worse tiers may take from decoding requests of the best tier right now."""
+
+    def get(self, request_id: RequestId) -> RequestView:
+        """The request with this id."""
+        for request in self.requests:
+            if request.request_id == request_id:
+                return request
+        raise KeyError(request_id)
+
+    def blocks_needed(self, row: Row) -> int:
+        """Blocks that running `row` would take beyond those its request holds."""
+        held = len(self.get(row.request_id).block_table)
+        return max(0, -(-row.hi // self.block_size) - held)
+
+
+def next_row(
+    request: RequestView, view: View, max_tokens: int | None = None, end_layer: int | None = None
+) -> Row:
+    """The row a request owes next, from its frontier.
+
+    Args:
+        request: A request with tokens left to compute.
+        view: For the number of layers.
+        max_tokens: Most tokens of a new row; a row part-way through the layers keeps its own.
+        end_layer: Layer it leaves at; the last by default.
+    """
+    end = view.shape.num_layers if end_layer is None else end_layer
+    front = request.frontier
+    if front is not None:
+        return Row(request.request_id, front.lo, front.hi, front.layer, end)
+    lo, hi = request.num_computed_tokens, request.num_tokens
+    if max_tokens is not None:
+        hi = min(hi, lo + max_tokens)
+    return Row(request.request_id, lo, hi, 0, end)
+
+
+class StepReport(NamedTuple):
+    """What became of a plan."""
+
+    start_ns: int
+    end_ns: int
+    rows: tuple[Row, ...]
+    done: bool
+    """Whether the program reached its end (else its frame is parked)."""
+    sampled: tuple[RequestId, ...]
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A policy that plans by itself. Only `plan` is mandatory besides `needs`."""
+
+    needs: Cap
+
+    def plan(self, view: View) -> Plan:
+        """Return rows in rank order, or a time to wait until. Must not change anything."""
+        ...
+
+
+class Ride(NamedTuple):
+    """How worse tiers ride along while the best tier only decodes."""
+
+    unbounded: bool = False
+    """Share every step with every tier, as vLLM does."""
+    frac: float = 0.0
+    """Most they may stretch the step of decoding requests without a TPOT target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPolicy:
+    """One pure function of integers, and the shape of the plans made from it."""
+
+    needs = Cap.NONE
+    compilable = True
+    """Whether a device scheduler can run it."""
+
+    grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})
+    chunk_tokens: int | None = None
+    """Most prefill tokens of one request per step; None takes whole prompts."""
+    ride: Ride = field(default=Ride(), metadata={"fixed": True})
+    max_be_stall_ms: int | None = None
+    """Longest an admitted request goes without progress (I14); None declares no bound."""
+
+    def rank(
+        self,
+        arrival_ns: int,
+        priority: int,
+        deadline_ns: int,
+        prompt_tokens: int,
+        done_tokens: int,
+        served_ns: int,
+        now_ns: int,
+    ) -> tuple[int, int]:
+        """Return (tier, key), smaller first. Only a strictly smaller tier preempts.
+
+        Args:
+            arrival_ns: When it arrived.
+            priority: Its class; smaller is sooner.
+            deadline_ns: When its next token is due; 2**62 without a target.
+            prompt_tokens: Length of its prompt.
+            done_tokens: Tokens whose KV exists.
+            served_ns: Time it has had so far.
+            now_ns: The engine's clock.
+        """
+        raise NotImplementedError
+
+
+Factory = Callable[..., Any]
+
+
+def make_policy(name: str, factories: Mapping[str, Factory], settings: Mapping[str, Any]) -> Any:
+    """Make the policy called `name` with validated settings.
+
+    Args:
+        name: A key of `factories`.
+        factories: Known policies by name (see `qllm.plugins.known_policies`).
+        settings: Keyword parameters of the policy.
+
+    Raises:
+        ConfigError: The name or a parameter is unknown, or a value is refused.
+    """
+    if name not in factories:
+        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(factories))}")
+    factory = factories[name]
+    known = [f.name for f in fields(factory)] if hasattr(factory, "__dataclass_fields__") else None
+    for key in settings:
+        if known is not None and key not in known:
+            raise ConfigError(f"policy {name} has no parameter {key!r}; it has: {', '.join(known)}")
+    return factory(**settings)

@@ -1,0 +1,130 @@
+"""A request as the scheduler sees it: counters, no token ids, no tensors.
+
+    tokens   [0 ........ num_computed_tokens) [ ....... num_tokens) ... max_total_tokens
+                         KV exists             known, still owed
+
+A request is decoding when exactly its last known token is owed and it has produced output;
+everything else is prefill (also the recompute after an eviction).
+"""
+
+from dataclasses import dataclass, field
+
+from qllm.errors import InvariantError
+from qllm.types import NS_PER_MS, FrameId, Frontier, RequestId, RequestStatus, Slo
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """Mutable state of one request. Owned by the scheduler; policies only read it."""
+
+    request_id: RequestId
+    priority: int
+    arrival_ns: int
+    num_prompt_tokens: int
+    max_tokens: int
+    slo: Slo = Slo()
+    num_tokens: int = 0
+    """Known tokens: the prompt and the output so far."""
+    num_computed_tokens: int = 0
+    """Tokens whose KV exists in every layer. Moves only when the last layer is reached (I3)."""
+    block_table: list[int] = field(default_factory=list)
+    """Blocks held, in token order."""
+    frontier: Frontier | None = None
+    """Set while a row is part-way through the layers."""
+    frame_id: FrameId | None = None
+    """The parked frame that holds the row, if any."""
+    served_ns: int = 0
+    """Time of all runs that contained a row of it."""
+    last_progress_ns: int = 0
+    """End of the last run that contained a row of it; admission counts as progress."""
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    evictions: int = 0
+    preemptions: int = 0
+    failures: int = 0
+    """Runs of it that raised."""
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens produced so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV does not exist."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens it can ever have; the last one needs no KV."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Owes exactly its last token and has produced output."""
+        return self.num_tokens - self.num_computed_tokens == 1 and (
+            self.num_tokens > self.num_prompt_tokens
+        )
+
+    @property
+    def is_admitted(self) -> bool:
+        """Holds KV."""
+        return bool(self.block_table)
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When its next token is due by its own targets; None without a target."""
+        if self.last_token_ns is None:
+            ttft = self.slo.ttft_ms
+            return None if ttft is None else self.arrival_ns + int(ttft * NS_PER_MS)
+        tpot = self.slo.tpot_ms
+        return None if tpot is None else self.last_token_ns + int(tpot * NS_PER_MS)
+
+    @property
+    def status(self) -> RequestStatus:
+        """Where it is."""
+        if self.finished:
+            return RequestStatus.FINISHED
+        if self.frame_id is not None:
+            return RequestStatus.PARKED
+        return RequestStatus.RUNNING if self.block_table else RequestStatus.WAITING
+
+    def park(self, frame_id: FrameId, frontier: Frontier) -> None:
+        """Its row stopped at a boundary and stays in the frame."""
+        self.frame_id = frame_id
+        self.frontier = frontier
+
+    def leave_frame(self, frontier: Frontier) -> None:
+        """Its row left the frame between two layers and keeps its hidden states."""
+        self.frame_id = None
+        self.frontier = frontier
+
+    def commit(self, hi: int, now_ns: int, sampled: bool) -> None:
+        """Its row [num_computed_tokens, hi) reached the last layer."""
+        if not self.num_computed_tokens < hi <= self.num_tokens:
+            raise InvariantError(
+                f"request {self.request_id}: commit to {hi} outside "
+                f"({self.num_computed_tokens}, {self.num_tokens}]"
+            )
+        self.frame_id = self.frontier = None
+        self.num_computed_tokens = hi
+        if sampled:
+            if hi != self.num_tokens:
+                raise InvariantError(f"request {self.request_id}: sampled before its last token")
+            self.num_tokens += 1
+            self.last_token_ns = now_ns
+            if self.first_token_ns is None:
+                self.first_token_ns = now_ns
+
+    def reset(self) -> None:
+        """Everything computed is lost: it starts again from its first token."""
+        self.frame_id = self.frontier = None
+        self.num_computed_tokens = 0
+
+    def abort_row(self) -> None:
+        """The row under way is lost; committed tokens stay."""
+        self.frame_id = self.frontier = None

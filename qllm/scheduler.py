@@ -1,0 +1,627 @@
+"""The scheduler: requests, blocks and parked frames in; one decision out.
+
+Pure decisions: time arrives as an argument, effects leave as values. `decide` asks the policy
+for a plan, checks it against the invariants, finds the KV it needs, and answers with what the
+engine must do to the runner (`effects`) and which program to run from where. After the run the
+engine reports back (`done`, `stopped`, `failed`), and the counters move.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from qllm.blocks import BlockPool
+from qllm.errors import ConfigError, InvariantError, PolicyError
+from qllm.plan import (
+    NO_STOP,
+    START,
+    CutRule,
+    Index,
+    ModelShape,
+    Plan,
+    Program,
+    Row,
+    chunk_end,
+    compile_program,
+)
+from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
+from qllm.request import Request
+from qllm.shapes import default_victims, rank_all, ride_allowance_ns, shape_plan
+from qllm.types import NS_PER_MS, Cap, Evict, FrameId, Frontier, Grain, RequestId
+
+CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
+"""What the executor can do so far."""
+
+
+class Kill(NamedTuple):
+    """Mark the row of a request in a parked frame dead."""
+
+    program: Program
+    request_id: RequestId
+
+
+class Drop(NamedTuple):
+    """Let go of a frame without committing anything."""
+
+    program: Program
+
+
+class EvictKv(NamedTuple):
+    """Free the KV of a request; it recomputes later."""
+
+    request_id: RequestId
+    num_tokens_lost: int
+    for_request: RequestId
+
+
+class Split(NamedTuple):
+    """Let go of a frame between two layers; its rows keep their hidden states."""
+
+    program: Program
+    index: Index
+
+
+class Accept(NamedTuple):
+    """Make the frame of a new program."""
+
+    program: Program
+    from_frames: tuple[FrameId, ...]
+
+
+Effect = Kill | Drop | EvictKv | Split | Accept
+
+
+@dataclass(slots=True, kw_only=True)
+class Parked:
+    """A program between two runs."""
+
+    program: Program
+    index: Index
+    parked_ns: int
+    dead: set[RequestId] = field(default_factory=set)
+    """Rows whose requests were cancelled or evicted."""
+
+    def live_rows(self) -> tuple[Row, ...]:
+        """Rows that still owe layers, from their frontier, in program order."""
+        program, rows = self.program, []
+        for r, row in enumerate(program.rows):
+            layer = program.frontier_layer(r, self.index)
+            if row.request_id in self.dead:
+                continue
+            if layer < row.end_layer or row.end_layer == program.num_layers:
+                rows.append(row._replace(start_layer=layer))
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the engine does next."""
+
+    effects: tuple[Effect, ...] = ()
+    """To be done to the runner, in this order, before anything runs."""
+    program: Program | None = None
+    start: Index = START
+    limit: Index | None = None
+    """Run no further than this boundary; None is the end of the program."""
+    slice_ns: int | None = None
+    resumed: bool = False
+    wait_until_ns: int | None = None
+    """Without a program: idle until then; None waits for an arrival."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The settings that decisions depend on."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+    block_size: int
+    num_blocks: int
+    grain: Grain
+    max_segment_ns: int
+    batch_invariant: bool = False
+
+
+class Scheduler:
+    """State of the decisions. One owner: the engine loop."""
+
+    def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
+        missing = policy.needs & ~CAPABILITIES
+        if missing:
+            raise ConfigError(
+                f"policy {type(policy).__name__} needs {missing}, which this engine does not "
+                f"have; it has {CAPABILITIES}"
+            )
+        if not isinstance(policy, RankPolicy) and not callable(getattr(policy, "plan", None)):
+            raise ConfigError(
+                f"policy {type(policy).__name__} is neither a RankPolicy nor has a plan(view)"
+            )
+        self.policy = policy
+        self.shape = shape
+        self.cuts = cuts
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.requests: dict[RequestId, Request] = {}
+        self.frames: dict[FrameId, Parked] = {}
+        self.running: Parked | None = None
+        self.costs: CostTable = NO_COSTS
+        self.ride_credit_ns = 0
+        self.suspects: list[RequestId] = []
+        """Requests of a frame that raised; rerun one by one, before anything else."""
+        self._next_frame_id = 0
+        self._hook_error: PolicyError | None = None
+
+    # -- requests come and go
+
+    def add(self, request: Request, now_ns: int) -> None:
+        """A request arrived."""
+        self.requests[request.request_id] = request
+        self._hook("on_arrival", now_ns, request)
+
+    def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
+        """A request ended, for whatever reason: its row dies, its blocks come back."""
+        request = self.requests.pop(request_id)
+        effects = self._leave_frame(request)
+        self.pool.give_back(request_id, request.block_table)
+        request.block_table = []
+        request.reset()
+        request.finished = True
+        if request_id in self.suspects:
+            self.suspects.remove(request_id)
+        self._hook("on_finish", now_ns, request)
+        return effects
+
+    def _leave_frame(self, request: Request) -> list[Effect]:
+        frame_id = request.frame_id
+        if frame_id is None:
+            return []
+        parked = self.frames[frame_id]
+        parked.dead.add(request.request_id)
+        if parked.live_rows():
+            return [Kill(parked.program, request.request_id)]
+        del self.frames[frame_id]
+        return [Drop(parked.program)]
+
+    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]:
+        """Take the KV of a request; it starts again from its first token."""
+        request = self.requests[request_id]
+        lost = request.num_computed_tokens
+        effects = self._leave_frame(request)
+        self.pool.give_back(request_id, request.block_table)
+        request.block_table = []
+        request.reset()
+        request.evictions += 1
+        return [*effects, EvictKv(request_id, lost, for_request)]
+
+    # -- the decision
+
+    def view(self, now_ns: int) -> View:
+        """The state as policies see it."""
+        return View(
+            now_ns=now_ns,
+            requests=tuple(self.requests.values()),
+            frames=tuple(
+                FrameView(frame_id, parked.live_rows(), parked.parked_ns)
+                for frame_id, parked in self.frames.items()
+            ),
+            shape=self.shape,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_step_tokens=self.limits.max_step_tokens,
+            block_size=self.limits.block_size,
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.limits.num_blocks,
+            costs=self.costs,
+            finest_grain=self.limits.grain,
+            max_segment_ns=self.limits.max_segment_ns,
+            ride_credit_ns=self.ride_credit_ns,
+        )
+
+    def decide(self, now_ns: int) -> Decision:
+        """What to run now.
+
+        Raises:
+            PolicyError: The policy raised, or its plan breaks an invariant; nothing changed.
+        """
+        if self._hook_error is not None:
+            error, self._hook_error = self._hook_error, None
+            raise error
+        if not self.requests:
+            return Decision()
+        view = self.view(now_ns)
+        plan = self._solo_plan(view) if self.suspects else self._ask(view)
+        if not plan.rows and not plan.drop:
+            if plan.wait_until_ns is None:
+                raise self._broken(
+                    f"returned an empty plan with {len(self.requests)} requests waiting and no "
+                    "wait_until_ns (I8)"
+                )
+            return Decision(wait_until_ns=max(plan.wait_until_ns, now_ns + NS_PER_MS // 10))
+        self._validate(view, plan)
+        effects: list[Effect] = []
+        for request_id in plan.drop:
+            effects += self.evict(request_id, request_id)
+        rows, more = self._acquire(view, self._aligned(plan.rows))
+        return self._start(plan, rows, tuple(effects + more), now_ns)
+
+    def _ask(self, view: View) -> Plan:
+        try:
+            if isinstance(self.policy, RankPolicy):
+                plan = shape_plan(view, self.policy)
+            else:
+                plan = self.policy.plan(view)
+        except Exception as error:
+            raise self._broken(f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(plan, Plan):
+            raise self._broken(f"returned {type(plan).__name__} instead of a Plan")
+        return plan
+
+    def _broken(self, what: str) -> PolicyError:
+        return PolicyError(f"policy {type(self.policy).__name__} {what}")
+
+    def _solo_plan(self, view: View) -> Plan:
+        request = self.requests[self.suspects[0]]
+        return Plan(rows=(next_row(request, view, self.limits.max_step_tokens),))
+
+    def _hook(self, name: str, now_ns: int, *args: Any) -> None:
+        hook = getattr(self.policy, name, None)
+        if hook is None:
+            return
+        try:
+            hook(self.view(now_ns), *args)
+        except Exception as error:  # noqa: BLE001 - reported by the next decision
+            self._hook_error = self._broken(f"raised in {name}: {type(error).__name__}: {error}")
+
+    # -- validation (I2, I4, I5, I9, budgets)
+
+    def _validate(self, view: View, plan: Plan) -> None:
+        seen: set[RequestId] = set()
+        for row in plan.rows:
+            if row.request_id in seen:
+                raise self._broken(f"planned request {row.request_id} twice in one step (I5)")
+            seen.add(row.request_id)
+            self._validate_row(row)
+        prefill = sum(r.num_tokens for r in plan.rows if not self.requests[r.request_id].is_decoding)
+        new = [r for r in plan.rows if self.requests[r.request_id].frame_id is None]
+        if new and prefill > view.max_step_tokens:
+            raise self._broken(
+                f"planned {prefill} prefill tokens; max_step_tokens is {view.max_step_tokens}"
+            )
+        if new and len(plan.rows) > view.max_num_seqs:
+            raise self._broken(
+                f"planned {len(plan.rows)} rows; max_num_seqs is {view.max_num_seqs}"
+            )
+        for request_id in plan.drop:
+            if request_id not in self.requests or request_id in seen:
+                raise self._broken(f"drops request {request_id}, which is unknown or planned")
+        for frame in self._touched(plan.rows):
+            live = {row.request_id for row in self.frames[frame].live_rows()}
+            if not live <= seen:
+                raise self._broken(
+                    f"planned {sorted(live & seen)} of frame {frame} without "
+                    f"{sorted(live - seen)}: a frame is resumed or replaced whole (I10)"
+                )
+
+    def _validate_row(self, row: Row) -> None:
+        request = self.requests.get(row.request_id)
+        if request is None:
+            raise self._broken(f"planned request {row.request_id}, which is not live")
+        front, layers = request.frontier, self.shape.num_layers
+        if front is not None:
+            if (row.lo, row.hi, row.start_layer) != front:
+                raise self._broken(f"{row} does not start at the frontier {front} (I2)")
+        elif row.lo != request.num_computed_tokens or row.start_layer != 0:
+            raise self._broken(
+                f"{row} skips work: {request.num_computed_tokens} tokens are computed (I2)"
+            )
+        ends_well = row.start_layer < row.end_layer or (
+            row.start_layer == row.end_layer == layers and front is not None
+        )
+        if not (row.lo < row.hi <= request.num_tokens and ends_well and row.end_layer <= layers):
+            raise self._broken(f"{row} is out of range: {request.num_tokens} tokens, {layers} layers")
+        if request.is_decoding and row.end_layer < layers:
+            raise self._broken(f"{row}: a decode row must go full depth (I4)")
+
+    def _touched(self, rows: Sequence[Row]) -> list[FrameId]:
+        frames = (self.requests[row.request_id].frame_id for row in rows)
+        return sorted({frame for frame in frames if frame is not None})
+
+    def _one_query_from(self, request: Request, hi: int) -> int:
+        return request.num_prompt_tokens if self.limits.batch_invariant else hi
+
+    def _aligned(self, rows: Sequence[Row]) -> list[Row]:
+        if not self.limits.batch_invariant:
+            return list(rows)
+        out = []
+        for row in rows:
+            request = self.requests[row.request_id]
+            if request.frontier is None and row.hi < request.num_tokens:
+                alone = self._one_query_from(request, row.hi)
+                row = row._replace(hi=chunk_end(row, request.num_tokens, self.cuts, alone))
+            out.append(row)
+        return out
+
+    # -- KV (I6)
+
+    def _acquire(self, view: View, rows: Sequence[Row]) -> tuple[list[Row], list[Effect]]:
+        """Give every row its blocks, evicting lower ranks where they are short."""
+        effects: list[Effect] = []
+        gone: set[RequestId] = set()
+        kept: list[Row] = []
+        for row in rows:
+            if row.request_id in gone:
+                continue
+            request = self.requests[row.request_id]
+            need = self.pool.blocks_for(row.hi) - len(request.block_table)
+            if need > self.pool.num_free:
+                keep = frozenset(r.request_id for r in kept) | {row.request_id}
+                for victim in self._victims(view, request, need - self.pool.num_free, keep):
+                    effects += self.evict(victim, row.request_id)
+                    gone.add(victim)
+            if need > self.pool.num_free:
+                continue
+            if need > 0:
+                request.block_table += self.pool.take(row.request_id, need)
+            if not request.last_progress_ns:
+                request.last_progress_ns = view.now_ns
+            kept.append(row)
+        if not kept:
+            stuck = self.requests[rows[0].request_id]
+            if not stuck.is_admitted:
+                raise self._broken(
+                    f"planned request {stuck.request_id}, for which there is no KV: "
+                    f"{self.pool.num_free} blocks are free"
+                )
+            effects += self.evict(stuck.request_id, stuck.request_id)
+        return kept, effects
+
+    def _victims(
+        self, view: View, request: Request, need: int, keep: frozenset[RequestId]
+    ) -> list[RequestId]:
+        """The shortest prefix of the policy's victims that frees `need` blocks, or nobody."""
+        if isinstance(self.policy, RankPolicy):
+            order = [v for v, _ in default_victims(view, self.policy, request.request_id)]
+        else:
+            order = self._asked_victims(view, request, need, keep)
+        chosen: list[RequestId] = []
+        for victim in order:
+            if need <= 0:
+                break
+            if victim in keep:
+                continue
+            chosen.append(victim)
+            need -= len(self.requests[victim].block_table)
+        return chosen if need <= 0 else []
+
+    def _asked_victims(
+        self, view: View, request: Request, need: int, keep: frozenset[RequestId]
+    ) -> list[RequestId]:
+        victims = getattr(self.policy, "victims", None)
+        if victims is None:
+            return [
+                other.request_id
+                for other in reversed(self.requests.values())
+                if other.is_admitted and _worse(other, request)
+            ]
+        order = []
+        for victim, how in victims(view, need, keep):
+            if victim in keep:
+                raise self._broken(f"evicts request {victim}, which outranks the row (I6)")
+            if how is not Evict.RECOMPUTE:
+                raise self._broken(f"asks to {how.value} request {victim}; KV_SWAP is missing (I7)")
+            if victim not in self.requests:
+                raise self._broken(f"evicts request {victim}, which is not live")
+            if not _worse(self.requests[victim], request):
+                raise self._broken(
+                    f"evicts request {victim} for {request.request_id}, its equal or better (I6)"
+                )
+            order.append(victim)
+        return order
+
+    # -- programs
+
+    def _start(
+        self, plan: Plan, rows: Sequence[Row], effects: tuple[Effect, ...], now_ns: int
+    ) -> Decision:
+        if not rows:
+            return Decision(effects=effects, wait_until_ns=now_ns)
+        touched = self._touched(rows)
+        if len(touched) == 1:
+            parked = self.frames[touched[0]]
+            if set(parked.live_rows()) == set(rows):
+                return self._resume(plan, parked, effects)
+        for frame_id in touched:
+            parked = self.frames[frame_id]
+            if parked.program.inside_layer(parked.index):
+                limit = parked.program.layer_end(parked.index)
+                return replace(self._resume(plan, parked, effects), limit=limit)
+        splits = []
+        for frame_id in touched:
+            parked = self.frames.pop(frame_id)
+            splits.append(Split(parked.program, parked.index))
+            for row in parked.live_rows():
+                front = Frontier(row.lo, row.hi, row.start_layer)
+                self.requests[row.request_id].leave_frame(front)
+        requests = [self.requests[row.request_id] for row in rows]
+        program = compile_program(
+            replace(plan, rows=tuple(rows)),
+            frame_id=self._next_frame_id,
+            samples=[row.hi == r.num_tokens for row, r in zip(rows, requests, strict=True)],
+            shape=self.shape,
+            cuts=self.cuts,
+            one_query_from=[
+                self._one_query_from(r, row.hi) for row, r in zip(rows, requests, strict=True)
+            ],
+        )
+        self._next_frame_id += 1
+        self.running = Parked(program=program, index=START, parked_ns=now_ns)
+        return Decision(
+            effects=(*effects, *splits, Accept(program, tuple(touched))),
+            program=program,
+            slice_ns=plan.slice_ns,
+        )
+
+    def _resume(self, plan: Plan, parked: Parked, effects: tuple[Effect, ...]) -> Decision:
+        program = replace(parked.program, grain=plan.grain, stop_below=plan.stop_below)
+        parked.program = program
+        self.running = self.frames.pop(program.frame_id)
+        for row in program.rows:
+            request = self.requests.get(row.request_id)
+            if request is not None and request.frame_id == program.frame_id:
+                request.frame_id = None
+        return Decision(
+            effects=effects,
+            program=program,
+            start=parked.index,
+            slice_ns=plan.slice_ns,
+            resumed=True,
+        )
+
+    # -- what became of it
+
+    def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> list[Row]:
+        """Count the run for the requests whose rows took part in it."""
+        program = parked.program
+        last = end.op + 1 if end.pos else end.op
+        groups = {op.group for op in program.ops[parked.index.op : last]}
+        rows = sorted({r for g in groups for r in program.groups[g]})
+        took_part = []
+        for r in rows:
+            row = program.rows[r]
+            request = self.requests.get(row.request_id)
+            if request is None or row.request_id in parked.dead:
+                continue
+            request.served_ns += end_ns - start_ns
+            request.last_progress_ns = end_ns
+            took_part.append(row)
+        self._settle_ride(program, end == program.end, end_ns - start_ns, end_ns)
+        return took_part
+
+    def _settle_ride(self, program: Program, done: bool, elapsed_ns: int, now_ns: int) -> None:
+        """Earn or spend the time that worse tiers may take from decoding requests."""
+        policy = self.policy
+        if not isinstance(policy, RankPolicy) or not policy.ride.frac:
+            return
+        ranked = rank_all(self.view(now_ns), policy)
+        if not ranked or ranked[0].tier == ranked[-1].tier:
+            self.ride_credit_ns = 0
+            return
+        best = {x.request_id for x in ranked if x.tier == ranked[0].tier}
+        decoding = [self.requests[i] for i in program.request_ids if i in best]
+        if not decoding:
+            self.ride_credit_ns -= elapsed_ns
+        elif done and all(r.is_decoding for r in decoding):
+            allowance = ride_allowance_ns(policy, self.costs, decoding)
+            self.ride_credit_ns = min(self.ride_credit_ns + allowance, 2 * allowance)
+
+    def done(
+        self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
+    ) -> list[Request]:
+        """The running program reached its end; `sampled` requests have one more token.
+
+        Returns:
+            The requests that have a new token, in row order.
+        """
+        parked, self.running = self._take_running(), None
+        self._progress(parked, end, start_ns, end_ns)
+        program, out = parked.program, []
+        for row in program.rows:
+            request = self.requests.get(row.request_id)
+            if request is None or row.request_id in parked.dead:
+                continue
+            if row.end_layer < self.shape.num_layers:
+                request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
+                continue
+            has_token = row.request_id in sampled
+            request.commit(row.hi, end_ns, has_token)
+            if has_token:
+                out.append(request)
+            if row.request_id in self.suspects:
+                self.suspects.remove(row.request_id)
+                request.failures = 0
+        self._report(program, True, start_ns, end_ns, sampled)
+        return out
+
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None:
+        """The running program stopped at a boundary: park its frame."""
+        parked, self.running = self._take_running(), None
+        self._progress(parked, end, start_ns, end_ns)
+        parked.index = end
+        parked.parked_ns = end_ns
+        program = parked.program
+        for r, row in enumerate(program.rows):
+            request = self.requests.get(row.request_id)
+            if request is None or row.request_id in parked.dead:
+                continue
+            layer = program.frontier_layer(r, end)
+            request.park(program.frame_id, Frontier(row.lo, row.hi, layer))
+            request.preemptions += preempted
+        self.frames[program.frame_id] = parked
+        self._report(program, False, start_ns, end_ns, ())
+
+    def failed(self) -> tuple[list[Effect], list[Request]]:
+        """The running program raised: drop its frame and rerun its requests one by one.
+
+        Returns:
+            Effects, and the requests that failed alone: they must end in `error`.
+        """
+        parked, self.running = self._take_running(), None
+        hopeless = []
+        rows = [r for r in parked.program.rows if r.request_id in self.requests]
+        for row in rows:
+            if row.request_id in parked.dead:
+                continue
+            request = self.requests[row.request_id]
+            request.abort_row()
+            request.failures += 1
+            if request.failures > 1:
+                hopeless.append(request)
+            elif row.request_id not in self.suspects:
+                self.suspects.append(row.request_id)
+        return [Drop(parked.program)], hopeless
+
+    def _take_running(self) -> Parked:
+        if self.running is None:
+            raise InvariantError("no program is running")
+        return self.running
+
+    def _report(
+        self,
+        program: Program,
+        done: bool,
+        start_ns: int,
+        end_ns: int,
+        sampled: Sequence[RequestId],
+    ) -> None:
+        report = StepReport(start_ns, end_ns, program.rows, done, tuple(sampled))
+        self._hook("on_step_done", end_ns, report)
+
+    def check(self) -> None:
+        """Check the invariants of the state; called by tests after every step, and when idle."""
+        tables = {i: r.block_table for i, r in self.requests.items()}
+        self.pool.check(tables)
+        in_frames: dict[RequestId, FrameId] = {}
+        for frame_id, parked in self.frames.items():
+            live = parked.live_rows()
+            if not live:
+                raise InvariantError(f"frame {frame_id} has no live row")
+            for row in live:
+                if row.request_id in in_frames:
+                    raise InvariantError(f"request {row.request_id} is in two frames")
+                in_frames[row.request_id] = frame_id
+        for request_id, request in self.requests.items():
+            if request.frame_id != in_frames.get(request_id):
+                raise InvariantError(f"request {request_id} says frame {request.frame_id}")
+            if request.frontier is not None and not request.block_table:
+                raise InvariantError(f"request {request_id} has a frontier and no KV")
+            if len(request.block_table) < self.pool.blocks_for(request.num_computed_tokens):
+                raise InvariantError(f"request {request_id} has fewer blocks than KV")
+
+
+def _worse(victim: Request, request: Request) -> bool:
+    """Whether `victim` ranks behind `request` where the policy does not say (I6)."""
+    if victim.priority != request.priority:
+        return victim.priority > request.priority
+    return request.is_admitted and (victim.arrival_ns, victim.request_id) > (
+        request.arrival_ns,
+        request.request_id,
+    )

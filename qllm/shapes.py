@@ -1,0 +1,266 @@
+"""From ranks to plans: the closed set of shapes around a `RankPolicy`.
+
+The best tier runs: a parked frame of it first, else its decodes and prefills in one program.
+While it only decodes, worse tiers get slices paid from the ride credit. Whoever is admitted
+and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice before anyone else.
+Everything is integer arithmetic on the view, so that a device scheduler can do the same.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qllm.plan import NO_STOP, Plan, Row
+from qllm.policy import CostTable, FrameView, RankPolicy, RequestView, View, next_row
+from qllm.types import NS_PER_MS, Grain, Priority, RequestId
+
+NO_DEADLINE = 1 << 62
+MIN_SLICE_NS = NS_PER_MS
+"""A slice shorter than this is not worth a switch."""
+
+
+class Ranked(NamedTuple):
+    """A request that owes work, with its policy's verdict; sorts best first."""
+
+    tier: int
+    key: int
+    request_id: RequestId
+    request: RequestView
+
+
+def rank_all(view: View, policy: RankPolicy) -> list[Ranked]:
+    """Rank every request that owes work; ties go to the older request."""
+    ranked = []
+    for r in view.requests:
+        deadline = r.deadline_ns
+        tier, key = policy.rank(
+            r.arrival_ns,
+            r.priority,
+            NO_DEADLINE if deadline is None else deadline,
+            r.num_prompt_tokens,
+            r.num_computed_tokens,
+            r.served_ns,
+            view.now_ns,
+        )
+        ranked.append(Ranked(tier, key, r.request_id, r))
+    ranked.sort(key=lambda x: x[:3])
+    return ranked
+
+
+def ride_allowance_ns(
+    policy: RankPolicy, costs: CostTable, decoding: Sequence[RequestView]
+) -> int:
+    """Time that worse tiers may take per step of these decoding requests."""
+    predicted = costs.decode(len(decoding))
+    targets = [int(r.slo.tpot_ms * NS_PER_MS) for r in decoding if r.slo.tpot_ms is not None]
+    if targets:
+        return max(0, min(targets) - predicted)
+    return int(predicted * policy.ride.frac)
+
+
+class _Shaper:
+    """One call of `shape_plan`."""
+
+    def __init__(self, view: View, policy: RankPolicy) -> None:
+        self.view = view
+        self.policy = policy
+        self.ranked = rank_all(view, policy)
+        self.tier_of = {x.request_id: x.tier for x in self.ranked}
+        self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
+
+    def frame_tier(self, frame: FrameView) -> int:
+        return min(self.tier_of[row.request_id] for row in frame.rows)
+
+    def resume(self, frame: FrameView) -> Plan:
+        return self.finish_plan(frame.rows)
+
+    def finish_plan(self, rows: Sequence[Row], slice_ns: int | None = None) -> Plan:
+        """Add grain, stop threshold and slice to rows."""
+        grain = min(self.policy.grain, self.view.finest_grain)
+        stop = NO_STOP
+        if grain > Grain.STEP:
+            stop = min(self.tier_of[row.request_id] for row in rows)
+        due = self.next_due_ns({row.request_id for row in rows})
+        if grain > Grain.STEP and due is not None:
+            left = max(self.min_slice_ns, due - self.view.now_ns)
+            slice_ns = left if slice_ns is None else min(slice_ns, left)
+        return Plan(rows=tuple(rows), grain=grain, stop_below=stop, slice_ns=slice_ns)
+
+    # -- the stall bound (I14)
+
+    def margin_ns(self) -> int:
+        """What may pass between falling due and running: the slices of all who fall due."""
+        turns = len(self.view.frames) + 2
+        return turns * (self.min_slice_ns + 2 * min(self.view.max_segment_ns, 50 * NS_PER_MS))
+
+    def bounded(self) -> list[Ranked]:
+        """Admitted requests that the stall bound protects."""
+        if self.policy.max_be_stall_ms is None:
+            return []
+        best = self.ranked[0].tier
+        return [
+            x
+            for x in self.ranked
+            if x.request.is_admitted and (x.tier > best or x.request.priority > Priority.LS)
+        ]
+
+    def due_ns(self, request: RequestView) -> int:
+        bound_ns = (self.policy.max_be_stall_ms or 0) * NS_PER_MS
+        return request.last_progress_ns + max(bound_ns // 2, bound_ns - self.margin_ns())
+
+    def next_due_ns(self, running: set[RequestId]) -> int | None:
+        others = [x.request for x in self.bounded() if x.request_id not in running]
+        return min((self.due_ns(r) for r in others), default=None)
+
+    def stalled(self) -> Plan | None:
+        """A guaranteed slice for whoever is due; it needs no seat and nobody stops it."""
+        waiting = [x for x in self.bounded() if self.due_ns(x.request) <= self.view.now_ns]
+        if not waiting:
+            return None
+        first = min(waiting, key=lambda x: (x.request.last_progress_ns, x.request_id))
+        frame = next((f for f in self.view.frames if f.frame_id == first.request.frame_id), None)
+        if frame is not None:
+            rows: list[Row] = list(frame.rows)
+        elif first.request.is_decoding:
+            alike = [x for x in waiting if x.request.is_decoding and x.request.frame_id is None]
+            free = self.view.num_free_blocks
+            rows = []
+            for x in alike[: self.view.max_num_seqs]:
+                row = next_row(x.request, self.view)
+                free -= self.need(x.request, row)
+                if free >= 0 or not rows:
+                    rows.append(row)
+        else:
+            rows = [next_row(first.request, self.view, self.view.max_step_tokens)]
+        plan = self.finish_plan(rows)
+        return Plan(rows=plan.rows, grain=plan.grain, slice_ns=self.min_slice_ns)
+
+    # -- one tier
+
+    def need(self, request: RequestView, row: Row) -> int:
+        held = len(request.block_table)
+        return max(0, -(-row.hi // self.view.block_size) - held)
+
+    def evictable(self, tier: int) -> int:
+        """Blocks that requests of worse tiers hold."""
+        return sum(len(x.request.block_table) for x in self.ranked if x.tier > tier)
+
+    def batch(self, members: Sequence[Ranked], tier: int) -> tuple[list[Row], int]:
+        """Decodes, then prefills in rank order; returns the rows and how many are decodes.
+
+        Order is strict: a prefill without room ends the walk, because whoever came next would
+        take the blocks it is waiting for. Decodes are outside the prefill token budget.
+        """
+        view = self.view
+        free = [x for x in members if x.request.frame_id is None]
+        decoding = [x for x in free if x.request.is_decoding and x.request.frontier is None]
+        rows = [next_row(x.request, view) for x in decoding[: view.max_num_seqs]]
+        num_decodes = len(rows)
+        room = view.num_free_blocks + self.evictable(tier)
+        room -= sum(
+            self.need(x.request, row) for x, row in zip(decoding, rows, strict=False)
+        )
+        tokens = view.max_step_tokens
+        for x in free:
+            r = x.request
+            if r.is_decoding and r.frontier is None:
+                continue
+            if tokens <= 0 or len(rows) >= view.max_num_seqs:
+                break
+            row = next_row(r, view, min(tokens, self.policy.chunk_tokens or tokens))
+            need = self.need(r, row)
+            if need > room and (rows or x is not self.ranked[0]):
+                break
+            rows.append(row)
+            room -= need
+            tokens -= row.num_tokens
+        return rows, num_decodes
+
+    def plan(self) -> Plan:
+        plan = self.stalled()
+        if plan is not None:
+            return plan
+        if self.policy.ride.unbounded:
+            rows, _ = self.batch(self.ranked, self.ranked[0].tier)
+            return self.finish_plan(rows)
+        tiers = sorted(set(self.tier_of.values()))
+        for position, tier in enumerate(tiers):
+            plan, decodes_only = self.tier_plan(tier)
+            if plan is None:
+                continue
+            if decodes_only and self.policy.ride.frac and position + 1 < len(tiers):
+                return self.ride_along(plan, tiers[position + 1 :])
+            return plan
+        return Plan()
+
+    def tier_plan(self, tier: int) -> tuple[Plan | None, bool]:
+        """The plan of one tier alone, and whether it is decodes only."""
+        for frame in self.view.frames:
+            if self.frame_tier(frame) == tier:
+                return self.resume(frame), False
+        rows, num_decodes = self.batch([x for x in self.ranked if x.tier == tier], tier)
+        if not rows:
+            return None, False
+        return self.finish_plan(rows), num_decodes == len(rows)
+
+    def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
+        """Let worse tiers use what the decoding requests of the best tier can spare."""
+        view = self.view
+        for tier in worse:
+            plan, decodes_only = self.tier_plan(tier)
+            if plan is None:
+                continue
+            merged = self.merge(best, plan) if decodes_only else None
+            if merged is not None:
+                return merged
+            if view.ride_credit_ns < MIN_SLICE_NS:
+                return best
+            slice_ns = min(view.ride_credit_ns, plan.slice_ns or view.ride_credit_ns)
+            return Plan(
+                rows=plan.rows, grain=plan.grain, stop_below=plan.stop_below, slice_ns=slice_ns
+            )
+        return best
+
+    def merge(self, best: Plan, other: Plan) -> Plan | None:
+        """Both in one step, if the decoding requests of the best tier can spare the time."""
+        view = self.view
+        if len(best.rows) + len(other.rows) > view.max_num_seqs:
+            return None
+        decoding = [view.get(row.request_id) for row in best.rows]
+        target = view.costs.decode(len(decoding)) + ride_allowance_ns(
+            self.policy, view.costs, decoding
+        )
+        if view.costs.decode(len(best.rows) + len(other.rows)) > target:
+            return None
+        return self.finish_plan((*best.rows, *other.rows))
+
+
+def shape_plan(view: View, policy: RankPolicy) -> Plan:
+    """Make the plan of a `RankPolicy`: who runs, in which shape, until when."""
+    if not view.requests:
+        return Plan()
+    return _Shaper(view, policy).plan()
+
+
+def default_victims(
+    view: View, policy: RankPolicy, for_request: RequestId
+) -> list[tuple[RequestId, bool]]:
+    """Whom to evict for a request, worst first, by rank.
+
+    A request of a worse tier may always be evicted. One of the same tier only for a request
+    that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
+    evict their equals, and there is no ping-pong (I6).
+
+    Returns:
+        (request id, whether its tier is worse) pairs.
+    """
+    ranked = rank_all(view, policy)
+    me = next(x for x in ranked if x.request_id == for_request)
+    out = []
+    for x in reversed(ranked):
+        if x.request_id == for_request or not x.request.is_admitted:
+            continue
+        if x.tier > me.tier or (
+            x.tier == me.tier and me.request.is_admitted and x[:3] > me[:3]
+        ):
+            out.append((x.request_id, x.tier > me.tier))
+    return out

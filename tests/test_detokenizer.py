@@ -1,0 +1,209 @@
+"""Incremental text equals the text of all ids; stop strings depend on the text alone."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from qllm.detokenizer import MAX_WINDOW, Detokenizer
+
+CORPUS = [
+    "the cat sat on the mat, the end.",
+    "日本語と中文的文本 🎉👩‍👩‍👧 naïve café",
+    "  x = y\n\n\treturn",
+] * 3
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """GPT-2's kind: tokens are byte strings, which may end inside a character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@cache
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Llama's kind: "▁" for spaces, one of which is stripped in front, and byte fallback."""
+    pieces = ["<eos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁▁", *"abcdeT.", "ab", "▁a", "▁the"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("a", "b"), ("▁", "a"), ("▁", "▁")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+
+
+def batched(ids: list[int], size: int) -> Iterator[list[int]]:
+    return (ids[i : i + size] for i in range(0, len(ids), size))
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def stream(detokenizer: Detokenizer, ids: list[int], size: int = 1) -> str:
+    text = "".join(detokenizer.push(part)[0] for part in batched(ids, size))
+    return text + detokenizer.finish()
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.num_decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+TEXT = st.text(alphabet=st.sampled_from("abcdeT. \n日本é🎉👩‍\ufffd"), max_size=40) | st.text(
+    alphabet=st.characters(exclude_categories=["Cs"]), max_size=40
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=TEXT, size=st.integers(1, 5))
+@example(text="\ufffd" * 20 + "a", size=1)
+@example(text=" " * 100, size=3)
+def test_pieces_join_to_the_whole_text(text: str, size: int) -> None:
+    for tokenizer in (byte_level(), sentencepiece_like()):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert stream(Detokenizer(tokenizer), ids, size) == decode(tokenizer, ids)
+    ids = byte_level().encode(text, add_special_tokens=False)
+    assert decode(byte_level(), ids) == text
+
+
+@settings(deadline=None, max_examples=150)
+@given(ids=st.lists(st.integers(0, 329), max_size=80))
+@example(ids=list(range(330)))
+def test_any_ids_of_a_byte_level_vocabulary_join(ids: list[int]) -> None:
+    assert stream(Detokenizer(byte_level()), ids) == decode(byte_level(), ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ids=st.lists(st.just(0) | st.integers(258, 271), max_size=30))
+@example(ids=[258, 0, 258, 260])
+@example(ids=[0, 0, 258, 0, 270])
+def test_spaces_and_special_tokens_of_a_sentencepiece_vocabulary_join(ids: list[int]) -> None:
+    tokenizer = sentencepiece_like()
+    assert stream(Detokenizer(tokenizer), ids) == decode(tokenizer, ids)
+
+
+def byte_ids(data: bytes) -> list[int]:
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = [chr(b if b in shown else 256 + hidden.index(b)) for b in data]
+    return byte_level().convert_tokens_to_ids(letters)
+
+
+def test_text_waits_for_whole_characters() -> None:
+    detokenizer = Detokenizer(byte_level())
+    pieces = [detokenizer.push([i])[0] for i in byte_ids("a中🎉".encode())]
+    assert pieces == ["a", "", "", "中", "", "", "", "🎉"]
+    assert detokenizer.push(byte_ids("é".encode()[:1])) == ("", False)
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("data", [b"\xe4", b"\x80", b"\xf0\x9f\x8e", "\ufffd".encode()])
+def test_endless_broken_text_costs_a_bounded_window_per_token(data: bytes) -> None:
+    tokenizer, num = Counting(byte_level()), 600
+    ids = (byte_ids(data) * num)[:num] + byte_ids("中a".encode())
+    assert stream(Detokenizer(tokenizer), ids) == decode(byte_level(), ids)
+    assert tokenizer.num_decoded < (MAX_WINDOW + 3) * len(ids)
+
+
+def test_endless_special_tokens_and_plain_text_cost_little() -> None:
+    word = byte_level().encode(" the", add_special_tokens=False)
+    for ids, per_token in (([0] * 600, MAX_WINDOW + 2), (word * 300, 4), ([*word, *[0] * 600], 4)):
+        tokenizer = Counting(byte_level())
+        assert stream(Detokenizer(tokenizer), ids) == decode(byte_level(), ids)
+        assert tokenizer.num_decoded <= per_token * len(ids) + 8
+
+
+def test_specials_between_the_bytes_of_a_character_lose_nothing() -> None:
+    first, *rest = byte_ids("中".encode())
+    for num in (1, 10, 200):
+        ids = [first, *[0] * num]
+        assert stream(Detokenizer(byte_level()), ids) == "\ufffd"
+    assert stream(Detokenizer(byte_level()), [first, 0, *rest]) == "中"
+
+
+def cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    """Cut at the stop string that is complete first, the longest if several are."""
+    for end in range(len(text) + 1):
+        found = [end - len(s) for s in stop if text[:end].endswith(s)]
+        if found:
+            return text[: min(found)], True
+    return text, False
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    text=st.text(alphabet="ab ", max_size=20),
+    stop=st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), max_size=3).map(tuple),
+    size=st.integers(1, 7),
+)
+@example(text="ababac", stop=("abac",), size=1)
+@example(text="abcd", stop=("bcd", "c"), size=9)
+def test_a_stop_string_cuts_the_same_text_however_it_arrives(
+    text: str, stop: tuple[str, ...], size: int
+) -> None:
+    ids = byte_level().encode(text, add_special_tokens=False)
+    detokenizer, seen, stopped = Detokenizer(byte_level(), stop), "", False
+    expected, is_cut = cut(text, stop)
+    for part in batched(ids, size):
+        new, stopped = detokenizer.push(part)
+        seen += new
+        assert expected.startswith(seen), "handed out what a stop string takes back"
+    assert stopped == is_cut
+    assert seen + detokenizer.finish() == expected
+
+
+def test_only_what_may_begin_a_stop_string_waits() -> None:
+    detokenizer = Detokenizer(byte_level(), ("\n\nUser:",))
+    [newline, e, u] = byte_ids(b"\neU")
+    assert detokenizer.push([e]) == ("e", False)
+    assert detokenizer.push([newline]) == ("", False)
+    assert detokenizer.push([e]) == ("\ne", False)
+    assert detokenizer.push([newline, newline, newline, u]) == ("\n", False)
+    assert detokenizer.push(byte_ids(b"ser: x")) == ("", True)
+    assert detokenizer.push([e]) == ("", True)
+    assert detokenizer.finish() == ""
+
+
+def test_a_stop_string_across_characters_and_tokens() -> None:
+    detokenizer = Detokenizer(byte_level(), ("中a",))
+    pieces = [detokenizer.push([i]) for i in byte_ids("é中ab".encode())]
+    assert "".join(text for text, _ in pieces) == "é"
+    assert [stopped for _, stopped in pieces] == [False] * 5 + [True] * 2

@@ -1,0 +1,153 @@
+"""Who may import whom: the floors of the design, held by a search through the syntax trees."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STDLIB = sys.stdlib_module_names
+EFFECTS = {"asyncio", "datetime", "logging", "os", "random", "subprocess", "threading", "time"}
+DEVICE = {"accelerate", "cupy", "nixl", "numba", "torch", "transformers", "triton"}
+
+F0 = {"types", "errors", "config"}
+F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
+F2 = {"trace", "metrics", "perfetto", "sim"}
+F3 = {"runner", "kv_cache", "sampler", "models", "kernels"}
+F4 = {"engine", "ingress"}
+F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
+F5 |= {"demo", "hub", "loader"}
+OURS = F0 | F1 | F2 | F3 | F4 | F5
+
+
+class Floor(NamedTuple):
+    """The modules that live here and what each may import; `__init__` is `import qllm` itself."""
+
+    modules: set[str]
+    ours: set[str]
+    others: Callable[[str], bool]
+
+
+FLOORS = [
+    Floor(F0, F0, lambda name: name in STDLIB | {"pydantic"}),
+    Floor(F1, F0 | F1, lambda name: name in STDLIB - EFFECTS),
+    Floor(F2, F0 | F1 | F2, lambda name: name not in DEVICE),
+    Floor(F3, F0 | F3 | {"plan", "snapshot"}, lambda name: True),
+    Floor(F4, F0 | F1 | F2 | F4, lambda name: name not in DEVICE),
+    Floor(F5, OURS, lambda name: True),
+]
+POLICIES = Floor(
+    set(),
+    {"policy", "plan", "types", "errors"},
+    lambda name: name in {"collections", "dataclasses", "math", "typing"},
+)
+BENCH = Floor(set(), {"__init__", "types", "trace"}, lambda name: True)
+
+
+def floor_of(path: str) -> Floor:
+    folder, module = Path(path).parts[:2]
+    if folder != "qllm":
+        return POLICIES if folder == "policies" else BENCH
+    homes = [floor for floor in FLOORS if module.removesuffix(".py") in floor.modules]
+    assert len(homes) == 1, f"{path} has no floor: add it to one in tests/test_floors.py"
+    return homes[0]
+
+
+def imports(path: str, source: str) -> Iterator[str]:
+    package = ".".join(Path(path).parent.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def breaches(path: str, source: str) -> list[str]:
+    floor, found = floor_of(path), []
+    for name in imports(path, source):
+        top, module = f"{name}.".split(".")[:2]
+        if top == "qllm":
+            allowed = (module if module in OURS else "__init__") in floor.ours
+        else:
+            allowed = top not in {"qllm_policies", "policies"} and floor.others(top)
+        if not allowed:
+            found.append(name)
+    return found
+
+
+def python_files(*folders: str) -> list[str]:
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return sorted(str(file.relative_to(ROOT)) for file in files)
+
+
+@pytest.mark.parametrize("path", python_files("qllm", "policies", "bench"))
+def test_a_module_imports_only_what_its_floor_may(path: str) -> None:
+    assert breaches(path, (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("qllm/types.py", "from qllm.plan import Plan"),
+        ("qllm/config.py", "import numpy"),
+        ("qllm/scheduler.py", "def now():\n    import time"),
+        ("qllm/plan.py", "from torch import Tensor"),
+        ("qllm/sim.py", "from qllm import engine"),
+        ("qllm/models/driver.py", "from ..scheduler import plan_step"),
+        ("qllm/engine.py", "import qllm.runner"),
+        ("qllm/engine.py", "from . import transports"),
+        ("qllm/ingress.py", "from qllm import QLLMEngine"),
+        ("qllm/cli.py", "import qllm_policies.fcfs"),
+        ("policies/fcfs.py", "from qllm.scheduler import plan_step"),
+        ("policies/fcfs.py", "import os"),
+        ("bench/load.py", "from qllm.engine import Engine"),
+    ],
+)
+def test_a_forbidden_import_is_seen(path: str, source: str) -> None:
+    assert len(breaches(path, source)) == 1
+
+
+def test_everything_in_qllm_has_a_floor() -> None:
+    for entry in (ROOT / "qllm").iterdir():
+        if entry.name not in {"__pycache__", "py.typed"}:
+            floor_of(f"qllm/{entry.name}")
+
+
+def test_plan_has_one_caller() -> None:
+    callers = [
+        f"{path}:{node.lineno}"
+        for path in python_files("qllm")
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "plan"
+    ]
+    assert len(callers) == 1 or not (callers or (ROOT / "qllm/engine.py").exists()), callers
+    assert all(caller.startswith(("qllm/engine.py", "qllm/scheduler.py")) for caller in callers)
+
+
+@pytest.mark.parametrize("path", python_files("qllm", "policies", "bench", "tests", "scripts"))
+def test_a_file_over_500_lines_says_why(path: str) -> None:
+    lines = (ROOT / path).read_text().splitlines()
+    assert len(lines) <= 500 or lines[0].startswith("# "), f"{len(lines)} lines, no reason on top"
+
+
+def test_import_is_quick_and_leaves_torch_alone() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import qllm;"
+        f"print(time.perf_counter() - start, *({DEVICE} & set(sys.modules)))"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(5)
+    ]
+    assert all(len(run) == 1 for run in runs), f"import qllm imported {runs[0][1:]}"
+    assert min(float(run[0]) for run in runs) < 0.2, runs
