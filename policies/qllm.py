@@ -61,9 +61,7 @@ class Qllm:
         stop_below = NO_STOP if has_ls else Priority.LS + 1
         return Plan(rows=rows, grain=Grain.EXPERT, stop_below=stop_below)
 
-    def _take(
-        self, view: View, first: list[RequestView], fill: list[RequestView]
-    ) -> list[Row]:
+    def _take(self, view: View, first: list[RequestView], fill: list[RequestView]) -> list[Row]:
         rows: list[Row] = []
         tokens, room = view.max_step_tokens, view.num_free_blocks
         held = sum(len(r.block_table) for r in view.requests if r.priority != Priority.LS)

@@ -108,8 +108,7 @@ class Detokenizer:
 
     def _cut(self, text: str) -> str:
         """Shorten a window full of broken characters: only its end can still change."""
-        certain = len(text.rstrip(INCOMPLETE))
-        certain = max(self._num_sent, certain, len(text) - MAX_PENDING_CHARS)
+        certain = max(self._num_sent, len(text) - MAX_PENDING_CHARS)
         self._ids = self._ids[-CONTEXT:]
         shorter = self._decode(self._ids)
         if not shorter.endswith(text[certain:]):

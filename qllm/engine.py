@@ -1,8 +1,8 @@
 """The engine loop: rings -> scheduler -> runner -> tokens. There is one, and everything runs it.
 
-    take what arrived -> decide -> effects -> run a program until its end or a boundary
-         ^                                                              |
-         +------------- tokens out, requests finished <-----------------+
+take what arrived -> decide -> effects -> run a program until its end or a boundary
+     ^                                                              |
+     +------------- tokens out, requests finished <-----------------+
 """
 
 from collections import deque
@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from qllm import trace
+from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Split
 from qllm.errors import PolicyError
 from qllm.ingress import Call, Cancel, Ingress, Submission
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.plan import Index, OpKind, Program, Runner
 from qllm.policy import CostTable
 from qllm.request import Request
-from qllm.scheduler import Accept, Decision, Drop, Effect, EvictKv, Kill, Scheduler, Split
-from qllm.types import FinishReason, Grain, RequestId, Sampled
+from qllm.scheduler import Scheduler
+from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
 
 SAMPLES_PER_COST = 4
 """Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""
@@ -68,8 +69,8 @@ class Costs:
         if not tokens:
             level = max(0, min(COST_LEVELS - 1, (decodes * 3 // 2).bit_length() - 1))
             self._decode_ns[level] = _blend(
-                self._decode_ns.get(level, 0), elapsed_ns * (1 << level) // decodes
-                if decodes < (1 << level) else elapsed_ns
+                self._decode_ns.get(level, 0),
+                elapsed_ns * (1 << level) // decodes if decodes < (1 << level) else elapsed_ns,
             )
         else:
             rest = elapsed_ns - (self.table().decode(decodes) if decodes else 0)
@@ -203,7 +204,35 @@ class EngineLoop:
             len(item.token_ids),
             request.max_total_tokens,
         )
+        self.meet(item)
         self.live[item.request_id] = Live(item, request)
+        self.scheduler.add(request, self.now_ns())
+        return request
+
+    def restored(self, item: Submission, request: Request) -> None:
+        """Take over a request of a checkpoint, which the runner knows already."""
+        self.meet(item)
+        self.live[item.request_id] = Live(item, request)
+        self.scheduler.adopt(request)
+
+    def restored_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None:
+        """Take over a parked frame of a checkpoint, which the runner knows already."""
+        self.scheduler.adopt_frame(program, index, dead, now_ns)
+        self._emit(_planned(program, (), now_ns))
+        self._emit(_parked(program, index, now_ns, None))
+
+    def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
+        """End a request without a word to the runner: the loop will not come back."""
+        self.live.pop(request_id, None)
+        finished = trace.Finished(
+            at_ns=self.now_ns(), request_id=request_id, reason=reason, error=error
+        )
+        self.sink.on_finish(request_id, reason, error, self._emit(finished))
+
+    def meet(self, item: Submission) -> None:
+        """Put a submission on record."""
         self._emit(
             trace.Arrived(
                 at_ns=item.arrival_ns,
@@ -213,13 +242,9 @@ class EngineLoop:
                 max_tokens=item.max_tokens,
                 name=item.name,
                 token_ids=item.token_ids if self.record is not None else None,
-                sampling=trace.sampling_to_dict(item.sampling)
-                if self.record is not None
-                else None,
+                sampling=trace.sampling_to_dict(item.sampling) if self.record is not None else None,
             )
         )
-        self.scheduler.add(request, self.now_ns())
-        return request
 
     def _expire(self, now: int) -> None:
         late = [
@@ -303,16 +328,7 @@ class EngineLoop:
         at_ns = self.now_ns()
         if by_word:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
-        self._emit(
-            trace.Parked(
-                at_ns=at_ns,
-                frame_id=program.frame_id,
-                request_ids=program.request_ids,
-                layer=program.layer_at(end),
-                inside_layer=program.inside_layer(end),
-                arrival_ns=lowered_ns if by_word else None,
-            )
-        )
+        self._emit(_parked(program, end, at_ns, lowered_ns if by_word else None))
 
     def _token(self, sampled: Sampled, at_ns: int) -> None:
         live = self.live.get(sampled.request_id)
@@ -333,9 +349,7 @@ class EngineLoop:
         elif live.request.num_output_tokens >= live.request.max_tokens:
             self._finish(sampled.request_id, FinishReason.LENGTH)
 
-    def _failed(
-        self, program: Program, start: Index, start_ns: int, error: Exception
-    ) -> None:
+    def _failed(self, program: Program, start: Index, start_ns: int, error: Exception) -> None:
         end_ns = self.now_ns()
         self._emit(
             trace.Ran(
@@ -384,24 +398,12 @@ class EngineLoop:
         if isinstance(effect, Accept):
             program = effect.program
             self.runner.accept(program)
-            planned = trace.Planned(
-                at_ns=now,
-                frame_id=program.frame_id,
-                rows=program.rows,
-                grain=program.grain,
-                stop_below=program.stop_below,
-                from_frames=effect.from_frames,
-            )
             for old in effect.from_frames:
-                self._emit(
-                    trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id)
-                )
-            self._emit(planned)
+                self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
+            self._emit(_planned(program, effect.from_frames, now))
         elif isinstance(effect, Split):
-            self.runner.split(effect.program, effect.index)
-            self._emit(
-                trace.Split(at_ns=now, frame_id=effect.program.frame_id, index=effect.index)
-            )
+            self.runner.split(effect.program, effect.at)
+            self._emit(trace.Split(at_ns=now, frame_id=effect.program.frame_id, index=effect.at))
         elif isinstance(effect, Kill):
             self.runner.kill(effect.program, effect.request_id)
             self._emit(
@@ -411,9 +413,7 @@ class EngineLoop:
             )
         elif isinstance(effect, Drop):
             self.runner.drop(effect.program)
-            self._emit(
-                trace.Dropped(at_ns=now, frame_id=effect.program.frame_id, reason=reason)
-            )
+            self._emit(trace.Dropped(at_ns=now, frame_id=effect.program.frame_id, reason=reason))
         elif isinstance(effect, EvictKv):
             self.runner.evict(effect.request_id)
             self._emit(
@@ -441,6 +441,28 @@ class EngineLoop:
         """The longest work between two boundaries so far, in ms, and its kind."""
         kind: OpKind | None = self.runner.segments.longest_op
         return self.runner.segments.longest_ns / 1e6, None if kind is None else kind.name
+
+
+def _planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> trace.Planned:
+    return trace.Planned(
+        at_ns=at_ns,
+        frame_id=program.frame_id,
+        rows=program.rows,
+        grain=program.grain,
+        stop_below=program.stop_below,
+        from_frames=from_frames,
+    )
+
+
+def _parked(program: Program, index: Index, at_ns: int, arrival_ns: int | None) -> trace.Parked:
+    return trace.Parked(
+        at_ns=at_ns,
+        frame_id=program.frame_id,
+        request_ids=program.request_ids,
+        layer=program.layer_at(index),
+        inside_layer=program.inside_layer(index),
+        arrival_ns=arrival_ns,
+    )
 
 
 def _truncated(program: Program, limit: Index) -> Program:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
-from qllm.types import RequestId
 
 
 class RequestKV:

@@ -296,7 +296,7 @@ class MetricsBuilder:
         frame.parked_ns = event.at_ns
         for row in frame.rows.values():
             if meter := self._meters.get(row.request_id):
-                meter.preemptions += event.for_request is not None
+                meter.preemptions += event.preempted
                 meter.reached(row, min(event.layer, row.end_layer))
 
     def _dropped(self, event: Dropped) -> None:

@@ -55,7 +55,7 @@ class _Export:
         """Requests that nothing ran for since they arrived or were evicted, and when."""
         self.num_flows = 0
 
-    def add(self, ph: str, name: str, at_ns: int, tid: int, **more: Any) -> None:  # noqa: ANN401
+    def add(self, ph: str, name: str, at_ns: int, tid: int, **more: Any) -> None:
         self.out.append(
             {"ph": ph, "name": name, "ts": at_ns / 1000, "pid": PID, "tid": tid, **more}
         )

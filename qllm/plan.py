@@ -14,6 +14,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from qllm.types import FrameId, Grain, RequestId, Sampled, SamplingParams
@@ -355,7 +356,7 @@ def _attn_cuts(
     cost = 0.0
     for r in group:
         marks = blocks[r]
-        for lo, hi in zip(marks, marks[1:], strict=False):
+        for lo, hi in pairwise(marks):
             extra = cuts.cost(lo, hi)
             if at > begin and cost + extra > cuts.max_cost:
                 spans.append((begin, at))
@@ -409,7 +410,7 @@ def compile_program(
         g = group_of(first)
         ops.append(Op(OpKind.EMBED, 0, g, 0, spans[g][1]))
     edges = sorted({row.start_layer for row in rows} | {row.end_layer for row in rows})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         members = tuple(
             r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
         )

@@ -43,7 +43,7 @@ class _Slice:
     priority: int
 
 
-def _pyplot() -> Any:  # noqa: ANN401
+def _pyplot() -> Any:
     try:
         import matplotlib as mpl
 
@@ -73,8 +73,23 @@ def _device_slices(events: Iterable[Event]) -> list[_Slice]:
     return slices
 
 
-def _preemptions(events: Iterable[Event]) -> list[Parked]:
-    return [e for e in events if isinstance(e, Parked) and e.for_request is not None]
+def _preemptions(events: Sequence[Event]) -> list[tuple[Parked, int]]:
+    """Every preemption, and when its frame, or the one that replaced it, ran again."""
+    next_run: dict[FrameId, int] = {}
+    found: list[tuple[Parked, int]] = []
+    for event in reversed(events):
+        match event:
+            case Ran():
+                next_run[event.frame_id] = event.start_ns
+            case Planned():
+                again = next_run.get(event.frame_id)
+                if again is not None:
+                    next_run.update(dict.fromkeys(event.from_frames, again))
+            case Parked() if event.preempted:
+                found.append((event, next_run.get(event.frame_id, event.at_ns)))
+            case _:
+                pass
+    return found[::-1]
 
 
 def choose_window(events: Sequence[Event], width_ns: int | None = None) -> tuple[int, int]:
@@ -90,19 +105,17 @@ def choose_window(events: Sequence[Event], width_ns: int | None = None) -> tuple
     if not parked:
         first = slices[0].start_ns
         return first, first + (width_ns or max(s.end_ns for s in slices[:20]) - first)
-    next_run: dict[FrameId, int] = {}
-    spans: list[tuple[int, Parked]] = []
-    for event in reversed(events):
-        if isinstance(event, Ran):
-            next_run[event.frame_id] = event.start_ns
-        elif isinstance(event, Parked) and event.for_request is not None:
-            spans.append((next_run.get(event.frame_id, event.at_ns) - event.at_ns, event))
-    spans.sort(key=lambda span: span[0])
-    length, chosen = spans[len(spans) // 2]
+    parked.sort(key=lambda pair: pair[1] - pair[0].at_ns)
+    chosen, again_ns = parked[len(parked) // 2]
     begin = chosen.at_ns if chosen.arrival_ns is None else chosen.arrival_ns
-    whole = chosen.at_ns + length - begin
+    whole = again_ns - begin
     width = width_ns or max(3 * whole, 5 * NS_PER_MS)
     return max(0, begin - width // 3), begin - width // 3 + width
+
+
+def _brief(values: Sequence[float], p: float) -> str:
+    at = percentile(values, p)
+    return f"{at:,.0f}" if at >= 100 else f"{at:.2g}"
 
 
 def _draw_ttft(ax: "Axes", results: Mapping[str, Sequence[float]], alone: str | None) -> None:
@@ -120,7 +133,7 @@ def _draw_ttft(ax: "Axes", results: Mapping[str, Sequence[float]], alone: str | 
             color=INK if is_alone else next(colors),
             linestyle=(0, (4, 2)) if is_alone else "-",
             linewidth=1.3 if is_alone else 2.2,
-            label=f"{name}   p50 {percentile(values, 50):,.0f}   p99 {percentile(values, 99):,.0f}",
+            label=f"{name}   p50 {_brief(values, 50)}   p99 {_brief(values, 99)}",
         )
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -133,12 +146,14 @@ def _draw_ttft(ax: "Axes", results: Mapping[str, Sequence[float]], alone: str | 
     ax.grid(axis="both", color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.legend(
-        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), prop={"size": 9}
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, prop={"size": 9}
     ).set_title("policy, TTFT in ms")
 
 
 def _bars(ax: "Axes", spans: Sequence[tuple[float, float]], y: float, color: str) -> None:
-    ax.broken_barh(list(spans), (y, 0.6), facecolors=color, edgecolors="white", linewidth=0.6)
+    ax.broken_barh(
+        list(spans), (y, 0.6), facecolors=color, edgecolors="white", linewidth=0.6, zorder=3
+    )
 
 
 def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int) -> None:
@@ -151,25 +166,26 @@ def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int) ->
     for s in _device_slices(events):
         if s.end_ns > begin and s.start_ns < end:
             row = ls if s.priority < Priority.BE else be
-            a, b = max(s.start_ns, begin), min(s.end_ns, end)
-            row.append((ms(a), (b - a) / NS_PER_MS))
+            cut_ns = max(s.start_ns, begin)
+            row.append((ms(cut_ns), (min(s.end_ns, end) - cut_ns) / NS_PER_MS))
     _bars(ax, ls, 1.0, LS_COLOR)
     _bars(ax, be, 0.0, BE_COLOR)
-    parked = [e for e in _preemptions(events) if begin <= e.at_ns <= end]
-    first = True
-    for event in parked:
-        x = ms(event.at_ns)
-        ax.plot([x, x], [0.6, 1.0], color=INK, linewidth=1.2)
-        ax.plot(
-            [x],
-            [0.68],
-            marker="v",
-            color=INK,
-            markersize=6,
-            linestyle="none",
-            label="BE frame parked" if first else None,
+    parked = [(e, again) for e, again in _preemptions(events) if e.at_ns < end and again > begin]
+    for n, (event, again_ns) in enumerate(parked):
+        a, b = max(ms(event.at_ns), 0.0), min(ms(again_ns), ms(end))
+        label = "BE frame parked" if n == 0 else None
+        ax.broken_barh(
+            [(a, b - a)],
+            (0.0, 0.6),
+            facecolors="#e8eef5",
+            edgecolors="#a9bfd8",
+            hatch="///",
+            linewidth=0,
+            zorder=2,  # below what ran meanwhile
+            label=label,
         )
-        first = False
+        if event.at_ns >= begin:
+            ax.plot([a, a], [0.6, 1.0], color=INK, linewidth=1.2)
     arrivals = [
         ms(e.at_ns)
         for e in arrived.values()

@@ -13,8 +13,8 @@ closed set of shapes around it; the scheduler turns ranks into plans, and so can
             return priority, prompt_tokens
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from qllm.errors import ConfigError
@@ -248,24 +248,18 @@ class RankPolicy:
         raise NotImplementedError
 
 
-Factory = Callable[..., Any]
-
-
-def make_policy(name: str, factories: Mapping[str, Factory], settings: Mapping[str, Any]) -> Any:
-    """Make the policy called `name` with validated settings.
+def make_policy(name: str, factory: Any, settings: Mapping[str, Any]) -> Any:
+    """Make a policy with validated settings.
 
     Args:
-        name: A key of `factories`.
-        factories: Known policies by name (see `qllm.plugins.known_policies`).
+        name: What it is called, for messages.
+        factory: Its class.
         settings: Keyword parameters of the policy.
 
     Raises:
-        ConfigError: The name or a parameter is unknown, or a value is refused.
+        ConfigError: A parameter is unknown, or a value is refused.
     """
-    if name not in factories:
-        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(factories))}")
-    factory = factories[name]
-    known = [f.name for f in fields(factory)] if hasattr(factory, "__dataclass_fields__") else None
+    known = [f.name for f in fields(factory)] if is_dataclass(factory) else None
     for key in settings:
         if known is not None and key not in known:
             raise ConfigError(f"policy {name} has no parameter {key!r}; it has: {', '.join(known)}")

@@ -22,7 +22,7 @@ class Request:
     arrival_ns: int
     num_prompt_tokens: int
     max_tokens: int
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
     num_tokens: int = 0
     """Known tokens: the prompt and the output so far."""
     num_computed_tokens: int = 0

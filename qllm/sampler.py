@@ -124,8 +124,10 @@ def weights(x_V: Floats64, sampling: SamplingParams) -> Floats64:
         w_V: Floats64 = np.exp((x_V - x_V.max()) / sampling.temperature)
     if sampling.min_p > 0:
         w_V[w_V < sampling.min_p] = 0
-    if 0 < sampling.top_k < len(w_V):
-        w_V[w_V < np.partition(w_V, -sampling.top_k)[-sampling.top_k]] = 0
+    if sampling.top_k > 0:
+        positive = w_V[w_V > 0]  # to partition many equal zeros is slow
+        if sampling.top_k < len(positive):
+            w_V[w_V < np.partition(positive, -sampling.top_k)[-sampling.top_k]] = 0
     if sampling.top_p < 1:
         w_V = _nucleus(w_V, sampling.top_p)
     return w_V

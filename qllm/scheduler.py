@@ -7,13 +7,13 @@ engine reports back (`done`, `stopped`, `failed`), and the counters move.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from qllm.blocks import BlockPool
-from qllm.errors import ConfigError, InvariantError, PolicyError
+from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits, Parked, Split
+from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
 from qllm.plan import (
-    NO_STOP,
     START,
     CutRule,
     Index,
@@ -26,100 +26,13 @@ from qllm.plan import (
 )
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.request import Request
-from qllm.shapes import default_victims, rank_all, ride_allowance_ns, shape_plan
-from qllm.types import NS_PER_MS, Cap, Evict, FrameId, Frontier, Grain, RequestId
+from qllm.shapes import rank_all, ride_allowance_ns, shape_plan
+from qllm.types import NS_PER_MS, Cap, FrameId, Frontier, RequestId
+from qllm.validate import broken_rule
+from qllm.victims import BadVictimError, victims_for
 
 CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
 """What the executor can do so far."""
-
-
-class Kill(NamedTuple):
-    """Mark the row of a request in a parked frame dead."""
-
-    program: Program
-    request_id: RequestId
-
-
-class Drop(NamedTuple):
-    """Let go of a frame without committing anything."""
-
-    program: Program
-
-
-class EvictKv(NamedTuple):
-    """Free the KV of a request; it recomputes later."""
-
-    request_id: RequestId
-    num_tokens_lost: int
-    for_request: RequestId
-
-
-class Split(NamedTuple):
-    """Let go of a frame between two layers; its rows keep their hidden states."""
-
-    program: Program
-    index: Index
-
-
-class Accept(NamedTuple):
-    """Make the frame of a new program."""
-
-    program: Program
-    from_frames: tuple[FrameId, ...]
-
-
-Effect = Kill | Drop | EvictKv | Split | Accept
-
-
-@dataclass(slots=True, kw_only=True)
-class Parked:
-    """A program between two runs."""
-
-    program: Program
-    index: Index
-    parked_ns: int
-    dead: set[RequestId] = field(default_factory=set)
-    """Rows whose requests were cancelled or evicted."""
-
-    def live_rows(self) -> tuple[Row, ...]:
-        """Rows that still owe layers, from their frontier, in program order."""
-        program, rows = self.program, []
-        for r, row in enumerate(program.rows):
-            layer = program.frontier_layer(r, self.index)
-            if row.request_id in self.dead:
-                continue
-            if layer < row.end_layer or row.end_layer == program.num_layers:
-                rows.append(row._replace(start_layer=layer))
-        return tuple(rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What the engine does next."""
-
-    effects: tuple[Effect, ...] = ()
-    """To be done to the runner, in this order, before anything runs."""
-    program: Program | None = None
-    start: Index = START
-    limit: Index | None = None
-    """Run no further than this boundary; None is the end of the program."""
-    slice_ns: int | None = None
-    resumed: bool = False
-    wait_until_ns: int | None = None
-    """Without a program: idle until then; None waits for an arrival."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The settings that decisions depend on."""
-
-    max_num_seqs: int
-    max_step_tokens: int
-    block_size: int
-    num_blocks: int
-    grain: Grain
-    max_segment_ns: int
-    batch_invariant: bool = False
 
 
 class Scheduler:
@@ -193,6 +106,37 @@ class Scheduler:
         request.evictions += 1
         return [*effects, EvictKv(request_id, lost, for_request)]
 
+    def adopt(self, request: Request) -> None:
+        """Take over a request of a checkpoint: its counters stand, its blocks are taken anew.
+
+        Raises:
+            CheckpointError: Its KV does not fit now.
+        """
+        front = request.frontier
+        reached = request.num_computed_tokens if front is None else front.hi
+        need = self.pool.blocks_for(reached)
+        if need > self.pool.num_free:
+            raise CheckpointError(
+                f"a request of the checkpoint needs {need} KV blocks, {self.pool.num_free} are "
+                "free; raise max_kv_tokens or let other requests finish"
+            )
+        request.block_table = self.pool.take(request.request_id, need)
+        self.requests[request.request_id] = request
+
+    def adopt_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None:
+        """Take over a parked frame whose live requests were adopted."""
+        parked = Parked(program=program, index=index, parked_ns=now_ns, dead=dead)
+        self.frames[program.frame_id] = parked
+        for row in parked.live_rows():
+            self.requests[row.request_id].frame_id = program.frame_id
+
+    def new_frame_id(self) -> FrameId:
+        """An id no frame had before."""
+        self._next_frame_id += 1
+        return self._next_frame_id
+
     # -- the decision
 
     def view(self, now_ns: int) -> View:
@@ -236,7 +180,10 @@ class Scheduler:
                     "wait_until_ns (I8)"
                 )
             return Decision(wait_until_ns=max(plan.wait_until_ns, now_ns + NS_PER_MS // 10))
-        self._validate(view, plan)
+        frames = {i: self.frames[i].live_rows() for i in self._touched(plan.rows)}
+        wrong = broken_rule(plan, self.requests, frames, self.shape.num_layers, view)
+        if wrong is not None:
+            raise self._broken(wrong)
         effects: list[Effect] = []
         for request_id in plan.drop:
             effects += self.evict(request_id, request_id)
@@ -271,59 +218,9 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - reported by the next decision
             self._hook_error = self._broken(f"raised in {name}: {type(error).__name__}: {error}")
 
-    # -- validation (I2, I4, I5, I9, budgets)
-
-    def _validate(self, view: View, plan: Plan) -> None:
-        seen: set[RequestId] = set()
-        for row in plan.rows:
-            if row.request_id in seen:
-                raise self._broken(f"planned request {row.request_id} twice in one step (I5)")
-            seen.add(row.request_id)
-            self._validate_row(row)
-        prefill = sum(r.num_tokens for r in plan.rows if not self.requests[r.request_id].is_decoding)
-        new = [r for r in plan.rows if self.requests[r.request_id].frame_id is None]
-        if new and prefill > view.max_step_tokens:
-            raise self._broken(
-                f"planned {prefill} prefill tokens; max_step_tokens is {view.max_step_tokens}"
-            )
-        if new and len(plan.rows) > view.max_num_seqs:
-            raise self._broken(
-                f"planned {len(plan.rows)} rows; max_num_seqs is {view.max_num_seqs}"
-            )
-        for request_id in plan.drop:
-            if request_id not in self.requests or request_id in seen:
-                raise self._broken(f"drops request {request_id}, which is unknown or planned")
-        for frame in self._touched(plan.rows):
-            live = {row.request_id for row in self.frames[frame].live_rows()}
-            if not live <= seen:
-                raise self._broken(
-                    f"planned {sorted(live & seen)} of frame {frame} without "
-                    f"{sorted(live - seen)}: a frame is resumed or replaced whole (I10)"
-                )
-
-    def _validate_row(self, row: Row) -> None:
-        request = self.requests.get(row.request_id)
-        if request is None:
-            raise self._broken(f"planned request {row.request_id}, which is not live")
-        front, layers = request.frontier, self.shape.num_layers
-        if front is not None:
-            if (row.lo, row.hi, row.start_layer) != front:
-                raise self._broken(f"{row} does not start at the frontier {front} (I2)")
-        elif row.lo != request.num_computed_tokens or row.start_layer != 0:
-            raise self._broken(
-                f"{row} skips work: {request.num_computed_tokens} tokens are computed (I2)"
-            )
-        ends_well = row.start_layer < row.end_layer or (
-            row.start_layer == row.end_layer == layers and front is not None
-        )
-        if not (row.lo < row.hi <= request.num_tokens and ends_well and row.end_layer <= layers):
-            raise self._broken(f"{row} is out of range: {request.num_tokens} tokens, {layers} layers")
-        if request.is_decoding and row.end_layer < layers:
-            raise self._broken(f"{row}: a decode row must go full depth (I4)")
-
     def _touched(self, rows: Sequence[Row]) -> list[FrameId]:
-        frames = (self.requests[row.request_id].frame_id for row in rows)
-        return sorted({frame for frame in frames if frame is not None})
+        requests = (self.requests.get(row.request_id) for row in rows)
+        return sorted({r.frame_id for r in requests if r is not None and r.frame_id is not None})
 
     def _one_query_from(self, request: Request, hi: int) -> int:
         return request.num_prompt_tokens if self.limits.batch_invariant else hi
@@ -340,7 +237,7 @@ class Scheduler:
             out.append(row)
         return out
 
-    # -- KV (I6)
+    # -- KV blocks
 
     def _acquire(self, view: View, rows: Sequence[Row]) -> tuple[list[Row], list[Effect]]:
         """Give every row its blocks, evicting lower ranks where they are short."""
@@ -377,45 +274,10 @@ class Scheduler:
     def _victims(
         self, view: View, request: Request, need: int, keep: frozenset[RequestId]
     ) -> list[RequestId]:
-        """The shortest prefix of the policy's victims that frees `need` blocks, or nobody."""
-        if isinstance(self.policy, RankPolicy):
-            order = [v for v, _ in default_victims(view, self.policy, request.request_id)]
-        else:
-            order = self._asked_victims(view, request, need, keep)
-        chosen: list[RequestId] = []
-        for victim in order:
-            if need <= 0:
-                break
-            if victim in keep:
-                continue
-            chosen.append(victim)
-            need -= len(self.requests[victim].block_table)
-        return chosen if need <= 0 else []
-
-    def _asked_victims(
-        self, view: View, request: Request, need: int, keep: frozenset[RequestId]
-    ) -> list[RequestId]:
-        victims = getattr(self.policy, "victims", None)
-        if victims is None:
-            return [
-                other.request_id
-                for other in reversed(self.requests.values())
-                if other.is_admitted and _worse(other, request)
-            ]
-        order = []
-        for victim, how in victims(view, need, keep):
-            if victim in keep:
-                raise self._broken(f"evicts request {victim}, which outranks the row (I6)")
-            if how is not Evict.RECOMPUTE:
-                raise self._broken(f"asks to {how.value} request {victim}; KV_SWAP is missing (I7)")
-            if victim not in self.requests:
-                raise self._broken(f"evicts request {victim}, which is not live")
-            if not _worse(self.requests[victim], request):
-                raise self._broken(
-                    f"evicts request {victim} for {request.request_id}, its equal or better (I6)"
-                )
-            order.append(victim)
-        return order
+        try:
+            return victims_for(self.policy, view, self.requests, request, need, keep)
+        except BadVictimError as error:
+            raise self._broken(str(error)) from error
 
     # -- programs
 
@@ -444,7 +306,7 @@ class Scheduler:
         requests = [self.requests[row.request_id] for row in rows]
         program = compile_program(
             replace(plan, rows=tuple(rows)),
-            frame_id=self._next_frame_id,
+            frame_id=self.new_frame_id(),
             samples=[row.hi == r.num_tokens for row, r in zip(rows, requests, strict=True)],
             shape=self.shape,
             cuts=self.cuts,
@@ -452,7 +314,6 @@ class Scheduler:
                 self._one_query_from(r, row.hi) for row, r in zip(rows, requests, strict=True)
             ],
         )
-        self._next_frame_id += 1
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
         return Decision(
             effects=(*effects, *splits, Accept(program, tuple(touched))),
@@ -615,13 +476,3 @@ class Scheduler:
                 raise InvariantError(f"request {request_id} has a frontier and no KV")
             if len(request.block_table) < self.pool.blocks_for(request.num_computed_tokens):
                 raise InvariantError(f"request {request_id} has fewer blocks than KV")
-
-
-def _worse(victim: Request, request: Request) -> bool:
-    """Whether `victim` ranks behind `request` where the policy does not say (I6)."""
-    if victim.priority != request.priority:
-        return victim.priority > request.priority
-    return request.is_admitted and (victim.arrival_ns, victim.request_id) > (
-        request.arrival_ns,
-        request.request_id,
-    )

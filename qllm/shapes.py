@@ -46,9 +46,7 @@ def rank_all(view: View, policy: RankPolicy) -> list[Ranked]:
     return ranked
 
 
-def ride_allowance_ns(
-    policy: RankPolicy, costs: CostTable, decoding: Sequence[RequestView]
-) -> int:
+def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[RequestView]) -> int:
     """Time that worse tiers may take per step of these decoding requests."""
     predicted = costs.decode(len(decoding))
     targets = [int(r.slo.tpot_ms * NS_PER_MS) for r in decoding if r.slo.tpot_ms is not None]
@@ -156,9 +154,7 @@ class _Shaper:
         rows = [next_row(x.request, view) for x in decoding[: view.max_num_seqs]]
         num_decodes = len(rows)
         room = view.num_free_blocks + self.evictable(tier)
-        room -= sum(
-            self.need(x.request, row) for x, row in zip(decoding, rows, strict=False)
-        )
+        room -= sum(self.need(x.request, row) for x, row in zip(decoding, rows, strict=False))
         tokens = view.max_step_tokens
         for x in free:
             r = x.request
@@ -175,7 +171,7 @@ class _Shaper:
             tokens -= row.num_tokens
         return rows, num_decodes
 
-    def plan(self) -> Plan:
+    def best(self) -> Plan:
         plan = self.stalled()
         if plan is not None:
             return plan
@@ -238,29 +234,4 @@ def shape_plan(view: View, policy: RankPolicy) -> Plan:
     """Make the plan of a `RankPolicy`: who runs, in which shape, until when."""
     if not view.requests:
         return Plan()
-    return _Shaper(view, policy).plan()
-
-
-def default_victims(
-    view: View, policy: RankPolicy, for_request: RequestId
-) -> list[tuple[RequestId, bool]]:
-    """Whom to evict for a request, worst first, by rank.
-
-    A request of a worse tier may always be evicted. One of the same tier only for a request
-    that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
-    evict their equals, and there is no ping-pong (I6).
-
-    Returns:
-        (request id, whether its tier is worse) pairs.
-    """
-    ranked = rank_all(view, policy)
-    me = next(x for x in ranked if x.request_id == for_request)
-    out = []
-    for x in reversed(ranked):
-        if x.request_id == for_request or not x.request.is_admitted:
-            continue
-        if x.tier > me.tier or (
-            x.tier == me.tier and me.request.is_admitted and x[:3] > me[:3]
-        ):
-            out.append((x.request_id, x.tier > me.tier))
-    return out
+    return _Shaper(view, policy).best()

@@ -101,9 +101,14 @@ class Parked:
     """First layer not finished."""
     inside_layer: bool
     for_request: RequestId | None = None
-    """The request that stopped it; None for the end of a slice, which is no preemption."""
+    """The request that stopped it, where the engine knows."""
     arrival_ns: int | None = None
     """When that request lowered the stop word. Preempt latency is `at_ns - arrival_ns`."""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a request stopped it. The end of a slice is no preemption."""
+        return self.for_request is not None or self.arrival_ns is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,11 +152,11 @@ class Recipe:
     experts: int = 8
     experts_per_token: int = 2
     max_positions: int = 4096
-    sequence_length: int = 512
+    sequence_length: int = 256
     rows: tuple[tuple[str, int], ...] = (("prose", 3), ("chat", 3), ("code", 2))
-    steps: int = 1800
-    warmup: int = 80
-    peak_lr: float = 2.5e-3
+    steps: int = 2600
+    warmup: int = 100
+    peak_lr: float = 2e-3
     final_lr: float = 0.03
     weight_decay: float = 0.1
     aux_loss: float = 0.01
@@ -609,7 +609,7 @@ class Run:
             loss = self._one_step(optimizer)
             shown = loss if self.step == 0 else 0.95 * shown + 0.05 * loss
             self.step += 1
-            if self.step % 25 == 0:
+            if self.step % 50 == 0:
                 speed = self.step * self.recipe.tokens_per_step / self.elapsed()
                 print(
                     f"step {self.step}/{self.recipe.steps} loss {shown:.3f} lr {rate:.2e} "
@@ -864,7 +864,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="optimizer steps")
-    parser.add_argument("--minutes", type=float, default=42.0, help="stop training after this")
+    parser.add_argument("--minutes", type=float, default=40.0, help="stop training after this")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--first-save", type=float, default=10.0, help="minutes to a first save")

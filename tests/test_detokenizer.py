@@ -143,6 +143,12 @@ def test_endless_broken_text_costs_a_bounded_window_per_token(data: bytes) -> No
     assert tokenizer.num_decoded < (MAX_WINDOW + 3) * len(ids)
 
 
+@pytest.mark.parametrize("num", range(MAX_WINDOW - 4, MAX_WINDOW + 2))
+def test_a_full_window_may_end_inside_a_character(num: int) -> None:
+    ids = byte_ids(b"\x80" * num + "🎉a".encode())
+    assert stream(Detokenizer(byte_level()), ids) == "\ufffd" * num + "🎉a"
+
+
 def test_endless_special_tokens_and_plain_text_cost_little() -> None:
     word = byte_level().encode(" the", add_special_tokens=False)
     for ids, per_token in (([0] * 600, MAX_WINDOW + 2), (word * 300, 4), ([*word, *[0] * 600], 4)):
@@ -175,7 +181,7 @@ def cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
     size=st.integers(1, 7),
 )
 @example(text="ababac", stop=("abac",), size=1)
-@example(text="abcd", stop=("bcd", "c"), size=9)
+@example(text=" the", stop=("the", "h"), size=9)
 def test_a_stop_string_cuts_the_same_text_however_it_arrives(
     text: str, stop: tuple[str, ...], size: int
 ) -> None:

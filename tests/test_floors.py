@@ -17,11 +17,12 @@ DEVICE = {"accelerate", "cupy", "nixl", "numba", "torch", "transformers", "trito
 
 F0 = {"types", "errors", "config"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
+F1 |= {"decision", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim"}
-F3 = {"runner", "kv_cache", "sampler", "models", "kernels"}
+F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 F4 = {"engine", "ingress"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {"demo", "hub", "loader"}
+F5 |= {"demo", "handle", "plots", "plugins", "portable", "prompts"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 
@@ -44,7 +45,7 @@ FLOORS = [
 POLICIES = Floor(
     set(),
     {"policy", "plan", "types", "errors"},
-    lambda name: name in {"collections", "dataclasses", "math", "typing"},
+    lambda name: name in {"collections", "dataclasses", "math", "typing", "qllm_policies"},
 )
 BENCH = Floor(set(), {"__init__", "types", "trace"}, lambda name: True)
 

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
@@ -175,6 +175,7 @@ def test_greedy_takes_the_lowest_id_of_a_tie(dtype: torch.dtype) -> None:
         sampler.add(0, sampling, [])
         [sampled] = sampler.sample(torch.tensor([row], dtype=dtype), [0], [0], [()])
         assert sampled.token_id == 1
+        assert (sampled.logprobs is None) == (sampling.logprobs is None)
         if sampled.logprobs:
             assert [i for i, _ in sampled.logprobs.top] == [1, 3, 2, 0]
 
@@ -212,10 +213,13 @@ def test_the_nucleus_is_the_smallest_set_and_lowest_ids_win_ties(spread: float, 
     assert len(got ^ chosen) <= (spread == 0)  # there p * 500 is whole, up to rounding
 
 
-def test_top_k_keeps_ties_and_equals_the_vocabulary_at_most() -> None:
+def test_top_k_and_min_p_keep_ties() -> None:
     x = torch.tensor([1.0, 3.0, 2.0, 2.0])
     assert kept(x, SamplingParams(top_k=2)) == {1, 2, 3}
     assert kept(x, SamplingParams(top_k=9)) == {0, 1, 2, 3}
+    assert kept(x[:3], SamplingParams(top_k=2)) == {1, 2}
+    assert kept(x, SamplingParams(top_k=3, min_p=0.9)) == {1}
+    assert kept(torch.tensor([2.0, 1.0, 2.0]), SamplingParams(min_p=1.0)) == {0, 2}
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-5])
@@ -234,6 +238,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     frequency=st.floats(-2, 2),
     bias=st.dictionaries(st.integers(0, 11), st.floats(-5, 5), max_size=3),
 )
+@example(prompt=[], outputs=[], r=1.0, presence=0.0, frequency=0.0, bias={11: 99.0})
 def test_penalties_equal_a_plain_reference(
     prompt: list[int],
     outputs: list[int],
@@ -258,6 +263,18 @@ def test_penalties_equal_a_plain_reference(
     )
     got = sample_one(x, sampling, tuple(prompt), tuple(outputs)).token_id
     assert expected[got] >= max(expected) - 1e-9
+
+
+def test_each_penalty_works_alone() -> None:
+    for sampling in (
+        SamplingParams(temperature=0, presence_penalty=1.5),
+        SamplingParams(temperature=0, frequency_penalty=0.75),
+        SamplingParams(temperature=0, repetition_penalty=3.0),
+    ):
+        assert sample_one([1.0, 0.5], sampling).token_id == 0
+        assert sample_one([1.0, 0.5], sampling, outputs=(0, 0)).token_id == 1
+        by_prompt = sampling.repetition_penalty != 1
+        assert sample_one([1.0, 0.5], sampling, prompt=(0, 0)).token_id == by_prompt
 
 
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
@@ -301,6 +318,13 @@ def test_a_broken_row_names_its_request(sampling: SamplingParams, bad: float) ->
     with pytest.raises(ValueError, match=r"request 71: .*nan|request 71: .*inf"):
         sampler.sample(logits, [70, 71, 72], [4] * 3, [()] * 3)
     assert len(sampler.sample(logits[[0, 2]], [70, 72], [4] * 2, [()] * 2)) == 2
+
+
+def test_equal_logits_are_listed_by_rising_id() -> None:
+    logits = torch.arange(500.0) % 7
+    logprobs = sample_one(logits, SamplingParams(seed=0, logprobs=20)).logprobs
+    assert logprobs is not None
+    assert [i for i, _ in logprobs.top] == list(range(6, 140, 7))
 
 
 def test_a_row_without_any_allowed_token_is_broken_and_single_bans_are_not() -> None:

@@ -163,7 +163,7 @@ def attend(
     scaling: float | None = None,
     qllm_step: Step | None = None,
     qllm_window: int | None = None,
-    **kwargs: Any,  # noqa: ANN401
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """The function behind the name "qllm" in transformers' attention interface.
 

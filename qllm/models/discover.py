@@ -124,12 +124,12 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
 
 
-def base_model(model: nn.Module) -> Any:  # noqa: ANN401
+def base_model(model: nn.Module) -> Any:
     """The decoder under a causal language model."""
     return getattr(model, "base_model", model)
 
 
-def _recorded(base: Any, name: str) -> type[nn.Module] | None:  # noqa: ANN401
+def _recorded(base: Any, name: str) -> type[nn.Module] | None:
     specs = getattr(base, "_can_record_outputs", None) or {}
     spec = specs.get(name)
     if isinstance(spec, list | tuple):
@@ -155,7 +155,7 @@ def _layers(base: nn.Module) -> nn.ModuleList:
     )
 
 
-def _window(base: Any, index: int) -> int | None:  # noqa: ANN401
+def _window(base: Any, index: int) -> int | None:
     """The window that the model's forward puts in the mask of this layer."""
     source = inspect.getsource(inspect.unwrap(type(base).forward))
     if "create_sliding_window_causal_mask" not in source:
@@ -211,11 +211,11 @@ def _layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
     )
 
 
-def _multiplier(layer: Any) -> float:  # noqa: ANN401
+def _multiplier(layer: Any) -> float:
     return float(layer.residual_multiplier)
 
 
-def _shared(block: Any, glue: str | None) -> tuple[nn.Module | None, nn.Module | None]:  # noqa: ANN401
+def _shared(block: Any, glue: str | None) -> tuple[nn.Module | None, nn.Module | None]:
     if glue == "shared":
         return block.shared_experts, None
     if glue == "gated_shared":
@@ -223,7 +223,7 @@ def _shared(block: Any, glue: str | None) -> tuple[nn.Module | None, nn.Module |
     return None, None
 
 
-def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:  # noqa: ANN401
+def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:
     for parts in layers:
         if parts.router is not None and hasattr(parts.router, "top_k"):
             return int(parts.router.top_k)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:  # noqa: ANN401
     return int(found)
 
 
-def discover(model: Any) -> ModelParts:  # noqa: ANN401
+def discover(model: Any) -> ModelParts:
     """Find the parts of a model that `refuse_unsafe` accepted.
 
     Raises:
@@ -281,7 +281,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
         raise ModelError(f"parameter {name} is sharded (DTensor); load without tensor parallelism")
 
 
-def _refuse_experts(name: str, experts: Any) -> None:  # noqa: ANN401
+def _refuse_experts(name: str, experts: Any) -> None:
     if "forward" in vars(experts):
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if experts._is_expert_parallel:

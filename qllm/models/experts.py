@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError
+from qllm.models.linear import PLAIN, RowRule
 
 
 class Unit(NamedTuple):
@@ -28,7 +29,7 @@ class Unit(NamedTuple):
 class ExpertBank:
     """Weights of one layer's experts, as one [in, out] view per expert."""
 
-    def __init__(self, experts: nn.Module, *, out_mm: bool) -> None:
+    def __init__(self, experts: nn.Module, rule: RowRule, in_place: bool) -> None:
         module: Any = experts
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
@@ -39,10 +40,15 @@ class ExpertBank:
         self.down_bias = module.down_proj_bias.detach().unbind(0) if module.has_bias else None
         self.gate = module._apply_gate
         self.num_experts = len(self.up)
+        own = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
+        self._by_row = own and down.shape[1] % 64 != 0
+        """A gate over rows that merge: vector and scalar code differ in the last bit at the end
+        of a tensor, so odd widths go row by row."""
         self.up_width = gate_up.shape[2]
         self.out_width = down.shape[2]
         self.dtype = gate_up.dtype
-        self.out_mm = out_mm
+        self._rule = rule
+        self._in_place = in_place and rule is PLAIN
         """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
         one = gate_up[0].numel() + down[0].numel()
         self.unit_bytes = one * gate_up.element_size()
@@ -58,12 +64,13 @@ class ExpertBank:
     ) -> None:
         """Rows of `x_SD` and `out_SF` start at the first unit's."""
         base = units[0].lo
+        linear = self._rule.linear if self._rule is not PLAIN else F.linear
         for expert, lo, hi in units:
             x, out = x_SD[lo - base : hi - base], out_SF[lo - base : hi - base]
-            if self.out_mm:
+            if self._in_place:
                 torch.mm(x, weights[expert], out=out)
             else:
-                out.copy_(F.linear(x, weights[expert].t()))
+                out.copy_(linear(x, weights[expert].t()))
             if bias is not None:
                 out.add_(bias[expert])
 
@@ -71,7 +78,11 @@ class ExpertBank:
         """Run units whose gathered rows are `x_SD` into `out_SD`."""
         h_SF = x_SD.new_empty((x_SD.shape[0], self.up_width), dtype=self.dtype)
         self._matmul(x_SD, self.up, self.up_bias, units, h_SF)
-        self._matmul(self.gate(h_SF), self.down, self.down_bias, units, out_SD)
+        if self._by_row:
+            h_SF = torch.cat([self.gate(row) for row in h_SF.split(1)])
+        else:
+            h_SF = self.gate(h_SF)
+        self._matmul(h_SF, self.down, self.down_bias, units, out_SD)
 
 
 class Work:
@@ -96,9 +107,7 @@ class Work:
             self._inverse = torch.empty_like(perm)
             self._inverse[perm] = torch.arange(size, device=perm.device)
             self.units = _cut(sorted_ids.tolist(), unit_rows)
-        self.slots_SD = torch.empty(
-            (size, bank.out_width), dtype=bank.dtype, device=ids_TK.device
-        )
+        self.slots_SD = torch.empty((size, bank.out_width), dtype=bank.dtype, device=ids_TK.device)
         self.done = bytearray(len(self.units))
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:

@@ -20,8 +20,10 @@ from torch import Tensor
 from qllm.errors import ModelError
 from qllm.models.attention import Step
 from qllm.models.discover import LayerParts
+from qllm.models.replay import ReplayLayer
 from qllm.types import Driver
 
+Kept = Tensor | tuple[Tensor | None, ...]
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the op's positions, each [1, T, H]."""
 
@@ -33,8 +35,8 @@ class Routed(NamedTuple):
     """Input of the experts."""
     ids_TK: Tensor
     weights_TK: Tensor
-    shared_TD: Tensor | None = None
-    """Output of the experts that every token takes."""
+    kept: dict[str, Kept] | None = None
+    """What the driver keeps for `combine`, by name; "shared" of the fast driver."""
 
 
 class LayerDriver(Protocol):
@@ -101,57 +103,55 @@ class FastDriver:
         shared = parts.shared(x)
         if parts.shared_gate is not None:
             shared = torch.sigmoid(parts.shared_gate(x)) * shared
-        return Routed(x, ids_TK, weights_TK, shared)
+        return Routed(x, ids_TK, weights_TK, {"shared": shared})
 
     def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
-        if routed.shared_TD is not None:
-            experts_TD = experts_TD + routed.shared_TD
+        if routed.kept is not None:
+            shared = routed.kept["shared"]
+            assert isinstance(shared, Tensor)
+            experts_TD = experts_TD + shared
         return self._add(mid_TD, experts_TD)
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
         return self._add(mid_TD, self._mlp(self._post_norm(mid_TD)))
 
 
-class WholeDriver:
-    """A layer without experts and with unknown glue: ATTN runs all of it, COMBINE nothing."""
+class ReplayDriver:
+    """Hooks on the unmodified layer; `mid` is the bare output of its attention."""
 
-    kind = Driver.DENSE
+    kind = Driver.REPLAY
 
     def __init__(self, parts: LayerParts) -> None:
-        self._parts = parts
+        self._layer = ReplayLayer(parts.layer, parts.self_attn, parts.router, parts.experts)
+        self._window = parts.window
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
-        out: Any = self._parts.layer(
-            x_TD.unsqueeze(0),
+        return self._layer.attend(
+            x_TD,
             position_embeddings=rope,
             attention_mask=None,
             past_key_values=step,
             qllm_step=step,
-            qllm_window=self._parts.window,
+            qllm_window=self._window,
         )
-        mid: Tensor = out[0] if isinstance(out, tuple) else out
-        return mid[0]
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
-        raise ModelError(f"layer {self._parts.index} has no experts")
+        hidden, ids, weights, siblings = self._layer.route(
+            x_TD, mid_TD, position_embeddings=None, attention_mask=None
+        )
+        return Routed(hidden, ids, weights, siblings)
 
     def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
-        raise ModelError(f"layer {self._parts.index} has no experts")
+        return self._layer.combine(
+            x_TD, mid_TD, routed.kept, experts_TD, position_embeddings=None, attention_mask=None
+        )
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
-        return mid_TD
+        return self._layer.combine(x_TD, mid_TD, position_embeddings=None, attention_mask=None)
 
 
 def driver_for(parts: LayerParts) -> LayerDriver:
-    """The driver that `discover` chose for a layer.
-
-    Raises:
-        ModelError: The layer's glue is unknown and it cannot be replayed.
-    """
-    if parts.driver is Driver.REPLAY:
-        from qllm.models.replay import ReplayDriver
-
-        return ReplayDriver(parts)
+    """The driver that `discover` chose for a layer; a dense layer of unknown glue is replayed."""
     if parts.input_layernorm is None:
-        return WholeDriver(parts)
+        return ReplayDriver(parts)
     return FastDriver(parts)

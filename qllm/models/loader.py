@@ -373,25 +373,61 @@ def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedTo
 def _eos_token_ids(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    sources = [
-        _read_json(folder / "generation_config.json").get("eos_token_id"),
-        getattr(model.config, "eos_token_id", None),
-        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    ]
+    return _eos_ids(
+        [
+            _read_json(folder / "generation_config.json").get("eos_token_id"),
+            getattr(model.config, "eos_token_id", None),
+            getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        ],
+        tokenizer,
+    )
+
+
+def _eos_ids(sources: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     found: set[int] = set()
-    for source in sources:
+    for source in (*sources, getattr(tokenizer, "eos_token_id", None)):
         ids = source if isinstance(source, list | tuple) else [source]
         found.update(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
     return frozenset(found)
 
 
 def _generation_defaults(folder: Path) -> dict[str, Any]:
-    raw = _read_json(folder / "generation_config.json")
-    names = (*_SAMPLING, *_PENALTIES) if raw.get("do_sample") else _PENALTIES
-    defaults = {name: raw[name] for name in names if raw.get(name) is not None}
+    file = folder / "generation_config.json"
+    return _sampling_defaults(_read_json(file), str(file))
+
+
+def _sampling_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    defaults = {name: raw[name] for name in _PENALTIES if raw.get(name) is not None}
+    if raw.get("do_sample"):
+        defaults["temperature"] = 1.0
+        defaults.update({name: raw[name] for name in _SAMPLING if raw.get(name) is not None})
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
-        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
+        raise ModelError(f"{where}: {error}") from error
     return defaults
+
+
+def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
+    """Take a model that is loaded already, with the defaults of its own generation config.
+
+    Raises:
+        ModelError: It is not a causal decoder of transformers.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"{type(model).__name__} is not a transformers model; load it with one")
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    _refuse_if_not_causal(name, model.config)
+    model.train(False)
+    _use_grouped_mm(model)
+    generation = getattr(model, "generation_config", None)
+    raw = {} if generation is None else generation.to_dict()
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_ids(
+            [raw.get("eos_token_id"), getattr(model.config, "eos_token_id", None)], tokenizer
+        ),
+        generation_defaults=_sampling_defaults(raw, name),
+        name=name,
+    )

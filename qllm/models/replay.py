@@ -1,20 +1,21 @@
 """Replay: drive a layer whose glue is unknown, by hooks on the unmodified layer.
 
-A layer is called more than once over the same rows. While it runs, the modules of interest are
-replaced, on the instance, by stubs that hand back what they produced before or unwind the call:
+A layer is called three times over the same rows. While it runs, its parts are replaced, on the
+instance, by stubs that hand back what they gave before or unwind the call:
 
-    attend   layer(x): norm, attention (real), unwind                        keep attention's output
-    route    layer(x): norm, [attention], add, norm, router (real), experts: unwind
-                                                     keep the experts' input, ids, weights, and
-                                                     what their siblings (router, shared) returned
-    combine  layer(x): norm, [attention], add, norm, [router], [experts], add         the new x
+    attend    layer(x): norm, attention: unwind                          -> attention's output
+    route     layer(x): norm, [attention], add, norm, shared, router, experts: unwind
+                                          -> input, ids and weights of the experts; shared outputs
+    combine   layer(x): norm, [attention], add, norm, [shared], router, [experts], add  -> new x
 
-[...] is a stored result. Between `route` and `combine` the experts run outside, in segments. Only
-norms and adds run again, and they are deterministic, so the bits are those of one plain call.
+[...] is a stored result; the experts run outside, between the last two. What runs again is norms,
+adds and the router, on the same rows, so that the bits are those of one plain call. A dense layer
+has no `route`, and `combine` runs its MLP. Nothing of a request stays in a `ReplayLayer`: between
+calls there are only tensors, and the rows of any frame may come next.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,39 +24,37 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 
 Kept = Tensor | tuple[Tensor | None, ...]
-"""What a module returned: a tensor, or a tuple of tensors."""
+Stub = Callable[..., Any]
 
 
 class _Unwind(BaseException):
     """Leaves the layer's forward; no `except Exception` of a model may catch it."""
 
 
-class Routed(NamedTuple):
-    """What `route` keeps of its rows, all on the layer's device."""
+class RoutedRows(NamedTuple):
+    """The arguments of the experts, and what was computed beside them."""
 
     hidden: Tensor
-    """Input of the experts, [T, D]."""
-    topk_ids: Tensor
+    """[T, D]"""
+    ids: Tensor
     """[T, K]"""
-    topk_weights: Tensor
+    weights: Tensor
     """[T, K]"""
     siblings: dict[str, Kept]
-    """Outputs of the modules beside the experts that ran before them, by child name."""
+    """Outputs of shared experts that ran before the experts, by child name, each [T, width]."""
 
 
 class ReplayLayer:
-    """One decoder layer and its parts. Holds no state of any request.
+    """One decoder layer and its parts.
 
-    Not for use from two threads at once: during a call the parts' `forward` is replaced.
+    The parts' `forward` is replaced during a call, so a model may be driven, and used otherwise,
+    from one thread only.
 
     Args:
-        layer: The decoder layer; takes x_1TD first and returns it, or a tuple that starts with it.
-        attention: Its attention module.
-        router: Its router; None for a dense layer.
-        experts: Its experts module; None for a dense layer.
-
-    Raises:
-        ModelError: A part is not inside the layer.
+        layer: Takes x_1TD first and returns it, or a tuple that starts with it.
+        attention: Inside the layer; returns its output, or a tuple that starts with it.
+        router: Inside the layer; None if there is none, or it is not known.
+        experts: Inside the layer; None in a dense layer.
     """
 
     def __init__(
@@ -65,64 +64,61 @@ class ReplayLayer:
         router: nn.Module | None = None,
         experts: nn.Module | None = None,
     ) -> None:
-        self.layer = layer
-        self.attention = attention
-        self.experts = experts
-        # Length of the tuple that attention returns: 2 everywhere in transformers, else as seen.
-        self._attention_len: int | None = 2
+        self._layer = layer
+        self._attention = attention
+        # Attention modules of transformers return (output, weights); else as seen by `attend`.
+        self._attention_len = 2
+        self._experts = experts
         self._siblings: dict[str, nn.Module] = {}
         if experts is not None:
-            self._siblings = _siblings(layer, attention, router, experts)
-            self._bind = inspect.signature(experts.forward).bind
+            self._expert_args = inspect.signature(experts.forward)
+            self._siblings = _siblings(layer, experts, (attention, router, experts))
 
-    def attend(self, x_TD: Tensor, /, **kwargs: object) -> Tensor:
-        """Run norm and attention; return attention's own output, of x_TD's leading shape.
+    def attend(self, x_TD: Tensor, **kwargs: object) -> Tensor:
+        """Run norm and attention; return attention's own output, [T, D].
 
         Raises:
-            ModelError: The layer never called its attention.
+            ModelError: The layer did not call its attention.
         """
-        real = self.attention.forward
+        real = self._attention.forward
         found: list[Tensor] = []
 
-        def stub(*args: object, **kw: object) -> Any:  # noqa: ANN401
-            out = real(*args, **kw)
-            self._attention_len = len(out) if isinstance(out, tuple) else None
+        def attention(*args: object, **given: object) -> None:
+            out = real(*args, **given)
+            self._attention_len = len(out) if isinstance(out, tuple) else 0
             found.append(out[0] if isinstance(out, tuple) else out)
             raise _Unwind
 
-        self._call(x_TD, {self.attention: stub}, kwargs)
-        if len(found) != 1:
-            raise self._error(f"called its attention {len(found)} times")
+        self._call(x_TD, {self._attention: attention}, kwargs)
+        if not found:
+            raise self._error("did not call its attention")
         return found[0][0]
 
-    def route(self, x_TD: Tensor, attn_TD: Tensor, /, **kwargs: object) -> Routed:
-        """Run up to the experts on stored attention output.
+    def route(self, x_TD: Tensor, attn_TD: Tensor, **kwargs: object) -> RoutedRows:
+        """Run up to the experts on attention's stored output.
 
         Raises:
-            ModelError: The layer never reached its experts, or called a part twice.
+            ModelError: The layer did not reach its experts, or called a part twice.
         """
-        assert self.experts is not None
-        once = _Once()
-        memo: dict[str, Kept] = {}
-        taken: list[tuple[Tensor, Tensor, Tensor]] = []
+        calls = _Calls()
+        outs: dict[str, Kept] = {}
+        taken: list[Tensor] = []
 
-        def experts(*args: object, **kw: object) -> Any:  # noqa: ANN401
-            hidden, ids, weights = list(self._bind(*args, **kw).arguments.values())[:3]
-            taken.append((hidden, ids, weights))
+        def experts(*args: object, **given: object) -> None:
+            bound = self._expert_args.bind(*args, **given)
+            taken.extend(list(bound.arguments.values())[:3])
             raise _Unwind
 
-        stubs: dict[nn.Module, Callable[..., Any]] = {
-            self.attention: once.returning("attention", self._attention_out(attn_TD)),
-            self.experts: experts,
-        }
+        assert self._experts is not None
+        stubs = {self._attention: self._stored_attention(calls, attn_TD), self._experts: experts}
         for name, module in self._siblings.items():
-            stubs[module] = once.keeping(name, module.forward, memo)
+            stubs[module] = calls.keeping(name, module.forward, outs)
         self._call(x_TD, stubs, kwargs)
-        self._check(once, ["attention"])
-        if len(taken) != 1:
-            raise self._error("never reached its experts")
-        hidden, ids, weights = taken[0]
-        return Routed(hidden.reshape(-1, hidden.shape[-1]), ids, weights, memo)
+        if not taken:
+            raise self._error("did not reach its experts")
+        self._check(calls, "attention", *outs)
+        hidden, ids, weights = (t.reshape(-1, t.shape[-1]) for t in taken)
+        return RoutedRows(hidden, ids, weights, outs)
 
     def combine(
         self,
@@ -130,114 +126,126 @@ class ReplayLayer:
         attn_TD: Tensor,
         siblings: Mapping[str, Kept] | None = None,
         experts_TD: Tensor | None = None,
-        /,
         **kwargs: object,
     ) -> Tensor:
         """Run the whole layer on stored results; return the new x_TD.
 
-        A dense layer is given no siblings and no experts' output, and runs its MLP here.
-
         Raises:
             ModelError: The layer did not call each stored part exactly once.
         """
-        once = _Once()
-        expected = ["attention"]
-        stubs = {self.attention: once.returning("attention", self._attention_out(attn_TD))}
-        if self.experts is not None:
-            assert siblings is not None
-            assert experts_TD is not None
-            expected.append("experts")
-            stubs[self.experts] = once.returning("experts", experts_TD)
-            for name, kept in siblings.items():
-                expected.append(name)
-                stubs[self._siblings[name]] = once.returning(name, kept)
+        calls = _Calls()
+        names = ["attention"]
+        stubs = {self._attention: self._stored_attention(calls, attn_TD)}
+        if self._experts is not None:
+            names.append("experts")
+            stubs[self._experts] = calls.returning("experts", experts_TD)
+        for name, kept in (siblings or {}).items():
+            assert isinstance(kept, Tensor)
+            names.append(name)
+            stubs[self._siblings[name]] = calls.restoring(name, kept)
         out = self._call(x_TD, stubs, kwargs)
-        self._check(once, expected)
+        self._check(calls, *names)
         if isinstance(out, tuple):
             out = out[0]
         if not isinstance(out, Tensor):
             raise self._error(f"returned {type(out).__name__}, no hidden states")
         return out[0]
 
-    def _attention_out(self, attn_TD: Tensor) -> Kept:
-        out = attn_TD[None]
+    def _stored_attention(self, calls: "_Calls", attn_TD: Tensor) -> Stub:
         n = self._attention_len
-        return out if n is None else (out, *([None] * (n - 1)))
+        out = (attn_TD[None], *([None] * (n - 1))) if n else attn_TD[None]
+        return calls.returning("attention", out)
 
     def _call(
-        self,
-        x_TD: Tensor,
-        stubs: Mapping[nn.Module, Callable[..., Any]],
-        kwargs: Mapping[str, object],
-    ) -> Any:  # noqa: ANN401
+        self, x_TD: Tensor, stubs: Mapping[nn.Module, Stub], kwargs: Mapping[str, object]
+    ) -> object:
         with _replaced(stubs):
             try:
-                return self.layer(x_TD[None], **kwargs)
+                return self._layer(x_TD[None], **kwargs)
             except _Unwind:
                 return None
 
-    def _check(self, once: "_Once", expected: Iterable[str]) -> None:
-        for name in {*once.calls, *expected}:
-            found = once.calls.get(name, 0)
+    def _check(self, calls: "_Calls", *names: str) -> None:
+        for name in names:
+            found = calls.count.get(name, 0)
             if found != 1:
-                raise self._error(f"called its {name} {found} times")
+                raise self._error(f"called its {name} {found} times, not once")
 
     def _error(self, what: str) -> ModelError:
         return ModelError(
-            f"{type(self.layer).__name__} cannot be replayed: it {what}; "
+            f"{type(self._layer).__name__} cannot be replayed: it {what}; "
             "this family needs a driver of its own"
         )
 
 
-class _Once:
-    """Makes stubs and counts their calls."""
+class _Calls:
+    """Makes stubs, and counts how often each is called."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
+        self.count: dict[str, int] = {}
 
-    def returning(self, name: str, kept: Kept) -> Callable[..., Kept]:
-        def stub(*_: object, **__: object) -> Kept:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            return kept
+    def _add(self, name: str) -> None:
+        self.count[name] = self.count.get(name, 0) + 1
+
+    def returning(self, name: str, value: object) -> Stub:
+        def stub(*_: object, **__: object) -> object:
+            self._add(name)
+            return value
 
         return stub
 
-    def keeping(
-        self, name: str, real: Callable[..., Kept], memo: dict[str, Kept]
-    ) -> Callable[..., Kept]:
-        def stub(*args: object, **kwargs: object) -> Kept:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            memo[name] = out = real(*args, **kwargs)
+    def keeping(self, name: str, real: Stub, outs: dict[str, Kept]) -> Stub:
+        """Run, and keep what is row by row; what is not kept is run again by `combine`."""
+
+        def stub(*args: Any, **given: Any) -> object:
+            self._add(name)
+            out = real(*args, **given)
+            x = _first(args, given)
+            if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
+                outs[name] = out.reshape(-1, out.shape[-1])
             return out
 
         return stub
 
+    def restoring(self, name: str, kept: Tensor) -> Stub:
+        def stub(*args: Any, **given: Any) -> Tensor:
+            self._add(name)
+            return kept.view(*_first(args, given).shape[:-1], kept.shape[-1])
+
+        return stub
+
+
+def _first(args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor:
+    found: Tensor = args[0] if args else next(iter(given.values()))
+    return found
+
 
 @contextmanager
-def _replaced(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def _replaced(stubs: Mapping[nn.Module, Stub]) -> Iterator[None]:
     """Replace `forward` on these instances, and put back what was there."""
-    before = {module: module.__dict__.get("forward") for module in stubs}
+    before = {module: vars(module).get("forward") for module in stubs}
     try:
         for module, stub in stubs.items():
-            module.__dict__["forward"] = stub
+            vars(module)["forward"] = stub
         yield
     finally:
         for module, own in before.items():
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
 
 
 def _siblings(
-    layer: nn.Module, attention: nn.Module, router: nn.Module | None, experts: nn.Module
+    layer: nn.Module, experts: nn.Module, others: tuple[nn.Module | None, ...]
 ) -> dict[str, nn.Module]:
-    """The modules beside the experts in the MoE block, whose work must not be done twice."""
-    parents = {child: parent for parent in layer.modules() for child in parent.children()}
-    if experts not in parents or attention not in parents:
-        raise ModelError(f"{type(layer).__name__} does not contain its attention and experts")
-    block = parents[experts]
-    found = dict(block.named_children()) if block is not layer else {}
-    if router is not None and router not in found.values():
-        found["router"] = router
-    return {n: m for n, m in found.items() if m is not experts and m is not attention}
+    """Modules with weights beside the experts in the MoE block: shared experts."""
+    block = next((m for m in layer.modules() if any(c is experts for c in m.children())), None)
+    if block is None:
+        raise ModelError(f"{type(layer).__name__} does not contain the experts it is given")
+    if block is layer:
+        return {}
+    return {
+        name: module
+        for name, module in block.named_children()
+        if not any(module is other for other in others) and any(True for _ in module.parameters())
+    }

@@ -1,0 +1,96 @@
+"""What the scheduler says: effects on the runner, decisions, and the frames it keeps."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qllm.plan import START, Index, Program, Row
+from qllm.types import FrameId, Grain, RequestId
+
+
+class Kill(NamedTuple):
+    """Mark the row of a request in a parked frame dead."""
+
+    program: Program
+    request_id: RequestId
+
+
+class Drop(NamedTuple):
+    """Let go of a frame without committing anything."""
+
+    program: Program
+
+
+class EvictKv(NamedTuple):
+    """Free the KV of a request; it recomputes later."""
+
+    request_id: RequestId
+    num_tokens_lost: int
+    for_request: RequestId
+
+
+class Split(NamedTuple):
+    """Let go of a frame between two layers; its rows keep their hidden states."""
+
+    program: Program
+    at: Index
+
+
+class Accept(NamedTuple):
+    """Make the frame of a new program."""
+
+    program: Program
+    from_frames: tuple[FrameId, ...]
+
+
+Effect = Kill | Drop | EvictKv | Split | Accept
+
+
+@dataclass(slots=True, kw_only=True)
+class Parked:
+    """A program between two runs."""
+
+    program: Program
+    index: Index
+    parked_ns: int
+    dead: set[RequestId] = field(default_factory=set)
+    """Rows whose requests were cancelled or evicted."""
+
+    def live_rows(self) -> tuple[Row, ...]:
+        """Rows that still owe layers, from their frontier, in program order."""
+        program, rows = self.program, []
+        for r, row in enumerate(program.rows):
+            layer = program.frontier_layer(r, self.index)
+            if row.request_id in self.dead:
+                continue
+            if layer < row.end_layer or row.end_layer == program.num_layers:
+                rows.append(row._replace(start_layer=layer))
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the engine does next."""
+
+    effects: tuple[Effect, ...] = ()
+    """To be done to the runner, in this order, before anything runs."""
+    program: Program | None = None
+    start: Index = START
+    limit: Index | None = None
+    """Run no further than this boundary; None is the end of the program."""
+    slice_ns: int | None = None
+    resumed: bool = False
+    wait_until_ns: int | None = None
+    """Without a program: idle until then; None waits for an arrival."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The settings that decisions depend on."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+    block_size: int
+    num_blocks: int
+    grain: Grain
+    max_segment_ns: int
+    batch_invariant: bool = False

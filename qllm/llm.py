@@ -1,0 +1,501 @@
+"""`QLLMEngine`: a model, a policy and a loop, behind `submit`.
+
+with QLLMEngine.from_pretrained("tiny") as engine:
+    batch = engine.submit("Summarise: ...", priority="BE", max_tokens=256)
+    chat = engine.submit([{"role": "user", "content": "Hi"}], priority="LS")
+    for piece in chat:
+        print(piece.text, end="")
+    print(batch.result(timeout=60).metrics)
+"""
+
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from qllm import portable
+from qllm.config import EngineConfig, engine_config
+from qllm.decision import Limits
+from qllm.detokenizer import Detokenizer
+from qllm.engine import EngineLoop
+from qllm.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from qllm.handle import Handle, Result
+from qllm.ingress import Call, Cancel, InprocIngress, Submission
+from qllm.metrics import RequestMetrics
+from qllm.models.conformance import check as check_conformance
+from qllm.models.loader import LoadedModel, load, wrap
+from qllm.plugins import load_policy
+from qllm.prompts import to_token_ids
+from qllm.runner import TorchRunner
+from qllm.scheduler import Scheduler
+from qllm.trace import Trace
+from qllm.types import (
+    NS_PER_MS,
+    NS_PER_S,
+    FinishReason,
+    Priority,
+    Prompt,
+    RequestId,
+    RequestStatus,
+    Sampled,
+    SamplingParams,
+    Slo,
+)
+
+PRIORITY_LIMIT = 1 << 20
+
+
+class QLLMEngine:
+    """Serves one model to requests of several classes. Make it with a `from_` method.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, *, threads: int | None = None
+    ) -> None:
+        self.model_name = loaded.name
+        self.tokenizer = loaded.tokenizer
+        self.config = config
+        self.policy = policy
+        self._eos_ids = loaded.eos_token_ids
+        self._defaults = loaded.generation_defaults
+        self._threads = threads
+        self._zero_ns = time.monotonic_ns()
+        self._runner = TorchRunner(
+            loaded.model,
+            max_segment_ms=config.max_segment_ms,
+            batch_invariant=config.batch_invariant,
+        )
+        if config.batch_invariant:
+            self._runner.self_test_batch_invariance()
+        if config.conformance:
+            check_conformance(loaded.model, self._runner)
+        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            grain=config.grain,
+            max_segment_ns=int(segment_ns),
+            batch_invariant=config.batch_invariant,
+        )
+        self._ingress = InprocIngress(self.now_ns)
+        self.trace = Trace(meta={"model": self.model_name, "policy": repr(policy)})
+        """Events of the run, kept if the engine was made with `record=True`."""
+        self._loop = EngineLoop(
+            self._ingress,
+            Scheduler(policy, self._runner.shape, self._runner.cuts, limits),
+            self._runner,
+            self,
+            self.now_ns,
+            record=self.trace if config.record else None,
+            fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+        )
+        self._handles: dict[RequestId, Handle] = {}
+        self._numbers = itertools.count()
+        self._door = threading.Lock()
+        self._closed = False
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
+        self._thread.start()
+
+    # -- making one
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        policy: str | Any = "qllm2",
+        policy_settings: Mapping[str, Any] | None = None,
+        device: str = "cpu",
+        dtype: Any = None,
+        trust_remote_code: bool = False,
+        load_format: str = "auto",
+        threads: int | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Load a model and start to serve it.
+
+        Args:
+            name_or_path: An alias ("mixtral", "tiny", ...), a local folder as `save_pretrained`
+                writes it, or a hub id.
+            policy: A policy's name (see `qllm policies`) or object.
+            policy_settings: Parameters of a policy given by name.
+            device: Where the model runs. This release drives "cpu".
+            dtype: Of the weights; None keeps the checkpoint's.
+            trust_remote_code: Run modelling code that comes with the checkpoint.
+            load_format: "auto" reads weights; "dummy" makes seeded random ones.
+            threads: Threads torch computes with; None leaves torch's choice.
+            **settings: Fields of `EngineConfig`.
+
+        Raises:
+            ConfigError: A setting, alias, policy or device is unknown; known ones are listed.
+            ModelError: The model cannot be found, loaded or driven safely.
+        """
+        config = engine_config(settings)
+        made = load_policy(policy, policy_settings)
+        if str(device).split(":")[0] != "cpu":
+            raise ConfigError(
+                f"device={device!r} cannot be driven yet; use device='cpu' (the CUDA runner is "
+                "not part of this release)"
+            )
+        loaded = load(
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            load_format=load_format,
+        )
+        return cls(loaded, made, config, threads=threads)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        policy: str | Any = "qllm2",
+        policy_settings: Mapping[str, Any] | None = None,
+        threads: int | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Serve a Hugging Face model that is already loaded; it is not copied."""
+        config = engine_config(settings)
+        return cls(
+            wrap(model, tokenizer), load_policy(policy, policy_settings), config, threads=threads
+        )
+
+    def now_ns(self) -> int:
+        """The engine's clock: nanoseconds since it was made."""
+        return time.monotonic_ns() - self._zero_ns
+
+    # -- requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        priority: str | int | Priority = "LS",
+        max_tokens: int | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] | None = None,
+        slo: Slo | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> Handle:
+        """Hand over one request and return at once. Callable from any thread.
+
+        Args:
+            prompt: Text, a list of chat messages, or a list of token ids.
+            priority: "LS", "BE" or an integer class; smaller is sooner (LS = 0, BE = 10).
+            max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits.
+            sampling: How tokens are chosen; by default as the model's generation config says.
+            stop: Strings that end the answer, beside those in `sampling`.
+            slo: Latency targets of this request.
+            timeout_s: Ends it with `timeout` when this has passed.
+            request_id: A name for it in results and traces.
+
+        Raises:
+            InvalidRequestError: Something about the request is wrong; nothing was submitted.
+            QueueFullError: `max_waiting` requests wait already.
+            EngineClosedError: The engine was closed or has crashed.
+        """
+        self._raise_if_closed()
+        shape = self._runner.shape
+        token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
+        params = self._params(sampling, stop)
+        wrong = [i for i in (*params.stop_token_ids, *params.logit_bias) if i >= shape.vocab_size]
+        if wrong:
+            raise InvalidRequestError(
+                f"token id {wrong[0]} in sampling must be in [0, {shape.vocab_size})"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
+        if timeout_s is not None and not timeout_s > 0:
+            raise InvalidRequestError(f"timeout_s={timeout_s!r} must be > 0, or None")
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_ids
+        level, most = _priority(priority), self._max_tokens(len(token_ids), max_tokens)
+        with self._door:
+            self._raise_if_closed()
+            if self.num_waiting >= self.config.max_waiting:
+                raise QueueFullError(
+                    f"{self.num_waiting} requests wait already (max_waiting="
+                    f"{self.config.max_waiting}); try again later"
+                )
+            number = next(self._numbers)
+            handle = self._handle(number, request_id, token_ids, params)
+            self._handles[number] = handle
+            now = self.now_ns()
+            deadline = None if timeout_s is None else now + int(timeout_s * NS_PER_S)
+            self._ingress.put(
+                Submission(
+                    request_id=number,
+                    name=handle.request_id,
+                    priority=level,
+                    token_ids=token_ids,
+                    sampling=params,
+                    stop_ids=stop_ids,
+                    max_tokens=most,
+                    slo=slo or Slo(),
+                    arrival_ns=now,
+                    deadline_ns=deadline,
+                )
+            )
+        return handle
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        priority: str | int | Priority = "BE",
+        max_tokens: int | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        progress: bool = True,
+        **kwargs: Any,
+    ) -> list[Result]:
+        """Run a list to its end, with a progress display; results in the order of the prompts."""
+        from rich.progress import track
+
+        waiting = list(prompts)
+        handles: list[Handle] = []
+        results: list[Result] = []
+        for done in track(
+            range(len(waiting)), description="requests", transient=True, disable=not progress
+        ):
+            while len(handles) < len(waiting) and len(handles) - done < self.config.max_waiting:
+                prompt = waiting[len(handles)]
+                handles.append(
+                    self.submit(prompt, priority, max_tokens, sampling=sampling, **kwargs)
+                )
+            results.append(handles[done].result())
+        return results
+
+    def _params(
+        self, sampling: SamplingParams | None, stop: str | Sequence[str] | None
+    ) -> SamplingParams:
+        if sampling is None:
+            sampling = SamplingParams(**{"temperature": 0.0, **self._defaults})
+        changes: dict[str, Any] = {}
+        if stop:
+            changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
+        if sampling.seed is None:
+            changes["seed"] = secrets.randbits(62)
+        if not changes:
+            return sampling
+        values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
+        return SamplingParams(**{**values, **changes})
+
+    def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        limits = {
+            "max_kv_tokens": self.config.num_blocks * self.config.block_size,
+            "the model's longest sequence": self._runner.shape.max_position,
+        }
+        name, most = min(limits.items(), key=lambda item: item[1])
+        if num_prompt_tokens >= most:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens; with at least one to produce it must "
+                f"be shorter than {most} ({name})"
+            )
+        if max_tokens is None:
+            return min(self.config.default_max_tokens, most - num_prompt_tokens)
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens={max_tokens!r} must be an integer >= 1")
+        if num_prompt_tokens + max_tokens > most:
+            raise InvalidRequestError(
+                f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} exceed {most} "
+                f"({name}); ask for at most {most - num_prompt_tokens}"
+            )
+        return max_tokens
+
+    def _handle(
+        self,
+        number: RequestId,
+        request_id: str | None,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+    ) -> Handle:
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidRequestError(f"request_id={request_id!r} must be a non-empty string")
+        tokenizer = self.tokenizer
+        return Handle(
+            number=number,
+            request_id=request_id or f"request-{number}",
+            prompt_token_ids=token_ids,
+            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params.stop),
+            stop_on_text=bool(params.stop),
+            cancel=self._cancel,
+            status=self._status,
+        )
+
+    def _cancel(self, number: RequestId) -> None:
+        self._ingress.put(Cancel(number))
+
+    def _status(self, number: RequestId) -> RequestStatus:
+        live = self._loop.live.get(number)
+        return RequestStatus.WAITING if live is None else live.request.status
+
+    # -- sink of the loop
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Called by the loop."""
+        return self._handles[sampled.request_id].on_token(sampled)
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """Called by the loop."""
+        self._handles.pop(request_id).on_finish(reason, error, metrics)
+
+    # -- the host
+
+    def _serve(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            self._loop.serve()
+        except BaseException as error:  # noqa: BLE001 - every handle ends, then the engine is dead
+            self._crash = error
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Whatever is still open ends now: the loop will not come back."""
+        with self._door:
+            self._closed = True
+        crash = self._crash
+        reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
+        text = None if crash is None else f"the engine crashed: {type(crash).__name__}: {crash}"
+        for item in self._ingress.drain():
+            if isinstance(item, Call):
+                item.answer(None, EngineClosedError("the engine was closed"))
+            elif isinstance(item, Submission):
+                self._loop.meet(item)
+        for number in list(self._handles):
+            self._loop.end(number, reason, text)
+
+    def _raise_if_closed(self) -> None:
+        if self._crash is not None:
+            raise EngineClosedError(
+                f"the engine crashed ({type(self._crash).__name__}); make a new one"
+            ) from self._crash
+        if self._closed:
+            raise EngineClosedError("the engine was closed; make a new one")
+
+    def call(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Run a function on the engine's thread, between two programs, and return its result."""
+        self._raise_if_closed()
+        done = threading.Event()
+        box: list[Any] = [None, EngineClosedError("no answer")]
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            box[:] = [result, error]
+            done.set()
+
+        self._ingress.put(Call(function, answer))
+        while not done.wait(0.2 if timeout_s is None else timeout_s):
+            if timeout_s is not None:
+                raise TimeoutError(f"no answer from the engine after {timeout_s} s")
+            if not self._thread.is_alive():
+                self._raise_if_closed()
+                break
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def close(self) -> None:
+        """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._ingress.put(Call(self._loop.close, lambda *_: None))
+            self._thread.join()
+        self._closed = True
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- checkpoints
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        """Write every unfinished request, mid-pass and KV included, to one safetensors file.
+
+        The requests go on. Returns how many were written.
+        """
+        return int(self.call(lambda: portable.save(self._loop, self._runner, path)))
+
+    def restore(self, path: str | os.PathLike[str]) -> list[Handle]:
+        """Take over the requests of a checkpoint, to be finished here from where they were.
+
+        Raises:
+            CheckpointError: The file is truncated, of another version, or of another model.
+        """
+
+        def adopt(name: str, prompt: tuple[int, ...], params: SamplingParams) -> Handle:
+            with self._door:
+                number = next(self._numbers)
+                handle = self._handle(number, name, prompt, params)
+                self._handles[number] = handle
+            return handle
+
+        return list(
+            self.call(lambda: portable.load(self._loop, self._runner, path, adopt, self.now_ns()))
+        )
+
+    # -- what the outside may read
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no KV yet."""
+        known = self._loop.live
+        unseen = sum(1 for number in list(self._handles) if number not in known)
+        return unseen + self._loop.num_waiting
+
+    @property
+    def drivers(self) -> tuple[str, ...]:
+        """Per layer: "fast", "replay" or "dense"."""
+        return tuple(str(d) for d in self._runner.drivers)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
+        longest_ms, kind = self._loop.longest_segment()
+        return {
+            "longest_segment_ms": longest_ms,
+            "longest_segment_kind": kind,
+            "max_segment_ms": self.config.max_segment_ms,
+            "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
+            "policy_errors": list(self._loop.policy_errors),
+            "num_live": len(self._loop.live),
+            "num_waiting": self.num_waiting,
+        }
+
+
+def _priority(value: str | int | Priority) -> int:
+    if isinstance(value, str) and value.upper() in Priority.__members__:
+        return int(Priority[value.upper()])
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= PRIORITY_LIMIT:
+        return int(value)
+    raise InvalidRequestError(
+        f"priority={value!r} is unknown; use 'LS', 'BE' or an integer in "
+        f"[-{PRIORITY_LIMIT}, {PRIORITY_LIMIT}] (smaller is sooner; LS = 0, BE = 10)"
+    )

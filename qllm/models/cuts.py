@@ -1,0 +1,109 @@
+"""Where ops are cut, from the sizes of a model and nominal constants of a machine.
+
+Cuts must be a pure function of the configuration, so nothing is measured here. The constants
+were chosen on one core of a Zen 4 server, rounded towards slow; a faster machine gets shorter
+segments than it needs, a slower one misses the bound and shows it in `segments`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qllm.models.discover import LayerParts, ModelParts
+from qllm.plan import NO_CUTS, CutRule
+
+NS_PER_MS = 1_000_000
+BYTES_PER_NS = 6.0
+"""Weights streamed from memory."""
+FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
+ATTN_FLOPS_PER_NS = {torch.bfloat16: 30.0, torch.float32: 25.0, torch.float16: 10.0}
+GLUE_NS_PER_VALUE = 2.0
+"""Norms, rotations, sums: per token and value of the residual stream."""
+COMBINE_NS_PER_VALUE = 1.2
+"""Gather, scale and sum: per token, expert and value."""
+FILL = 0.6
+"""Part of `max_segment_ms` that nominal costs may fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Nominal nanoseconds."""
+
+    range_ns: float
+    """Aim of one range of expert units."""
+    unit_ns: float
+    """One expert's weights."""
+    row_ns: float
+    """One row through an expert."""
+    head_ns: float
+    """The output head's weights."""
+    head_row_ns: float
+    """One row through the output head."""
+    segment_ns: float
+    """What a segment may take."""
+
+    def head_units(self, num_rows: int) -> int:
+        """Vocabulary blocks for that many rows."""
+        total = self.head_ns + num_rows * self.head_row_ns
+        return 1 if total <= self.segment_ns else int(total // self.segment_ns) + 1
+
+
+def _weights(module: Any) -> int:
+    return 0 if module is None else sum(p.numel() for p in module.parameters() if p.dim() > 1)
+
+
+def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
+    size = low
+    while size * 2 <= min(most, high):
+        size *= 2
+    return size
+
+
+def _attn_ns(parts: LayerParts, config: Any, dtype: torch.dtype, width: int) -> tuple[float, float]:
+    """Per token: projections, and per cached token attended."""
+    weights = _weights(parts.self_attn)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    head_dim = head_dim or width // heads
+    project = 2 * weights / FLOPS_PER_NS[dtype] + GLUE_NS_PER_VALUE * width * 4
+    attend = 4 * heads * head_dim / ATTN_FLOPS_PER_NS[dtype]
+    return project, attend
+
+
+def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[CutRule, Costs]:
+    """The cuts of a model for a bound on its segments; infinity does not cut."""
+    dtype = parts.lm_head.weight.dtype
+    flops = FLOPS_PER_NS.get(dtype, 20.0)
+    width = parts.lm_head.in_features
+    item = parts.lm_head.weight.element_size()
+    segment = max_segment_ms * NS_PER_MS * FILL
+    moe: Any = next(layer.experts for layer in parts.layers if layer.experts is not None)
+    one = (moe.gate_up_proj[0].numel() + moe.down_proj[0].numel()) if moe is not None else 0
+    head = parts.lm_head.weight.numel()
+    costs = Costs(
+        range_ns=min(1e6, segment),
+        unit_ns=one * item / BYTES_PER_NS,
+        row_ns=2 * one / flops,
+        head_ns=head * item / BYTES_PER_NS,
+        head_row_ns=2 * head / flops,
+        segment_ns=segment,
+    )
+    if max_segment_ms == float("inf"):
+        return NO_CUTS, costs
+    attn = [_attn_ns(layer, config, dtype, width) for layer in parts.layers]
+    project, attend = max(p for p, _ in attn), max(a for _, a in attn)
+    attn_read = max(_weights(layer.self_attn) for layer in parts.layers) * item / BYTES_PER_NS
+    shared = max(_weights(layer.shared) + _weights(layer.router) for layer in parts.layers)
+    route = 2 * shared / flops + GLUE_NS_PER_VALUE * width * 2
+    combine = COMBINE_NS_PER_VALUE * width * (parts.shape.experts_per_token + 2)
+    dense = max((_weights(x.mlp) for x in parts.layers if not x.is_moe), default=0)
+    free = max(segment - attn_read, segment / 4)
+    rule = CutRule(
+        max_cost=free / project,
+        attn_cost_per_kv=attend / project,
+        glue_block=_power_of_two(segment / max(route, combine)),
+        dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
+        expert_block=_power_of_two(max(segment - costs.unit_ns, segment / 4) / costs.row_ns),
+    )
+    return rule, costs

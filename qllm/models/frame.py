@@ -1,0 +1,200 @@
+"""The tensors that travel with one program: residual streams, and the layer it is inside.
+
+master_TD   all rows; holds a row whenever the active group does not
+x_TD        rows of the active group, packed; the input of the layer that runs
+layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qllm.models.attention import Span, Step
+from qllm.models.experts import Work
+from qllm.models.fast import Kept, Rope, Routed
+from qllm.plan import Program
+from qllm.types import RequestId, Sampled
+
+SpansOf = Callable[["Frame", int, int, int], list[Span]]
+"""Finds the spans of an ATTN op; the runner knows where KV is."""
+
+
+@dataclass(slots=True)
+class LayerState:
+    """What a layer has done so far. Freed when its last COMBINE op ends."""
+
+    mid_TD: Tensor | None = None
+    routed: dict[int, Routed] = field(default_factory=dict)
+    """By first token of the ROUTE op."""
+    work: Work | None = None
+    experts_x_TD: Tensor | None = None
+    weights_TK: Tensor | None = None
+    next_TD: Tensor | None = None
+
+
+@dataclass(slots=True)
+class HeadState:
+    """HEAD: the normed last tokens, and the logits of the vocabulary blocks done."""
+
+    x_BD: Tensor
+    blocks: list[Tensor]
+
+
+class Frame:
+    """State of one program. Made by `accept`, parked with its index, freed by `finish`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.dead: set[RequestId] = set()
+        self.group: int | None = None
+        """The group whose rows `x_TD` holds."""
+        self.x_TD: Tensor | None = None
+        self.master_TD: Tensor | None = None
+        self.layer = LayerState()
+        self.head: HeadState | None = None
+        self.sampled: list[Sampled] = []
+        self.slots_done = 0
+        """(token, layer, expert slot) triples executed, for I1."""
+        self.rope: Rope | None = None
+        self._ropes: dict[tuple[int, int, int], Rope] = {}
+        self._steps: dict[tuple[int, int, int], Step] = {}
+        self._tokens: dict[int, Tensor | None] = {}
+
+    def tokens(self, group: int) -> Tensor | None:
+        """Packed positions of a group's tokens; None if they are all tokens."""
+        if group not in self._tokens:
+            program = self.program
+            members = program.groups[group]
+            found = None
+            if len(members) != len(program.rows):
+                at = program.offsets
+                found = torch.cat([torch.arange(at[r], at[r + 1]) for r in members])
+            self._tokens[group] = found
+        return self._tokens[group]
+
+    def flush(self) -> None:
+        """Put the active rows back into `master_TD`."""
+        if self.group is None or self.x_TD is None:
+            return
+        index = self.tokens(self.group)
+        if index is None:
+            self.master_TD = self.x_TD
+        else:
+            if self.master_TD is None:
+                shape = (self.program.num_tokens, self.x_TD.shape[1])
+                self.master_TD = self.x_TD.new_zeros(shape)
+            elif self.master_TD is self.x_TD:
+                self.master_TD = self.x_TD.clone()
+            self.master_TD = self.master_TD.index_copy(0, index.to(self.x_TD.device), self.x_TD)
+        self.group = self.x_TD = None
+
+    def activate(self, group: int) -> Tensor:
+        """Make `x_TD` hold the rows of a group."""
+        if self.group != group or self.x_TD is None:
+            self.flush()
+            assert self.master_TD is not None
+            index = self.tokens(group)
+            x = self.master_TD
+            self.x_TD = x if index is None else x.index_select(0, index.to(x.device))
+            self.group = group
+        return self.x_TD
+
+    def rope_of(self, group: int, lo: int, hi: int) -> Rope:
+        """Cos and sin of tokens [lo, hi) of a group."""
+        key = (group, lo, hi)
+        found = self._ropes.get(key)
+        if found is None:
+            assert self.rope is not None
+            cos, sin = self.rope
+            index = self.tokens(group)
+            if index is not None:
+                cos, sin = (t.index_select(1, index.to(t.device)) for t in (cos, sin))
+            if hi - lo != cos.shape[1]:
+                cos, sin = cos[:, lo:hi], sin[:, lo:hi]
+            found = self._ropes[key] = (cos, sin)
+        return found
+
+    def forget_steps(self) -> None:
+        """Rows died: the spans of ATTN ops are made anew."""
+        self._steps.clear()
+
+    def step_of(self, group: int, lo: int, hi: int, spans: SpansOf, latent: bool) -> Step:
+        """What the ATTN op over tokens [lo, hi) of a group attends."""
+        key = (group, lo, hi)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = Step(spans(self, group, lo, hi), hi - lo, latent)
+        return found
+
+    def export(self) -> dict[str, Tensor]:
+        """Named tensors from which `restore` makes the same frame."""
+        layer = self.layer
+        out: dict[str, Tensor] = {}
+        named = {
+            "master": self.master_TD,
+            "x": self.x_TD,
+            "mid": layer.mid_TD,
+            "next": layer.next_TD,
+            "experts_x": layer.experts_x_TD,
+            "weights": layer.weights_TK,
+        }
+        out.update({name: t.clone() for name, t in named.items() if t is not None})
+        for lo, routed in layer.routed.items():
+            parts: dict[str, Kept | None] = {
+                "x": routed.x_TD,
+                "ids": routed.ids_TK,
+                "weights": routed.weights_TK,
+            }
+            parts.update({f"kept.{name}": t for name, t in (routed.kept or {}).items()})
+            for name, kept in parts.items():
+                out.update(_flat(f"routed.{lo}.{name}", kept))
+        if layer.work is not None:
+            out["work.ids"] = layer.work.ids_TK.clone()
+            out["work.slots"] = layer.work.slots_SD.clone()
+            out["work.done"] = torch.tensor(list(layer.work.done), dtype=torch.uint8)
+        if self.head is not None:
+            out["head.x"] = self.head.x_BD.clone()
+            out.update({f"head.{i}": t.clone() for i, t in enumerate(self.head.blocks)})
+        group = -1 if self.group is None else self.group
+        out["numbers"] = torch.tensor([group, self.slots_done, *sorted(self.dead)])
+        return out
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take up what `export` gave, except the expert work, which needs its bank."""
+        group, self.slots_done, *dead = tensors["numbers"].tolist()
+        self.group = None if group < 0 else group
+        self.dead = set(dead)
+        self.master_TD, self.x_TD = tensors.get("master"), tensors.get("x")
+        layer = self.layer
+        layer.mid_TD, layer.next_TD = tensors.get("mid"), tensors.get("next")
+        layer.experts_x_TD, layer.weights_TK = tensors.get("experts_x"), tensors.get("weights")
+        starts = sorted({int(n.split(".")[1]) for n in tensors if n.startswith("routed.")})
+        for lo in starts:
+            prefix = f"routed.{lo}."
+            parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            kept = _deep({n[5:]: t for n, t in parts.items() if n.startswith("kept.")})
+            layer.routed[lo] = Routed(parts["x"], parts["ids"], parts["weights"], kept or None)
+        if "head.x" in tensors:
+            num = sum(n.startswith("head.") for n in tensors) - 1
+            self.head = HeadState(tensors["head.x"], [tensors[f"head.{i}"] for i in range(num)])
+
+
+def _flat(name: str, kept: Kept | None) -> dict[str, Tensor]:
+    if isinstance(kept, tuple):
+        return {f"{name}#{i}": t.clone() for i, t in enumerate(kept) if t is not None}
+    return {} if kept is None else {name: kept.clone()}
+
+
+def _deep(flat: dict[str, Tensor]) -> dict[str, Kept]:
+    """Undo `_flat`; a tuple keeps its places."""
+    out: dict[str, Kept] = {n: t for n, t in flat.items() if "#" not in n}
+    places: dict[str, dict[int, Tensor]] = {}
+    for name, t in flat.items():
+        if "#" in name:
+            whole, _, place = name.rpartition("#")
+            places.setdefault(whole, {})[int(place)] = t
+    for name, found in places.items():
+        out[name] = tuple(found.get(i) for i in range(max(found) + 1))
+    return out

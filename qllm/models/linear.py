@@ -1,0 +1,95 @@
+"""Level L2: matrix products whose rows do not depend on how many rows there are.
+
+Libraries pick a kernel by the number of rows, so the bits of a row may change with its batch
+mates. A `RowRule` says in which blocks rows are multiplied so that they do not. The rule is
+found at start, per dtype, by trying it on the model's own weights.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from qllm.errors import ModelError
+
+
+class RowRule(NamedTuple):
+    """Multiply in blocks of at most `max_rows`, each filled up with zeros to `multiple` rows."""
+
+    max_rows: int
+    multiple: int
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`, block by block."""
+        flat = x.reshape(-1, x.shape[-1])
+        parts = [self._block(part, weight, bias) for part in flat.split(self.max_rows)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def _block(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.shape[0]
+        short = -rows % self.multiple
+        if short:
+            x = torch.cat([x, x.new_zeros((short, x.shape[1]))])
+        return _linear(x, weight, bias)[:rows]
+
+
+_linear = F.linear
+PLAIN = RowRule(1 << 30, 1)
+RULES = (PLAIN, RowRule(1 << 30, 4), RowRule(1 << 30, 16), RowRule(32, 1), RowRule(16, 16))
+"""Tried in this order; the last one has one shape only."""
+
+
+class RowBlocks(TorchFunctionMode):
+    """While entered, `F.linear` of this thread follows a rule. Other threads do not notice."""
+
+    def __init__(self, rule: RowRule) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _linear:
+            return self.rule.linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _holds(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
+    alone = torch.cat([rule.linear(x_TD[i : i + 1], weight) for i in range(x_TD.shape[0])])
+    for rows in (2, 3, 5, 8, 16, 17, 33, 64, x_TD.shape[0]):
+        if not torch.equal(rule.linear(x_TD[:rows], weight), alone[:rows]):
+            return False
+        if not torch.equal(rule.linear(x_TD[-rows:], weight), alone[-rows:]):
+            return False
+    return True
+
+
+def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> RowRule:
+    """The first rule under which rows are independent, for one weight of every shape given.
+
+    Raises:
+        ModelError: No rule holds on this machine.
+    """
+    shapes = {}
+    for weight in weights:
+        shapes.setdefault((tuple(weight.shape), weight.stride(), weight.dtype), weight)
+    cases = []
+    for weight in shapes.values():
+        generator = torch.Generator().manual_seed(weight.shape[1])
+        x = torch.randn((80, weight.shape[1]), generator=generator)
+        cases.append((weight, x.to(weight.dtype).to(weight.device)))
+    for rule in rules:
+        if all(_holds(rule, weight, x) for weight, x in cases):
+            return rule
+    raise ModelError(
+        "batch-invariant results are not possible here: the rows of a matrix product depend on "
+        "their number under every known rule; use exactness='order'"
+    )

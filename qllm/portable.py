@@ -1,0 +1,216 @@
+"""Checkpoints: the unfinished requests of one engine, finished in another process.
+
+A snapshot lives in the runner, beside the KV it needs. Its portable form is everything: parked
+frames with their programs and activations, KV, sampling positions and counters, in one file.
+Both functions run on the engine's thread, between two programs.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from qllm import checkpoint, trace
+from qllm.decision import Parked
+from qllm.engine import EngineLoop, Live
+from qllm.errors import CheckpointError
+from qllm.handle import Handle
+from qllm.ingress import Submission
+from qllm.plan import Index, Op, OpKind, Program, Row
+from qllm.request import Request
+from qllm.runner import TorchRunner
+from qllm.types import Frontier, Grain, RequestId, Sampled, SamplingParams, Slo
+
+COUNTERS = ("num_tokens", "num_computed_tokens", "served_ns", "evictions", "preemptions")
+Adopt = Callable[[str, tuple[int, ...], SamplingParams], Handle]
+T = TypeVar("T")
+
+
+def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
+    """Write every unfinished request to `path`; they go on here too.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    tensors: dict[str, Any] = {}
+    requests, frames = [], []
+    for number, live in loop.live.items():
+        state, meta = runner.export_request(number)
+        requests.append({**_request_meta(live), "runner": meta})
+        tensors.update(_prefixed(f"request.{number}.", state))
+    for frame_id, parked in loop.scheduler.frames.items():
+        frames.append(_frame_meta(parked))
+        state = runner.export_frame(parked.program, parked.index)
+        tensors.update(_prefixed(f"frame.{frame_id}.", state))
+    document = {"model": runner.fingerprint(), "requests": requests, "frames": frames}
+    checkpoint.write(os.fspath(path), document, tensors)
+    return len(requests)
+
+
+def load(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    path: str | os.PathLike[str],
+    adopt: Adopt,
+    now_ns: int,
+) -> list[Handle]:
+    """Take over the requests of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is truncated, foreign, of another version or model, or its KV
+            does not fit.
+    """
+    document, tensors = checkpoint.read(os.fspath(path))
+    try:
+        return _load(loop, runner, document, tensors, adopt, now_ns)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error!r}") from error
+
+
+def _load(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    adopt: Adopt,
+    now_ns: int,
+) -> list[Handle]:
+    if document["model"] != runner.fingerprint():
+        raise CheckpointError("the checkpoint belongs to another model or other weights")
+    pool = loop.scheduler.pool
+    need = sum(pool.blocks_for(_reach(meta)) for meta in document["requests"])
+    if need > pool.num_free:
+        raise CheckpointError(
+            f"the checkpoint needs {need} KV blocks, {pool.num_free} are free; raise "
+            "max_kv_tokens or let other requests finish"
+        )
+    handles, number_of = [], {}
+    for meta in document["requests"]:
+        handle = _load_request(loop, runner, meta, tensors, adopt, now_ns)
+        number_of[meta["number"]] = handle.number
+        handles.append(handle)
+    for meta in document["frames"]:
+        _load_frame(loop, runner, meta, tensors, number_of, now_ns)
+    return handles
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _unprefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _request_meta(live: Live) -> dict[str, Any]:
+    submission, request = live
+    return {
+        "number": submission.request_id,
+        "name": submission.name,
+        "priority": submission.priority,
+        "sampling": trace.sampling_to_dict(submission.sampling),
+        "stop_ids": sorted(submission.stop_ids),
+        "max_tokens": submission.max_tokens,
+        "slo": list(submission.slo),
+        "counters": {name: getattr(request, name) for name in COUNTERS},
+        "frontier": request.frontier,
+    }
+
+
+def _reach(meta: Mapping[str, Any]) -> int:
+    front = meta["frontier"]
+    return int(meta["counters"]["num_computed_tokens"] if front is None else front[1])
+
+
+def _frame_meta(parked: Parked) -> dict[str, Any]:
+    program = parked.program
+    return {
+        "frame_id": program.frame_id,
+        "rows": program.rows,
+        "groups": program.groups,
+        "ops": program.ops,
+        "grain": program.grain,
+        "stop_below": program.stop_below,
+        "samples": program.samples,
+        "num_layers": program.num_layers,
+        "row_blocks": program.row_blocks,
+        "index": parked.index,
+        "dead": sorted(parked.dead),
+    }
+
+
+def _load_request(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    adopt: Adopt,
+    now_ns: int,
+) -> Handle:
+    sampling = trace.sampling_from_dict(meta["sampling"])
+    ids = tuple(meta["runner"]["token_ids"])
+    num_prompt = meta["runner"]["num_prompt_tokens"]
+    handle = adopt(meta["name"], ids[:num_prompt], sampling)
+    number = handle.number
+    request = Request(
+        request_id=number,
+        priority=meta["priority"],
+        arrival_ns=now_ns,
+        num_prompt_tokens=num_prompt,
+        max_tokens=meta["max_tokens"],
+        slo=Slo(*meta["slo"]),
+        last_progress_ns=now_ns,
+        **meta["counters"],
+    )
+    if meta["frontier"] is not None:
+        request.frontier = Frontier(*meta["frontier"])
+    submission = Submission(
+        request_id=number,
+        name=meta["name"],
+        priority=meta["priority"],
+        token_ids=ids[:num_prompt],
+        sampling=sampling,
+        stop_ids=frozenset(meta["stop_ids"]),
+        max_tokens=meta["max_tokens"],
+        slo=request.slo,
+        arrival_ns=now_ns,
+        deadline_ns=None,
+    )
+    state = _unprefixed(f"request.{meta['number']}.", tensors)
+    runner.import_request(number, sampling, state, dict(meta["runner"]))
+    loop.restored(submission, request)
+    for token in ids[num_prompt:]:
+        handle.on_token(Sampled(number, token))
+    return handle
+
+
+def _load_frame(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    number_of: Mapping[RequestId, RequestId],
+    now_ns: int,
+) -> None:
+    dead = set(meta["dead"])
+    rows = []
+    for r, row in enumerate(meta["rows"]):
+        number = -1 - r if row[0] in dead else number_of[row[0]]
+        rows.append(Row(number, *row[1:]))
+    program = Program(
+        frame_id=loop.scheduler.new_frame_id(),
+        rows=tuple(rows),
+        groups=tuple(tuple(group) for group in meta["groups"]),
+        ops=tuple(Op(OpKind(kind), *rest) for kind, *rest in meta["ops"]),
+        grain=Grain(meta["grain"]),
+        stop_below=meta["stop_below"],
+        samples=tuple(meta["samples"]),
+        num_layers=meta["num_layers"],
+        row_blocks=tuple(tuple(marks) for marks in meta["row_blocks"]),
+    )
+    index = Index(*meta["index"])
+    state = _unprefixed(f"frame.{meta['frame_id']}.", tensors)
+    runner.import_frame(program, index, state)
+    gone = {row.request_id for row in rows if row.request_id < 0}
+    for number in gone:
+        runner.kill(program, number)
+    loop.restored_frame(program, index, gone, now_ns)

@@ -1,0 +1,73 @@
+"""From what a caller passes to `submit` to checked token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qllm.errors import InvalidRequestError
+from qllm.types import Prompt
+
+
+def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """Encode text, render chat messages with the model's template, or check ids.
+
+    Args:
+        prompt: Text, a list of messages (`role`, `content`), or a list of token ids.
+        tokenizer: A transformers tokenizer, or None if the model came without one.
+        vocab_size: Ids must be in [0, vocab_size).
+
+    Raises:
+        InvalidRequestError: The prompt is empty, of another shape, or holds an unknown id.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; pass at least one character")
+        ids = list(_needed(tokenizer)(prompt)["input_ids"])
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
+        first = prompt[0]
+        ids = _render(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)
+    else:
+        raise InvalidRequestError(
+            f"prompt={prompt!r:.80} must be a non-empty string, list of messages or list of "
+            "token ids"
+        )
+    if not ids:
+        raise InvalidRequestError("the prompt has no tokens; pass some text")
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"token id {wrong} must be in [0, {vocab_size}), the vocabulary")
+    return tuple(ids)
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise InvalidRequestError("the model came without a tokenizer; pass a list of token ids")
+    return tokenizer
+
+
+def _checked(prompt: Sequence[Any]) -> list[int]:
+    for item in prompt:
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
+            raise InvalidRequestError(
+                f"prompt holds {item!r:.60}; a list must hold only token ids, or only messages "
+                "with role and content"
+            )
+    return [int(item) for item in prompt]
+
+
+def _render(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise InvalidRequestError(
+                f"message {message!r:.80} must be a mapping with role and content"
+            )
+    if _needed(tokenizer).chat_template is None:
+        raise InvalidRequestError(
+            "the model's tokenizer has no chat template; pass a string or token ids"
+        )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except Exception as error:
+        raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    return list(rendered["input_ids"])

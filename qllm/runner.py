@@ -1,0 +1,560 @@
+"""Runs programs on a Hugging Face model: the torch half of the sweep.
+
+A program is a list of ops; a frame is its tensors. `run` executes ops in order and polls after
+each of them, and inside EXPERTS after each range of work units. Stopping is returning the index
+of the first op not done: everything needed to go on is in the frame already.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qllm.errors import InvariantError, ModelError
+from qllm.kv_cache import RequestKV
+from qllm.models import attention
+from qllm.models.attention import Span
+from qllm.models.cuts import cut_rule
+from qllm.models.discover import base_model, discover, refuse_unsafe
+from qllm.models.experts import ExpertBank, Work
+from qllm.models.fast import LayerDriver, driver_for
+from qllm.models.frame import Frame, HeadState, LayerState
+from qllm.models.linear import PLAIN, RowBlocks, RowRule, find_rule
+from qllm.models.rope import RopeTable
+from qllm.plan import Index, Op, OpKind, Program, Segments, Stop
+from qllm.sampler import Sampler
+from qllm.types import Driver, Grain, RequestId, Sampled, SamplingParams
+
+OnSegment = Callable[[Program, Index, int, int], None]
+OnLogits = Callable[[RequestId, int, Tensor], None]
+
+
+class Longest:
+    """The longest segment so far; see `plan.Segments`."""
+
+    def __init__(self) -> None:
+        self.longest_ns = 0
+        self.longest_op: OpKind | None = None
+
+
+class _Kept:
+    """Hidden states of a row that left below the last layer."""
+
+    __slots__ = ("hi", "layer", "lo", "x_TD")
+
+    def __init__(self, lo: int, hi: int, layer: int, x_TD: Tensor) -> None:
+        self.lo, self.hi, self.layer, self.x_TD = lo, hi, layer, x_TD
+
+
+class _Request:
+    """What the runner mirrors of a request."""
+
+    __slots__ = ("ids", "kept", "kv", "max_total_tokens", "num_prompt_tokens")
+
+    def __init__(self, ids: list[int], num_prompt: int, max_total: int, num_layers: int) -> None:
+        self.ids = ids
+        self.num_prompt_tokens = num_prompt
+        self.max_total_tokens = max_total
+        self.kv = RequestKV(num_layers, max_total)
+        self.kept: _Kept | None = None
+
+
+class TorchRunner:
+    """The Runner of `plan.py` over a causal language model of transformers.
+
+    Args:
+        model: In evaluation mode, whole, on one device. Its attention modules get a config of
+            their own (see `models.attention`); `model.forward` gives what it gave before.
+        max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
+        batch_invariant: Level L2. `self_test_batch_invariance` runs here and finds the rule.
+        clock: Nanoseconds, for segments only.
+
+    Raises:
+        ModelError: The model cannot be driven safely; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_segment_ms: float = 5.0,
+        batch_invariant: bool = False,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        refuse_unsafe(model)
+        self.model = model
+        self.parts = parts = discover(model)
+        self.shape = parts.shape
+        self.cuts, self._costs = cut_rule(parts, base_model(model).config, max_segment_ms)
+        self.segments: Segments = Longest()
+        self.on_segment: OnSegment | None = None
+        self.on_logits: OnLogits | None = None
+        self._clock = clock
+        self._drivers: tuple[LayerDriver, ...] = tuple(driver_for(p) for p in parts.layers)
+        self._sampler = Sampler()
+        self._requests: dict[RequestId, _Request] = {}
+        self._frames: dict[int, Frame] = {}
+        self._device = parts.lm_head.weight.device
+        self._rule = PLAIN
+        if batch_invariant:
+            self._rule = self.self_test_batch_invariance()
+        in_place = parts.lm_head.weight.dtype is torch.bfloat16
+        with torch.inference_mode():
+            self._banks = tuple(
+                None if p.experts is None else ExpertBank(p.experts, self._rule, in_place)
+                for p in parts.layers
+            )
+            self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
+        attention.install([p.self_attn for p in parts.layers])
+        self._ops: dict[OpKind, Callable[[Frame, Op], None]] = {
+            OpKind.EMBED: self._embed,
+            OpKind.ATTN: self._attn,
+            OpKind.ROUTE: self._route,
+            OpKind.COMBINE: self._combine,
+        }
+
+    @property
+    def drivers(self) -> tuple[Driver, ...]:
+        """Who runs each layer."""
+        return tuple(driver.kind for driver in self._drivers)
+
+    @property
+    def row_rule(self) -> RowRule:
+        """The rule that L2 follows; `PLAIN` without L2."""
+        return self._rule
+
+    def close(self) -> None:
+        """Give the attention modules back the config they had."""
+        attention.uninstall([p.self_attn for p in self.parts.layers])
+
+    # requests
+
+    def add(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+        max_total_tokens: int,
+    ) -> None:
+        if request_id in self._requests:
+            raise InvariantError(f"request {request_id} is in the runner already")
+        ids = list(token_ids)
+        self._sampler.add(request_id, sampling, ids[:num_prompt_tokens])
+        self._requests[request_id] = _Request(
+            ids, num_prompt_tokens, max_total_tokens, self.shape.num_layers
+        )
+
+    def remove(self, request_id: RequestId) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._sampler.remove(request_id)
+
+    def evict(self, request_id: RequestId) -> None:
+        request = self._requests[request_id]
+        request.kv.clear()
+        request.kept = None
+
+    def token_ids(self, request_id: RequestId) -> list[int]:
+        """The ids of a request, prompt and output."""
+        return list(self._requests[request_id].ids)
+
+    def num_committed(self, request_id: RequestId) -> int:
+        """Tokens of a request whose KV exists in every layer."""
+        return self._requests[request_id].kv.committed
+
+    # frames
+
+    def accept(self, program: Program) -> None:
+        if program.frame_id in self._frames:
+            raise InvariantError(f"frame {program.frame_id} exists already")
+        for row in program.rows:
+            request = self._requests[row.request_id]
+            if row.hi > len(request.ids) or row.hi > request.max_total_tokens:
+                raise InvariantError(f"{row} goes past the tokens of its request")
+            if row.lo != request.kv.committed:
+                raise InvariantError(f"{row} starts off {request.kv.committed} (I2)")
+        with torch.inference_mode():
+            self._frames[program.frame_id] = self._new_frame(program)
+
+    def _new_frame(self, program: Program) -> Frame:
+        frame = Frame(program)
+        frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
+        late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
+        if late:
+            dtype = self.parts.lm_head.weight.dtype
+            width = self.parts.lm_head.in_features
+            master = torch.zeros((program.num_tokens, width), dtype=dtype, device=self._device)
+            for r in late:
+                row = program.rows[r]
+                kept = self._requests[row.request_id].kept
+                if kept is None or (kept.lo, kept.hi, kept.layer) != row[1:4]:
+                    raise InvariantError(f"{row} does not start at its frontier (I2)")
+                master[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
+            frame.master_TD = master
+        return frame
+
+    def run(self, program: Program, start: Index, stop: Stop) -> Index:
+        frame = self._frames[program.frame_id]
+        with torch.inference_mode():
+            if self._rule is PLAIN:
+                return self._run(frame, start, stop)
+            with RowBlocks(self._rule):
+                return self._run(frame, start, stop)
+
+    def _run(self, frame: Frame, start: Index, stop: Stop) -> Index:
+        program, clock, segments = frame.program, self._clock, self.segments
+        ops, grain, below = program.ops, program.grain, program.stop_below
+        op, pos = start
+        begin = clock()
+        while op < len(ops):
+            o = ops[op]
+            kind = o.kind
+            here = (op, pos)
+            if kind is OpKind.EXPERTS:
+                pos = self._experts(frame, o, pos)
+            elif kind is OpKind.HEAD:
+                pos = self._head(frame, o, pos)
+            else:
+                self._ops[kind](frame, o)
+                pos = 0
+            if pos == 0:
+                op += 1
+            end = clock()
+            if end - begin > segments.longest_ns:
+                segments.longest_ns, segments.longest_op = end - begin, kind
+            if self.on_segment is not None:
+                self.on_segment(program, Index(*here), begin, end)
+            begin = end
+            if op == len(ops) or grain is Grain.STEP:
+                continue
+            if grain is Grain.LAYER and program.inside_layer(Index(op, pos)):
+                continue
+            if stop.word < below:
+                break
+            if stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns:
+                break
+        return Index(op, pos)
+
+    def finish(self, program: Program) -> list[Sampled]:
+        frame = self._frames.pop(program.frame_id)
+        top_k = self.shape.experts_per_token
+        owed = sum((o.hi - o.lo) * top_k for o in program.ops if o.kind is OpKind.EXPERTS)
+        if frame.slots_done != owed:
+            raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
+        with torch.inference_mode():
+            self._keep(frame, program.end)
+        for row in program.rows:
+            if row.request_id not in frame.dead and row.end_layer == program.num_layers:
+                self._requests[row.request_id].kv.committed = row.hi
+        sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
+        for token in sampled:
+            self._requests[token.request_id].ids.append(token.token_id)
+        return sampled
+
+    def split(self, program: Program, index: Index) -> None:
+        if program.inside_layer(index):
+            raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
+        frame = self._frames.pop(program.frame_id)
+        with torch.inference_mode():
+            self._keep(frame, index)
+
+    def _keep(self, frame: Frame, index: Index) -> None:
+        """Rows that are not at the end keep their hidden states."""
+        program = frame.program
+        done = index == program.end
+        frame.flush()
+        for r, row in enumerate(program.rows):
+            if row.request_id in frame.dead:
+                continue
+            request = self._requests[row.request_id]
+            layer = program.frontier_layer(r, index)
+            request.kept = None
+            if layer == 0 or (done and layer == program.num_layers):
+                continue
+            assert frame.master_TD is not None
+            x = frame.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
+            request.kept = _Kept(row.lo, row.hi, layer, x)
+
+    def kill(self, program: Program, request_id: RequestId) -> None:
+        frame = self._frames[program.frame_id]
+        frame.dead.add(request_id)
+        frame.forget_steps()
+
+    def drop(self, program: Program) -> None:
+        self._frames.pop(program.frame_id, None)
+
+    # ops
+
+    def _embed(self, frame: Frame, op: Op) -> None:
+        program = frame.program
+        ids: list[int] = []
+        for r in program.groups[op.group]:
+            row = program.rows[r]
+            if row.request_id in frame.dead:
+                ids.extend([0] * row.num_tokens)
+            else:
+                ids.extend(self._requests[row.request_id].ids[row.lo : row.hi])
+        x = self.parts.embed(torch.tensor(ids, device=self._device))
+        if self.parts.embedding_multiplier is not None:
+            x = x * self.parts.embedding_multiplier
+        frame.flush()
+        frame.x_TD, frame.group = x, op.group
+
+    def _spans(self, frame: Frame, group: int, lo: int, hi: int) -> list[Span]:
+        program = frame.program
+        spans: list[Span] = []
+        at = 0
+        for r in program.groups[group]:
+            row = program.rows[r]
+            marks = program.row_blocks[r]
+            dead = row.request_id in frame.dead
+            for a, b in zip(marks, marks[1:], strict=False):
+                if lo <= at < hi and not dead:
+                    spans.append(Span(self._requests[row.request_id].kv, at - lo, a, b))
+                at += b - a
+        return spans
+
+    def _attn(self, frame: Frame, op: Op) -> None:
+        _, layer, group, lo, hi = op
+        x = frame.activate(group)
+        state = frame.layer
+        step = frame.step_of(group, lo, hi, self._spans, self.parts.latent_kv)
+        rope = frame.rope_of(group, lo, hi)
+        whole = hi - lo == x.shape[0]
+        mid = self._drivers[layer].attend(x if whole else x[lo:hi], rope, step)
+        if whole:
+            state.mid_TD = mid
+            return
+        if lo == 0:
+            state.mid_TD = mid.new_empty((x.shape[0], mid.shape[1]))
+        assert state.mid_TD is not None
+        state.mid_TD[lo:hi] = mid
+
+    def _route(self, frame: Frame, op: Op) -> None:
+        state, x, mid = frame.layer, frame.x_TD, frame.layer.mid_TD
+        assert x is not None
+        assert mid is not None
+        lo, hi = op.lo, op.hi
+        if hi - lo != x.shape[0]:
+            x, mid = x[lo:hi], mid[lo:hi]
+        state.routed[lo] = self._drivers[op.layer].route(x, mid)
+
+    def _experts(self, frame: Frame, op: Op, pos: int) -> int:
+        """One range of units; returns the next position, 0 when the op is done."""
+        state = frame.layer
+        if state.work is None:
+            self._start_experts(state, op)
+        work, x = state.work, state.experts_x_TD
+        assert work is not None
+        assert x is not None
+        units, costs = work.units, self._costs
+        stop, ns = pos, 0.0
+        while stop < len(units) and ns < costs.range_ns:
+            ns += costs.unit_ns + (units[stop].hi - units[stop].lo) * costs.row_ns
+            stop += 1
+        frame.slots_done += work.run(x, pos, stop)
+        if stop < len(units):
+            return stop
+        state.experts_x_TD = None
+        return 0
+
+    def _start_experts(self, state: LayerState, op: Op) -> None:
+        parts = [state.routed[lo] for lo in sorted(state.routed)]
+        one = len(parts) == 1
+        state.experts_x_TD = parts[0].x_TD if one else torch.cat([p.x_TD for p in parts])
+        state.weights_TK = parts[0].weights_TK if one else torch.cat([p.weights_TK for p in parts])
+        ids = parts[0].ids_TK if one else torch.cat([p.ids_TK for p in parts])
+        if ids.shape[1] != self.shape.experts_per_token:
+            raise ModelError(
+                f"the router of layer {op.layer} takes {ids.shape[1]} experts per token, its "
+                f"config says {self.shape.experts_per_token}; correct num_experts_per_tok"
+            )
+        bank = self._banks[op.layer]
+        assert bank is not None
+        state.work = Work(bank, ids, self.cuts.expert_block)
+
+    def _combine(self, frame: Frame, op: Op) -> None:
+        _, layer, _, lo, hi = op
+        state, x, mid = frame.layer, frame.x_TD, frame.layer.mid_TD
+        assert x is not None
+        assert mid is not None
+        whole = hi - lo == x.shape[0]
+        part, mid_part = (x, mid) if whole else (x[lo:hi], mid[lo:hi])
+        driver = self._drivers[layer]
+        if self.shape.is_moe[layer]:
+            assert state.work is not None
+            assert state.weights_TK is not None
+            if lo == 0 and 0 in state.work.done:
+                raise InvariantError(f"layer {layer} combines before all its experts ran (I1)")
+            routed = state.routed[lo]
+            experts = state.work.combine(lo, hi, state.weights_TK, routed.x_TD.dtype)
+            out = driver.combine(part, mid_part, routed, experts)
+        else:
+            out = driver.dense(part, mid_part)
+        if not whole:
+            if lo == 0:
+                state.next_TD = torch.empty_like(x)
+            assert state.next_TD is not None
+            state.next_TD[lo:hi] = out
+            if hi < x.shape[0]:
+                return
+            out = state.next_TD
+        frame.x_TD = out
+        frame.layer = LayerState()
+
+    def _head(self, frame: Frame, op: Op, pos: int) -> int:
+        """One block of the vocabulary; after the last one, sample."""
+        program, parts = frame.program, self.parts
+        members = program.groups[op.group]
+        if frame.head is None or pos == 0:
+            x = frame.activate(op.group)
+            if len(members) != x.shape[0]:
+                ends, at = [], 0
+                for r in members:
+                    at += program.rows[r].num_tokens
+                    ends.append(at - 1)
+                x = x[ends] if len(ends) > 1 else x[ends[0] : ends[0] + 1]
+            frame.head = HeadState(parts.norm(x), [])
+        head = frame.head
+        num = self._costs.head_units(len(members))
+        weight, bias = parts.lm_head.weight, parts.lm_head.bias
+        if num == 1:
+            head.blocks.append(parts.lm_head(head.x_BD))
+        else:
+            size = -(-weight.shape[0] // num)
+            a, b = pos * size, min((pos + 1) * size, weight.shape[0])
+            own = None if bias is None else bias[a:b]
+            head.blocks.append(F.linear(head.x_BD, weight[a:b], own))
+        if pos + 1 < num:
+            return pos + 1
+        self._sample(frame, members)
+        return 0
+
+    def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
+        assert frame.head is not None
+        blocks = frame.head.blocks
+        logits = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+        if self.parts.logits_scaling is not None:
+            logits = logits / self.parts.logits_scaling
+        rows = [frame.program.rows[r] for r in members]
+        live = [i for i, row in enumerate(rows) if row.request_id not in frame.dead]
+        if not live:
+            return
+        if len(live) < len(rows):
+            logits = logits[live]
+        rows = [rows[i] for i in live]
+        if self.on_logits is not None:
+            for i, row in enumerate(rows):
+                self.on_logits(row.request_id, row.hi, logits[i])
+        requests = [self._requests[row.request_id] for row in rows]
+        frame.sampled = self._sampler.sample(
+            logits,
+            [row.request_id for row in rows],
+            [row.hi for row in rows],
+            [r.ids[r.num_prompt_tokens :] for r in requests],
+        )
+
+    # level L2
+
+    def self_test_batch_invariance(self) -> RowRule:
+        """Find the rule under which the model's own weights multiply rows independently.
+
+        Raises:
+            ModelError: There is none on this machine.
+        """
+        weights: list[Tensor] = []
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                weights.append(module.weight.detach())
+        for parts in self.parts.layers:
+            for owner in (parts.router, parts.experts):
+                for p in () if owner is None else owner.parameters(recurse=False):
+                    weight = p.detach()
+                    if weight.dim() == 3:
+                        experts: Any = parts.experts
+                        weights.append(weight[0].t() if experts.is_transposed else weight[0])
+                    elif weight.dim() == 2 and owner is parts.router:
+                        weights.append(weight)
+        with torch.inference_mode():
+            return find_rule(weights)
+
+    # checkpoints
+
+    def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
+        """The tensors of a parked frame."""
+        return self._frames[program.frame_id].export()
+
+    def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
+        """Make the frame that `export_frame` described; its requests are there already."""
+        frame = Frame(program)
+        with torch.inference_mode():
+            frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
+            frame.restore({name: t.to(self._device) for name, t in tensors.items()})
+            if "work.ids" in tensors:
+                bank = self._banks[program.ops[index.op].layer]
+                assert bank is not None
+                work = Work(bank, tensors["work.ids"], self.cuts.expert_block)
+                work.slots_SD.copy_(tensors["work.slots"])
+                work.done[:] = bytes(tensors["work.done"].tolist())
+                frame.layer.work = work
+            if index == program.end and frame.head is not None:
+                self._sample(frame, program.groups[program.ops[-1].group])
+        self._frames[program.frame_id] = frame
+
+    def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """KV (committed or not) and hidden states of a request, and what describes them."""
+        request = self._requests[request_id]
+        tensors = dict(request.kv.export())
+        kept = request.kept
+        if kept is not None:
+            tensors["hidden"] = kept.x_TD.clone()
+        meta = {
+            "token_ids": request.ids,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "max_total_tokens": request.max_total_tokens,
+            "committed": request.kv.committed,
+            "kept": None if kept is None else [kept.lo, kept.hi, kept.layer],
+        }
+        return tensors, meta
+
+    def import_request(
+        self,
+        request_id: RequestId,
+        sampling: SamplingParams,
+        tensors: dict[str, Tensor],
+        meta: dict[str, Any],
+    ) -> None:
+        """Add a request with what `export_request` gave."""
+        prompt = meta["num_prompt_tokens"]
+        self.add(request_id, meta["token_ids"], sampling, prompt, meta["max_total_tokens"])
+        request = self._requests[request_id]
+        with torch.inference_mode():
+            for layer in range(self.shape.num_layers):
+                if f"k.{layer}" in tensors:
+                    k, v = (tensors[f"{n}.{layer}"].to(self._device) for n in "kv")
+                    request.kv.restore(layer, k, v)
+            request.kv.committed = meta["committed"]
+            if meta["kept"] is not None:
+                request.kept = _Kept(*meta["kept"], tensors["hidden"].to(self._device))
+
+    def fingerprint(self) -> str:
+        """Identity of the model: its settings and a sample of its weights' bytes."""
+        config = base_model(self.model).config
+        digest = hashlib.sha256(str(type(self.model).__name__).encode())
+        settings = config.to_dict()
+        for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+            settings.pop(name, None)
+        digest.update(repr(sorted(settings.items(), key=lambda kv: kv[0])).encode())
+        for name, p in self.model.named_parameters():
+            flat = p.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
+            digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
+            digest.update(some.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+__all__ = ["ModelError", "TorchRunner"]

@@ -1,0 +1,82 @@
+"""The rules a plan must keep, whoever made it (I2, I4, I5, I10 and the budgets)."""
+
+from collections.abc import Mapping, Sequence
+
+from qllm.plan import Plan, Row
+from qllm.policy import View
+from qllm.request import Request
+from qllm.types import FrameId, RequestId
+
+
+def broken_rule(
+    plan: Plan,
+    requests: Mapping[RequestId, Request],
+    frames: Mapping[FrameId, Sequence[Row]],
+    num_layers: int,
+    view: View,
+) -> str | None:
+    """Say which rule a plan breaks.
+
+    Args:
+        plan: What a policy returned.
+        requests: Unfinished requests.
+        frames: Live rows of the parked frames that the plan touches.
+        num_layers: Layers of the model.
+        view: For the budgets.
+
+    Returns:
+        The end of a sentence that begins with the policy's name, or None.
+    """
+    planned = {row.request_id for row in plan.rows}
+    if len(planned) < len(plan.rows):
+        twice = next(i for i in planned if sum(r.request_id == i for r in plan.rows) > 1)
+        return f"planned request {twice} twice in one step (I5)"
+    for row in plan.rows:
+        request = requests.get(row.request_id)
+        if request is None:
+            return f"planned request {row.request_id}, which is not live"
+        wrong = _broken_row(row, request, num_layers)
+        if wrong is not None:
+            return wrong
+    for request_id in plan.drop:
+        if request_id not in requests or request_id in planned:
+            return f"drops request {request_id}, which is unknown or planned"
+    for frame_id, rows in frames.items():
+        live = {row.request_id for row in rows}
+        if not live <= planned:
+            return (
+                f"planned {sorted(live & planned)} of frame {frame_id} without "
+                f"{sorted(live - planned)}: a frame is resumed or replaced whole (I10)"
+            )
+    return _broken_budget(plan, requests, view)
+
+
+def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
+    front = request.frontier
+    if front is not None:
+        if (row.lo, row.hi, row.start_layer) != front:
+            return f"planned {row}, which does not start at the frontier {front} (I2)"
+    elif row.lo != request.num_computed_tokens or row.start_layer != 0:
+        return f"planned {row}, but {request.num_computed_tokens} tokens are computed (I2)"
+    only_head = front is not None and row.start_layer == row.end_layer == num_layers
+    if not row.start_layer < row.end_layer and not only_head:
+        return f"planned {row}, which has no layers"
+    if not row.lo < row.hi <= request.num_tokens or row.end_layer > num_layers:
+        return (
+            f"planned {row}, which is out of range: {request.num_tokens} tokens, "
+            f"{num_layers} layers"
+        )
+    if request.is_decoding and row.end_layer < num_layers:
+        return f"planned {row}: a decode row must go full depth (I4)"
+    return None
+
+
+def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View) -> str | None:
+    if all(requests[row.request_id].frame_id is not None for row in plan.rows):
+        return None
+    tokens = sum(r.num_tokens for r in plan.rows if not requests[r.request_id].is_decoding)
+    if tokens > view.max_step_tokens:
+        return f"planned {tokens} prefill tokens; max_step_tokens is {view.max_step_tokens}"
+    if len(plan.rows) > view.max_num_seqs:
+        return f"planned {len(plan.rows)} rows; max_num_seqs is {view.max_num_seqs}"
+    return None

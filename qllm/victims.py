@@ -1,0 +1,98 @@
+"""Who loses its KV when there is too little (I6): lower ranks, worst first, never for nothing."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qllm.policy import RankPolicy, View
+from qllm.request import Request
+from qllm.shapes import rank_all
+from qllm.types import Evict, RequestId
+
+
+class BadVictimError(Exception):
+    """A policy named a victim that the rules forbid; the scheduler adds the policy's name."""
+
+
+def victims_for(
+    policy: Any,
+    view: View,
+    requests: Mapping[RequestId, Request],
+    request: Request,
+    num_blocks: int,
+    keep: frozenset[RequestId],
+) -> list[RequestId]:
+    """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody.
+
+    A request of a worse tier may always be evicted. One of the same tier only for a request
+    that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
+    evict their equals, and there is no ping-pong.
+
+    Args:
+        policy: Ranks the requests, or names victims itself.
+        view: The state it decides on.
+        requests: Unfinished requests.
+        request: Who needs the blocks.
+        num_blocks: How many it needs beyond the free ones.
+        keep: Requests planned at or above its rank.
+
+    Raises:
+        BadVictimError: The policy named somebody it must not.
+    """
+    if isinstance(policy, RankPolicy):
+        order = _by_rank(policy, view, request)
+    elif hasattr(policy, "victims"):
+        order = _named(policy.victims(view, num_blocks, keep), requests, request, keep)
+    else:
+        others = reversed(list(requests.values()))
+        order = [r.request_id for r in others if r.is_admitted and _behind(r, request)]
+    chosen: list[RequestId] = []
+    for victim in order:
+        if num_blocks <= 0:
+            break
+        if victim not in keep:
+            chosen.append(victim)
+            num_blocks -= len(requests[victim].block_table)
+    return chosen if num_blocks <= 0 else []
+
+
+def _by_rank(policy: RankPolicy, view: View, request: Request) -> list[RequestId]:
+    ranked = rank_all(view, policy)
+    me = next(x for x in ranked if x.request_id == request.request_id)
+    return [
+        x.request_id
+        for x in reversed(ranked)
+        if x.request.is_admitted
+        and (x.tier > me.tier or (x.tier == me.tier and request.is_admitted and x[:3] > me[:3]))
+    ]
+
+
+def _named(
+    pairs: Iterable[tuple[RequestId, Evict]],
+    requests: Mapping[RequestId, Request],
+    request: Request,
+    keep: frozenset[RequestId],
+) -> list[RequestId]:
+    order = []
+    for victim, how in pairs:
+        if victim in keep:
+            raise BadVictimError(f"evicts request {victim}, which outranks the row (I6)")
+        if how is not Evict.RECOMPUTE:
+            raise BadVictimError(f"asks to {how.value} request {victim}; KV_SWAP is missing (I7)")
+        if victim not in requests:
+            raise BadVictimError(f"evicts request {victim}, which is not live")
+        if not _behind(requests[victim], request):
+            raise BadVictimError(
+                f"evicts request {victim} for {request.request_id}, its equal or better (I6)"
+            )
+        order.append(victim)
+    return order
+
+
+def _behind(victim: Request, request: Request) -> bool:
+    """Whether `victim` is behind `request` where no rank says it."""
+    if victim.priority != request.priority:
+        return victim.priority > request.priority
+    return request.is_admitted and (victim.arrival_ns, victim.request_id) > (
+        request.arrival_ns,
+        request.request_id,
+    )

@@ -1,0 +1,453 @@
+"""The torch runner against `model.forward`, bit for bit, whatever interrupts it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import DTYPES, FAMILIES, LAYERS, TOP_K, VOCAB, make_model
+from torch import Tensor
+
+from qllm import checkpoint
+from qllm.errors import CheckpointError, InvariantError, ModelError
+from qllm.models import experts as experts_module
+from qllm.models.discover import discover
+from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, compile_program
+from qllm.runner import TorchRunner
+from qllm.types import Driver, Grain, SamplingParams
+
+PROMPT = 21
+STEPS = 2
+GREEDY = SamplingParams(temperature=0)
+CUTS = CutRule(
+    max_cost=16.0,
+    attn_cost_per_kv=0.01,
+    min_block=4,
+    max_block=8,
+    glue_block=8,
+    dense_block=8,
+    expert_block=4,
+)
+INF = float("inf")
+
+
+class Poll:
+    """A stop word that fires at every n-th poll."""
+
+    stop_at_ns: int | None = None
+
+    def __init__(self, every: int = 0) -> None:
+        self.every, self.polls = every, 0
+
+    @property
+    def word(self) -> int:
+        self.polls += 1
+        return -1 if self.every and self.polls % self.every == 0 else 1 << 30
+
+    def now_ns(self) -> int:
+        return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+MODELS: dict[tuple[str, str], Any] = {}
+
+
+def model_of(family: str, dtype: str) -> Any:
+    if (family, dtype) not in MODELS:
+        MODELS[family, dtype] = make_model(family, DTYPES[dtype])
+    return MODELS[family, dtype]
+
+
+def prompt_of(num_tokens: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (num_tokens,), generator=generator).tolist()
+
+
+def forward(model: Any, ids: list[int], steps: int = STEPS) -> list[Tensor]:
+    """Logits of a prompt and of greedy decoding, by the model itself."""
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+        found = [out.logits[0, -1]]
+        for _ in range(steps):
+            token = found[-1].argmax().view(1, 1)
+            out = model(
+                token, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1
+            )
+            found.append(out.logits[0, -1])
+    return found
+
+
+def runner_of(model: Any, **settings: Any) -> tuple[TorchRunner, dict[tuple[int, int], Tensor]]:
+    runner = TorchRunner(model, **{"max_segment_ms": INF, **settings})
+    logits: dict[tuple[int, int], Tensor] = {}
+    runner.on_logits = lambda request, position, x: logits.update({(request, position): x.clone()})
+    return runner, logits
+
+
+def add(runner: TorchRunner, request_id: int, ids: list[int]) -> None:
+    runner.add(request_id, ids, GREEDY, len(ids), len(ids) + 8)
+
+
+_frames = iter(range(1 << 30))
+
+
+def compiled(runner: TorchRunner, *rows: Row, grain: Grain = Grain.EXPERT) -> Program:
+    samples = [
+        row.end_layer == runner.shape.num_layers
+        and row.hi == len(runner.token_ids(row.request_id))
+        for row in rows
+    ]
+    plan = Plan(rows=rows, grain=grain, stop_below=5)
+    return compile_program(
+        plan, frame_id=next(_frames), samples=samples, shape=runner.shape, cuts=runner.cuts
+    )
+
+
+def sweep(runner: TorchRunner, *rows: Row) -> list[int]:
+    program = compiled(runner, *rows)
+    runner.accept(program)
+    assert runner.run(program, START, Poll()) == program.end
+    return [token.token_id for token in runner.finish(program)]
+
+
+def next_row(runner: TorchRunner, request_id: int) -> Row:
+    ids = runner.token_ids(request_id)
+    return Row(request_id, runner.num_committed(request_id), len(ids), 0, runner.shape.num_layers)
+
+
+def serve(runner: TorchRunner, request_id: int, steps: int = STEPS) -> None:
+    for _ in range(steps + 1):
+        sweep(runner, next_row(runner, request_id))
+
+
+def fine(runner: TorchRunner) -> None:
+    """One expert unit per range, small row cuts, and two blocks of vocabulary."""
+    runner.cuts = CUTS
+    object.__setattr__(runner._costs, "range_ns", 0.5)
+    object.__setattr__(runner._costs, "segment_ns", 0.6 * runner._costs.head_ns)
+
+
+def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(a, b), f"step {i}: {(a - b).abs().max()}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model(family: str, dtype: str) -> None:
+    model, ids = model_of(family, dtype), prompt_of(PROMPT)
+    before = forward(model, ids)
+    runner, logits = runner_of(model)
+    add(runner, 1, ids)
+    serve(runner, 1)
+    assert Driver.REPLAY not in runner.drivers
+    assert_same(list(logits.values()), before)
+    assert_same(forward(model, ids), before)  # the model is not disturbed
+    runner.close()
+    assert_same(forward(model, ids), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stopping_at_every_boundary_changes_no_bit(family: str, dtype: str) -> None:
+    model = model_of(family, dtype)
+    rows = (Row(1, 0, PROMPT, 0, LAYERS), Row(2, 0, 9, 0, LAYERS))
+
+    def run(every: int) -> tuple[dict[tuple[int, int], Tensor], int]:
+        runner, logits = runner_of(model)
+        fine(runner)
+        add(runner, 1, prompt_of(PROMPT))
+        add(runner, 2, prompt_of(9, 2))
+        add(runner, 3, prompt_of(5, 3))
+        program = compiled(runner, *rows)
+        runner.accept(program)
+        index, stops, poll = START, 0, Poll(every)
+        while (index := runner.run(program, index, poll)) != program.end:
+            stops += 1
+            if stops % 7 == 1:  # a foreign program in between
+                runner.evict(3)
+                sweep(runner, Row(3, 0, 5, 0, LAYERS))
+        runner.finish(program)
+        for request_id in (1, 2):
+            serve(runner, request_id, 1)
+        return {key: x for key, x in logits.items() if key[0] != 3}, stops
+
+    whole, none = run(0)
+    parts, stops = run(1)
+    assert none == 0
+    assert stops > 40
+    assert whole.keys() == parts.keys()
+    assert_same(list(parts.values()), list(whole.values()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_order_and_ranges_of_experts_change_no_bit(
+    family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = model_of(family, dtype), prompt_of(PROMPT)
+    expected = forward(model, ids)
+    real = experts_module.ExpertBank._matmul
+
+    def backwards(self: Any, x: Tensor, w: Any, bias: Any, units: list[Any], out: Tensor) -> None:
+        base = units[0].lo
+        for unit in reversed(units):
+            part = slice(unit.lo - base, unit.hi - base)
+            real(self, x[part], w, bias, [unit], out[part])
+
+    monkeypatch.setattr(experts_module.ExpertBank, "_matmul", backwards)
+    runner, logits = runner_of(model)
+    object.__setattr__(runner._costs, "range_ns", 0.5)
+    add(runner, 1, ids)
+    serve(runner, 1)
+    assert_same(list(logits.values()), expected)
+
+
+def test_a_lost_expert_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = runner_of(model_of("mixtral", "fp32"))
+    add(runner, 1, prompt_of(PROMPT))
+    monkeypatch.setattr(experts_module.Work, "run", lambda self, x, start, stop: 0)
+    with pytest.raises(InvariantError, match="I1"):
+        sweep(runner, next_row(runner, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_ranges_give_the_bits_of_a_whole_sweep(family: str) -> None:
+    model, ids = model_of(family, "bf16"), prompt_of(PROMPT)
+    expected = forward(model, ids, 0)
+    runner, logits = runner_of(model)
+    add(runner, 1, ids)
+    for layer in range(LAYERS):
+        sweep(runner, Row(1, 0, PROMPT, layer, layer + 1))
+    assert_same(list(logits.values()), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_join_and_leave(dtype: str) -> None:
+    model = model_of("mixtral", dtype)
+    a, b, c = (prompt_of(n, n) for n in (PROMPT, 9, 13))
+    runner, logits = runner_of(model)
+    for request_id, ids in ((1, a), (2, b), (3, c)):
+        add(runner, request_id, ids)
+    sweep(runner, Row(1, 0, PROMPT, 0, 1))
+    sweep(runner, Row(1, 0, PROMPT, 1, 3), Row(2, 0, 9, 0, 3), Row(3, 0, 13, 0, 2))
+    assert runner.num_committed(3) == 0
+    sweep(runner, Row(3, 0, 13, 2, 3))
+    tolerance = 1e-4 if dtype == "fp32" else 5e-2
+    for request_id, ids in ((1, a), (2, b), (3, c)):
+        expected = forward(model, ids, 0)[0]
+        torch.testing.assert_close(
+            logits[request_id, len(ids)], expected, atol=tolerance, rtol=tolerance
+        )
+
+
+def test_a_split_frame_goes_on_where_it_was() -> None:
+    model, ids = model_of("qwen3_moe", "bf16"), prompt_of(PROMPT)
+    expected = forward(model, ids)
+    runner, logits = runner_of(model)
+    add(runner, 1, ids)
+    program = compiled(runner, next_row(runner, 1), grain=Grain.LAYER)
+    runner.accept(program)
+    index = runner.run(program, START, Poll(3))
+    assert program.layer_at(index) > 0
+    runner.split(program, index)
+    sweep(runner, Row(1, 0, PROMPT, program.layer_at(index), LAYERS))
+    serve(runner, 1, STEPS - 1)
+    assert_same(list(logits.values()), expected)
+
+
+def test_a_dead_row_is_skipped_and_the_others_go_on() -> None:
+    model = model_of("mixtral", "bf16")
+    runner, logits = runner_of(model)
+    fine(runner)
+    add(runner, 1, prompt_of(PROMPT))
+    add(runner, 2, prompt_of(9, 2))
+    program = compiled(runner, Row(1, 0, PROMPT, 0, LAYERS), Row(2, 0, 9, 0, LAYERS))
+    runner.accept(program)
+    index = runner.run(program, START, Poll(12))
+    runner.kill(program, 2)
+    runner.remove(2)
+    assert runner.run(program, index, Poll()) == program.end
+    assert [token.request_id for token in runner.finish(program)] == [1]
+    assert list(logits) == [(1, PROMPT)]
+    alone, solo = runner_of(model)
+    fine(alone)
+    add(alone, 1, prompt_of(PROMPT))
+    sweep(alone, next_row(alone, 1))
+    torch.testing.assert_close(logits[1, PROMPT], solo[1, PROMPT], atol=5e-2, rtol=5e-2)
+
+
+def test_grains_say_where_a_program_stops() -> None:
+    runner, _ = runner_of(model_of("mixtral", "fp32"))
+    fine(runner)
+    for grain in Grain:
+        runner.add(1, prompt_of(PROMPT), GREEDY, PROMPT, PROMPT + 8)
+        program = compiled(runner, next_row(runner, 1), grain=grain)
+        runner.accept(program)
+        seen = []
+        index, poll = START, Poll(1)
+        while (index := runner.run(program, index, poll)) != program.end:
+            seen.append(index)
+        if grain is Grain.STEP:
+            assert seen == []
+        elif grain is Grain.LAYER:
+            assert len(seen) == LAYERS + 1
+            assert not any(program.inside_layer(i) for i in seen)
+        else:
+            assert {program.ops[i.op].kind for i in seen if i.pos} == {OpKind.EXPERTS, OpKind.HEAD}
+        runner.finish(program)
+        runner.remove(1)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_a_checkpoint_goes_on_in_a_new_runner(family: str, tmp_path: Path) -> None:
+    model, ids = model_of(family, "bf16"), prompt_of(PROMPT)
+    runner, logits = runner_of(model)
+    fine(runner)
+    add(runner, 1, ids)
+    program = compiled(runner, next_row(runner, 1))
+    runner.accept(program)
+    index, poll, kinds = START, Poll(1), set()
+    saved: list[tuple[Index, Path]] = []
+    while True:
+        index = runner.run(program, index, poll)
+        at_end = index == program.end
+        kind = (None, 0) if at_end else (program.ops[index.op].kind, bool(index.pos))
+        if kind not in kinds:
+            kinds.add(kind)
+            path = tmp_path / f"{len(saved)}.qllm"
+            frame = runner.export_frame(program, index)
+            tensors, meta = runner.export_request(1)
+            whole = {f"frame.{n}": t for n, t in frame.items()}
+            whole.update({f"request.{n}": t for n, t in tensors.items()})
+            checkpoint.write(path, {"request": meta, "model": runner.fingerprint()}, whole)
+            saved.append((index, path))
+        if at_end:
+            break
+    runner.finish(program)
+    serve(runner, 1, 1)
+    assert len(saved) >= 6
+    for index, path in saved:
+        meta, whole = checkpoint.read(path)
+        other, found = runner_of(model)
+        fine(other)
+        assert meta["model"] == other.fingerprint()
+        tensors = {n[8:]: t for n, t in whole.items() if n.startswith("request.")}
+        other.import_request(1, GREEDY, tensors, meta["request"])
+        frame = {n[6:]: t for n, t in whole.items() if n.startswith("frame.")}
+        other.import_frame(program, index, frame)
+        assert other.run(program, index, Poll()) == program.end
+        other.finish(program)
+        serve(other, 1, 1)
+        assert_same(list(found.values()), list(logits.values()))
+
+
+def test_a_request_with_hidden_states_is_exported() -> None:
+    model, ids = model_of("mixtral", "bf16"), prompt_of(PROMPT)
+    runner, _ = runner_of(model)
+    add(runner, 1, ids)
+    sweep(runner, Row(1, 0, PROMPT, 0, 2))
+    other, logits = runner_of(model)
+    other.import_request(1, GREEDY, *runner.export_request(1))
+    sweep(other, Row(1, 0, PROMPT, 2, LAYERS))
+    assert_same(list(logits.values()), forward(model, ids, 0))
+
+
+def test_a_bad_checkpoint_is_refused(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    checkpoint.write(good, {"a": 1}, {"x": torch.arange(100)})
+    assert checkpoint.read(good)[0] == {"a": 1}
+    whole = good.read_bytes()
+    for data in (whole[:-7], whole[:40], b"", b"hello", whole.replace(b"qllm-ch", b"abcd-ch")):
+        bad.write_bytes(data)
+        with pytest.raises(CheckpointError):
+            checkpoint.read(bad)
+    bad.write_bytes(whole.replace(b'"version":"1"', b'"version":"9"'))
+    with pytest.raises(CheckpointError, match="version 9"):
+        checkpoint.read(bad)
+    with pytest.raises(CheckpointError):
+        checkpoint.read(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_mates_change_no_bit_in_l2(family: str, dtype: str) -> None:
+    model = model_of(family, dtype)
+    lengths = {1: PROMPT, 2: 9, 3: 13}
+    together, batched = runner_of(model, batch_invariant=True)
+    together.cuts = CUTS
+    for request_id, n in lengths.items():
+        add(together, request_id, prompt_of(n, n))
+    sweep(together, next_row(together, 3), next_row(together, 1))
+    sweep(together, next_row(together, 1), next_row(together, 2), next_row(together, 3))
+    sweep(together, *(next_row(together, i) for i in lengths))
+    for request_id, n in lengths.items():
+        alone, solo = runner_of(model, batch_invariant=True)
+        alone.cuts = CUTS
+        add(alone, request_id, prompt_of(n, n))
+        serve(alone, request_id, 1)
+        for key, x in solo.items():
+            assert torch.equal(batched[key], x), key
+
+
+def test_unsafe_models_are_refused() -> None:
+    model = make_model("mixtral")
+    model.train()
+    with pytest.raises(ModelError, match="training"):
+        TorchRunner(model)
+    model.eval()
+    layer = model.model.layers[0]
+    layer._hf_hook = object()
+    with pytest.raises(ModelError, match="accelerate hook"):
+        TorchRunner(model)
+    del layer._hf_hook
+    layer.mlp.experts.forward = lambda *a: a
+    with pytest.raises(ModelError, match="replaced on the instance"):
+        TorchRunner(model)
+    del layer.mlp.experts.forward
+    layer.mlp.experts.has_gate = False
+    with pytest.raises(ModelError, match="no gate"):
+        TorchRunner(model)
+    layer.mlp.experts.has_gate = True
+    model.lm_head.to("meta")
+    with pytest.raises(ModelError, match="meta device"):
+        TorchRunner(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fast_driver_knows_every_family(family: str) -> None:
+    parts = discover(model_of(family, "fp32"))
+    assert {p.driver for p in parts.layers} <= {Driver.FAST, Driver.DENSE}
+    assert all(p.input_layernorm is not None for p in parts.layers)
+    assert parts.shape.experts_per_token in (2, TOP_K)
+
+
+def test_a_row_off_its_frontier_is_refused() -> None:
+    runner, _ = runner_of(model_of("mixtral", "fp32"))
+    add(runner, 1, prompt_of(PROMPT))
+    for row in (Row(1, 3, PROMPT, 0, LAYERS), Row(1, 0, PROMPT, 1, LAYERS)):
+        with pytest.raises(InvariantError, match="I2"):
+            runner.accept(compiled(runner, row))
+
+
+def test_a_dropped_frame_leaves_nothing() -> None:
+    model, ids = model_of("mixtral", "bf16"), prompt_of(PROMPT)
+    runner, logits = runner_of(model)
+    add(runner, 1, ids)
+    program = compiled(runner, next_row(runner, 1))
+    runner.accept(program)
+    runner.run(program, START, Poll(5))
+    runner.drop(program)
+    runner.drop(program)
+    assert runner.num_committed(1) == 0
+    sweep(runner, next_row(runner, 1))
+    assert_same(list(logits.values()), forward(model, ids, 0))
