@@ -5,9 +5,9 @@ each of them, and inside EXPERTS after each range of work units. Stopping is ret
 of the first op not done: everything needed to go on is in the frame already.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from qllm.kv_cache import RequestKV
 from qllm.models import attention
 from qllm.models.attention import Span
 from qllm.models.cuts import cut_rule
-from qllm.models.discover import base_model, discover, refuse_unsafe
+from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import ExpertBank, Work
 from qllm.models.fast import LayerDriver, driver_for
-from qllm.models.frame import Frame, HeadState, LayerState
-from qllm.models.linear import PLAIN, RowBlocks, RowRule, find_rule
+from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
+from qllm.models.linear import PLAIN, RowBlocks, RowRule, check_rows, find_rule, matrices
 from qllm.models.rope import RopeTable
 from qllm.plan import Index, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
@@ -33,34 +33,16 @@ OnSegment = Callable[[Program, Index, int, int], None]
 OnLogits = Callable[[RequestId, int, Tensor], None]
 
 
+def _is_over(stop: Stop) -> bool:
+    return stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
+
+
 class Longest:
     """The longest segment so far; see `plan.Segments`."""
 
     def __init__(self) -> None:
         self.longest_ns = 0
         self.longest_op: OpKind | None = None
-
-
-class _Kept:
-    """Hidden states of a row that left below the last layer."""
-
-    __slots__ = ("hi", "layer", "lo", "x_TD")
-
-    def __init__(self, lo: int, hi: int, layer: int, x_TD: Tensor) -> None:
-        self.lo, self.hi, self.layer, self.x_TD = lo, hi, layer, x_TD
-
-
-class _Request:
-    """What the runner mirrors of a request."""
-
-    __slots__ = ("ids", "kept", "kv", "max_total_tokens", "num_prompt_tokens")
-
-    def __init__(self, ids: list[int], num_prompt: int, max_total: int, num_layers: int) -> None:
-        self.ids = ids
-        self.num_prompt_tokens = num_prompt
-        self.max_total_tokens = max_total
-        self.kv = RequestKV(num_layers, max_total)
-        self.kept: _Kept | None = None
 
 
 class TorchRunner:
@@ -96,9 +78,10 @@ class TorchRunner:
         self._clock = clock
         self._drivers: tuple[LayerDriver, ...] = tuple(driver_for(p) for p in parts.layers)
         self._sampler = Sampler()
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[RequestId, Held] = {}
         self._frames: dict[int, Frame] = {}
         self._device = parts.lm_head.weight.device
+        self._batch_invariant = batch_invariant
         self._rule = PLAIN
         if batch_invariant:
             self._rule = self.self_test_batch_invariance()
@@ -110,11 +93,13 @@ class TorchRunner:
             )
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
         attention.install([p.self_attn for p in parts.layers])
-        self._ops: dict[OpKind, Callable[[Frame, Op], None]] = {
+        self._ops: dict[OpKind, Callable[[Frame, Op, int], int]] = {
             OpKind.EMBED: self._embed,
             OpKind.ATTN: self._attn,
             OpKind.ROUTE: self._route,
+            OpKind.EXPERTS: self._experts,
             OpKind.COMBINE: self._combine,
+            OpKind.HEAD: self._head,
         }
 
     @property
@@ -145,8 +130,8 @@ class TorchRunner:
             raise InvariantError(f"request {request_id} is in the runner already")
         ids = list(token_ids)
         self._sampler.add(request_id, sampling, ids[:num_prompt_tokens])
-        self._requests[request_id] = _Request(
-            ids, num_prompt_tokens, max_total_tokens, self.shape.num_layers
+        self._requests[request_id] = Held(
+            ids, num_prompt_tokens, RequestKV(self.shape.num_layers, max_total_tokens)
         )
 
     def remove(self, request_id: RequestId) -> None:
@@ -173,7 +158,7 @@ class TorchRunner:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:
             request = self._requests[row.request_id]
-            if row.hi > len(request.ids) or row.hi > request.max_total_tokens:
+            if row.hi > len(request.ids) or row.hi > request.kv.capacity:
                 raise InvariantError(f"{row} goes past the tokens of its request")
             if row.lo != request.kv.committed:
                 raise InvariantError(f"{row} starts off {request.kv.committed} (I2)")
@@ -200,7 +185,7 @@ class TorchRunner:
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self._frames[program.frame_id]
         with torch.inference_mode():
-            if self._rule is PLAIN:
+            if not self._batch_invariant:
                 return self._run(frame, start, stop)
             with RowBlocks(self._rule):
                 return self._run(frame, start, stop)
@@ -214,13 +199,7 @@ class TorchRunner:
             o = ops[op]
             kind = o.kind
             here = (op, pos)
-            if kind is OpKind.EXPERTS:
-                pos = self._experts(frame, o, pos)
-            elif kind is OpKind.HEAD:
-                pos = self._head(frame, o, pos)
-            else:
-                self._ops[kind](frame, o)
-                pos = 0
+            pos = self._ops[kind](frame, o, pos)
             if pos == 0:
                 op += 1
             end = clock()
@@ -233,9 +212,7 @@ class TorchRunner:
                 continue
             if grain is Grain.LAYER and program.inside_layer(Index(op, pos)):
                 continue
-            if stop.word < below:
-                break
-            if stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns:
+            if stop.word < below or _is_over(stop):
                 break
         return Index(op, pos)
 
@@ -277,7 +254,7 @@ class TorchRunner:
                 continue
             assert frame.master_TD is not None
             x = frame.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
-            request.kept = _Kept(row.lo, row.hi, layer, x)
+            request.kept = Kept(row.lo, row.hi, layer, x)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         frame = self._frames[program.frame_id]
@@ -289,7 +266,7 @@ class TorchRunner:
 
     # ops
 
-    def _embed(self, frame: Frame, op: Op) -> None:
+    def _embed(self, frame: Frame, op: Op, pos: int) -> int:
         program = frame.program
         ids: list[int] = []
         for r in program.groups[op.group]:
@@ -303,6 +280,7 @@ class TorchRunner:
             x = x * self.parts.embedding_multiplier
         frame.flush()
         frame.x_TD, frame.group = x, op.group
+        return 0
 
     def _spans(self, frame: Frame, group: int, lo: int, hi: int) -> list[Span]:
         program = frame.program
@@ -312,13 +290,13 @@ class TorchRunner:
             row = program.rows[r]
             marks = program.row_blocks[r]
             dead = row.request_id in frame.dead
-            for a, b in zip(marks, marks[1:], strict=False):
+            for a, b in pairwise(marks):
                 if lo <= at < hi and not dead:
                     spans.append(Span(self._requests[row.request_id].kv, at - lo, a, b))
                 at += b - a
         return spans
 
-    def _attn(self, frame: Frame, op: Op) -> None:
+    def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
         x = frame.activate(group)
         state = frame.layer
@@ -328,13 +306,14 @@ class TorchRunner:
         mid = self._drivers[layer].attend(x if whole else x[lo:hi], rope, step)
         if whole:
             state.mid_TD = mid
-            return
+            return 0
         if lo == 0:
             state.mid_TD = mid.new_empty((x.shape[0], mid.shape[1]))
         assert state.mid_TD is not None
         state.mid_TD[lo:hi] = mid
+        return 0
 
-    def _route(self, frame: Frame, op: Op) -> None:
+    def _route(self, frame: Frame, op: Op, pos: int) -> int:
         state, x, mid = frame.layer, frame.x_TD, frame.layer.mid_TD
         assert x is not None
         assert mid is not None
@@ -342,6 +321,7 @@ class TorchRunner:
         if hi - lo != x.shape[0]:
             x, mid = x[lo:hi], mid[lo:hi]
         state.routed[lo] = self._drivers[op.layer].route(x, mid)
+        return 0
 
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
         """One range of units; returns the next position, 0 when the op is done."""
@@ -377,7 +357,7 @@ class TorchRunner:
         assert bank is not None
         state.work = Work(bank, ids, self.cuts.expert_block)
 
-    def _combine(self, frame: Frame, op: Op) -> None:
+    def _combine(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, _, lo, hi = op
         state, x, mid = frame.layer, frame.x_TD, frame.layer.mid_TD
         assert x is not None
@@ -401,10 +381,11 @@ class TorchRunner:
             assert state.next_TD is not None
             state.next_TD[lo:hi] = out
             if hi < x.shape[0]:
-                return
+                return 0
             out = state.next_TD
         frame.x_TD = out
         frame.layer = LayerState()
+        return 0
 
     def _head(self, frame: Frame, op: Op, pos: int) -> int:
         """One block of the vocabulary; after the last one, sample."""
@@ -464,23 +445,29 @@ class TorchRunner:
         """Find the rule under which the model's own weights multiply rows independently.
 
         Raises:
-            ModelError: There is none on this machine.
+            ModelError: There is none on this machine, or a norm or router breaks it.
         """
-        weights: list[Tensor] = []
-        for module in self.model.modules():
-            if isinstance(module, nn.Linear):
-                weights.append(module.weight.detach())
-        for parts in self.parts.layers:
-            for owner in (parts.router, parts.experts):
-                for p in () if owner is None else owner.parameters(recurse=False):
-                    weight = p.detach()
-                    if weight.dim() == 3:
-                        experts: Any = parts.experts
-                        weights.append(weight[0].t() if experts.is_transposed else weight[0])
-                    elif weight.dim() == 2 and owner is parts.router:
-                        weights.append(weight)
         with torch.inference_mode():
-            return find_rule(weights)
+            rule = find_rule(matrices(self.model))
+            with RowBlocks(rule):
+                for parts, driver in zip(self.parts.layers, self._drivers, strict=True):
+                    if parts.driver is not Driver.REPLAY:
+                        glue = self._glue_of(driver, parts.is_moe)
+                        check_rows(f"layer {parts.index}", glue, self.parts.lm_head.in_features)
+        return rule
+
+    def _glue_of(self, driver: LayerDriver, is_moe: bool) -> Callable[[Tensor], list[Tensor]]:
+        weight = self.parts.lm_head.weight
+
+        def glue(x_TD: Tensor) -> list[Tensor]:
+            x = x_TD.to(weight.device, weight.dtype)
+            if not is_moe:
+                return [driver.dense(x, x)]
+            routed = driver.route(x, x)
+            out = driver.combine(x, x, routed, x)
+            return [routed.x_TD, routed.ids_TK, routed.weights_TK, out, self.parts.norm(x)]
+
+        return glue
 
     # checkpoints
 
@@ -507,19 +494,7 @@ class TorchRunner:
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """KV (committed or not) and hidden states of a request, and what describes them."""
-        request = self._requests[request_id]
-        tensors = dict(request.kv.export())
-        kept = request.kept
-        if kept is not None:
-            tensors["hidden"] = kept.x_TD.clone()
-        meta = {
-            "token_ids": request.ids,
-            "num_prompt_tokens": request.num_prompt_tokens,
-            "max_total_tokens": request.max_total_tokens,
-            "committed": request.kv.committed,
-            "kept": None if kept is None else [kept.lo, kept.hi, kept.layer],
-        }
-        return tensors, meta
+        return self._requests[request_id].export()
 
     def import_request(
         self,
@@ -531,30 +506,10 @@ class TorchRunner:
         """Add a request with what `export_request` gave."""
         prompt = meta["num_prompt_tokens"]
         self.add(request_id, meta["token_ids"], sampling, prompt, meta["max_total_tokens"])
-        request = self._requests[request_id]
         with torch.inference_mode():
-            for layer in range(self.shape.num_layers):
-                if f"k.{layer}" in tensors:
-                    k, v = (tensors[f"{n}.{layer}"].to(self._device) for n in "kv")
-                    request.kv.restore(layer, k, v)
-            request.kv.committed = meta["committed"]
-            if meta["kept"] is not None:
-                request.kept = _Kept(*meta["kept"], tensors["hidden"].to(self._device))
+            here = {name: t.to(self._device) for name, t in tensors.items()}
+            self._requests[request_id].restore(here, meta)
 
     def fingerprint(self) -> str:
         """Identity of the model: its settings and a sample of its weights' bytes."""
-        config = base_model(self.model).config
-        digest = hashlib.sha256(str(type(self.model).__name__).encode())
-        settings = config.to_dict()
-        for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-            settings.pop(name, None)
-        digest.update(repr(sorted(settings.items(), key=lambda kv: kv[0])).encode())
-        for name, p in self.model.named_parameters():
-            flat = p.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
-            digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
-            digest.update(some.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-
-__all__ = ["ModelError", "TorchRunner"]
+        return identity(self.model)

@@ -20,12 +20,13 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
 )
 
 from qllm.errors import ConfigError, ModelError
 from qllm.models import loader
-from qllm.models.loader import ALIASES, load
+from qllm.models.loader import ALIASES, load, wrap
 
 SIZES = {
     "vocab_size": 64,
@@ -285,3 +286,19 @@ def test_dummy_weights_need_a_config_only_and_repeat(tmp_path: Path) -> None:
 def test_wrong_settings_are_config_errors(saved: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong.values()))):
         load(saved, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_loaded_model_is_taken_as_it_is() -> None:
+    model = Qwen3MoeForCausalLM(moe_config()).eval()
+    model.generation_config.eos_token_id = [4, 5]
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.5
+    before = model.config.to_dict()
+    wrapped = wrap(model)
+    assert wrapped.model is model
+    assert model.config.to_dict() == before
+    assert wrapped.eos_token_ids == {4, 5}
+    assert wrapped.generation_defaults["temperature"] == 0.5
+    assert wrapped.name == "Qwen3MoeForCausalLM"
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        wrap(T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1)))

@@ -101,8 +101,7 @@ _frames = iter(range(1 << 30))
 
 def compiled(runner: TorchRunner, *rows: Row, grain: Grain = Grain.EXPERT) -> Program:
     samples = [
-        row.end_layer == runner.shape.num_layers
-        and row.hi == len(runner.token_ids(row.request_id))
+        row.end_layer == runner.shape.num_layers and row.hi == len(runner.token_ids(row.request_id))
         for row in rows
     ]
     plan = Plan(rows=rows, grain=grain, stop_below=5)

@@ -262,4 +262,9 @@ class _Probe:
             x_TD = self.runner.export_frame(program, index).get("x")
             if x_TD is None or not self._agree(x_TD, out):
                 return f"first different: {self._layer(layer)}"
-        return "its layers agree when run one by one"
+        while index != program.end:
+            index = self._run(program, index)
+        found = self.logits.get((_C, NUM_PROMPT))
+        if found is None or not self._agree(found, self._expected[0]):
+            return f"first different: {self._layer(self.runner.shape.num_layers)}"
+        return "a prefill stopped between layers agrees"

@@ -20,7 +20,7 @@ FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 30.0, torch.float32: 25.0, torch.float16: 10.0}
 GLUE_NS_PER_VALUE = 2.0
 """Norms, rotations, sums: per token and value of the residual stream."""
-COMBINE_NS_PER_VALUE = 1.2
+COMBINE_NS_PER_VALUE = 2.0
 """Gather, scale and sum: per token, expert and value."""
 FILL = 0.6
 """Part of `max_segment_ms` that nominal costs may fill."""

@@ -134,7 +134,7 @@ def _recorded(base: Any, name: str) -> type[nn.Module] | None:
     spec = specs.get(name)
     if isinstance(spec, list | tuple):
         spec = spec[0] if spec else None
-    found = getattr(spec, "target_class", spec)
+    found: Any = getattr(spec, "target_class", spec)
     return found if inspect.isclass(found) else None
 
 
@@ -315,3 +315,18 @@ def refuse_unsafe(model: nn.Module) -> None:
             raise ModelError(f"{name or 'the model'} has an accelerate hook (offload?)")
         if is_experts(module):
             _refuse_experts(name, module)
+
+
+def identity(model: nn.Module) -> str:
+    """Digest of a model: its class, its settings and a sample of its weights' bytes."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    settings = base_model(model).config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        settings.pop(name, None)
+    digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -79,7 +79,7 @@ class ExpertBank:
         h_SF = x_SD.new_empty((x_SD.shape[0], self.up_width), dtype=self.dtype)
         self._matmul(x_SD, self.up, self.up_bias, units, h_SF)
         if self._by_row:
-            h_SF = torch.cat([self.gate(row) for row in h_SF.split(1)])
+            h_SF = torch.cat([self.gate(row) for row in torch.split(h_SF, 1)])
         else:
             h_SF = self.gate(h_SF)
         self._matmul(h_SF, self.down, self.down_bias, units, out_SD)

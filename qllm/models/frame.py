@@ -7,13 +7,16 @@ layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qllm.kv_cache import RequestKV
 from qllm.models.attention import Span, Step
 from qllm.models.experts import Work
-from qllm.models.fast import Kept, Rope, Routed
+from qllm.models.fast import Kept as Parts
+from qllm.models.fast import Rope, Routed
 from qllm.plan import Program
 from qllm.types import RequestId, Sampled
 
@@ -40,6 +43,51 @@ class HeadState:
 
     x_BD: Tensor
     blocks: list[Tensor]
+
+
+@dataclass(slots=True)
+class Kept:
+    """Hidden states of a row that left below the last layer."""
+
+    lo: int
+    hi: int
+    layer: int
+    """First layer not finished."""
+    x_TD: Tensor
+
+
+@dataclass(slots=True)
+class Held:
+    """What the runner mirrors of a request."""
+
+    ids: list[int]
+    num_prompt_tokens: int
+    kv: RequestKV
+    kept: Kept | None = None
+
+    def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and the JSON that describes them."""
+        tensors = dict(self.kv.export())
+        if self.kept is not None:
+            tensors["hidden"] = self.kept.x_TD.clone()
+        meta = {
+            "token_ids": list(self.ids),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "max_total_tokens": self.kv.capacity,
+            "committed": self.kv.committed,
+            "kept": None if self.kept is None else [self.kept.lo, self.kept.hi, self.kept.layer],
+        }
+        return tensors, meta
+
+    def restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Take up what `export` gave."""
+        for name in tensors:
+            if name.startswith("k."):
+                layer = int(name[2:])
+                self.kv.restore(layer, tensors[name], tensors[f"v.{layer}"])
+        self.kv.committed = meta["committed"]
+        if meta["kept"] is not None:
+            self.kept = Kept(*meta["kept"], tensors["hidden"])
 
 
 class Frame:
@@ -142,7 +190,7 @@ class Frame:
         }
         out.update({name: t.clone() for name, t in named.items() if t is not None})
         for lo, routed in layer.routed.items():
-            parts: dict[str, Kept | None] = {
+            parts: dict[str, Parts | None] = {
                 "x": routed.x_TD,
                 "ids": routed.ids_TK,
                 "weights": routed.weights_TK,
@@ -181,15 +229,15 @@ class Frame:
             self.head = HeadState(tensors["head.x"], [tensors[f"head.{i}"] for i in range(num)])
 
 
-def _flat(name: str, kept: Kept | None) -> dict[str, Tensor]:
+def _flat(name: str, kept: Parts | None) -> dict[str, Tensor]:
     if isinstance(kept, tuple):
         return {f"{name}#{i}": t.clone() for i, t in enumerate(kept) if t is not None}
     return {} if kept is None else {name: kept.clone()}
 
 
-def _deep(flat: dict[str, Tensor]) -> dict[str, Kept]:
+def _deep(flat: dict[str, Tensor]) -> dict[str, Parts]:
     """Undo `_flat`; a tuple keeps its places."""
-    out: dict[str, Kept] = {n: t for n, t in flat.items() if "#" not in n}
+    out: dict[str, Parts] = {n: t for n, t in flat.items() if "#" not in n}
     places: dict[str, dict[int, Tensor]] = {}
     for name, t in flat.items():
         if "#" in name:

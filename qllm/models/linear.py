@@ -5,12 +5,12 @@ mates. A `RowRule` says in which blocks rows are multiplied so that they do not.
 found at start, per dtype, by trying it on the model's own weights.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qllm.errors import ModelError
@@ -25,7 +25,7 @@ class RowRule(NamedTuple):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear`, block by block."""
         flat = x.reshape(-1, x.shape[-1])
-        parts = [self._block(part, weight, bias) for part in flat.split(self.max_rows)]
+        parts = [self._block(part, weight, bias) for part in torch.split(flat, self.max_rows)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -43,8 +43,17 @@ RULES = (PLAIN, RowRule(1 << 30, 4), RowRule(1 << 30, 16), RowRule(32, 1), RowRu
 """Tried in this order; the last one has one shape only."""
 
 
+CURVES = {torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.silu, F.gelu, torch.exp, Tensor.exp}
+"""Vector and scalar code of these differ in the last bit; the end of a tensor runs scalar."""
+VECTOR = 64
+"""No vector loop handles more values at once."""
+
+
 class RowBlocks(TorchFunctionMode):
-    """While entered, `F.linear` of this thread follows a rule. Other threads do not notice."""
+    """While entered, products of this thread follow a rule, and curves end on whole vectors.
+
+    Other threads do not notice.
+    """
 
     def __init__(self, rule: RowRule) -> None:
         super().__init__()
@@ -57,8 +66,12 @@ class RowBlocks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _linear:
+        if func is _linear and self.rule is not PLAIN:
             return self.rule.linear(*args, **(kwargs or {}))
+        if func in CURVES and args[0].shape[-1] % VECTOR:
+            width = args[0].shape[-1]
+            padded = F.pad(args[0], (0, -width % VECTOR))
+            return func(padded, *args[1:], **(kwargs or {}))[..., :width]
         return func(*args, **(kwargs or {}))
 
 
@@ -72,13 +85,41 @@ def _holds(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
     return True
 
 
+def matrices(model: nn.Module) -> Iterator[Tensor]:
+    """Every matrix of a model in [out, in] form; of stacked experts the first."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            weight = parameter.detach()
+            if weight.dim() == 3:
+                yield weight[0].t() if getattr(module, "is_transposed", False) else weight[0]
+            elif weight.dim() == 2 and not isinstance(module, nn.Embedding):
+                yield weight
+
+
+def check_rows(name: str, function: Callable[[Tensor], Sequence[Tensor]], width: int) -> None:
+    """Compare a row-wise function of many rows with its rows alone.
+
+    Raises:
+        ModelError: A row depends on the others.
+    """
+    dtype_x = torch.randn((37, width), generator=torch.Generator().manual_seed(0))
+    together = function(dtype_x)
+    for row in range(0, 37, 4):
+        for whole, one in zip(together, function(dtype_x[row : row + 1]), strict=True):
+            if not torch.equal(whole[row : row + 1], one):
+                raise ModelError(
+                    f"batch-invariant results are not possible here: {name} of a row depends on "
+                    "the rows beside it; use exactness='order'"
+                )
+
+
 def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> RowRule:
     """The first rule under which rows are independent, for one weight of every shape given.
 
     Raises:
         ModelError: No rule holds on this machine.
     """
-    shapes = {}
+    shapes: dict[object, Tensor] = {}
     for weight in weights:
         shapes.setdefault((tuple(weight.shape), weight.stride(), weight.dtype), weight)
     cases = []

@@ -107,11 +107,33 @@ def load(
     _use_grouped_mm(model)
     model.train(False)
     tokenizer = _tokenizer(name, folder, trust_remote_code)
+    return _loaded(name, model, tokenizer, _read_json(folder / "generation_config.json"))
+
+
+def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
+    """Take a model that is loaded already; it is neither copied nor changed.
+
+    Raises:
+        ModelError: It is not a causal decoder.
+    """
+    config = model.config
+    name = getattr(config, "_name_or_path", "") or type(model).__name__
+    _refuse_if_not_causal(name, config, known=model.can_generate())
+    generation = getattr(model, "generation_config", None)
+    return _loaded(name, model, tokenizer, generation.to_dict() if generation else {})
+
+
+def _loaded(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation: Mapping[str, Any],
+) -> LoadedModel:
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(folder, model, tokenizer),
-        generation_defaults=_generation_defaults(folder),
+        eos_token_ids=_eos_token_ids(generation, model, tokenizer),
+        generation_defaults=_generation_defaults(name, generation),
         name=name,
     )
 
@@ -226,7 +248,9 @@ def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfi
         raise ModelError(
             f"config.json of model {name!r} is not usable: {_first_line(error)}"
         ) from error
-    _refuse_if_not_causal(name, config)
+    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    brought = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    _refuse_if_not_causal(name, config, known=known or brought)
     return config
 
 
@@ -234,13 +258,11 @@ def _known_type(model_type: object) -> bool:
     return isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
 
 
-def _refuse_if_not_causal(name: str, config: PreTrainedConfig) -> None:
+def _refuse_if_not_causal(name: str, config: PreTrainedConfig, *, known: bool) -> None:
     what = f"model {name!r} ({', '.join(config.architectures or ()) or config.model_type})"
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{what} is an encoder-decoder; only causal decoders can be served")
-    remote = getattr(config, "auto_map", None) or {}
-    mapped = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if not mapped and "AutoModelForCausalLM" not in remote:
+    if not known:
         raise ModelError(
             f"{what} has no causal language model in transformers; it cannot be served"
         )
@@ -371,63 +393,26 @@ def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedTo
 
 
 def _eos_token_ids(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    generation: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    return _eos_ids(
-        [
-            _read_json(folder / "generation_config.json").get("eos_token_id"),
-            getattr(model.config, "eos_token_id", None),
-            getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-        ],
-        tokenizer,
-    )
-
-
-def _eos_ids(sources: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    sources = [
+        generation.get("eos_token_id"),
+        getattr(model.config, "eos_token_id", None),
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
     found: set[int] = set()
-    for source in (*sources, getattr(tokenizer, "eos_token_id", None)):
+    for source in sources:
         ids = source if isinstance(source, list | tuple) else [source]
         found.update(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
     return frozenset(found)
 
 
-def _generation_defaults(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    return _sampling_defaults(_read_json(file), str(file))
-
-
-def _sampling_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    defaults = {name: raw[name] for name in _PENALTIES if raw.get(name) is not None}
-    if raw.get("do_sample"):
-        defaults["temperature"] = 1.0
-        defaults.update({name: raw[name] for name in _SAMPLING if raw.get(name) is not None})
+def _generation_defaults(name: str, generation: Mapping[str, Any]) -> dict[str, Any]:
+    names = (*_SAMPLING, *_PENALTIES) if generation.get("do_sample") else _PENALTIES
+    defaults = {key: generation[key] for key in names if generation.get(key) is not None}
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
-        raise ModelError(f"{where}: {error}") from error
+        raise ModelError(f"generation config of model {name!r}: {error}") from error
     return defaults
-
-
-def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
-    """Take a model that is loaded already, with the defaults of its own generation config.
-
-    Raises:
-        ModelError: It is not a causal decoder of transformers.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{type(model).__name__} is not a transformers model; load it with one")
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    _refuse_if_not_causal(name, model.config)
-    model.train(False)
-    _use_grouped_mm(model)
-    generation = getattr(model, "generation_config", None)
-    raw = {} if generation is None else generation.to_dict()
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        eos_token_ids=_eos_ids(
-            [raw.get("eos_token_id"), getattr(model.config, "eos_token_id", None)], tokenizer
-        ),
-        generation_defaults=_sampling_defaults(raw, name),
-        name=name,
-    )

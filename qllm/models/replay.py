@@ -105,8 +105,7 @@ class ReplayLayer:
         taken: list[Tensor] = []
 
         def experts(*args: object, **given: object) -> None:
-            bound = self._expert_args.bind(*args, **given)
-            taken.extend(list(bound.arguments.values())[:3])
+            taken.extend(self._expert_args.bind(*args, **given).args[:3])
             raise _Unwind
 
         assert self._experts is not None
