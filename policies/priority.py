@@ -6,7 +6,8 @@ The ablation of the one mechanism: a program that has begun runs to its end.
 from dataclasses import dataclass
 
 from qllm.types import Grain
-from qllm_policies.qllm2 import Qllm2
+
+from .qllm2 import Qllm2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class Qllm:
 
     def _plan(self, view: View, rows: Iterable[Row]) -> Plan:
         rows = tuple(rows)
-        has_ls = any(view.get(row.request_id).priority == Priority.LS for row in rows)
+        has_ls = any(view.by_id[row.request_id].priority == Priority.LS for row in rows)
         stop_below = NO_STOP if has_ls else Priority.LS + 1
         return Plan(rows=rows, grain=Grain.EXPERT, stop_below=stop_below)
 

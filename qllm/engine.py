@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from qllm import trace
 from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Split
 from qllm.errors import PolicyError
-from qllm.ingress import Call, Cancel, Ingress, Submission
+from qllm.ingress import Call, Cancel, Ingress, Item, Submission
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.plan import Index, OpKind, Program, Runner
 from qllm.policy import CostTable
@@ -132,6 +132,8 @@ class EngineLoop:
         self.metrics = MetricsBuilder()
         self.costs = Costs()
         self.live: dict[RequestId, Live] = {}
+        self.pending: deque[Item] = deque()
+        """Drained from the ingress and not looked at yet."""
         self.closing = False
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.policy_errors: list[str] = []
@@ -171,7 +173,9 @@ class EngineLoop:
         self._emit(trace.EngineClosed(at_ns=self.now_ns()))
 
     def _take(self) -> None:
-        for item in self.ingress.drain():
+        self.pending.extend(self.ingress.drain())
+        while self.pending:
+            item = self.pending.popleft()
             if isinstance(item, Submission):
                 self.admit(item)
             elif isinstance(item, Cancel):
@@ -189,6 +193,7 @@ class EngineLoop:
 
     def admit(self, item: Submission) -> Request:
         """Start to know a request."""
+        self.meet(item)
         request = Request(
             request_id=item.request_id,
             priority=item.priority,
@@ -204,7 +209,6 @@ class EngineLoop:
             len(item.token_ids),
             request.max_total_tokens,
         )
-        self.meet(item)
         self.live[item.request_id] = Live(item, request)
         self.scheduler.add(request, self.now_ns())
         return request
@@ -214,6 +218,15 @@ class EngineLoop:
         self.meet(item)
         self.live[item.request_id] = Live(item, request)
         self.scheduler.adopt(request)
+
+    def disown(self, request_id: RequestId) -> None:
+        """Undo `restored`, or what came before it, of a checkpoint that was not whole."""
+        text = "its checkpoint is not whole"
+        if request_id in self.live:
+            self._finish(request_id, FinishReason.ERROR, text)
+        else:
+            self.runner.remove(request_id)
+            self.end(request_id, FinishReason.ERROR, text)
 
     def restored_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
@@ -343,7 +356,12 @@ class EngineLoop:
                 logprob=logprob,
             )
         )
-        stopped = self.sink.on_token(sampled, at_ns)
+        try:
+            stopped = self.sink.on_token(sampled, at_ns)
+        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the engine
+            text = f"{type(error).__name__}: {error}"
+            self._finish(sampled.request_id, FinishReason.ERROR, text)
+            return
         if stopped or sampled.token_id in live.submission.stop_ids:
             self._finish(sampled.request_id, FinishReason.STOP)
         elif live.request.num_output_tokens >= live.request.max_tokens:

@@ -7,6 +7,7 @@ request with stop strings, whose text decides when it ends.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +76,8 @@ class Handle:
         self._reason: FinishReason | None = None
         self._error: str | None = None
         self._metrics: RequestMetrics | None = None
+        self._ended = False
+        """The engine is done with it; after `cancel` that is a moment later."""
 
     def __repr__(self) -> str:
         return f"Handle({self.request_id!r}, {self.status.value}, tokens={len(self._sampled)})"
@@ -96,7 +99,7 @@ class Handle:
     ) -> None:
         """The request ended."""
         with self._changed:
-            self._metrics = metrics
+            self._metrics, self._ended = metrics, True
             if self._reason is None:
                 self._reason, self._error = reason, error
             self._tell()
@@ -201,7 +204,7 @@ class Handle:
             while True:
                 with self._changed:
                     listener.event.clear()
-                    ended = self._metrics is not None
+                    ended = self._ended
                 if ended:
                     return self.result(timeout=0)
                 await listener.event.wait()
@@ -221,7 +224,7 @@ class Handle:
             RequestFailedError: It ended in `error`.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: self._metrics is not None, timeout)
+            done = self._changed.wait_for(lambda: self._ended, timeout)
             if not done:
                 raise TimeoutError(
                     f"request {self.request_id} is {self.status.value} after {timeout} s"
@@ -252,7 +255,7 @@ class _Listener:
         self.event = asyncio.Event()
 
     def _wake(self) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the event loop was closed: nobody waits
             self._loop.call_soon_threadsafe(self.event.set)
 
     def __enter__(self) -> "_Listener":

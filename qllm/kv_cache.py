@@ -30,15 +30,14 @@ class RequestKV:
 
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         """Store the keys and values of positions [lo, lo + T)."""
-        hi = lo + k_1GTH.shape[2]
+        num_tokens = k_1GTH.shape[2]
+        hi = lo + num_tokens
         slab = self.slabs[layer]
         if slab is None:
-            if hi > self.capacity:
-                raise InvariantError(f"KV of {hi} tokens in a slab of {self.capacity}")
             slab = (self._reserve(k_1GTH), self._reserve(v_1GTH))
             self.slabs[layer] = slab
-        slab[0][:, :, lo:hi] = k_1GTH
-        slab[1][:, :, lo:hi] = v_1GTH
+        slab[0].narrow(2, lo, num_tokens).copy_(k_1GTH)
+        slab[1].narrow(2, lo, num_tokens).copy_(v_1GTH)
         if hi > self.written:
             self.written = hi
 
@@ -47,7 +46,7 @@ class RequestKV:
         slab = self.slabs[layer]
         if slab is None or hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
-        return slab[0][:, :, lo:hi], slab[1][:, :, lo:hi]
+        return slab[0].narrow(2, lo, hi - lo), slab[1].narrow(2, lo, hi - lo)
 
     def _reserve(self, like_1GTH: Tensor) -> Tensor:
         shape = (1, like_1GTH.shape[1], self.capacity, like_1GTH.shape[3])

@@ -9,6 +9,7 @@ with QLLMEngine.from_pretrained("tiny") as engine:
 """
 
 import itertools
+import math
 import os
 import secrets
 import threading
@@ -224,8 +225,11 @@ class QLLMEngine:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
-        if timeout_s is not None and not timeout_s > 0:
-            raise InvalidRequestError(f"timeout_s={timeout_s!r} must be > 0, or None")
+        targets = _slo(slo)
+        if timeout_s is not None and not _is_positive(timeout_s):
+            raise InvalidRequestError(
+                f"timeout_s={timeout_s!r} must be a finite number > 0, or None"
+            )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_ids
@@ -251,7 +255,7 @@ class QLLMEngine:
                     sampling=params,
                     stop_ids=stop_ids,
                     max_tokens=most,
-                    slo=slo or Slo(),
+                    slo=targets,
                     arrival_ns=now,
                     deadline_ns=deadline,
                 )
@@ -274,15 +278,19 @@ class QLLMEngine:
         waiting = list(prompts)
         handles: list[Handle] = []
         results: list[Result] = []
-        for done in track(
-            range(len(waiting)), description="requests", transient=True, disable=not progress
-        ):
-            while len(handles) < len(waiting) and len(handles) - done < self.config.max_waiting:
-                prompt = waiting[len(handles)]
-                handles.append(
-                    self.submit(prompt, priority, max_tokens, sampling=sampling, **kwargs)
-                )
-            results.append(handles[done].result())
+        try:
+            for done in track(
+                range(len(waiting)), description="requests", transient=True, disable=not progress
+            ):
+                while len(handles) < len(waiting) and len(handles) - done < self.config.max_waiting:
+                    prompt = waiting[len(handles)]
+                    handles.append(
+                        self.submit(prompt, priority, max_tokens, sampling=sampling, **kwargs)
+                    )
+                results.append(handles[done].result())
+        finally:  # nobody will read the rest if one was refused or failed
+            for handle in handles[len(results) :]:
+                handle.cancel()
         return results
 
     def _params(
@@ -290,8 +298,12 @@ class QLLMEngine:
     ) -> SamplingParams:
         if sampling is None:
             sampling = SamplingParams(**{"temperature": 0.0, **self._defaults})
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequestError(f"sampling={sampling!r} must be SamplingParams, or None")
         changes: dict[str, Any] = {}
-        if stop:
+        if stop is not None:
+            if not isinstance(stop, str | Sequence):
+                raise InvalidRequestError(f"stop={stop!r} must be a string or a list of them")
             changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
         if sampling.seed is None:
             changes["seed"] = secrets.randbits(62)
@@ -313,14 +325,14 @@ class QLLMEngine:
             )
         if max_tokens is None:
             return min(self.config.default_max_tokens, most - num_prompt_tokens)
-        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        if not _is_int(max_tokens) or max_tokens < 1:
             raise InvalidRequestError(f"max_tokens={max_tokens!r} must be an integer >= 1")
         if num_prompt_tokens + max_tokens > most:
             raise InvalidRequestError(
                 f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} exceed {most} "
                 f"({name}); ask for at most {most - num_prompt_tokens}"
             )
-        return max_tokens
+        return int(max_tokens)
 
     def _handle(
         self,
@@ -384,7 +396,7 @@ class QLLMEngine:
         crash = self._crash
         reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
         text = None if crash is None else f"the engine crashed: {type(crash).__name__}: {crash}"
-        for item in self._ingress.drain():
+        for item in (*self._loop.pending, *self._ingress.drain()):
             if isinstance(item, Call):
                 item.answer(None, EngineClosedError("the engine was closed"))
             elif isinstance(item, Submission):
@@ -493,9 +505,32 @@ class QLLMEngine:
 def _priority(value: str | int | Priority) -> int:
     if isinstance(value, str) and value.upper() in Priority.__members__:
         return int(Priority[value.upper()])
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= PRIORITY_LIMIT:
+    if _is_int(value) and abs(int(value)) <= PRIORITY_LIMIT:
         return int(value)
     raise InvalidRequestError(
         f"priority={value!r} is unknown; use 'LS', 'BE' or an integer in "
         f"[-{PRIORITY_LIMIT}, {PRIORITY_LIMIT}] (smaller is sooner; LS = 0, BE = 10)"
     )
+
+
+def _is_int(value: Any) -> bool:
+    """An integer of any kind (numpy's too), but no bool."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
+
+
+def _slo(value: Any) -> Slo:
+    if value is None:
+        return Slo()
+    if not isinstance(value, Slo):
+        raise InvalidRequestError(f"slo={value!r} must be an Slo(ttft_ms, tpot_ms), or None")
+    wrong = [name for name, t in value._asdict().items() if t is not None and not _is_positive(t)]
+    if wrong:
+        raise InvalidRequestError(
+            f"slo={value!r}: {wrong[0]} must be a finite number of milliseconds > 0, or None"
+        )
+    return value

@@ -129,6 +129,8 @@ class View:
     now_ns: int
     requests: Sequence[RequestView]
     """Every unfinished request, in order of submission."""
+    by_id: Mapping[RequestId, RequestView]
+    """The same, by id."""
     frames: Sequence[FrameView]
     """Parked frames, oldest first."""
     shape: ModelShape
@@ -144,16 +146,9 @@ class View:
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
 
-    def get(self, request_id: RequestId) -> RequestView:
-        """The request with this id."""
-        for request in self.requests:
-            if request.request_id == request_id:
-                return request
-        raise KeyError(request_id)
-
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
-        held = len(self.get(row.request_id).block_table)
+        held = len(self.by_id[row.request_id].block_table)
         return max(0, -(-row.hi // self.block_size) - held)
 
 

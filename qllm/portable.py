@@ -41,7 +41,12 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
         frames.append(_frame_meta(parked))
         state = runner.export_frame(parked.program, parked.index)
         tensors.update(_prefixed(f"frame.{frame_id}.", state))
-    document = {"model": runner.fingerprint(), "requests": requests, "frames": frames}
+    document = {
+        "model": runner.fingerprint(),
+        "settings": _settings(loop, runner),
+        "requests": requests,
+        "frames": frames,
+    }
     checkpoint.write(os.fspath(path), document, tensors)
     return len(requests)
 
@@ -62,7 +67,9 @@ def load(
     document, tensors = checkpoint.read(os.fspath(path))
     try:
         return _load(loop, runner, document, tensors, adopt, now_ns)
-    except (KeyError, TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error!r}") from error
 
 
@@ -77,20 +84,45 @@ def _load(
     if document["model"] != runner.fingerprint():
         raise CheckpointError("the checkpoint belongs to another model or other weights")
     pool = loop.scheduler.pool
+    settings = _settings(loop, runner)
+    if document["settings"] != settings:
+        raise CheckpointError(
+            f"the checkpoint was made with settings {document['settings']}, this engine has "
+            f"{settings}; use the same exactness and max_segment_ms"
+        )
     need = sum(pool.blocks_for(_reach(meta)) for meta in document["requests"])
     if need > pool.num_free:
         raise CheckpointError(
             f"the checkpoint needs {need} KV blocks, {pool.num_free} are free; raise "
             "max_kv_tokens or let other requests finish"
         )
-    handles, number_of = [], {}
-    for meta in document["requests"]:
-        handle = _load_request(loop, runner, meta, tensors, adopt, now_ns)
-        number_of[meta["number"]] = handle.number
-        handles.append(handle)
-    for meta in document["frames"]:
-        _load_frame(loop, runner, meta, tensors, number_of, now_ns)
+    handles: list[Handle] = []
+    number_of: dict[RequestId, RequestId] = {}
+
+    def adopt_and_keep(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
+        handles.append(adopt(name, prompt, sampling))
+        return handles[-1]
+
+    try:
+        for meta in document["requests"]:
+            handle = _load_request(loop, runner, meta, tensors, adopt_and_keep, now_ns)
+            number_of[meta["number"]] = handle.number
+        for meta in document["frames"]:
+            _load_frame(loop, runner, meta, tensors, number_of, now_ns)
+    except Exception:
+        for handle in handles:
+            loop.disown(handle.number)
+        raise
     return handles
+
+
+def _settings(loop: EngineLoop, runner: TorchRunner) -> dict[str, Any]:
+    """What the ops of a program and its bits depend on, beside the model."""
+    return {
+        "batch_invariant": loop.scheduler.limits.batch_invariant,
+        "max_segment_ns": loop.scheduler.limits.max_segment_ns,
+        "cuts": [repr(x) for x in runner.cuts],
+    }
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:

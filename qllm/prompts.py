@@ -60,6 +60,14 @@ def _render(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             raise InvalidRequestError(
                 f"message {message!r:.80} must be a mapping with role and content"
             )
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not (
+            isinstance(content, str | list) or (content is None and message.get("tool_calls"))
+        ):
+            raise InvalidRequestError(
+                f"message {message!r:.80} must have a string as role, and a string or a list of "
+                "parts as content"
+            )
     if _needed(tokenizer).chat_template is None:
         raise InvalidRequestError(
             "the model's tokenizer has no chat template; pass a string or token ids"

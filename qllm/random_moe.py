@@ -126,6 +126,8 @@ def train_tokenizer(vocab_size: int) -> "PreTrainedTokenizerBase":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    make: Any = PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -136,7 +138,7 @@ def train_tokenizer(vocab_size: int) -> "PreTrainedTokenizerBase":
         show_progress=False,
     )
     bpe.train_from_iterator(source_text(vocab_size * _BYTES_PER_ID), trainer)
-    return PreTrainedTokenizerFast(
+    made: PreTrainedTokenizerBase = make(
         tokenizer_object=bpe,
         eos_token=EOS,
         pad_token=PAD,
@@ -145,6 +147,7 @@ def train_tokenizer(vocab_size: int) -> "PreTrainedTokenizerBase":
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
+    return made
 
 
 def _random_model(
@@ -153,7 +156,8 @@ def _random_model(
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    make: Any = Qwen3MoeConfig
+    config = make(
         **{**shape, "vocab_size": vocab_size},
         intermediate_size=2 * shape["hidden_size"],
         max_position_embeddings=MAX_POSITION,
@@ -166,7 +170,7 @@ def _random_model(
         bos_token_id=None,
     )
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
+        model: Any = Qwen3MoeForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     if tied:
         model.tie_weights()

@@ -23,7 +23,8 @@ from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import ExpertBank, Work
 from qllm.models.fast import LayerDriver, driver_for
 from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
-from qllm.models.linear import PLAIN, RowBlocks, RowRule, check_rows, find_rule, matrices
+from qllm.models.invariance import find_invariance
+from qllm.models.linear import PLAIN, RowBlocks, RowRule
 from qllm.models.rope import RopeTable
 from qllm.plan import Index, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
@@ -81,10 +82,9 @@ class TorchRunner:
         self._requests: dict[RequestId, Held] = {}
         self._frames: dict[int, Frame] = {}
         self._device = parts.lm_head.weight.device
-        self._batch_invariant = batch_invariant
-        self._rule = PLAIN
+        self._rule, self._enters_rule = PLAIN, False
         if batch_invariant:
-            self._rule = self.self_test_batch_invariance()
+            self.self_test_batch_invariance()
         in_place = parts.lm_head.weight.dtype is torch.bfloat16
         with torch.inference_mode():
             self._banks = tuple(
@@ -185,7 +185,7 @@ class TorchRunner:
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self._frames[program.frame_id]
         with torch.inference_mode():
-            if not self._batch_invariant:
+            if not self._enters_rule:
                 return self._run(frame, start, stop)
             with RowBlocks(self._rule):
                 return self._run(frame, start, stop)
@@ -243,7 +243,6 @@ class TorchRunner:
         """Rows that are not at the end keep their hidden states."""
         program = frame.program
         done = index == program.end
-        frame.flush()
         for r, row in enumerate(program.rows):
             if row.request_id in frame.dead:
                 continue
@@ -252,6 +251,7 @@ class TorchRunner:
             request.kept = None
             if layer == 0 or (done and layer == program.num_layers):
                 continue
+            frame.flush()
             assert frame.master_TD is not None
             x = frame.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
             request.kept = Kept(row.lo, row.hi, layer, x)
@@ -447,27 +447,9 @@ class TorchRunner:
         Raises:
             ModelError: There is none on this machine, or a norm or router breaks it.
         """
-        with torch.inference_mode():
-            rule = find_rule(matrices(self.model))
-            with RowBlocks(rule):
-                for parts, driver in zip(self.parts.layers, self._drivers, strict=True):
-                    if parts.driver is not Driver.REPLAY:
-                        glue = self._glue_of(driver, parts.is_moe)
-                        check_rows(f"layer {parts.index}", glue, self.parts.lm_head.in_features)
-        return rule
-
-    def _glue_of(self, driver: LayerDriver, is_moe: bool) -> Callable[[Tensor], list[Tensor]]:
-        weight = self.parts.lm_head.weight
-
-        def glue(x_TD: Tensor) -> list[Tensor]:
-            x = x_TD.to(weight.device, weight.dtype)
-            if not is_moe:
-                return [driver.dense(x, x)]
-            routed = driver.route(x, x)
-            out = driver.combine(x, x, routed, x)
-            return [routed.x_TD, routed.ids_TK, routed.weights_TK, out, self.parts.norm(x)]
-
-        return glue
+        found = find_invariance(self.model, self.parts, self._drivers)
+        self._rule, self._enters_rule = found
+        return self._rule
 
     # checkpoints
 

@@ -26,7 +26,7 @@ from qllm.plan import (
 )
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.request import Request
-from qllm.shapes import rank_all, ride_allowance_ns, shape_plan
+from qllm.shapes import RIDE_CAP, rank_all, ride_allowance_ns, shape_plan
 from qllm.types import NS_PER_MS, Cap, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule
 from qllm.victims import BadVictimError, victims_for
@@ -144,6 +144,7 @@ class Scheduler:
         return View(
             now_ns=now_ns,
             requests=tuple(self.requests.values()),
+            by_id=self.requests,
             frames=tuple(
                 FrameView(frame_id, parked.live_rows(), parked.parked_ns)
                 for frame_id, parked in self.frames.items()
@@ -261,7 +262,7 @@ class Scheduler:
             if not request.last_progress_ns:
                 request.last_progress_ns = view.now_ns
             kept.append(row)
-        if not kept:
+        if rows and not kept:
             stuck = self.requests[rows[0].request_id]
             if not stuck.is_admitted:
                 raise self._broken(
@@ -372,7 +373,10 @@ class Scheduler:
             self.ride_credit_ns -= elapsed_ns
         elif done and all(r.is_decoding for r in decoding):
             allowance = ride_allowance_ns(policy, self.costs, decoding)
-            self.ride_credit_ns = min(self.ride_credit_ns + allowance, 2 * allowance)
+            credit = self.ride_credit_ns + allowance
+            if len(decoding) < len(program.rows):
+                credit -= max(0, elapsed_ns - self.costs.decode(len(decoding)))
+            self.ride_credit_ns = min(credit, RIDE_CAP * allowance)
 
     def done(
         self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int

@@ -7,6 +7,7 @@ Everything is integer arithmetic on the view, so that a device scheduler can do 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from qllm.plan import NO_STOP, Plan, Row
@@ -16,6 +17,8 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 NO_DEADLINE = 1 << 62
 MIN_SLICE_NS = NS_PER_MS
 """A slice shorter than this is not worth a switch."""
+RIDE_CAP = 8
+"""Most allowances that are saved up; one decode step of the best tier earns one."""
 
 
 class Ranked(NamedTuple):
@@ -199,35 +202,70 @@ class _Shaper:
         return self.finish_plan(rows), num_decodes == len(rows)
 
     def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
-        """Let worse tiers use what the decoding requests of the best tier can spare."""
-        view = self.view
+        """Let the next worse tier with work use what the best tier's decodes can spare.
+
+        Its decodes join the step: the experts are loaded once for both. Everything else of it
+        gets a slice of its own. The two take turns, and each waits until the credit is worth it.
+        """
         for tier in worse:
-            plan, decodes_only = self.tier_plan(tier)
-            if plan is None:
+            members = [x for x in self.ranked if x.tier == tier]
+            joining = self.joining(best, members)
+            other = self.other_work(best, members, tier, len(joining))
+            if not joining and other is None:
                 continue
-            merged = self.merge(best, plan) if decodes_only else None
-            if merged is not None:
-                return merged
-            if view.ride_credit_ns < MIN_SLICE_NS:
-                return best
-            slice_ns = min(view.ride_credit_ns, plan.slice_ns or view.ride_credit_ns)
-            return Plan(
-                rows=plan.rows, grain=plan.grain, stop_below=plan.stop_below, slice_ns=slice_ns
+            allowance = ride_allowance_ns(
+                self.policy, self.view.costs, [self.view.by_id[r.request_id] for r in best.rows]
             )
+            extra = self.extra_ns(len(best.rows), len(joining))
+            price = max(MIN_SLICE_NS, min(extra, RIDE_CAP * allowance)) if joining else MIN_SLICE_NS
+            if self.view.ride_credit_ns < price:
+                return best
+            if other is None or (joining and self.waits_longer(joining, other)):
+                return self.finish_plan((*best.rows, *joining))
+            slice_ns = min(self.view.ride_credit_ns, other.slice_ns or NO_DEADLINE)
+            return replace(other, slice_ns=slice_ns)
         return best
 
-    def merge(self, best: Plan, other: Plan) -> Plan | None:
-        """Both in one step, if the decoding requests of the best tier can spare the time."""
-        view = self.view
-        if len(best.rows) + len(other.rows) > view.max_num_seqs:
+    def joining(self, best: Plan, members: Sequence[Ranked]) -> list[Row]:
+        """Decode rows of a worse tier for which the best tier leaves seats and KV."""
+        rows: list[Row] = []
+        room = self.view.num_free_blocks
+        for x in members:
+            r = x.request
+            if not r.is_decoding or r.frame_id is not None or r.frontier is not None:
+                continue
+            row = next_row(r, self.view)
+            room -= self.need(r, row)
+            if room < 0 or len(best.rows) + len(rows) >= self.view.max_num_seqs:
+                break
+            rows.append(row)
+        return rows
+
+    def other_work(
+        self, best: Plan, members: Sequence[Ranked], tier: int, num_joining: int
+    ) -> Plan | None:
+        """A parked frame of the tier, or a prefill for which seats are left."""
+        for frame in self.view.frames:
+            if self.frame_tier(frame) == tier:
+                return self.resume(frame)
+        if len(best.rows) + num_joining >= self.view.max_num_seqs:
             return None
-        decoding = [view.get(row.request_id) for row in best.rows]
-        target = view.costs.decode(len(decoding)) + ride_allowance_ns(
-            self.policy, view.costs, decoding
-        )
-        if view.costs.decode(len(best.rows) + len(other.rows)) > target:
-            return None
-        return self.finish_plan((*best.rows, *other.rows))
+        rows, num_decodes = self.batch(members, tier)
+        rows = rows[num_decodes:]
+        return self.finish_plan(rows) if rows else None
+
+    def extra_ns(self, num_rows: int, num_more: int) -> int:
+        """What more decode rows add to a step."""
+        costs = self.view.costs
+        return max(0, costs.decode(num_rows + num_more) - costs.decode(num_rows))
+
+    def waits_longer(self, joining: Sequence[Row], other: Plan) -> bool:
+        """Whose turn it is: whoever made progress longer ago; work that never ran goes first."""
+        last = [
+            min(self.view.by_id[row.request_id].last_progress_ns for row in rows)
+            for rows in (joining, other.rows)
+        ]
+        return last[0] < last[1]
 
 
 def shape_plan(view: View, policy: RankPolicy) -> Plan:

@@ -268,8 +268,10 @@ class Part(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.out = out
+        self.calls = 0
 
     def forward(self, x: Tensor, *args: Tensor) -> Any:
+        self.calls += 1
         if isinstance(self.out, Exception):
             raise self.out
         return x if self.out is None else self.out
@@ -324,6 +326,16 @@ def test_a_layer_that_cannot_be_replayed_is_refused(counts: dict[str, int], mess
     assert untouched(layer)
 
 
+def test_attention_and_shared_experts_run_once_and_the_experts_outside() -> None:
+    layer = Odd()
+    replay = ReplayLayer(layer, layer.attn, None, layer.block.experts)
+    mid = replay.attend(X)
+    hidden, _, _, siblings = replay.route(X, mid)
+    assert set(siblings) == {"shared"}
+    assert torch.equal(replay.combine(X, mid, siblings, 7 * hidden), 14 * X[0])
+    assert (layer.attn.calls, layer.block.shared.calls, layer.block.experts.calls) == (1, 1, 0)
+
+
 def test_an_error_inside_a_part_leaves_the_layer_as_it_was() -> None:
     layer = Odd()
     replay = ReplayLayer(layer, layer.attn, None, layer.block.experts)
@@ -370,6 +382,19 @@ def test_conformance_holds_and_leaves_no_trace(family: str, name: str, folder: P
     check(model, runner)
     assert snapshot(model, runner) == before
     check(model, runner)
+
+
+def test_conformance_wants_close_logits_of_a_batch_invariant_runner(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("flex_olmo", "fp32", folder)
+    runner = TorchRunner(model, batch_invariant=True)
+    check(model, runner)
+    wrong: Any = runner._drivers[1]
+    real = wrong.combine
+    monkeypatch.setattr(wrong, "combine", lambda x, *rest: real(x, *rest) * 1.05)
+    with pytest.raises(ModelError, match="layer 1"):
+        check(model, runner)
 
 
 def test_conformance_names_the_first_layer_that_differs(

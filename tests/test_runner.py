@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qllm import checkpoint
 from qllm.errors import CheckpointError, InvariantError, ModelError
+from qllm.models import discover as discover_module
 from qllm.models import experts as experts_module
 from qllm.models.discover import discover
 from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, compile_program
@@ -209,6 +210,26 @@ def test_order_and_ranges_of_experts_change_no_bit(
     add(runner, 1, ids)
     serve(runner, 1)
     assert_same(list(logits.values()), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unknown_glue_is_replayed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover_module, "LAYER_GLUE", {})
+    model, ids = model_of(family, "fp32"), prompt_of(PROMPT)
+    runner, logits = runner_of(model)
+    assert Driver.FAST not in runner.drivers
+    add(runner, 1, ids)
+    program = compiled(runner, next_row(runner, 1))
+    runner.accept(program)
+    index, poll = START, Poll(1)
+    while index != program.end:
+        tensors = runner.export_frame(program, index)
+        runner.drop(program)
+        runner.import_frame(program, index, tensors)
+        index = runner.run(program, index, poll)
+    runner.finish(program)
+    serve(runner, 1, STEPS - 1)
+    assert_same(list(logits.values()), forward(model, ids))
 
 
 def test_a_lost_expert_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +457,21 @@ def test_a_row_off_its_frontier_is_refused() -> None:
     for row in (Row(1, 3, PROMPT, 0, LAYERS), Row(1, 0, PROMPT, 1, LAYERS)):
         with pytest.raises(InvariantError, match="I2"):
             runner.accept(compiled(runner, row))
+
+
+def test_a_frame_split_before_its_head_samples_later() -> None:
+    model, ids = model_of("mixtral", "bf16"), prompt_of(PROMPT)
+    runner, logits = runner_of(model)
+    add(runner, 1, ids)
+    program = compiled(runner, next_row(runner, 1), grain=Grain.LAYER)
+    runner.accept(program)
+    index = runner.run(program, START, Poll(LAYERS + 1))
+    assert program.layer_at(index) == LAYERS
+    assert index != program.end
+    runner.split(program, index)
+    sweep(runner, Row(1, 0, PROMPT, LAYERS, LAYERS))
+    assert runner.num_committed(1) == PROMPT
+    assert_same(list(logits.values()), forward(model, ids, 0))
 
 
 def test_a_dropped_frame_leaves_nothing() -> None:

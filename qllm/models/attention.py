@@ -42,20 +42,26 @@ class Step:
     rows) leaves zeros there.
     """
 
-    __slots__ = ("latent", "masks", "num_tokens", "spans")
+    __slots__ = ("latent", "masks", "num_tokens", "single", "spans")
 
     def __init__(self, spans: Sequence[Span], num_tokens: int, latent: bool) -> None:
         self.spans = tuple(spans)
         self.num_tokens = num_tokens
         self.latent = latent
         """The cache holds MLA latents, which the module expands after `update`."""
+        self.single = len(self.spans) == num_tokens > 1
+        """Every token is a sequence of its own: a decode batch."""
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values; give back what the module shall attend to."""
-        for kv, at, lo, hi in self.spans:
+        if self.single:
+            tokens = zip(torch.split(k_1GTH, 1, 2), torch.split(v_1GTH, 1, 2), strict=True)
+            for span, (k, v) in zip(self.spans, tokens, strict=True):
+                span.kv.write(layer_idx, k, v, span.lo)
+        for kv, at, lo, hi in () if self.single else self.spans:
             n = hi - lo
             if n == self.num_tokens:
                 kv.write(layer_idx, k_1GTH, v_1GTH, lo)
@@ -169,6 +175,25 @@ def _packed_query(q_1N1H: Tensor, k: Tensor, v: Tensor, scaling: float | None) -
     return out.reshape(1, 1, n, v.shape[3])
 
 
+def _decode_batch(
+    module: nn.Module, step: Step, q_1NTH: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """`_packed_query` for every token of a decode batch: out[1, T, N, H]."""
+    layer: Any = module.layer_idx
+    _, n, num_tokens, width = q_1NTH.shape
+    outs = []
+    q_T1GRH: tuple[Tensor, ...] | None = None
+    for i, (kv, _, _, hi) in enumerate(step.spans):
+        first = 0 if window is None else max(0, hi - window)
+        k, v = kv.read(layer, first, hi)
+        if q_T1GRH is None:
+            groups = k.shape[1]
+            q = q_1NTH.transpose(1, 2).reshape(num_tokens, 1, groups, n // groups, width)
+            q_T1GRH = q.unbind(0)
+        outs.append(F.scaled_dot_product_attention(q_T1GRH[i], k, v, scale=scaling))
+    return torch.cat(outs).reshape(1, num_tokens, n, -1)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -189,6 +214,9 @@ def attend(
         return fallback(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     step, window = qllm_step, qllm_window
     eager = _family_eager(module) if kwargs.get("s_aux") is not None else None
+    packs = query.dtype is torch.bfloat16 and key.shape[1] != query.shape[1]
+    if step.single and packs and eager is None and not step.latent:
+        return _decode_batch(module, step, query, scaling, window), None
     pairs = step.keys(module.layer_idx, key, value)  # type: ignore[arg-type]
     if len(pairs) == 1 and step.spans[0].hi - step.spans[0].lo == step.num_tokens:
         span = step.spans[0]

@@ -141,21 +141,15 @@ class _Probe:
             self._add(request_id)
         self._step(_A, 0, "an uncut prefill")
         parked = self._begin(_B, 0, Grain.EXPERT)
-        index = START
+        index, half = START, self.runner.shape.num_layers // 2
         while index != parked.end:
             index = self._run(parked, index)
-            if self._last_is_middle(parked, index):
+            inside = parked.inside_layer(index) and parked.layer_at(index) >= half
+            if inside and (_A, NUM_PROMPT + 1) not in self.logits:
                 self._step(_A, 1, "a decode step while another request was parked")
         self._end(parked, "a prefill that was parked at every boundary")
         self._step(_A, 2, "a decode step")
         self._step(_B, 1, "a decode step that was parked at every boundary", Grain.EXPERT)
-
-    def _last_is_middle(self, program: Program, index: Index) -> bool:
-        """Once, inside a layer if there is a boundary, in the middle of the model."""
-        if (_A, NUM_PROMPT + 1) in self.logits or index == program.end:
-            return False
-        middle = program.layer_at(index) >= self.runner.shape.num_layers // 2
-        return middle and (program.inside_layer(index) or index.op + 2 >= len(program.ops))
 
     def _add(self, request_id: RequestId) -> None:
         greedy = SamplingParams(temperature=0)

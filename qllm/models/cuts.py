@@ -18,7 +18,7 @@ BYTES_PER_NS = 6.0
 """Weights streamed from memory."""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 30.0, torch.float32: 25.0, torch.float16: 10.0}
-GLUE_NS_PER_VALUE = 2.0
+GLUE_NS_PER_VALUE = 3.0
 """Norms, rotations, sums: per token and value of the residual stream."""
 COMBINE_NS_PER_VALUE = 2.0
 """Gather, scale and sum: per token, expert and value."""
@@ -98,12 +98,13 @@ def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[Cut
     route = 2 * shared / flops + GLUE_NS_PER_VALUE * width * 2
     combine = COMBINE_NS_PER_VALUE * width * (parts.shape.experts_per_token + 2)
     dense = max((_weights(x.mlp) for x in parts.layers if not x.is_moe), default=0)
+    unit = segment - costs.range_ns  # a range ends with the unit that goes past `range_ns`
     free = max(segment - attn_read, segment / 4)
     rule = CutRule(
         max_cost=free / project,
         attn_cost_per_kv=attend / project,
         glue_block=_power_of_two(segment / max(route, combine)),
         dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
-        expert_block=_power_of_two(max(segment - costs.unit_ns, segment / 4) / costs.row_ns),
+        expert_block=_power_of_two(max(unit - costs.unit_ns, segment / 4) / costs.row_ns),
     )
     return rule, costs

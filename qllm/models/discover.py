@@ -135,7 +135,7 @@ def _recorded(base: Any, name: str) -> type[nn.Module] | None:
     if isinstance(spec, list | tuple):
         spec = spec[0] if spec else None
     found: Any = getattr(spec, "target_class", spec)
-    return found if inspect.isclass(found) else None
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 def _child_of(module: nn.Module, kind: type[nn.Module] | None) -> nn.Module | None:

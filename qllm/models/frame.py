@@ -87,7 +87,8 @@ class Held:
                 self.kv.restore(layer, tensors[name], tensors[f"v.{layer}"])
         self.kv.committed = meta["committed"]
         if meta["kept"] is not None:
-            self.kept = Kept(*meta["kept"], tensors["hidden"])
+            lo, hi, layer = meta["kept"]
+            self.kept = Kept(lo, hi, layer, tensors["hidden"])
 
 
 class Frame:

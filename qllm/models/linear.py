@@ -5,7 +5,7 @@ mates. A `RowRule` says in which blocks rows are multiplied so that they do not.
 found at start, per dtype, by trying it on the model's own weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,8 @@ class RowBlocks(TorchFunctionMode):
     def __init__(self, rule: RowRule) -> None:
         super().__init__()
         self.rule = rule
+        self.padded = False
+        """Whether a curve had to be filled up."""
 
     def __torch_function__(
         self,
@@ -69,6 +71,7 @@ class RowBlocks(TorchFunctionMode):
         if func is _linear and self.rule is not PLAIN:
             return self.rule.linear(*args, **(kwargs or {}))
         if func in CURVES and args[0].shape[-1] % VECTOR:
+            self.padded = True
             width = args[0].shape[-1]
             padded = F.pad(args[0], (0, -width % VECTOR))
             return func(padded, *args[1:], **(kwargs or {}))[..., :width]
@@ -94,23 +97,6 @@ def matrices(model: nn.Module) -> Iterator[Tensor]:
                 yield weight[0].t() if getattr(module, "is_transposed", False) else weight[0]
             elif weight.dim() == 2 and not isinstance(module, nn.Embedding):
                 yield weight
-
-
-def check_rows(name: str, function: Callable[[Tensor], Sequence[Tensor]], width: int) -> None:
-    """Compare a row-wise function of many rows with its rows alone.
-
-    Raises:
-        ModelError: A row depends on the others.
-    """
-    dtype_x = torch.randn((37, width), generator=torch.Generator().manual_seed(0))
-    together = function(dtype_x)
-    for row in range(0, 37, 4):
-        for whole, one in zip(together, function(dtype_x[row : row + 1]), strict=True):
-            if not torch.equal(whole[row : row + 1], one):
-                raise ModelError(
-                    f"batch-invariant results are not possible here: {name} of a row depends on "
-                    "the rows beside it; use exactness='order'"
-                )
 
 
 def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> RowRule:

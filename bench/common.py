@@ -1,0 +1,228 @@
+"""What the benches share: the model, prompts, statistics, and a description of the machine.
+
+The reference process imports this too, so nothing here imports qllm.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MODEL = {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "moe_intermediate_size": 384,
+    "num_experts": 24,
+    "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 8192,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-MoE of about 300M parameters, embeddings untied."""
+EMBED_STD = 1.0
+"""Of the random embedding. At transformers' 0.02 all tokens look alike: greedy answers repeat one
+token and routing collapses to a few experts."""
+SPECIAL = 8
+"""Ids below this never occur in prompts."""
+RESAMPLES = 2000
+
+
+def model_folder(root: str | None = None) -> Path:
+    """The folder with the model's weights; made on first use (seeded, bfloat16)."""
+    recipe = json.dumps([MODEL, EMBED_STD], sort_keys=True)
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    folder = Path(root or "/tmp") / f"qllm-bench-{digest}"
+    if not (folder / "config.json").exists():
+        import torch
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(**MODEL, eos_token_id=None, pad_token_id=None, bos_token_id=None)
+        model = Qwen3MoeForCausalLM(config)
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBED_STD)
+        model = model.to(torch.bfloat16)
+        model.save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: str | Path, dtype: str = "bfloat16") -> Any:
+    """The model as transformers loads it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    return model.eval()
+
+
+def active_bytes(model: Any) -> int:
+    """Weights that one token reads once: all but the embedding and the experts not chosen."""
+    config = model.config
+    total = 0
+    for name, p in model.named_parameters():
+        num = p.numel()
+        if "embed_tokens" in name:
+            num = config.hidden_size
+        elif ".experts." in name:
+            num = num * config.num_experts_per_tok // config.num_experts
+        total += num * p.element_size()
+    return total
+
+
+# prompts
+
+
+def make_prompt(rng: np.random.Generator, num_tokens: int) -> list[int]:
+    """Random ids, skewed towards some that differ from prompt to prompt."""
+    vocab = MODEL["vocab_size"] - SPECIAL
+    offset = int(rng.integers(vocab))
+    ids = (offset + (vocab * rng.random(num_tokens) ** 3).astype(np.int64)) % vocab + SPECIAL
+    return [int(i) for i in ids]
+
+
+class Job(NamedTuple):
+    """One request of a workload."""
+
+    token_ids: list[int]
+    max_tokens: int
+
+
+def make_jobs(
+    seed: int, count: int, prompt: tuple[int, int], output: tuple[int, int]
+) -> list[Job]:
+    """Jobs with lengths uniform in [low, high]."""
+    rng = np.random.default_rng(seed)
+    return [
+        Job(
+            make_prompt(rng, int(rng.integers(prompt[0], prompt[1] + 1))),
+            int(rng.integers(output[0], output[1] + 1)),
+        )
+        for _ in range(count)
+    ]
+
+
+# statistics
+
+Statistic = Callable[[np.ndarray], float]
+
+
+def median(values: np.ndarray) -> float:
+    """The median."""
+    return float(np.median(values))
+
+
+def quantile(p: float) -> Statistic:
+    """The p-th percentile as a statistic."""
+    return lambda values: float(np.percentile(values, p))
+
+
+class Estimate(NamedTuple):
+    """A number and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 2) -> str:
+        """For a table."""
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def estimate(
+    groups: Sequence[Sequence[float]],
+    statistic: Statistic,
+    over: Sequence[Sequence[float]] | None = None,
+    seed: int = 0,
+) -> Estimate | None:
+    """A statistic of pooled groups, or its ratio to that of other pooled groups.
+
+    Resampled inside each group (a seed's run), so that every seed keeps its weight.
+    """
+    rng = np.random.default_rng(seed)
+
+    def pooled(parts: Sequence[np.ndarray], again: bool) -> np.ndarray:
+        if again:
+            parts = [p[rng.integers(len(p), size=len(p))] for p in parts]
+        return np.concatenate(parts)
+
+    tops = [np.asarray(g, dtype=float) for g in groups if len(g)]
+    bottoms = None if over is None else [np.asarray(g, dtype=float) for g in over if len(g)]
+    if not tops or (bottoms is not None and not bottoms):
+        return None
+
+    def once(again: bool) -> float:
+        top = statistic(pooled(tops, again))
+        return top if bottoms is None else top / statistic(pooled(bottoms, again))
+
+    draws = [once(True) for _ in range(RESAMPLES)]
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Estimate(once(False), float(low), float(high))
+
+
+def paired(values: Sequence[float], seed: int = 0) -> Estimate:
+    """The median of paired differences or ratios, with its interval."""
+    found = estimate([values], median, seed=seed)
+    assert found is not None
+    return found
+
+
+# the machine
+
+
+def _first(path: str, key: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parent
+    try:
+        args = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs and with what."""
+    import torch
+    import transformers
+
+    flags = (_first("/proc/cpuinfo", "flags") or "").split()
+    return {
+        "cpu": _first("/proc/cpuinfo", "model name"),
+        "cores": os.cpu_count(),
+        "isa": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags],
+        "memory": _first("/proc/meminfo", "MemTotal"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
+        "gpu": None,
+    }
+
+
+def busy_cores() -> tuple[float, float]:
+    """CPU seconds used so far: of the whole machine, of this process and its children."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    ticks = [int(f) for f in fields]
+    idle = ticks[3] + ticks[4]
+    times = os.times()
+    own = times.user + times.system + times.children_user + times.children_system
+    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK"), own

@@ -1,0 +1,177 @@
+"""Rows about the price of preemptibility: latency, added time, polling, cuts."""
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import silent
+from common import Job, estimate, make_jobs, make_prompt, paired, quantile
+from mixed import GREEDY, Flood
+
+from qllm import QLLMEngine
+from qllm.trace import Parked, Planned, Ran
+from qllm.types import NS_PER_MS
+
+# row 6: arrival to parked
+
+
+def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) -> dict[str, Any]:
+    """LS probes of 16 tokens against a flood of prompts of 1k to 2k tokens."""
+    rng = np.random.default_rng(seed)
+    jobs = make_jobs(seed, 256, (1024, 2048), (32, 256))
+    with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
+        flood = Flood(engine, jobs, 16)
+        flood.top_up()
+        time.sleep(1.0)
+        end = time.monotonic() + seconds
+        probes = []
+        while time.monotonic() < end:
+            probes.append(
+                engine.submit(make_prompt(rng, 16), "LS", 1, sampling=GREEDY)
+            )
+            time.sleep(float(rng.exponential(every_s)))
+            flood.top_up()
+        for probe in probes:
+            probe.result(60)
+        stats = engine.stats()
+    latency = stats["preempt_latencies_ms"]
+    p99 = estimate([latency], quantile(99)) if latency else None
+    return {
+        "preemptions": len(latency),
+        "p50_ms": float(np.median(latency)) if latency else None,
+        "p99_ms": p99,
+        "max_ms": max(latency, default=None),
+        "longest_segment_ms": stats["longest_segment_ms"],
+        "longest_segment_kind": stats["longest_segment_kind"],
+        "max_segment_ms": stats["max_segment_ms"],
+    }
+
+
+# row 7: time added per preemption
+
+
+def _timeline(engine: QLLMEngine, be: set[int]) -> dict[str, float]:
+    """Milliseconds of the last run: in BE programs, in others, between them; and preemptions."""
+    frames: set[int] = set()
+    out = {"be_ms": 0.0, "ls_ms": 0.0, "parks": 0.0, "park_ms": 0.0}
+    first = last = ran_ns = 0
+    for event in engine.trace:
+        if isinstance(event, Planned) and any(r.request_id in be for r in event.rows):
+            frames.add(event.frame_id)
+        elif isinstance(event, Ran):
+            kind = "be_ms" if event.frame_id in frames else "ls_ms"
+            out[kind] += (event.at_ns - event.start_ns) / NS_PER_MS
+            first, last, ran_ns = first or event.start_ns, event.at_ns, event.at_ns
+        elif isinstance(event, Parked):
+            out["parks"] += event.preempted
+            out["park_ms"] += (event.at_ns - ran_ns) / NS_PER_MS
+    out["gap_ms"] = (last - first) / NS_PER_MS - out["be_ms"] - out["ls_ms"]
+    return out
+
+
+def _run_be(
+    model: Any, jobs: Sequence[Job], every_s: float | None, seed: int
+) -> dict[str, float]:
+    rng = np.random.default_rng(seed)
+    with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
+        handles = [engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs]
+        be = {h.number for h in handles}
+        while any(h.finish_reason is None for h in handles):
+            if every_s is None:
+                time.sleep(0.02)
+                continue
+            time.sleep(float(rng.exponential(every_s)))
+            engine.submit(make_prompt(rng, 64), "LS", 1, sampling=GREEDY).result(60)
+        cpu_s = engine.call(time.thread_time)
+        return {**_timeline(engine, be), "cpu_ms": cpu_s * 1e3}
+
+
+def added_row(model: Any, pairs: int, seed: int) -> dict[str, Any]:
+    """The same BE work with and without LS prefills of 64 tokens in between."""
+    jobs = make_jobs(seed, 3, (1024, 2048), (4, 8))
+    _run_be(model, jobs, None, seed)
+    cold, gaps, parks, park = [], [], 0.0, 0.0
+    for i in range(pairs):
+        runs = {}
+        for every_s in random.Random(seed + i).sample([None, 0.1], 2):
+            runs[every_s] = _run_be(model, jobs, every_s, seed + i)
+        quiet, busy = runs[None], runs[0.1]
+        n = max(1.0, busy["parks"])
+        cold.append((busy["be_ms"] - quiet["be_ms"]) / n)
+        gaps.append((busy["gap_ms"] - quiet["gap_ms"]) / n)
+        parks += busy["parks"]
+        park += busy["park_ms"]
+    total = [a + b for a, b in zip(cold, gaps, strict=True)]
+    return {
+        "preemptions": parks,
+        "pairs": pairs,
+        "added_ms": paired(total),
+        "cold_ms": paired(cold),
+        "between_ms": paired(gaps),
+        "park_ms": park / max(1.0, parks),
+    }
+
+
+# row 8: boundaries nobody uses
+
+VARIANTS = {
+    "none": {"preempt_at": "step"},
+    "step": {"preempt_at": "step"},
+    "layer": {"preempt_at": "layer"},
+    "expert": {"preempt_at": "expert"},
+    "no cuts": {"preempt_at": "step", "max_segment_ms": float("inf")},
+}
+"""Engine settings; "none" and "no cuts" run the loop with polling compiled out."""
+
+
+def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
+    """CPU time of the engine's thread on the same BE work, paired inside each round."""
+    prefill = make_jobs(seed, 1, (1536, 1536), (1, 1))
+    decode = make_jobs(seed + 1, 6, (32, 64), (16, 16))
+    order = random.Random(seed)
+    engines = {
+        name: QLLMEngine.from_model(model, threads=1, conformance=False, **settings)
+        for name, settings in VARIANTS.items()
+    }
+    spent: dict[str, dict[str, list[float]]] = {
+        name: {"prefill": [], "decode": []} for name in VARIANTS
+    }
+    try:
+        for i in range(rounds + 1):
+            for name in order.sample(list(VARIANTS), len(VARIANTS)):
+                silent.enable(name in ("none", "no cuts"))
+                for part, jobs in (("prefill", prefill), ("decode", decode)):
+                    cpu_s = _cpu(engines[name], jobs)
+                    if i:
+                        spent[name][part].append(cpu_s)
+    finally:
+        silent.enable(False)
+        for engine in engines.values():
+            engine.close()
+    out: dict[str, Any] = {"rounds": rounds}
+    for name in VARIANTS:
+        if name == "none":
+            continue
+        out[name] = {
+            part: paired(_percent(spent[name][part], spent["none"][part]))
+            for part in ("prefill", "decode")
+        }
+        both = [a + b for a, b in zip(*spent[name].values(), strict=True)]
+        base = [a + b for a, b in zip(*spent["none"].values(), strict=True)]
+        out[name]["both"] = paired(_percent(both, base))
+    out["cpu_s"] = {n: {p: float(np.median(v)) for p, v in s.items()} for n, s in spent.items()}
+    return out
+
+
+def _percent(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [(x / y - 1) * 100 for x, y in zip(a, b, strict=True)]
+
+
+def _cpu(engine: QLLMEngine, jobs: Sequence[Job]) -> float:
+    begin = engine.call(time.thread_time)
+    handles = [engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs]
+    for handle in handles:
+        handle.result(600)
+    return float(engine.call(time.thread_time) - begin)

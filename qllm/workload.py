@@ -1,0 +1,325 @@
+"""A seeded mix of people who wait and batch jobs that do not, replayed in real time.
+
+Open loop: a request is submitted at its time whatever the engine is doing. LS requests arrive
+as a Poisson process; BE requests as a burst at the start and a steady flow that keeps a backlog.
+What has not finished at the end of the window is cancelled and counted as censored.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qllm.errors import ConfigError, QueueFullError
+from qllm.metrics import RequestMetrics, Summary, percentile, request_metrics, summarize
+from qllm.trace import Arrived, Event, Token, Trace
+from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams
+
+if TYPE_CHECKING:
+    from qllm.handle import Handle
+    from qllm.llm import QLLMEngine
+
+TICK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What arrives. Lengths are inclusive ranges of tokens."""
+
+    seconds: float = 25.0
+    seed: int = 0
+    ls_rate: float = 2.0
+    """LS requests per second, on average."""
+    ls_tail: float = 0.1
+    """No LS request arrives in this last part of the window: who is unserved has waited."""
+    ls_prompt: tuple[int, int] = (64, 128)
+    ls_output: tuple[int, int] = (16, 32)
+    be_burst: int = 24
+    """BE requests at the start."""
+    be_rate: float = 1.0
+    """Further BE requests per second, evenly spaced."""
+    be_prompt: tuple[int, int] = (1024, 2048)
+    be_output: tuple[int, int] = (64, 192)
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or self.ls_rate < 0 or self.be_rate < 0 or self.be_burst < 0:
+            raise ConfigError(f"seconds must be > 0, and rates and the burst >= 0: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a workload."""
+
+    at_s: float
+    """Since the start of the window."""
+    name: str
+    priority: Priority
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
+    """Arrivals in order of time, a function of its arguments.
+
+    The classes draw from random numbers of their own: LS is the same with and without BE.
+
+    Args:
+        mix: What arrives.
+        corpus: Token ids that prompts are cut from.
+    """
+    ls = random.Random(f"{mix.seed} LS")
+    be = random.Random(f"{mix.seed} BE")
+    arrivals: list[Arrival] = []
+
+    def add(
+        rng: random.Random, at_s: float, priority: Priority, sizes: tuple[tuple[int, int], ...]
+    ) -> None:
+        num_prompt, num_output = (rng.randint(*size) for size in sizes)
+        start = rng.randrange(max(1, len(corpus) - num_prompt))
+        ids = tuple(corpus[(start + i) % len(corpus)] for i in range(num_prompt))
+        name = f"{priority.name.lower()}-{len(arrivals)}"
+        arrivals.append(
+            Arrival(at_s=at_s, name=name, priority=priority, token_ids=ids, max_tokens=num_output)
+        )
+
+    at_s, last_s = 0.0, mix.seconds * (1 - mix.ls_tail)
+    while mix.ls_rate > 0 and (at_s := at_s + ls.expovariate(mix.ls_rate)) < last_s:
+        add(ls, at_s, Priority.LS, (mix.ls_prompt, mix.ls_output))
+    for _ in range(mix.be_burst):
+        add(be, 0.0, Priority.BE, (mix.be_prompt, mix.be_output))
+    for i in range(1, int(mix.seconds * mix.be_rate) + 1):
+        add(be, (i - 0.5) / mix.be_rate, Priority.BE, (mix.be_prompt, mix.be_output))
+    return tuple(sorted(arrivals, key=lambda a: a.at_s))
+
+
+def only(arrivals: Iterable[Arrival], priority: Priority) -> tuple[Arrival, ...]:
+    """The arrivals of one class."""
+    return tuple(a for a in arrivals if a.priority is priority)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A workload that was served for its window."""
+
+    trace: Trace
+    """Everything, what came after the window included."""
+    start_ns: int
+    end_ns: int
+    """The window, on the engine's clock."""
+    max_lag_ms: float
+    """Longest time between when a request was due and when it was submitted."""
+    refused: int
+    """Requests that the engine did not take (`max_waiting`)."""
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events inside the window."""
+        return tuple(e for e in self.trace if e.at_ns <= self.end_ns)
+
+    @property
+    def window_s(self) -> float:
+        """Length of the window: the denominator of rates."""
+        return (self.end_ns - self.start_ns) / NS_PER_S
+
+    def summary(self) -> Summary:
+        """The metrics of the window."""
+        return summarize(self.events)
+
+    def waits(self, priority: int) -> "Waits":
+        """TTFT of a class, with those that got no token in the window."""
+        of_class = [r for r in request_metrics(self.events) if r.priority == priority]
+        return Waits.of(of_class, self.end_ns)
+
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """What every request was answered, by its name."""
+        names = {e.request_id: e.name for e in self.trace if isinstance(e, Arrived)}
+        out: dict[str, list[int]] = {name: [] for name in names.values()}
+        for event in self.trace:
+            if isinstance(event, Token):
+                out[names[event.request_id]].append(event.token_id)
+        return {name: tuple(ids) for name, ids in out.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """TTFT in milliseconds; of a censored request, the time it had waited in vain."""
+
+    served: tuple[float, ...]
+    censored: tuple[float, ...]
+
+    @classmethod
+    def of(cls, requests: Iterable[RequestMetrics], end_ns: int) -> "Waits":
+        """Of these requests, at the end of a window."""
+        requests = tuple(requests)
+        return cls(
+            served=tuple(r.ttft_ms for r in requests if r.ttft_ms is not None),
+            censored=tuple(
+                (end_ns - r.arrival_ns) / NS_PER_MS for r in requests if r.ttft_ms is None
+            ),
+        )
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        """Served and censored: a lower bound for the latter."""
+        return self.served + self.censored
+
+    def percentile(self, p: float) -> tuple[float, bool] | None:
+        """The percentile, and whether it is only a lower bound; None without requests."""
+        if not self.all:
+            return None
+        value = percentile(self.all, p)
+        return value, any(c <= value for c in self.censored)
+
+
+def replay(
+    engine: "QLLMEngine",
+    arrivals: Sequence[Arrival],
+    seconds: float,
+    on_tick: Callable[[float], None] | None = None,
+) -> Replayed:
+    """Submit every arrival at its time from a thread, and cancel what is left at the end.
+
+    Args:
+        engine: Made with `record=True`.
+        arrivals: In order of time.
+        seconds: Length of the window.
+        on_tick: Called a few times per second with the seconds since the start.
+    """
+    client = _Client(engine, arrivals)
+    client.start()
+    try:
+        while (left := client.start_s + seconds - time.monotonic()) > 0:
+            time.sleep(min(left, TICK_S))
+            if on_tick is not None:
+                on_tick(min(seconds, time.monotonic() - client.start_s))
+        end_ns = engine.now_ns()
+    finally:
+        handles = client.stop()
+        for handle in handles:
+            handle.cancel()
+    for handle in handles:
+        handle.result()
+    return Replayed(
+        trace=engine.trace,
+        start_ns=client.start_ns,
+        end_ns=end_ns,
+        max_lag_ms=client.max_lag_s * 1000,
+        refused=client.refused,
+    )
+
+
+class _Client(threading.Thread):
+    """Submits arrivals at their times."""
+
+    def __init__(self, engine: "QLLMEngine", arrivals: Sequence[Arrival]) -> None:
+        super().__init__(name="qllm-client", daemon=True)
+        self._engine = engine
+        self._arrivals = arrivals
+        self._handles: list[Handle] = []
+        self._error: BaseException | None = None
+        self._stopped = threading.Event()
+        self.max_lag_s = 0.0
+        self.refused = 0
+        self.start_ns = engine.now_ns()
+        self.start_s = time.monotonic()
+
+    def run(self) -> None:
+        try:
+            for arrival in self._arrivals:
+                due_s = self.start_s + arrival.at_s
+                if self._stopped.wait(max(0.0, due_s - time.monotonic())):
+                    return
+                self.max_lag_s = max(self.max_lag_s, time.monotonic() - due_s)
+                self._submit(arrival)
+        except BaseException as error:  # noqa: BLE001 - raised again in `stop`
+            self._error = error
+
+    def _submit(self, arrival: Arrival) -> None:
+        try:
+            handle = submit(self._engine, arrival)
+        except QueueFullError:
+            self.refused += 1
+        else:
+            self._handles.append(handle)
+
+    def stop(self) -> "list[Handle]":
+        self._stopped.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._handles
+
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+"""Solo and mixed runs choose tokens the same way."""
+
+
+def submit(engine: "QLLMEngine", arrival: Arrival, max_tokens: int | None = None) -> "Handle":
+    """Hand one arrival to an engine."""
+    return engine.submit(
+        arrival.token_ids,
+        arrival.priority,
+        max_tokens or arrival.max_tokens,
+        sampling=GREEDY,
+        request_id=arrival.name,
+    )
+
+
+def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], num: int = 16) -> float:
+    """Requests per second that the engine completes when it has `num` of them at once."""
+    chosen = [arrivals[i % len(arrivals)] for i in range(num)]
+    start = time.monotonic()
+    handles = [submit(engine, arrival) for arrival in chosen]
+    for handle in handles:
+        handle.result()
+    return num / (time.monotonic() - start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equality:
+    """How many requests were answered as in a run with nothing else in the engine."""
+
+    equal: int
+    checked: int
+    different: tuple[str, ...]
+    """Names of the others."""
+
+
+def solo_tokens(
+    engine: "QLLMEngine",
+    arrivals: Iterable[Arrival],
+    num_tokens: Mapping[str, int],
+    budget_s: float,
+    on_tick: Callable[[float], None] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Run requests one after the other, alone, until the time is over.
+
+    Args:
+        engine: Nothing else runs in it.
+        arrivals: The requests, most interesting first.
+        num_tokens: How many tokens to produce, by name; without an entry it is left out.
+        budget_s: No further one starts after this; at least one does.
+        on_tick: Called after each one with the seconds since the start.
+    """
+    start = time.monotonic()
+    out: dict[str, tuple[int, ...]] = {}
+    for arrival in arrivals:
+        spent = time.monotonic() - start
+        if on_tick is not None:
+            on_tick(spent)
+        if out and spent > budget_s:
+            break
+        if count := num_tokens.get(arrival.name, 0):
+            out[arrival.name] = submit(engine, arrival, count).result().token_ids
+    return out
+
+
+def compare(
+    answers: Mapping[str, tuple[int, ...]], solo: Mapping[str, tuple[int, ...]]
+) -> Equality:
+    """Compare answers, whole or cut off, with solo runs; requests without a token are left out."""
+    checked = [name for name in solo if answers.get(name)]
+    different = tuple(n for n in checked if answers[n] != solo[n][: len(answers[n])])
+    return Equality(equal=len(checked) - len(different), checked=len(checked), different=different)
