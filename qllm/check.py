@@ -296,7 +296,7 @@ def _random_world(policy: Any, rng: random.Random) -> World:
         max_num_seqs=rng.choice([1, 2, 3, 8]),
         max_step_tokens=rng.choice([32, 256, 4096]),
         block_size=block_size,
-        num_blocks=rng.choice([fit, fit + fit // 3, 2 * fit, 40 * fit]),
+        num_blocks=rng.choice([fit, fit + fit // 3, 2 * fit, 8 * fit]),
         grain=rng.choice(list(Grain)),
         max_segment_ns=5 * NS_PER_MS,
         batch_invariant=rng.random() < 0.2,

@@ -1,5 +1,6 @@
 """The command line. What needs torch is imported by the command that needs it."""
 
+import enum
 import os
 import sys
 import warnings
@@ -97,7 +98,7 @@ def demo(
     ),
     ls_rate: Annotated[
         float | None,
-        typer.Option(help="LS requests per second; by default 40 % of what is measured."),
+        typer.Option(help="LS requests per second; by default it follows the machine."),
     ] = None,
     threads: Threads = 1,
     exactness: Annotated[str, typer.Option(help="order or batch-invariant.")] = "order",
@@ -326,11 +327,17 @@ def _describe(name: str, factory: Any) -> tuple[str, str, str]:
     doc = (inspect.getdoc(factory) or "").splitlines() or [""]
     known = fields(factory) if is_dataclass(factory) else ()
     shown = [
-        f"{f.name}={getattr(factory, f.name, '...')}" for f in known if not f.metadata.get("fixed")
+        f"{f.name}={_value(getattr(factory, f.name, '...'))}"
+        for f in known
+        if not f.metadata.get("fixed")
     ]
     needs = getattr(factory, "needs", Cap.NONE)
     caps = ", ".join((cap.name or "").lower() for cap in needs)
     return doc[0].rstrip("."), "\n".join(shown), caps or "-"
+
+
+def _value(value: object) -> str:
+    return value.name.lower() if isinstance(value, enum.Enum) else str(value)
 
 
 @app.command()

@@ -43,7 +43,9 @@ from qllm.workload import (
 REFERENCE_POLICY = "qllm2"
 """Serves the references; its run is drawn and exported if it is among the policies."""
 LS_LOAD = 0.4
-"""LS arrives at this part of what the engine could serve without BE."""
+"""LS, one request after the other, would keep the engine busy for this part of the time."""
+MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 2048
+"""For every policy: a step takes a whole BE prompt, and BE fills the seats in a short run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
 CORPUS_BYTES = 400_000
 TINY_PROMPTS = ("What does json.dumps do?", "Explain os.path.join.")
@@ -63,7 +65,7 @@ class DemoSettings:
     size: str = "300m"
     """A key of `random_moe.SIZES`."""
     ls_rate: float | None = None
-    """LS requests per second; None measures the capacity first and takes 40 % of it."""
+    """LS requests per second; None measures the capacity first and takes `LS_LOAD` of it."""
     threads: int | None = 1
     exactness: str = "order"
     solo_seconds: float | None = None
@@ -219,10 +221,9 @@ def _measure(
     if settings.ls_rate is None:
         with stage.stage("LS capacity") as show, _engine(settings, loaded, first=True) as engine:
             sample = only(make_workload(dataclasses.replace(mix, ls_rate=4.0), corpus), Priority.LS)
-            ls_capacity(engine, sample, num=2)  # warm up
             capacity = ls_capacity(engine, sample)
             rate = max(0.1, round(LS_LOAD * capacity, 1))
-            show(0, f"{capacity:.1f} requests/s; LS arrives at {rate}/s")
+            show(0, f"{capacity:.1f}/s one by one; LS arrives at {rate}/s")
         mix = dataclasses.replace(mix, ls_rate=rate)
     arrivals = make_workload(mix, corpus)
 
@@ -271,6 +272,8 @@ def _engine(
         policy=policy,
         threads=settings.threads,
         exactness=settings.exactness,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_step_tokens=MAX_STEP_TOKENS,
         conformance=first,
         record=True,
     )
@@ -332,25 +335,26 @@ def _answered(column: _Column) -> str | None:
     return f"{len(waits.served)} of {len(waits.all)}" if waits.all else None
 
 
-def _be_rate(column: _Column, name: str) -> float | None:
+def _be_rate(column: _Column, names: Sequence[str]) -> float | None:
     be = column.of(Priority.BE)
     if be is None:
         return None
-    return float(getattr(be, name)) * column.summary.duration_s / column.run.window_s
+    total = sum(float(getattr(be, name)) for name in names)
+    return total * column.summary.duration_s / column.run.window_s
 
 
-def _be(name: str) -> Callable[[_Column], str | None]:
+def _be(*names: str) -> Callable[[_Column], str | None]:
     def cell(column: _Column) -> str | None:
-        rate = _be_rate(column, name)
+        rate = _be_rate(column, names)
         return None if rate is None else _number(rate)
 
     return cell
 
 
-def _be_share(name: str) -> Callable[[_Column], str | None]:
+def _be_share(*names: str) -> Callable[[_Column], str | None]:
     def cell(column: _Column) -> str | None:
-        rate = _be_rate(column, name)
-        best = None if column.be_alone is None else _be_rate(column.be_alone, name)
+        rate = _be_rate(column, names)
+        best = None if column.be_alone is None else _be_rate(column.be_alone, names)
         return f"{rate / best:.0%}" if rate is not None and best else None
 
     return cell
@@ -358,13 +362,17 @@ def _be_share(name: str) -> Callable[[_Column], str | None]:
 
 def _sum(*names: str) -> Callable[[_Column], str | None]:
     def cell(column: _Column) -> str | None:
+        if column.be_alone is None:
+            return None
         classes = column.summary.classes.values()
         return f"{sum(getattr(c, name) for c in classes for name in names):,}"
 
     return cell
 
 
-def _preemptions(column: _Column) -> str:
+def _preemptions(column: _Column) -> str | None:
+    if column.be_alone is None:
+        return None
     return f"{sum(isinstance(e, Parked) and e.preempted for e in column.run.events):,}"
 
 
@@ -390,10 +398,10 @@ ROWS: tuple[tuple[str, Callable[[_Column], str | None]], ...] = (
     ("LS TPOT p50, ms", _tpot("p50")),
     ("LS TPOT p99, ms", _tpot("p99")),
     ("LS answered", _answered),
-    ("BE output tokens/s", _be(OUTPUT)),
+    ("BE tokens/s, in + out", _be(PROMPT, OUTPUT)),
+    ("  of BE alone", _be_share(PROMPT, OUTPUT)),
+    ("BE tokens/s, out", _be(OUTPUT)),
     ("  of BE alone", _be_share(OUTPUT)),
-    ("BE prompt tokens/s", _be(PROMPT)),
-    ("  of BE alone", _be_share(PROMPT)),
     ("preemptions", _preemptions),
     ("preempt latency p50, ms", _latency("p50")),
     ("preempt latency p99, ms", _latency("p99")),
@@ -433,7 +441,8 @@ def _intro(settings: DemoSettings, result: DemoResult, loaded: LoadedModel) -> s
         f"{settings.threads or 'default'} thread(s), exactness {settings.exactness}; every run "
         f"{mix.seconds:g} s, seed {mix.seed}: LS {mix.ls_rate:g}/s ({_span(mix.ls_prompt)} tokens "
         f"in, {_span(mix.ls_output)} out), BE {mix.be_burst} at once and {mix.be_rate:g}/s "
-        f"({_span(mix.be_prompt)} in, {_span(mix.be_output)} out)\n"
+        f"({_span(mix.be_prompt)} in, {_span(mix.be_output)} out); at most {MAX_NUM_SEQS} requests "
+        f"and {MAX_STEP_TOKENS} prompt tokens per step"
     )
 
 
@@ -445,11 +454,9 @@ def _notes(result: DemoResult) -> str:
     runs = {LS_ALONE: result.ls_alone, BE_ALONE: result.be_alone, **result.runs}
     lag = max(run.max_lag_ms for run in runs.values())
     lines = [
-        "",
-        "TTFT counts from arrival; > is a lower bound, where LS requests had no token at the end. "
-        "Preemptions are stops",
-        "inside a step, latency is from arrival to the stop. Recomputed counts tokens.",
-        f"The client was late by at most {lag:.1f} ms.",
+        "TTFT counts from arrival; > is a lower bound: LS requests without a token when the run "
+        "ended. A preemption stops a step inside; its latency counts from the arrival. Recomputed "
+        f"is in tokens. The client was late by at most {lag:.1f} ms.",
     ]
     for name, found in result.equality.items():
         if found.different:
@@ -465,10 +472,10 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path]:
     out = settings.out
     out.mkdir(parents=True, exist_ok=True)
     shown = REFERENCE_POLICY if REFERENCE_POLICY in result.runs else settings.policies[-1]
-    ttft = {
-        name: run.waits(Priority.LS).all
-        for name, run in {**result.runs, LS_ALONE: result.ls_alone}.items()
-    }
+    ttft: dict[str, tuple[float, ...]] = {}
+    for name, run in {**result.runs, LS_ALONE: result.ls_alone}.items():
+        waits = run.waits(Priority.LS)
+        ttft[f"{name} (at least)" if waits.censored and name != LS_ALONE else name] = waits.all
     files = {"figure": out / "demo.png", "perfetto": out / f"{shown}.perfetto.json"}
     ttft_figure(ttft, result.runs[shown].events, files["figure"], alone=LS_ALONE)
     perfetto.write_perfetto(result.runs[shown].events, files["perfetto"])

@@ -20,7 +20,7 @@ from qllm.models import attention
 from qllm.models.attention import Span
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
-from qllm.models.experts import ExpertBank, Work
+from qllm.models.experts import Work, expert_banks
 from qllm.models.fast import LayerDriver, driver_for
 from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
 from qllm.models.invariance import find_invariance
@@ -54,6 +54,8 @@ class TorchRunner:
             their own (see `models.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2. `self_test_batch_invariance` runs here and finds the rule.
+        max_packed_bytes: Copy the experts in the matrix library's layout when the copy takes at
+            most this; 0 never copies. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
@@ -66,6 +68,7 @@ class TorchRunner:
         *,
         max_segment_ms: float = 5.0,
         batch_invariant: bool = False,
+        max_packed_bytes: int = 2 << 30,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         refuse_unsafe(model)
@@ -85,12 +88,8 @@ class TorchRunner:
         self._rule, self._enters_rule = PLAIN, False
         if batch_invariant:
             self.self_test_batch_invariance()
-        in_place = parts.lm_head.weight.dtype is torch.bfloat16
         with torch.inference_mode():
-            self._banks = tuple(
-                None if p.experts is None else ExpertBank(p.experts, self._rule, in_place)
-                for p in parts.layers
-            )
+            self._banks = expert_banks(parts, self._rule, max_packed_bytes)
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
         attention.install([p.self_attn for p in parts.layers])
         self._ops: dict[OpKind, Callable[[Frame, Op, int], int]] = {
@@ -401,16 +400,15 @@ class TorchRunner:
                 x = x[ends] if len(ends) > 1 else x[ends[0] : ends[0] + 1]
             frame.head = HeadState(parts.norm(x), [])
         head = frame.head
-        num = self._costs.head_units(len(members))
         weight, bias = parts.lm_head.weight, parts.lm_head.bias
-        if num == 1:
+        size = self._costs.head_block(len(members), weight.shape[0])
+        if size == weight.shape[0]:
             head.blocks.append(parts.lm_head(head.x_BD))
         else:
-            size = -(-weight.shape[0] // num)
-            a, b = pos * size, min((pos + 1) * size, weight.shape[0])
+            a, b = pos * size, (pos + 1) * size
             own = None if bias is None else bias[a:b]
             head.blocks.append(F.linear(head.x_BD, weight[a:b], own))
-        if pos + 1 < num:
+        if (pos + 1) * size < weight.shape[0]:
             return pos + 1
         self._sample(frame, members)
         return 0

@@ -26,10 +26,9 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
     "max_kv_tokens": 1024,
     "max_segment_ms": 0.4,
-    "policy": "fcfs",
+    "policy": "qllm2",
     "exactness": "batch-invariant",
 }
-"""fcfs has one tier; its grain is made fine below, so that a control call stops it anywhere."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.3, seed=7, top_k=60, repetition_penalty=1.1)
 FAMILIES = ("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
@@ -47,7 +46,9 @@ for family, dtype, path in jobs:
     with QLLMEngine.from_model(models[family, dtype], **settings) as engine:
         handles = engine.restore(path)
         results = [h.result(120) for h in handles]
-        out.append({r.request_id: [r.token_ids, r.finish_reason, r.prompt_token_ids] for r in results})
+        out.append(
+            {r.request_id: [r.token_ids, r.finish_reason, r.prompt_token_ids] for r in results}
+        )
 print(json.dumps(out))
 """
 
@@ -58,9 +59,7 @@ def prompt_of(n: int, seed: int) -> list[int]:
 
 
 def engine_of(family: str, dtype: str, **settings: Any) -> QLLMEngine:
-    made = QLLMEngine.from_model(
-        make_model(family, DTYPES[dtype]), **{**SETTINGS, "policy": "qllm2", **settings}
-    )
+    made = QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**SETTINGS, **settings})
     object.__setattr__(made._runner._costs, "range_ns", 0.5)
     return made
 
@@ -103,7 +102,7 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
     numbers = []
 
     def save() -> None:
-        assert reached.wait(60)
+        assert reached.wait(20)
         numbers.append(engine.checkpoint(path))
 
     thread = threading.Thread(target=save)
@@ -121,7 +120,7 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
 
 def boundaries(seed: int) -> list[Callable[[Program, Index, int], bool]]:
     rng = random.Random(seed)
-    inside, early, late = rng.randrange(2, 12), rng.randrange(1, 60), rng.randrange(60, 250)
+    inside, early, late = rng.randrange(1, 4), rng.randrange(1, 60), rng.randrange(60, 250)
 
     def in_experts(program: Program, index: Index, count: int) -> bool:
         kind = program.ops[index.op].kind
@@ -150,11 +149,11 @@ def test_a_new_process_finishes_what_was_parked(tmp_path: Path) -> None:
                 jobs.append((family, dtype, str(saved.path)))
                 expected.append(whole)
     with safe_open(jobs[0][2], framework="pt") as file:
-        names = set(file.keys())  # noqa: SIM118
+        names = set(file.keys())
     assert any("work.slots" in name for name in names), "the first one is not inside EXPERTS"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FINISH, str(Path(__file__).parent)],
-        input=json.dumps([{**SETTINGS, "policy": "qllm2"}, jobs]),
+        input=json.dumps([SETTINGS, jobs]),
         capture_output=True,
         text=True,
         check=False,
@@ -303,9 +302,8 @@ def test_another_model_or_other_settings_are_refused(good: Path) -> None:
             engine.restore(good)
         assert_untouched(engine)
     other = QLLMEngine.from_model(make_model("mixtral", DTYPES["bf16"], seed=5), **SETTINGS)
-    with other as engine:
-        with pytest.raises(CheckpointError, match="another model"):
-            engine.restore(good)
+    with other as engine, pytest.raises(CheckpointError, match="another model"):
+        engine.restore(good)
     for settings in ({"max_segment_ms": 50.0}, {"exactness": "order"}):
         with engine_of("mixtral", "bf16", **settings) as engine:
             with pytest.raises(CheckpointError, match=r"settings.*max_segment_ms"):

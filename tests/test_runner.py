@@ -198,11 +198,12 @@ def test_order_and_ranges_of_experts_change_no_bit(
     expected = forward(model, ids)
     real = experts_module.ExpertBank._matmul
 
-    def backwards(self: Any, x: Tensor, w: Any, bias: Any, units: list[Any], out: Tensor) -> None:
+    def backwards(self: Any, x: Tensor, *weights: Any) -> None:
+        *weights, units, out = weights
         base = units[0].lo
         for unit in reversed(units):
             part = slice(unit.lo - base, unit.hi - base)
-            real(self, x[part], w, bias, [unit], out[part])
+            real(self, x[part], *weights, [unit], out[part])
 
     monkeypatch.setattr(experts_module.ExpertBank, "_matmul", backwards)
     runner, logits = runner_of(model)
@@ -230,6 +231,15 @@ def test_unknown_glue_is_replayed(family: str, monkeypatch: pytest.MonkeyPatch) 
     runner.finish(program)
     serve(runner, 1, STEPS - 1)
     assert_same(list(logits.values()), forward(model, ids))
+
+
+def test_packed_experts_have_the_same_bits() -> None:
+    model, ids = model_of("gpt_oss", "bf16"), prompt_of(PROMPT)
+    for size in (0, 1 << 30):
+        runner, logits = runner_of(model, max_packed_bytes=size)
+        add(runner, 1, ids)
+        serve(runner, 1)
+        assert_same(list(logits.values()), forward(model, ids))
 
 
 def test_a_lost_expert_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,11 @@ class Costs:
     segment_ns: float
     """What a segment may take."""
 
-    def head_units(self, num_rows: int) -> int:
-        """Vocabulary blocks for that many rows."""
+    def head_block(self, num_rows: int, vocab_size: int) -> int:
+        """Ids per vocabulary block for that many rows; multiples of 64 keep the bits."""
         total = self.head_ns + num_rows * self.head_row_ns
-        return 1 if total <= self.segment_ns else int(total // self.segment_ns) + 1
+        num = 1 if total <= self.segment_ns else int(total // self.segment_ns) + 1
+        return vocab_size if num == 1 else max(64, vocab_size // num // 64 * 64)
 
 
 def _weights(module: Any) -> int:
@@ -78,7 +79,7 @@ def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[Cut
     width = parts.lm_head.in_features
     item = parts.lm_head.weight.element_size()
     segment = max_segment_ms * NS_PER_MS * FILL
-    moe: Any = next(layer.experts for layer in parts.layers if layer.experts is not None)
+    moe: Any = next((x.experts for x in parts.layers if x.experts is not None), None)
     one = (moe.gate_up_proj[0].numel() + moe.down_proj[0].numel()) if moe is not None else 0
     head = parts.lm_head.weight.numel()
     costs = Costs(
@@ -105,6 +106,6 @@ def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[Cut
         attn_cost_per_kv=attend / project,
         glue_block=_power_of_two(segment / max(route, combine)),
         dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
-        expert_block=_power_of_two(max(unit - costs.unit_ns, segment / 4) / costs.row_ns),
+        expert_block=_power_of_two(max(unit - costs.unit_ns, segment / 4) / max(costs.row_ns, 1.0)),
     )
     return rule, costs

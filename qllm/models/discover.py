@@ -241,15 +241,13 @@ def discover(model: Any) -> ModelParts:
     """
     base = base_model(model)
     layers = tuple(_layer_parts(base, layer, i) for i, layer in enumerate(_layers(base)))
-    if not any(parts.is_moe for parts in layers):
-        raise ModelError(f"{type(model).__name__} has no experts; qllm runs MoE decoders")
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")
     config = base.config
     if getattr(config, "final_logit_softcapping", None):
         raise ModelError("final_logit_softcapping is not supported")
-    experts = next(parts.experts for parts in layers if parts.experts is not None)
+    experts = next((parts.experts for parts in layers if parts.experts is not None), None)
     multiplier = getattr(base, "embedding_multiplier", None)
     scaling = getattr(config, "logits_scaling", None)
     return ModelParts(
@@ -263,8 +261,8 @@ def discover(model: Any) -> ModelParts:
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
             num_layers=len(layers),
-            num_experts=int(experts.num_experts),  # type: ignore[arg-type]
-            experts_per_token=_top_k(layers, config),
+            num_experts=0 if experts is None else int(experts.num_experts),  # type: ignore[arg-type]
+            experts_per_token=0 if experts is None else _top_k(layers, config),
             is_moe=tuple(parts.is_moe for parts in layers),
             vocab_size=head.out_features,
             max_position=int(getattr(config, "max_position_embeddings", 1 << 30)),

@@ -8,6 +8,7 @@ units, and equal to transformers' `grouped_mm` experts: it multiplies the same r
 matrices and sums in the same order. Consecutive units run as one range of about a millisecond.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError
+from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
 
 
@@ -26,10 +28,37 @@ class Unit(NamedTuple):
     hi: int
 
 
-class ExpertBank:
-    """Weights of one layer's experts, as one [in, out] view per expert."""
+def pack(weights: Sequence[Tensor]) -> list[Tensor] | None:
+    """Copy [in, out] weights in oneDNN's own layout; None if that is not possible or not exact.
 
-    def __init__(self, experts: nn.Module, rule: RowRule, in_place: bool) -> None:
+    Measured: 1.6 times faster for one row, twice for four, with the bits of `F.linear`, which
+    reorders the weights in every call.
+    """
+    ops = torch.ops.mkldnn
+    one = weights[0]
+    usable = one.dtype is torch.bfloat16 and one.device.type == "cpu"
+    if not (usable and hasattr(ops, "_reorder_linear_weight")):
+        return None
+    packed = [ops._reorder_linear_weight(w.t().contiguous(), None) for w in weights]
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 2, 5, 16, 33, 100):
+        x = torch.randn((rows, one.shape[0]), generator=generator).to(one.dtype)
+        if not torch.equal(_packed_linear(x, packed[0]), F.linear(x, one.t())):
+            return None
+    return packed
+
+
+def _packed_linear(x_SD: Tensor, packed: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_SD, packed, None, "none", [], "")
+    return out
+
+
+class ExpertBank:
+    """Weights of one layer's experts, as one [in, out] view per expert, and packed if asked."""
+
+    def __init__(
+        self, experts: nn.Module, rule: RowRule, *, in_place: bool, packed: bool = False
+    ) -> None:
         module: Any = experts
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
@@ -48,6 +77,9 @@ class ExpertBank:
         self.out_width = down.shape[2]
         self.dtype = gate_up.dtype
         self._rule = rule
+        packed = packed and rule is PLAIN
+        self._packed_up = pack(self.up) if packed else None
+        self._packed_down = pack(self.down) if packed else None
         self._in_place = in_place and rule is PLAIN
         """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
         one = gate_up[0].numel() + down[0].numel()
@@ -57,7 +89,8 @@ class ExpertBank:
     def _matmul(
         self,
         x_SD: Tensor,
-        weights: tuple[Tensor, ...],
+        weights: Sequence[Tensor],
+        packed: Sequence[Tensor] | None,
         bias: tuple[Tensor, ...] | None,
         units: list[Unit],
         out_SF: Tensor,
@@ -67,7 +100,9 @@ class ExpertBank:
         linear = self._rule.linear if self._rule is not PLAIN else F.linear
         for expert, lo, hi in units:
             x, out = x_SD[lo - base : hi - base], out_SF[lo - base : hi - base]
-            if self._in_place:
+            if packed is not None:
+                out.copy_(_packed_linear(x, packed[expert]))
+            elif self._in_place:
                 torch.mm(x, weights[expert], out=out)
             else:
                 out.copy_(linear(x, weights[expert].t()))
@@ -77,12 +112,26 @@ class ExpertBank:
     def run(self, x_SD: Tensor, units: list[Unit], out_SD: Tensor) -> None:
         """Run units whose gathered rows are `x_SD` into `out_SD`."""
         h_SF = x_SD.new_empty((x_SD.shape[0], self.up_width), dtype=self.dtype)
-        self._matmul(x_SD, self.up, self.up_bias, units, h_SF)
+        self._matmul(x_SD, self.up, self._packed_up, self.up_bias, units, h_SF)
         if self._by_row:
             h_SF = torch.cat([self.gate(row) for row in torch.split(h_SF, 1)])
         else:
             h_SF = self.gate(h_SF)
-        self._matmul(h_SF, self.down, self.down_bias, units, out_SD)
+        self._matmul(h_SF, self.down, self._packed_down, self.down_bias, units, out_SD)
+
+
+def expert_banks(
+    parts: ModelParts, rule: RowRule, max_packed_bytes: int
+) -> tuple[ExpertBank | None, ...]:
+    """The experts of every layer, packed if the copies of all take at most so many bytes."""
+    modules = [layer.experts for layer in parts.layers]
+    weights = [w for m in modules if m is not None for w in m.parameters()]
+    packed = sum(w.numel() * w.element_size() for w in weights) <= max_packed_bytes
+    in_place = bool(weights) and weights[0].dtype is torch.bfloat16
+    return tuple(
+        None if m is None else ExpertBank(m, rule, in_place=in_place, packed=packed)
+        for m in modules
+    )
 
 
 class Work:

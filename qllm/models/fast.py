@@ -119,9 +119,8 @@ class FastDriver:
 class ReplayDriver:
     """Hooks on the unmodified layer; `mid` is the bare output of its attention."""
 
-    kind = Driver.REPLAY
-
     def __init__(self, parts: LayerParts) -> None:
+        self.kind = parts.driver
         self._layer = ReplayLayer(parts.layer, parts.self_attn, parts.router, parts.experts)
         self._window = parts.window
 

@@ -178,7 +178,7 @@ class Frame:
         return found
 
     def export(self) -> dict[str, Tensor]:
-        """Named tensors from which `restore` makes the same frame."""
+        """Named tensors from which `restore` makes the same frame; dead rows are not in them."""
         layer = self.layer
         out: dict[str, Tensor] = {}
         named = {
@@ -207,14 +207,13 @@ class Frame:
             out["head.x"] = self.head.x_BD.clone()
             out.update({f"head.{i}": t.clone() for i, t in enumerate(self.head.blocks)})
         group = -1 if self.group is None else self.group
-        out["numbers"] = torch.tensor([group, self.slots_done, *sorted(self.dead)])
+        out["numbers"] = torch.tensor([group, self.slots_done])
         return out
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take up what `export` gave, except the expert work, which needs its bank."""
-        group, self.slots_done, *dead = tensors["numbers"].tolist()
+        group, self.slots_done = tensors["numbers"].tolist()
         self.group = None if group < 0 else group
-        self.dead = set(dead)
         self.master_TD, self.x_TD = tensors.get("master"), tensors.get("x")
         layer = self.layer
         layer.mid_TD, layer.next_TD = tensors.get("mid"), tensors.get("next")
