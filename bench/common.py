@@ -100,9 +100,7 @@ class Job(NamedTuple):
     max_tokens: int
 
 
-def make_jobs(
-    seed: int, count: int, prompt: tuple[int, int], output: tuple[int, int]
-) -> list[Job]:
+def make_jobs(seed: int, count: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Job]:
     """Jobs with lengths uniform in [low, high]."""
     rng = np.random.default_rng(seed)
     return [

@@ -237,9 +237,7 @@ def _be_ids(events: Sequence[Event]) -> set[int]:
 
 
 def _be_tokens(events: Sequence[Event]) -> tuple[int, int]:
-    found: list[RequestMetrics] = [
-        r for r in request_metrics(events) if r.priority > Priority.LS
-    ]
+    found: list[RequestMetrics] = [r for r in request_metrics(events) if r.priority > Priority.LS]
     return sum(r.num_prefilled_tokens for r in found), sum(r.num_output_tokens for r in found)
 
 

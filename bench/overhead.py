@@ -28,9 +28,7 @@ def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) ->
         end = time.monotonic() + seconds
         probes = []
         while time.monotonic() < end:
-            probes.append(
-                engine.submit(make_prompt(rng, 16), "LS", 1, sampling=GREEDY)
-            )
+            probes.append(engine.submit(make_prompt(rng, 16), "LS", 1, sampling=GREEDY))
             time.sleep(float(rng.exponential(every_s)))
             flood.top_up()
         for probe in probes:
@@ -71,9 +69,7 @@ def _timeline(engine: QLLMEngine, be: set[int]) -> dict[str, float]:
     return out
 
 
-def _run_be(
-    model: Any, jobs: Sequence[Job], every_s: float | None, seed: int
-) -> dict[str, float]:
+def _run_be(model: Any, jobs: Sequence[Job], every_s: float | None, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
         handles = [engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs]

@@ -31,8 +31,9 @@ def peer_row(model: Any, folder: Path, rounds: int, seed: int) -> dict[str, Any]
             jobs = make_jobs(seed, count, prompt, (32, 32))
             ours, theirs, walls, same = [], [], [], 0
             for i in range(rounds + 1):
-                answer = process.ask("cb", jobs=jobs, max_batch_tokens=batch_tokens,
-                                     max_requests=count)
+                answer = process.ask(
+                    "cb", jobs=jobs, max_batch_tokens=batch_tokens, max_requests=count
+                )
                 begin, cpu = time.monotonic(), time.process_time()
                 handles = [
                     engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs

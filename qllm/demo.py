@@ -18,13 +18,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qllm import perfetto
+from qllm.config import engine_config
 from qllm.errors import ConfigError, ModelError
 from qllm.llm import QLLMEngine
 from qllm.metrics import ClassMetrics, Summary, request_metrics
 from qllm.models.loader import LoadedModel, load
 from qllm.plots import ttft_figure
 from qllm.plugins import load_policy
-from qllm.random_moe import make_random_moe, source_text
+from qllm.random_moe import SIZES, make_random_moe, source_text
 from qllm.trace import Arrived, Event, Parked, Token, Trace
 from qllm.types import Priority
 from qllm.workload import (
@@ -42,8 +43,10 @@ from qllm.workload import (
 
 REFERENCE_POLICY = "qllm2"
 """Serves the references; its run is drawn and exported if it is among the policies."""
-LS_LOAD = 0.4
+LS_LOAD = 0.5
 """LS, one request after the other, would keep the engine busy for this part of the time."""
+MIN_LS_RATE = 0.5
+"""Per second: fewer would say nothing."""
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 2048
 """For every policy: a step takes a whole BE prompt, and BE fills the seats in a short run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
@@ -78,6 +81,9 @@ class DemoSettings:
             raise ConfigError("the demo needs at least one policy; see `qllm policies`")
         if not 0 < self.seconds <= 3600:
             raise ConfigError(f"seconds={self.seconds!r} must be in (0, 3600]")
+        if self.size not in SIZES:
+            raise ConfigError(f"size={self.size!r} is unknown; use one of {', '.join(SIZES)}")
+        engine_config({"exactness": self.exactness})
         for name in self.policies:
             load_policy(name)
 
@@ -222,7 +228,7 @@ def _measure(
         with stage.stage("LS capacity") as show, _engine(settings, loaded, first=True) as engine:
             sample = only(make_workload(dataclasses.replace(mix, ls_rate=4.0), corpus), Priority.LS)
             capacity = ls_capacity(engine, sample)
-            rate = max(0.1, round(LS_LOAD * capacity, 1))
+            rate = max(MIN_LS_RATE, round(LS_LOAD * capacity, 1))
             show(0, f"{capacity:.1f}/s one by one; LS arrives at {rate}/s")
         mix = dataclasses.replace(mix, ls_rate=rate)
     arrivals = make_workload(mix, corpus)
@@ -249,14 +255,9 @@ def _measure(
             for a in arrivals
         }
         order = _interesting(arrivals, result.runs)
-        solo = solo_tokens(engine, order, counts, budget, show_time(show))
+        solo = solo_tokens(engine, order, counts, budget, lambda s: show(s, ""))
     result.equality = {name: compare(tokens, solo) for name, tokens in answers.items()}
     return result
-
-
-def show_time(show: Callable[[float, str], None]) -> Callable[[float], None]:
-    """A tick that shows the time only."""
-    return lambda seconds: show(seconds, "")
 
 
 def _engine(
@@ -407,10 +408,7 @@ ROWS: tuple[tuple[str, Callable[[_Column], str | None]], ...] = (
     ("preempt latency p99, ms", _latency("p99")),
     ("preempt latency max, ms", _latency("max")),
     ("recomputed, preempted", _sum("preempt_recomputed_tokens")),
-    (
-        "recomputed, evicted",
-        _sum("evict_recomputed_tokens", "retry_recomputed_tokens"),
-    ),
+    ("recomputed, evicted", _sum("evict_recomputed_tokens")),
     ("equal to solo run", _equal),
 )
 
@@ -451,8 +449,7 @@ def _span(bounds: tuple[int, int]) -> str:
 
 
 def _notes(result: DemoResult) -> str:
-    runs = {LS_ALONE: result.ls_alone, BE_ALONE: result.be_alone, **result.runs}
-    lag = max(run.max_lag_ms for run in runs.values())
+    lag = max(run.max_lag_ms for run in (result.ls_alone, result.be_alone, *result.runs.values()))
     lines = [
         "TTFT counts from arrival; > is a lower bound: LS requests without a token when the run "
         "ended. A preemption stops a step inside; its latency counts from the arrival. Recomputed "

@@ -8,6 +8,7 @@ with QLLMEngine.from_pretrained("tiny") as engine:
     print(batch.result(timeout=60).metrics)
 """
 
+import atexit
 import itertools
 import math
 import os
@@ -111,6 +112,7 @@ class QLLMEngine:
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # torch aborts when a thread of it outlives the interpreter
 
     # -- making one
 
@@ -436,6 +438,7 @@ class QLLMEngine:
     def close(self) -> None:
         """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            atexit.unregister(self.close)
             self._ingress.put(Call(self._loop.close, lambda *_: None))
             self._thread.join()
         self._closed = True

@@ -267,12 +267,17 @@ def submit(engine: "QLLMEngine", arrival: Arrival, max_tokens: int | None = None
     )
 
 
-def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], num: int = 6) -> float:
-    """Requests per second that the engine completes one after the other, after one to warm up."""
+def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], budget_s: float = 4.0) -> float:
+    """Requests per second that the engine completes one after the other.
+
+    One request warms up and does not count; at least one more runs, then as many as begin in
+    the time.
+    """
     submit(engine, arrivals[0]).result()
-    start = time.monotonic()
-    for i in range(num):
-        submit(engine, arrivals[i % len(arrivals)]).result()
+    start, num = time.monotonic(), 0
+    while not num or time.monotonic() - start < budget_s:
+        submit(engine, arrivals[num % len(arrivals)]).result()
+        num += 1
     return num / (time.monotonic() - start)
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from families import VOCAB, make_model
 from test_api import byte_tokenizer
 
-from qllm import QLLMEngine, QllmError, SamplingParams
+from qllm import QLLMEngine, SamplingParams
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
 from qllm.handle import Handle
-from qllm.plan import START, Plan, Row
+from qllm.plan import Plan
 from qllm.policy import RankPolicy, Ride, View, next_row
 from qllm.types import Cap, FinishReason, Grain, RequestStatus
 
@@ -144,13 +144,13 @@ def test_an_exception_that_passes_costs_nobody_a_token() -> None:
         def nth(module: Any, args: Any) -> None:
             nonlocal count
             count += 1
-            if count in (2, 9, 17, 18, 40):
+            if count in (2, 6, 9, 10):
                 raise LayerError(f"call {count}")
 
         hook = engine._runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
         got = [h.result(60) for h in submit_all(engine, prompts)]
         hook.remove()
-        assert count > 20
+        assert count > 11
         for a, b in zip(got, want, strict=True):
             assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
         assert sum(r.metrics.retry_recomputed_tokens for r in got) > 0
@@ -228,7 +228,7 @@ class BadRank(RankPolicy):
     """Breaks at the n-th question."""
 
     grain: Grain = Grain.EXPERT
-    ride: Ride = Ride(frac=0.5)
+    ride: Ride = field(default=Ride(frac=0.5))
     after: int = 0
     answer: Any = None
 
@@ -380,15 +380,15 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
     def plan(view: View) -> Plan:
         by_id = {r.request_id: r for r in view.requests}
-        if not split.is_set() and len(by_id) == 2 and not view.frames:
-            if all(r.frontier is None and not r.num_computed_tokens for r in view.requests):
-                a, b = (next_row(r, view) for r in view.requests)
-                return Plan(rows=(a, b._replace(end_layer=1)), grain=Grain.LAYER, stop_below=-5)
+        new = all(r.frontier is None and not r.num_computed_tokens for r in view.requests)
+        if not split.is_set() and len(by_id) == 2 and not view.frames and new:
+            a, b = (next_row(r, view) for r in view.requests)
+            return Plan(rows=(a, b._replace(end_layer=1)), grain=Grain.LAYER, stop_below=-5)
         if view.frames:
             split.set()
             rows = view.frames[0].rows
-            new = [r for r in view.requests if r.frame_id is None][:1]
-            return Plan(rows=(*rows, *(next_row(r, view) for r in new)))
+            free = [r for r in view.requests if r.frame_id is None][:1]
+            return Plan(rows=(*rows, *(next_row(r, view) for r in free)))
         free = [r for r in view.requests if r.frame_id is None]
         return Plan(rows=tuple(next_row(r, view) for r in free))
 
@@ -507,7 +507,8 @@ def test_close_ends_what_is_in_flight() -> None:
         result = handle.result(0)
         assert result.finish_reason is FinishReason.CANCELLED
         assert handle.status is RequestStatus.FINISHED
-    assert len(list(first)) == len(handles[0].result(0).token_ids) - 1
+    rest = [token for piece in first for token in piece.token_ids]
+    assert len(rest) == len(handles[0].result(0).token_ids) - 1
     with pytest.raises(EngineClosedError):
         engine.submit(ids(5))
 
@@ -652,6 +653,32 @@ def test_a_parked_request_times_out() -> None:
 # -- everything at once
 
 
+def _hammer(engine: QLLMEngine, seed: int, end: float, mine: list[Handle]) -> None:
+    rng = random.Random(seed)
+    while time.monotonic() < end:
+        try:
+            mine.append(
+                engine.submit(
+                    ids(rng.randrange(1, 60), rng.randrange(9)),
+                    rng.choice(["LS", "BE", 5]),
+                    rng.randrange(1, 20),
+                    timeout_s=rng.choice([None, None, 0.05]),
+                    stop=rng.choice([None, "e"]),
+                )
+            )
+        except QueueFullError:
+            time.sleep(0.01)
+        if rng.random() < 0.1:
+            with pytest.raises(InvalidRequestError):
+                engine.submit("", "LS")
+        if mine and rng.random() < 0.4:
+            rng.choice(mine).cancel()
+        if mine and rng.random() < 0.2:
+            assert rng.choice(mine).status in RequestStatus
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.02)
+
+
 def test_hammer() -> None:
     num_threads, seconds = 8, 3.0
     settings = {"max_kv_tokens": 512, "max_waiting": 64, "record": True, "exactness": "order"}
@@ -665,37 +692,13 @@ def test_hammer() -> None:
 
         engine.on_finish = on_finish  # type: ignore[method-assign]
         handles: list[Handle] = []
-        refused = [0]
         broken: list[BaseException] = []
         end = time.monotonic() + seconds
 
         def work(seed: int) -> None:
-            rng = random.Random(seed)
             mine: list[Handle] = []
             try:
-                while time.monotonic() < end:
-                    try:
-                        mine.append(
-                            engine.submit(
-                                ids(rng.randrange(1, 60), rng.randrange(9)),
-                                rng.choice(["LS", "BE", 5]),
-                                rng.randrange(1, 20),
-                                timeout_s=rng.choice([None, None, 0.05]),
-                                stop=rng.choice([None, "e"]),
-                            )
-                        )
-                    except QueueFullError:
-                        refused[0] += 1
-                        time.sleep(0.01)
-                    if rng.random() < 0.1:
-                        with pytest.raises(InvalidRequestError):
-                            engine.submit("", "LS")
-                    if mine and rng.random() < 0.4:
-                        rng.choice(mine).cancel()
-                    if mine and rng.random() < 0.2:
-                        assert rng.choice(mine).status in RequestStatus
-                    if rng.random() < 0.3:
-                        time.sleep(rng.random() * 0.02)
+                _hammer(engine, seed, end, mine)
             except BaseException as error:  # noqa: BLE001 - shown by the test's thread
                 broken.append(error)
             handles.extend(mine)
@@ -717,9 +720,3 @@ def test_hammer() -> None:
     assert sorted(events) == sorted(finished)
     assert set(finished.values()) == {1}
     assert {h.number for h in handles} <= set(finished)
-
-
-def test_names_are_used() -> None:
-    assert START == (0, 0)
-    assert issubclass(RequestFailedError, QllmError)
-    assert Row(0, 0, 3, 0, 1).num_tokens == 3

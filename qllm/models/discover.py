@@ -121,7 +121,7 @@ def fingerprint(module: nn.Module) -> str:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module was made by `use_experts_implementation`."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def base_model(model: nn.Module) -> Any:
@@ -202,13 +202,27 @@ def _layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
         input_layernorm=layer.get_submodule("input_layernorm") if known else None,
         post_attention_layernorm=layer.get_submodule("post_attention_layernorm") if known else None,
         mlp=mlp,
-        router=_child_of(block, _recorded(base, "router_logits")) if block is not None else None,
+        router=_router(base, block, experts),
         experts=experts,
         shared=shared,
         shared_gate=gate,
         residual_multiplier=_multiplier(layer) if layer_glue == "scaled" else None,
         window=_window(base, index),
     )
+
+
+def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
+    """The declared router; else (transformers 5.17) the child with a row per expert."""
+    if block is None:
+        return None
+    declared = _child_of(block, _recorded(base, "router_logits"))
+    if declared is not None:
+        return declared
+    for child in block.children():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, Tensor) and weight.shape[0] == experts.num_experts:
+            return child
+    return None
 
 
 def _multiplier(layer: Any) -> float:
@@ -282,9 +296,9 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 def _refuse_experts(name: str, experts: Any) -> None:
     if "forward" in vars(experts):
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
-    if experts._is_expert_parallel:
+    if getattr(experts, "_is_expert_parallel", False):
         raise ModelError(f"{name} is sharded over devices (expert parallelism)")
-    if not experts.has_gate or experts.has_post_expert_norm:
+    if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
         raise ModelError(f"{name} has no gate, or a norm after its experts: not supported")
     known = EXPERT_FLAGS | {"_is_expert_parallel"}
     flags = {key for key in vars(experts) if key.startswith(("has_", "is_", "_is_"))}

@@ -1,0 +1,470 @@
+"""Every number that the engine claims, measured in one run on one machine.
+
+    python bench/engine.py                                    all rows, about half an hour
+    python bench/engine.py --rows mixed,decode --seeds 1,2    some of them
+    python bench/engine.py --trace trace.json                 arrivals of `loadgen.py trace`
+
+The model is a Qwen3-MoE of about 300M random bfloat16 weights with untied embeddings. Ratios are
+of runs that alternate in this one run. A human table first; the very last line of stdout is one
+JSON document.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import silent
+
+silent.install()
+
+import numpy as np
+import torch
+from common import (
+    EMBED_STD,
+    MODEL,
+    Estimate,
+    Job,
+    busy_cores,
+    estimate,
+    load_model,
+    machine,
+    make_prompt,
+    model_folder,
+    quantile,
+)
+from exactness import exactness_row
+from mixed import (
+    BACKLOG,
+    BE_OUTPUT,
+    BE_PROMPT,
+    LS_OUTPUT,
+    LS_PROMPT,
+    Arrival,
+    Load,
+    Window,
+    ls_capacity,
+    make_load,
+    run_window,
+)
+from overhead import added_row, boundary_row, latency_row
+from throughput import decode_row, peer_row
+
+ROWS = ("exact", "mixed", "latency", "added", "boundary", "peer", "decode")
+LS_LOAD = 0.4
+"""LS rate over the LS capacity measured here."""
+SETUPS = {
+    "alone": ("qllm2", False),
+    "qllm2": ("qllm2", True),
+    "priority": ("priority", True),
+    "ls-first": ("ls-first", True),
+    "fcfs": ("fcfs", True),
+}
+"""Policy, and whether BE floods."""
+
+
+class Table:
+    """Lines of the result: what, measured, target, reached."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, str, bool | None]] = []
+
+    def add(self, what: str, found: str, target: str = "", ok: bool | None = None) -> None:
+        """One line, shown at once; `ok` is None for a number without a target."""
+        self.lines.append((what, found, target, ok))
+        mark = {True: "ok", False: "MISSED", None: ""}[ok]
+        print(f"{what:<58} {found:<34} {target:<14} {mark}", flush=True)
+
+    @property
+    def losing(self) -> list[str]:
+        """What missed its target."""
+        return [
+            f"{what}: {found} (target {target})"
+            for what, found, target, ok in self.lines
+            if ok is False
+        ]
+
+
+def load_of_trace(path: str, seed: int) -> Load:
+    """A load with the times and lengths of a trace; ids are random."""
+    rng = np.random.default_rng([seed, 2])
+    ls, be = [], []
+    for r in sorted(json.loads(Path(path).read_text())["requests"], key=lambda r: r["t"]):
+        job = Job(make_prompt(rng, int(r["prompt_tokens"])), int(r["max_tokens"]))
+        if r["cls"] == "LS":
+            ls.append(Arrival(float(r["t"]), job))
+        else:
+            be.append(job)
+    return Load(seed, ls, be * 8)
+
+
+# rows
+
+
+def row_exact(table: Table, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows 1 to 3."""
+    dtypes = ("bfloat16", "float32")
+    count = 12 if not args.quick else 6
+    found = exactness_row(lambda d: load_model(folder, d), folder, count, args.seeds[0], dtypes)
+    for name, entry in found.items():
+        own, n = entry["logprob_bit_equal"], entry["streams"]
+        invariant = "batch-invariant" in name
+        what = f"mixed = solo, tokens and 20 log-probs, {name}"
+        table.add(
+            what,
+            f"{own}/{n} (tokens {entry['token_equal']}/{n})",
+            "100 %" if invariant else "",
+            own == n if invariant else None,
+        )
+        against = entry["generate"]
+        first = max((d["margin"] for d in against["first_divergences"]), default=0.0)
+        text = f"{against['token_equal']}/{n}, worst margin {first:.4f}"
+        if "float32" in name:
+            table.add(
+                f"mixed = generate, {name}",
+                text,
+                "100 %" if invariant else "",
+                against["token_equal"] == n if invariant else None,
+            )
+        else:
+            noise = against["noise_max"]
+            table.add(
+                f"mixed = generate, {name}",
+                text,
+                f"< noise {noise:.4f}",
+                against["unexplained"] == 0,
+            )
+    lost = sum(e["preempt_recomputed_tokens"] for e in found.values())
+    preemptions = sum(e["preemptions"] for e in found.values())
+    table.add("preempt_recomputed_tokens", f"{lost} in {preemptions} preemptions", "0", lost == 0)
+    return found
+
+
+def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows 4 and 5."""
+    count = 24 if args.quick else 64
+    capacity = float(
+        np.median([ls_capacity(model, count, s) for s in (1, 2, 3)[: 1 + 2 * (not args.quick)]])
+    )
+    rate = LS_LOAD * capacity
+    table.add("LS capacity; LS rate", f"{capacity:.2f}/s; {rate:.2f}/s")
+    names = args.policies or list(SETUPS)
+    windows: dict[str, list[Window]] = {name: [] for name in names}
+    for i, seed in enumerate(args.seeds):
+        load = (
+            load_of_trace(args.trace, seed) if args.trace else make_load(seed, rate, args.seconds)
+        )
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            policy, flood = SETUPS[name]
+            window = run_window(
+                model, policy, load, seconds=args.seconds, warmup_s=args.warmup, flood=flood
+            )
+            if args.keep:
+                Path(args.keep).mkdir(parents=True, exist_ok=True)
+                window.trace.write_jsonl(Path(args.keep) / f"{name}-{seed}.jsonl")
+            window.trace = None
+            windows[name].append(window)
+    out: dict[str, Any] = {"ls_capacity_per_s": capacity, "ls_rate_per_s": rate, "setups": {}}
+    for name, ws in windows.items():
+        out["setups"][name] = entry = _setup(ws)
+        table.add(
+            f"  {name}: LS TTFT p50 / p99 ms",
+            f"{_text(entry['ttft_p50_ms'], 0)} / {_text(entry['ttft_p99_ms'], 0)}",
+        )
+        table.add(
+            f"  {name}: LS TPOT p50 / p99 ms",
+            f"{_text(entry['tpot_p50_ms'], 0)} / {_text(entry['tpot_p99_ms'], 0)}",
+        )
+        if name != "alone":
+            table.add(
+                f"  {name}: BE prefill + output tokens/s; preemptions",
+                f"{entry['be_prefill_per_s']:.0f} + {entry['be_output_per_s']:.1f}; "
+                f"{entry['preemptions']}",
+            )
+    out.update(_mixed_ratios(table, windows))
+    return out
+
+
+def _text(found: Estimate | None, digits: int = 2) -> str:
+    return "-" if found is None else found.text(digits)
+
+
+def _setup(ws: Sequence[Window]) -> dict[str, Any]:
+    ttft, tpot = [w.ttft for w in ws], [w.tpot for w in ws]
+    latency = [x for w in ws for x in w.preempt_latency]
+    return {
+        "ttft_p50_ms": estimate(ttft, quantile(50)),
+        "ttft_p90_ms": estimate(ttft, quantile(90)),
+        "ttft_p99_ms": estimate(ttft, quantile(99)),
+        "tpot_p50_ms": estimate(tpot, quantile(50)),
+        "tpot_p99_ms": estimate(tpot, quantile(99)),
+        "be_prefill_per_s": float(np.median([w.be_prefill_per_s for w in ws])),
+        "be_output_per_s": float(np.median([w.be_output_per_s for w in ws])),
+        "preemptions": sum(w.preemptions for w in ws),
+        "preempt_latency_p99_ms": float(np.percentile(latency, 99)) if latency else None,
+        "max_be_stall_ms": max(w.max_stall for w in ws),
+        "censored": sum(w.num_censored for w in ws),
+        "num_ls": sum(w.num_ls for w in ws),
+        "windows": [w.as_json() for w in ws],
+    }
+
+
+def _mixed_ratios(table: Table, windows: dict[str, list[Window]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    p99 = quantile(99)
+
+    def ratio(
+        key: str, what: str, top: str, bottom: str, field: str, limit: float, below: bool
+    ) -> None:
+        if not (windows.get(top) and windows.get(bottom)):
+            return
+        over = [getattr(w, field) for w in windows[bottom]]
+        found = estimate([getattr(w, field) for w in windows[top]], p99, over=over)
+        out[key] = found
+        if found is not None:
+            ok = found.value <= limit if below else found.value >= limit
+            table.add(what, found.text(), f"{'<=' if below else '>='} {limit}", ok)
+
+    ratio(
+        "ttft_over_alone",
+        "LS TTFT p99 with the flood / alone, qllm2",
+        "qllm2",
+        "alone",
+        "ttft",
+        1.3,
+        True,
+    )
+    for other in ("priority", "ls-first", "fcfs"):
+        if windows.get(other) and windows.get("qllm2"):
+            key, what = f"ttft_{other}_over_qllm2", f"LS TTFT p99 {other} / qllm2"
+            ratio(key, what, other, "qllm2", "ttft", 1.8, False)
+            if other != "priority":
+                line = table.lines.pop()
+                table.lines.append((*line[:2], "", None))
+    if windows.get("priority") and windows.get("qllm2"):
+        work = {
+            n: [w.be_prefill_per_s + w.be_output_per_s for w in windows[n]]
+            for n in ("priority", "qllm2")
+        }
+        pairs = [a / b for a, b in zip(work["qllm2"], work["priority"], strict=True)]
+        found = estimate([pairs], lambda v: float(np.median(v)))
+        out["be_qllm2_over_priority"] = found
+        assert found is not None
+        table.add("BE tokens/s qllm2 / priority", found.text(), ">= 0.95", found.value >= 0.95)
+    ratio(
+        "tpot_over_alone",
+        "LS TPOT p99 with the flood / alone, qllm2",
+        "qllm2",
+        "alone",
+        "tpot",
+        1.5,
+        True,
+    )
+    return out
+
+
+def row_latency(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Row 6."""
+    found = latency_row(model, args.seconds * (0.5 if args.quick else 2), args.seeds[0])
+    bound = found["max_segment_ms"] + 1
+    p99 = found["p99_ms"]
+    if p99 is not None:
+        table.add(
+            f"LS arrival to BE parked, p99 ms (n={found['preemptions']})",
+            p99.text(),
+            f"<= {bound:g}",
+            p99.value <= bound,
+        )
+        table.add(
+            "  p50; max; longest segment ms",
+            f"{found['p50_ms']:.2f}; {found['max_ms']:.2f}; "
+            f"{found['longest_segment_ms']:.2f} {found['longest_segment_kind']}",
+        )
+    return found
+
+
+def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Row 7."""
+    found = added_row(model, 2 if args.quick else args.rounds, args.seeds[0])
+    added = found["added_ms"]
+    table.add("BE time added per preemption, ms", added.text(), "<= 1", added.value <= 1)
+    table.add(
+        "  slower BE ops (cold caches); between runs; of it park",
+        f"{found['cold_ms'].value:.2f}; {found['between_ms'].value:.2f}; {found['park_ms']:.3f}",
+    )
+    return found
+
+
+def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Row 8."""
+    found = boundary_row(model, 3 if args.quick else args.rounds, args.seeds[0])
+    for name, limit in (("expert", 2.0), ("layer", 1.0), ("step", None)):
+        both = found[name]["both"]
+        ok = both.low <= 0 <= both.high or both.value <= 0 if limit is None else both.value <= limit
+        target = "in the interval" if limit is None else f"<= {limit:g} %"
+        table.add(f"CPU time lost to boundaries, {name}, %", both.text(), target, ok)
+    cuts = found["no cuts"]
+    table.add(
+        "CPU time without cuts (inf), % of 5 ms: prefill 1536; decode 6",
+        f"{_text(cuts['prefill'], 1)}; {_text(cuts['decode'], 1)}",
+    )
+    return found
+
+
+def row_peer(table: Table, model: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Row 9."""
+    found = peer_row(model, folder, 1 if args.quick else max(3, args.rounds // 2), args.seeds[0])
+    for name, entry in found.items():
+        table.add(
+            f"out tokens/CPU-s over transformers' CB, {name}",
+            entry["ratio"].text(),
+            f">= {entry['target']}",
+            entry["ratio"].value >= entry["target"],
+        )
+        table.add(
+            "  ours; theirs",
+            f"{entry['ours_tokens_per_cpu_s']:.1f}; "
+            f"{entry['peer_tokens_per_cpu_s']:.1f} tokens/CPU-s",
+        )
+    return found
+
+
+def row_decode(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Row 10."""
+    found = decode_row(model, 3 if args.quick else args.rounds, args.seeds[0])
+    ratio = found["ratio_cpu"]
+    table.add(
+        "decode step at batch 1 / one read of active weights (CPU)",
+        ratio.text(),
+        "<= 2.7",
+        ratio.value <= 2.7,
+    )
+    table.add(
+        "  step; floor ms; read by",
+        f"{found['step_cpu_ms']:.1f}; {found['floor_ms']:.1f}; {found['read_by']} "
+        f"{found['read_gb_per_s'][found['read_by']]:.1f} GB/s",
+    )
+    table.add("  the same, wall", found["ratio_wall"].text())
+    return found
+
+
+# the run
+
+
+def _plain(value: Any) -> Any:
+    """JSON of estimates and containers."""
+    if isinstance(value, Estimate):
+        return {k: round(v, 4) for k, v in value._asdict().items()}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return round(value, 5)
+    return value
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of one mixed window")
+    parser.add_argument("--warmup", type=float, default=6.0, help="seconds of flood before it")
+    parser.add_argument("--seeds", default="1,2,3,4")
+    parser.add_argument("--policies", default="", help=f"of the mixed row: {', '.join(SETUPS)}")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of the paired rows")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trace", help="a JSON trace of loadgen.py with the arrivals to use")
+    parser.add_argument("--keep", help="a folder for the event traces of the mixed windows")
+    parser.add_argument("--models", help="where the model's weights are kept (default /tmp)")
+    parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--quick", action="store_true", help="few repetitions: only to debug")
+    args = parser.parse_args()
+    args.seeds = [int(s) for s in args.seeds.split(",")]
+    args.rows = args.rows.split(",")
+    args.policies = [p for p in args.policies.split(",") if p]
+    unknown = set(args.rows) - set(ROWS) | set(args.policies) - set(SETUPS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if args.threads != 1:
+        parser.error("--threads must be 1: every target of these rows is for one thread")
+    return args
+
+
+def measure(table: Table, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the rows asked for."""
+    folder = model_folder(args.models)
+    model = load_model(folder)
+    found: dict[str, Any] = {}
+    for row in ROWS:
+        if row not in args.rows:
+            continue
+        begin, before = time.monotonic(), busy_cores()
+        if row == "exact":
+            found[row] = row_exact(table, folder, args)
+        elif row == "peer":
+            found[row] = row_peer(table, model, folder, args)
+        else:
+            found[row] = globals()[f"row_{row}"](table, model, args)
+        took, after = time.monotonic() - begin, busy_cores()
+        foreign = (after[0] - before[0] - (after[1] - before[1])) / took
+        found[row] = {"result": found[row], "took_s": took, "foreign_cores": foreign}
+        table.add(f"  ({row}: {took:.0f} s, other processes used {foreign:.2f} cores)", "")
+    return found
+
+
+def main() -> None:
+    """Measure, print the table, then the JSON line."""
+    warnings.simplefilter("ignore")
+    args = arguments()
+    torch.set_num_threads(1)
+    table = Table()
+    begin = time.time()
+    found = measure(table, args)
+    document = {
+        "bench": "engine",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+        "took_s": time.time() - begin,
+        "machine": machine(),
+        "config": {
+            "model": MODEL,
+            "embed_std": EMBED_STD,
+            "weights": "random, torch.manual_seed(0), bfloat16, experts and head untied",
+            "threads": 1,
+            "seeds": args.seeds,
+            "seconds": args.seconds,
+            "warmup_s": args.warmup,
+            "rounds": args.rounds,
+            "quick": args.quick,
+            "trace": args.trace,
+            "workload": {
+                "ls_prompt": LS_PROMPT,
+                "ls_output": LS_OUTPUT,
+                "be_prompt": BE_PROMPT,
+                "be_output": BE_OUTPUT,
+                "be_backlog": BACKLOG,
+                "ls_load": LS_LOAD,
+            },
+        },
+        "rows": found,
+        "table": table.lines,
+        "losing": table.losing,
+    }
+    line = json.dumps(_plain(document), separators=(",", ":"))
+    if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
