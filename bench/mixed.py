@@ -10,7 +10,7 @@ from common import Job, make_jobs, make_prompt
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.metrics import RequestMetrics, request_metrics
-from qllm.trace import Event, Parked, Planned, Ran, Trace
+from qllm.trace import Arrived, Event, Parked, Planned, Ran, Token, Trace
 from qllm.types import NS_PER_MS, NS_PER_S, Priority
 
 LS_PROMPT = (64, 128)
@@ -210,30 +210,22 @@ def _be_work(events: Sequence[Event], start_ns: int, end_ns: int) -> tuple[int, 
 
 
 def _edge(events: Sequence[Event], at_ns: int) -> int:
-    """The last event of the last run of a BE program that ended by then."""
-    be_frames: set[int] = set()
-    best: dict[int, int] = {}
-    found, be = 0, _be_ids(events)
+    """The last event of the last run of a BE program that ended by then: its tokens, its park."""
+    be, frames, found, end_ns, frame = _be_ids(events), set[int](), 0, -1, -1
     for i, event in enumerate(events):
         if isinstance(event, Planned) and any(row.request_id in be for row in event.rows):
-            be_frames.add(event.frame_id)
-        if isinstance(event, Ran) and event.frame_id in be_frames and event.at_ns <= at_ns:
+            frames.add(event.frame_id)
+        elif isinstance(event, Ran) and event.frame_id in frames and event.at_ns <= at_ns:
+            found, end_ns, frame = i, event.at_ns, event.frame_id
+        elif isinstance(event, Token) and event.at_ns == end_ns:
             found = i
-            best = {event.frame_id: i}
-        elif isinstance(event, Parked) and event.frame_id in best:
-            found = i
-        elif type(event).__name__ == "Token" and found and i - found < 128 and best:
-            if event.at_ns == events[next(iter(best.values()))].at_ns:
-                found = i
+        elif isinstance(event, Parked) and event.frame_id == frame and event.at_ns >= end_ns >= 0:
+            found, frame = i, -1
     return found
 
 
 def _be_ids(events: Sequence[Event]) -> set[int]:
-    return {
-        e.request_id
-        for e in events
-        if type(e).__name__ == "Arrived" and e.priority > Priority.LS  # type: ignore[union-attr]
-    }
+    return {e.request_id for e in events if isinstance(e, Arrived) and e.priority > Priority.LS}
 
 
 def _be_tokens(events: Sequence[Event]) -> tuple[int, int]:

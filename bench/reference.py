@@ -34,8 +34,9 @@ class Reference:
         self._managers: dict[tuple[int, int], Any] = {}
 
     def generate(self, jobs: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Greedy tokens of every job alone; how far the top two are apart, and how much that
-        moves when the same tokens are computed by one forward pass (the noise).
+        """Greedy tokens of every job alone, how far the top two are apart, and the noise.
+
+        The noise is how much that distance moves when one forward pass computes the same tokens.
         """
         self.logits = []
         tokens, margins, noise = [], [], []

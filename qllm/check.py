@@ -167,7 +167,7 @@ class World:
         *,
         at_ns: int | None = None,
         timeout_ns: int | None = None,
-        slo: Slo = Slo(),
+        slo: Slo | None = None,
     ) -> RequestId:
         """Let a request arrive, now or later; ids grow with the calls."""
         at_ns = self.clock.at_ns if at_ns is None else at_ns
@@ -180,7 +180,7 @@ class World:
             sampling=SamplingParams(seed=0),
             stop_ids=frozenset(),
             max_tokens=max_tokens,
-            slo=slo,
+            slo=slo or Slo(),
             arrival_ns=at_ns,
             deadline_ns=None if timeout_ns is None else at_ns + timeout_ns,
         )
@@ -311,12 +311,10 @@ def _random_world(policy: Any, rng: random.Random) -> World:
     )
     cuts = NO_CUTS._replace(max_block=32) if limits.batch_invariant else NO_CUTS
     start_ns = rng.choice([0, rng.randrange(10**12)])
-    world = World(
-        policy, limits, costs=costs, cuts=cuts, scheduler=Watched, start_ns=start_ns
-    )
+    world = World(policy, limits, costs=costs, cuts=cuts, scheduler=Watched, start_ns=start_ns)
     at_ns = start_ns
     rate = rng.choice([1, 10, 50]) * NS_PER_MS
-    classes = rng.choice([[Priority.LS, Priority.BE], [Priority.BE], [-3, 0, 4, 10]])
+    classes: list[int] = rng.choice([[0, 10], [10], [-3, 0, 4, 10]])
     for _ in range(rng.randint(2, 9)):
         at_ns += int(rng.expovariate(1) * rate)
         chance = rng.random()
@@ -335,7 +333,7 @@ def _random_world(policy: Any, rng: random.Random) -> World:
     return world
 
 
-def _overload(policy: Any, bound_ms: int) -> World:
+def overload(policy: Any, bound_ms: int) -> World:
     """More LS requests than can be served, for three times the bound, and a few BE requests."""
     costs = SimCosts(expert_ns=1_000_000, head_ns=2 * NS_PER_MS)
     world = World(policy, costs=costs, scheduler=Watched)
@@ -344,13 +342,15 @@ def _overload(policy: Any, bound_ms: int) -> World:
     at_ns, end_ns = 5 * NS_PER_MS, 3 * bound_ms * NS_PER_MS
     while at_ns < end_ns:
         world.submit(Priority.LS, 60, 2, at_ns=at_ns)
-        at_ns += 25 * NS_PER_MS
+        at_ns += 15 * NS_PER_MS
     return world
 
 
 def longest_gap_ns(world: World, longest_run_ns: int) -> int:
     """The longest that a world went from one boundary to the next that its policy may use."""
-    grain = min(world.scheduler.limits.grain, getattr(world.scheduler.policy, "grain", Grain.EXPERT))
+    grain = min(
+        world.scheduler.limits.grain, getattr(world.scheduler.policy, "grain", Grain.EXPERT)
+    )
     if grain is Grain.STEP:
         return longest_run_ns
     segment_ns = world.runner.segments.longest_ns
@@ -440,7 +440,7 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
     while states < num_states:
         rng = random.Random(f"{seed}-{number}")
         world = (
-            _overload(copy.deepcopy(policy), bound_ms)
+            overload(copy.deepcopy(policy), bound_ms)
             if number == 0 and bound_ms is not None
             else _random_world(copy.deepcopy(policy), rng)
         )

@@ -101,7 +101,7 @@ def demo(
         typer.Option(help="LS requests per second; by default it follows the machine."),
     ] = None,
     threads: Threads = 1,
-    exactness: Annotated[str, typer.Option(help="order or batch-invariant.")] = "order",
+    exactness: Annotated[str, typer.Option(help="order or batch-invariant.")] = ("batch-invariant"),
     size: Annotated[str, typer.Option(help="300m or 1m parameters.")] = "300m",
     tiny: Annotated[bool, typer.Option(help="Let the packaged model write at the end.")] = True,
 ) -> None:

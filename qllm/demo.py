@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,13 +27,14 @@ from qllm.models.loader import LoadedModel, load
 from qllm.plots import ttft_figure
 from qllm.plugins import load_policy
 from qllm.random_moe import SIZES, make_random_moe, source_text
-from qllm.trace import Arrived, Event, Parked, Token, Trace
+from qllm.trace import Parked
 from qllm.types import Priority
 from qllm.workload import (
     Arrival,
     Equality,
     Mix,
     Replayed,
+    Tally,
     compare,
     ls_capacity,
     make_workload,
@@ -47,12 +49,11 @@ LS_LOAD = 0.5
 """LS, one request after the other, would keep the engine busy for this part of the time."""
 MIN_LS_RATE = 0.5
 """Per second: fewer would say nothing."""
-MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 2048
-"""For every policy: a step takes a whole BE prompt, and BE fills the seats in a short run."""
+MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 1024
+"""For every policy: few enough seats that BE fills them and decodes in a short run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
 CORPUS_BYTES = 400_000
-TINY_PROMPTS = ("What does json.dumps do?", "Explain os.path.join.")
-TINY_TOKENS = 48
+TINY_PROMPTS, TINY_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,9 @@ class DemoSettings:
     ls_rate: float | None = None
     """LS requests per second; None measures the capacity first and takes `LS_LOAD` of it."""
     threads: int | None = 1
-    exactness: str = "order"
-    solo_seconds: float | None = None
-    """Time for the solo runs; None is as long as a run."""
+    exactness: str = "batch-invariant"
+    solo_seconds: float = 20.0
+    """Time for the solo runs, if it is less than that of a run."""
     tiny: bool = True
     """Let the packaged model write at the end."""
 
@@ -97,45 +98,6 @@ class DemoResult:
     be_alone: Replayed
     runs: dict[str, Replayed]
     equality: dict[str, Equality] = field(default_factory=dict)
-
-
-class _Live:
-    """Counts for the progress line, from the events that are new since the last look."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._events = trace.events
-        self._seen = 0
-        self._priority: dict[int, int] = {}
-        self._arrived = {Priority.LS: 0, Priority.BE: 0}
-        self._first: set[int] = set()
-        self._num_tokens = 0
-        self._preemptions = 0
-
-    def text(self) -> str:
-        """One line."""
-        upto = len(self._events)
-        for event in self._events[self._seen : upto]:
-            self._take(event)
-        self._seen = upto
-        ls = sum(self._priority[r] == Priority.LS for r in self._first)
-        return (
-            f"LS {ls}/{self._arrived[Priority.LS]} answered"
-            f"  BE {len(self._first) - ls}/{self._arrived[Priority.BE]}"
-            f"  {self._num_tokens:,} tokens  {self._preemptions:,} preemptions"
-        )
-
-    def _take(self, event: Event) -> None:
-        match event:
-            case Arrived():
-                self._priority[event.request_id] = event.priority
-                self._arrived[Priority(event.priority)] += 1
-            case Token():
-                self._first.add(event.request_id)
-                self._num_tokens += 1
-            case Parked():
-                self._preemptions += event.preempted
-            case _:
-                pass
 
 
 class _Stage:
@@ -167,16 +129,17 @@ class _Stage:
         """Show a stage; the function given takes seconds done and a note."""
         start = time.monotonic()
         task = self._progress.add_task(name, total=total_s, note="")
-        last = [""]
+        last = ""
 
         def show(done_s: float, note: str = "") -> None:
-            last[0] = note
+            nonlocal last
+            last = note
             self._progress.update(task, completed=done_s, note=note)
 
         yield show
         self._progress.update(task, total=1, completed=1)
         if not self._console.is_terminal:
-            self._console.print(f"{name:<22} {time.monotonic() - start:5.1f} s  {last[0]}".rstrip())
+            self._console.print(f"{name:<22} {time.monotonic() - start:5.1f} s  {last}".rstrip())
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResult:
@@ -187,7 +150,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     """
     console = console or _console()
     start = time.monotonic()
-    with _Stage(console) as stage:
+    with _threads(settings.threads), _Stage(console) as stage:
         with stage.stage("model"):
             folder = make_random_moe(size=settings.size, seed=0)
             loaded = load(folder)
@@ -196,17 +159,29 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
         result = _measure(settings, loaded, corpus, stage)
         with stage.stage("figure and traces"):
             files = _write(settings, result)
-    console.print()
-    console.print(_intro(settings, result, loaded), highlight=False)
+    console.print("\n" + _intro(settings, result, loaded), highlight=False)
     console.print(table(result))
     console.print(_notes(result), style="dim", highlight=False)
     for what, path in files.items():
-        console.print(f"{what:<10} {path}", highlight=False, soft_wrap=True)
+        console.print(f"{what:<10} {path}", highlight=False, markup=False, soft_wrap=True)
     if settings.tiny:
         _write_lines(console, settings.threads)
-    took = time.monotonic() - start
-    console.print(f"\n{took:.0f} s, of which {set_up_s:.0f} s to set up the model", style="dim")
+    console.print(
+        f"\n{time.monotonic() - start:.0f} s, of which {set_up_s:.0f} s to set up the model",
+        style="dim",
+    )
     return result
+
+
+@contextmanager
+def _threads(num: int | None) -> Iterator[None]:
+    """For what an engine computes on the caller's thread when it is made."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _console() -> Console:
@@ -238,7 +213,7 @@ def _measure(
             stage.stage(name, settings.seconds) as show,
             _engine(settings, loaded, policy) as engine,
         ):
-            live = _Live(engine.trace)
+            live = Tally(engine.trace)
             return replay(engine, chosen, settings.seconds, lambda s: show(s, live.text()))
 
     result = DemoResult(
@@ -247,7 +222,7 @@ def _measure(
         be_alone=serve(BE_ALONE, REFERENCE_POLICY, only(arrivals, Priority.BE)),
         runs={name: serve(name, name, arrivals) for name in settings.policies},
     )
-    budget = settings.seconds if settings.solo_seconds is None else settings.solo_seconds
+    budget = min(settings.seconds, settings.solo_seconds)
     with stage.stage("solo runs", budget) as show, _engine(settings, loaded) as engine:
         answers = {name: run.tokens() for name, run in result.runs.items()}
         counts = {
@@ -465,7 +440,7 @@ def _notes(result: DemoResult) -> str:
 # -- files, and the tiny model
 
 
-def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path]:
+def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
     out = settings.out
     out.mkdir(parents=True, exist_ok=True)
     shown = REFERENCE_POLICY if REFERENCE_POLICY in result.runs else settings.policies[-1]
@@ -473,12 +448,17 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path]:
     for name, run in {**result.runs, LS_ALONE: result.ls_alone}.items():
         waits = run.waits(Priority.LS)
         ttft[f"{name} (at least)" if waits.censored and name != LS_ALONE else name] = waits.all
-    files = {"figure": out / "demo.png", "perfetto": out / f"{shown}.perfetto.json"}
-    ttft_figure(ttft, result.runs[shown].events, files["figure"], alone=LS_ALONE)
-    perfetto.write_perfetto(result.runs[shown].events, files["perfetto"])
+    image, perfetto_json = out / "demo.png", out / f"{shown}.perfetto.json"
+    files: dict[str, Path | str] = {"figure": image, "perfetto": perfetto_json}
+    try:
+        ttft_figure(ttft, result.runs[shown].events, image, alone=LS_ALONE)
+    except ConfigError as error:  # no matplotlib: the rest is worth having
+        files["figure"] = f"left out: {error}"
+    perfetto.write_perfetto(result.runs[shown].events, perfetto_json)
     for name, run in result.runs.items():
         run.trace.write_jsonl(out / f"{name}.jsonl")
-    return {**files, "traces": out / "*.jsonl"}
+    files["traces"] = out / "*.jsonl"
+    return files
 
 
 def _write_lines(console: Console, threads: int | None) -> None:

@@ -79,8 +79,6 @@ class QLLMEngine:
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
         )
-        if config.batch_invariant:
-            self._runner.self_test_batch_invariance()
         if config.conformance:
             check_conformance(loaded.model, self._runner)
         segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RECIPE = 1
+RECIPE = 2
 """Part of the cache folder's name: raise it when a folder of before is no longer the same."""
 EOS, START, PAD, TEXT_END = "<|im_end|>", "<|im_start|>", "<pad>", "<|endoftext|>"
 CHAT_TEMPLATE = (
@@ -27,6 +27,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MAX_POSITION = 8192
+SHARPNESS, ATTENTION_GAIN = 2.0, 4.0
+"""Each position attends to a few others and listens to them: greedy streams depend on their
+context and do not fall into a cycle at once (19 to 22 distinct tokens of 24, without 6 to 12)."""
 _MAX_FILE_BYTES = 400_000
 _BYTES_PER_ID = 700
 """Of text that the tokenizer is trained on, per entry of its vocabulary."""
@@ -178,9 +181,10 @@ def _random_model(
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:
-                p.fill_(1.0)
+                p.fill_(SHARPNESS if "q_norm" in name or "k_norm" in name else 1.0)
             else:
                 std = 0.5 if "embed" in name else p.shape[-1] ** -0.5
+                std *= ATTENTION_GAIN if "o_proj" in name else 1.0
                 p.normal_(0.0, std, generator=noise)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
@@ -25,6 +24,7 @@ from qllm.models.fast import LayerDriver, driver_for
 from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
 from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowBlocks, RowRule
+from qllm.models.packed import Head, PackedLinears
 from qllm.models.rope import RopeTable
 from qllm.plan import Index, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
@@ -90,6 +90,8 @@ class TorchRunner:
             self.self_test_batch_invariance()
         with torch.inference_mode():
             self._banks = expert_banks(parts, self._rule, max_packed_bytes)
+            self._linears = PackedLinears(parts, self._rule, max_packed_bytes)
+            self._head = Head(parts.lm_head, self._rule, max_packed_bytes)
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
         attention.install([p.self_attn for p in parts.layers])
         self._ops: dict[OpKind, Callable[[Frame, Op, int], int]] = {
@@ -98,8 +100,21 @@ class TorchRunner:
             OpKind.ROUTE: self._route,
             OpKind.EXPERTS: self._experts,
             OpKind.COMBINE: self._combine,
-            OpKind.HEAD: self._head,
+            OpKind.HEAD: self._logits,
         }
+        if self._enters_rule:
+            replays = Driver.REPLAY in self.drivers
+            for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if replays else ())):
+                self._ops[kind] = self._under_rule(self._ops[kind])
+
+    def _under_rule(self, run: Callable[[Frame, Op, int], int]) -> Callable[[Frame, Op, int], int]:
+        """Ops that call glue of the model; the others follow the rule by themselves."""
+
+        def ruled(frame: Frame, op: Op, pos: int) -> int:
+            with RowBlocks(self._rule):
+                return run(frame, op, pos)
+
+        return ruled
 
     @property
     def drivers(self) -> tuple[Driver, ...]:
@@ -112,7 +127,8 @@ class TorchRunner:
         return self._rule
 
     def close(self) -> None:
-        """Give the attention modules back the config they had."""
+        """Give the model's modules back what they had."""
+        self._linears.undo()
         attention.uninstall([p.self_attn for p in self.parts.layers])
 
     # requests
@@ -184,10 +200,7 @@ class TorchRunner:
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self._frames[program.frame_id]
         with torch.inference_mode():
-            if not self._enters_rule:
-                return self._run(frame, start, stop)
-            with RowBlocks(self._rule):
-                return self._run(frame, start, stop)
+            return self._run(frame, start, stop)
 
     def _run(self, frame: Frame, start: Index, stop: Stop) -> Index:
         program, clock, segments = frame.program, self._clock, self.segments
@@ -386,8 +399,8 @@ class TorchRunner:
         frame.layer = LayerState()
         return 0
 
-    def _head(self, frame: Frame, op: Op, pos: int) -> int:
-        """One block of the vocabulary; after the last one, sample."""
+    def _logits(self, frame: Frame, op: Op, pos: int) -> int:
+        """Blocks of the vocabulary; after the last one, sample."""
         program, parts = frame.program, self.parts
         members = program.groups[op.group]
         if frame.head is None or pos == 0:
@@ -400,16 +413,11 @@ class TorchRunner:
                 x = x[ends] if len(ends) > 1 else x[ends[0] : ends[0] + 1]
             frame.head = HeadState(parts.norm(x), [])
         head = frame.head
-        weight, bias = parts.lm_head.weight, parts.lm_head.bias
-        size = self._costs.head_block(len(members), weight.shape[0])
-        if size == weight.shape[0]:
-            head.blocks.append(parts.lm_head(head.x_BD))
-        else:
-            a, b = pos * size, (pos + 1) * size
-            own = None if bias is None else bias[a:b]
-            head.blocks.append(F.linear(head.x_BD, weight[a:b], own))
-        if (pos + 1) * size < weight.shape[0]:
-            return pos + 1
+        num = self._head.num_blocks
+        stop = min(num, pos + self._costs.head_blocks(len(members), num))
+        head.blocks.extend(self._head(head.x_BD, block) for block in range(pos, stop))
+        if stop < num:
+            return stop
         self._sample(frame, members)
         return 0
 

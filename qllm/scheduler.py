@@ -174,6 +174,7 @@ class Scheduler:
             return Decision()
         view = self.view(now_ns)
         plan = self._solo_plan(view) if self.suspects else self._ask(view)
+        plan = replace(plan, grain=min(plan.grain, self.limits.grain))
         if not plan.rows and not plan.drop:
             if plan.wait_until_ns is None:
                 raise self._broken(
@@ -257,10 +258,10 @@ class Scheduler:
                     gone.add(victim)
             if need > self.pool.num_free:
                 continue
+            if not request.is_admitted:
+                request.last_progress_ns = view.now_ns
             if need > 0:
                 request.block_table += self.pool.take(row.request_id, need)
-            if not request.last_progress_ns:
-                request.last_progress_ns = view.now_ns
             kept.append(row)
         if rows and not kept:
             stuck = self.requests[rows[0].request_id]
@@ -279,6 +280,8 @@ class Scheduler:
             return victims_for(self.policy, view, self.requests, request, need, keep)
         except BadVictimError as error:
             raise self._broken(str(error)) from error
+        except Exception as error:
+            raise self._broken(f"raised {type(error).__name__}: {error}") from error
 
     # -- programs
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from qllm.errors import InvariantError
-from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, Op, OpKind, Program, Stop
+from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, Op, OpKind, Program, Segments, Stop
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 
@@ -93,7 +93,7 @@ class SimRunner:
     ) -> None:
         self.shape = shape
         self.cuts = cuts
-        self.segments = SimSegments()
+        self.segments: Segments = SimSegments()
         self.clock = clock
         self.costs = costs or SimCosts()
         self.on_boundary = on_boundary

@@ -43,8 +43,9 @@ def victims_for(
     elif hasattr(policy, "victims"):
         order = _named(policy.victims(view, num_blocks, keep), requests, request, keep)
     else:
-        others = reversed(list(requests.values()))
-        order = [r.request_id for r in others if r.is_admitted and _behind(r, request)]
+        others = [r for r in requests.values() if r.is_admitted and _behind(r, request)]
+        others.sort(key=lambda r: (r.priority, r.arrival_ns, r.request_id), reverse=True)
+        order = [r.request_id for r in others]
     chosen: list[RequestId] = []
     for victim in order:
         if num_blocks <= 0:
@@ -85,7 +86,7 @@ def _named(
                 f"evicts request {victim} for {request.request_id}, its equal or better (I6)"
             )
         order.append(victim)
-    return order
+    return list(dict.fromkeys(order))
 
 
 def _behind(victim: Request, request: Request) -> bool:

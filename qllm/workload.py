@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from qllm.errors import ConfigError, QueueFullError
 from qllm.metrics import RequestMetrics, Summary, percentile, request_metrics, summarize
-from qllm.trace import Arrived, Event, Token, Trace
+from qllm.trace import Arrived, Event, Parked, Token, Trace
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams
 
 if TYPE_CHECKING:
@@ -250,6 +250,45 @@ class _Client(threading.Thread):
         if self._error is not None:
             raise self._error
         return self._handles
+
+
+class Tally:
+    """Counts for the progress line, from events that are new."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._events = trace.events
+        self._seen = 0
+        self._priority: dict[int, int] = {}
+        self._arrived = {Priority.LS: 0, Priority.BE: 0}
+        self._first: set[int] = set()
+        self._num_tokens = 0
+        self._preemptions = 0
+
+    def text(self) -> str:
+        """One line for a progress display."""
+        upto = len(self._events)
+        for event in self._events[self._seen : upto]:
+            self._take(event)
+        self._seen = upto
+        ls = sum(self._priority[r] == Priority.LS for r in self._first)
+        return (
+            f"LS {ls}/{self._arrived[Priority.LS]} answered"
+            f"  BE {len(self._first) - ls}/{self._arrived[Priority.BE]}"
+            f"  {self._num_tokens:,} tokens  {self._preemptions:,} preemptions"
+        )
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Arrived():
+                self._priority[event.request_id] = event.priority
+                self._arrived[Priority(event.priority)] += 1
+            case Token():
+                self._first.add(event.request_id)
+                self._num_tokens += 1
+            case Parked():
+                self._preemptions += event.preempted
+            case _:
+                pass
 
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)

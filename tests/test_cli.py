@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -260,7 +261,11 @@ def test_a_replay_ends_with_its_window_and_answers_as_alone(model: Path) -> None
 
     arrivals = make_workload(SMALL, CORPUS)
     ticks: list[float] = []
-    settings = {"threads": 1, "conformance": False, "exactness": "batch-invariant"}
+    settings: dict[str, Any] = {
+        "threads": 1,
+        "conformance": False,
+        "exactness": "batch-invariant",
+    }
     with QLLMEngine.from_pretrained(model, record=True, **settings) as engine:
         done = replay(engine, arrivals, SMALL.seconds, ticks.append)
     assert ticks == sorted(ticks)

@@ -119,6 +119,32 @@ def test_greedy_tokens_are_those_of_generate(
             assert list(result.token_ids) == tokens
 
 
+# -- level L2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_the_row_rule_holds_for_thousands_of_rows(family: str, dtype: str) -> None:
+    """A wrong rule shows in one row of several hundred: few rows prove nothing."""
+    runner = TorchRunner(make_model(family, DTYPES[dtype]), batch_invariant=True)
+    rule, generator = runner.row_rule, torch.Generator().manual_seed(1)
+    seen, wrong = set(), {}
+    with torch.inference_mode():
+        for name, module in runner.model.named_modules():
+            if not isinstance(module, torch.nn.Linear) or module.weight.shape in seen:
+                continue
+            weight, bias = module.weight, module.bias
+            seen.add(weight.shape)
+            x = torch.randn((2000, weight.shape[1]), generator=generator).to(weight.dtype)
+            alone = torch.cat([rule.linear(row, weight, bias) for row in x.split(1)])
+            for rows in (2, 3, 5, 16, 40):
+                together = torch.cat([rule.linear(part, weight, bias) for part in x.split(rows)])
+                differ = int((together != alone).any(1).sum())
+                if differ:
+                    wrong[name, rows] = differ
+    assert not wrong, f"{rule}: rows of 2000 that differ from the row alone"
+
+
 # -- storms
 
 
@@ -201,6 +227,7 @@ class Chaos:
         room, tokens = view.num_free_blocks, view.max_step_tokens
         units = [[r] for r in view.requests if r.frame_id is None]
         units += [[view.by_id[row.request_id] for row in f.rows] for f in view.frames]
+        units = units or [[]]
         rng.shuffle(units)
         for unit in units[: rng.randrange(1, len(units) + 1)]:
             new = []
@@ -220,6 +247,8 @@ class Chaos:
         drop = (rng.choice(free),) if free and (not rows or rng.random() < 0.03) else ()
         stop = rng.choice((NO_STOP, 5))
         slice_ns = rng.choice((None, 300_000, 2_000_000))
+        if not rows:
+            drop = drop or ((rng.choice(held),) if held else ())
         if not rows and not drop:
             return Plan(wait_until_ns=view.now_ns)
         return Plan(

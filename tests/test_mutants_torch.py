@@ -65,7 +65,7 @@ def run(*, disturbed: bool) -> Streams:
             if inside and len(handles) <= NUM_LS and count > 40 * len(handles):
                 handles.append(engine.submit(SHORT[len(handles) - 1], "LS", 3, sampling=GREEDY))
             # in a decode pass: a retried prefill would hide what went wrong before
-            if program.num_tokens == 1 and count > 0 and program.rows[0].lo > len(LONG):
+            if inside and program.num_tokens == 1 and program.rows[0].lo > len(LONG) and count > 0:
                 count = -(10**9)
                 raise InjectedError
 
@@ -118,8 +118,9 @@ def mutant(patch: Patch) -> Patch:
 def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
     real = experts.ExpertBank._matmul
 
-    def matmul(self: Any, x: Tensor, w: Any, bias: Any, units: list[Any], out: Tensor) -> None:
-        real(self, x, w, bias, units, out)
+    def matmul(self: Any, *args: Any) -> None:
+        real(self, *args)
+        units, out = args[-2:]
         for unit in units:
             if unit.expert == 3:
                 out[unit.lo - units[0].lo : unit.hi - units[0].lo] = 0
@@ -212,11 +213,12 @@ def resume_one_expert_unit_late_and_hide_it(patch: pytest.MonkeyPatch) -> None:
 def commit_kv_early(patch: pytest.MonkeyPatch) -> None:
     real = TorchRunner._attn
 
-    def attn(self: Any, frame: Any, op: Op) -> None:
-        real(self, frame, op)
+    def attn(self: Any, frame: Any, op: Op, *rest: Any) -> Any:
+        out = real(self, frame, op, *rest)
         for r in frame.program.groups[op.group]:
             row = frame.program.rows[r]
             self._requests[row.request_id].kv.committed = row.hi
+        return out
 
     patch.setattr(TorchRunner, "_attn", attn)
 
@@ -225,10 +227,11 @@ def commit_kv_early(patch: pytest.MonkeyPatch) -> None:
 def lose_the_last_query_block_of_a_cut(patch: pytest.MonkeyPatch) -> None:
     real = TorchRunner._attn
 
-    def attn(self: Any, frame: Any, op: Op) -> None:
-        real(self, frame, op)
+    def attn(self: Any, frame: Any, op: Op, *rest: Any) -> Any:
+        out = real(self, frame, op, *rest)
         if op.lo and frame.x_TD is not None and op.hi == frame.x_TD.shape[0]:
             frame.layer.mid_TD[op.lo : op.hi] = frame.x_TD[op.lo : op.hi]
+        return out
 
     patch.setattr(TorchRunner, "_attn", attn)
 

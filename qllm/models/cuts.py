@@ -43,11 +43,10 @@ class Costs:
     segment_ns: float
     """What a segment may take."""
 
-    def head_block(self, num_rows: int, vocab_size: int) -> int:
-        """Ids per vocabulary block for that many rows; multiples of 64 keep the bits."""
+    def head_blocks(self, num_rows: int, num_blocks: int) -> int:
+        """Vocabulary blocks per segment for that many rows."""
         total = self.head_ns + num_rows * self.head_row_ns
-        num = 1 if total <= self.segment_ns else int(total // self.segment_ns) + 1
-        return vocab_size if num == 1 else max(64, vocab_size // num // 64 * 64)
+        return int(max(1.0, min(num_blocks, self.segment_ns * num_blocks / total)))
 
 
 def _weights(module: Any) -> int:

@@ -1,0 +1,809 @@
+# Over 500 lines: one law of the scheduler per test, next to the policies that attack it.
+"""The scheduler, the block pool and the engine loop against the invariants I1 to I14.
+
+Everything runs in a `World`: the real loop around a `SimRunner`, which counts the layers that
+every token went through and raises when a row starts elsewhere than at its frontier.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qllm import trace
+from qllm.check import LIMITS, SHAPE, Watched, World, watch
+from qllm.check import overload as overloaded_world
+from qllm.errors import ConfigError
+from qllm.ingress import IDLE, InprocIngress, StopWord
+from qllm.plan import NO_CUTS, NO_STOP, CutRule, Plan, Row
+from qllm.policy import CostTable, RankPolicy, View, next_row
+from qllm.shapes import ride_allowance_ns, shape_plan
+from qllm.sim import SimCosts, VirtualClock
+from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
+from qllm_policies.fcfs import Fcfs
+from qllm_policies.ls_first import LsFirst
+from qllm_policies.priority import PriorityPolicy
+from qllm_policies.qllm import Qllm
+from qllm_policies.qllm2 import Qllm2
+
+LS, BE = Priority.LS, Priority.BE
+LAYERS = SHAPE.num_layers
+SLOW = SimCosts(expert_ns=NS_PER_MS, head_ns=2 * NS_PER_MS)
+
+
+class Eager:
+    """Plans everything it sees, better classes first and newest first inside them."""
+
+    needs = Cap.NONE
+
+    def plan(self, view: View) -> Plan:
+        order = sorted(view.requests, key=lambda r: (r.priority, -r.request_id))
+        rows = [next_row(r, view, view.max_step_tokens) for r in order]
+        return Plan(rows=tuple(rows), wait_until_ns=view.now_ns + NS_PER_MS)
+
+
+class Fuzz:
+    """Any plan that the rules allow: odd chunks, layer ranges, merges of frames, drops."""
+
+    needs = Cap.LAYER_RANGE | Cap.YIELD_EXPERT | Cap.YIELD_LAYER
+
+    def __init__(self, seed: int) -> None:
+        self.r = random.Random(seed)
+
+    def plan(self, view: View) -> Plan:
+        r = self.r
+        rows: list[Row] = []
+        for frame in r.sample(view.frames, len(view.frames)):
+            if not rows and r.random() < 0.4:
+                return self.ending(view, list(frame.rows))
+            held = [q for q in view.requests if q.frame_id == frame.frame_id]
+            merged = [*rows, *(next_row(q, view) for q in held)]
+            if r.random() < 0.5 and self.fits(view, merged):
+                rows = merged
+        free = [q for q in view.requests if q.frame_id is None]
+        for q in r.sample(free, len(free)):
+            row = next_row(q, view, r.randint(1, 300))
+            if not q.is_decoding and row.start_layer < LAYERS and r.random() < 0.6:
+                row = row._replace(end_layer=r.randint(row.start_layer + 1, LAYERS))
+            if self.fits(view, [*rows, row]) and r.random() < 0.9:
+                rows.append(row)
+        return self.ending(view, rows)
+
+    def fits(self, view: View, rows: list[Row]) -> bool:
+        new = [row for row in rows if not view.by_id[row.request_id].is_decoding]
+        tokens = sum(row.num_tokens for row in new)
+        return tokens <= view.max_step_tokens and len(rows) <= view.max_num_seqs
+
+    def ending(self, view: View, rows: list[Row]) -> Plan:
+        r, on = self.r, {row.request_id for row in rows}
+        held = [q.request_id for q in view.requests if q.is_admitted and q.request_id not in on]
+        return Plan(
+            rows=tuple(rows),
+            grain=r.choice(list(Grain)),
+            stop_below=r.choice([NO_STOP, 0, 1, 11]),
+            slice_ns=r.choice([None, NS_PER_MS, 5 * NS_PER_MS]),
+            wait_until_ns=view.now_ns + NS_PER_MS,
+            drop=tuple(i for i in held if r.random() < 0.003),
+        )
+
+
+def shipped() -> list[Any]:
+    return [Fcfs(), PriorityPolicy(), LsFirst(), Qllm(), Qllm2()]
+
+
+def finished_well(world: World) -> None:
+    """Every request ended once, with all of its tokens, and nothing is left over."""
+    assert set(world.finished) == set(world.submitted)
+    for request_id, reason in world.finished.items():
+        assert reason is FinishReason.LENGTH, world.errors[request_id]
+        assert world.tokens[request_id] == world.submitted[request_id].max_tokens
+    assert world.scheduler.pool.num_free == world.scheduler.limits.num_blocks
+    assert not world.scheduler.frames
+    assert not world.runner.frames
+
+
+def events(world: World, kind: type) -> list[Any]:
+    return [event for event in world.record if isinstance(event, kind)]
+
+
+def alarm_after(world: World, boundaries: int, word: int = -1) -> None:
+    """Lower the stop word at a boundary to come, though nobody arrives."""
+    left = [boundaries]
+
+    def look() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            world.ingress.stop.lower(word)
+
+    world.on_boundary = look
+
+
+def work_is_exact(world: World) -> None:
+    """What the runner did is what the counters say, token by layer (I1, I3)."""
+    for request_id, request in world.scheduler.requests.items():
+        mirror = world.runner.requests[request_id]
+        assert mirror.num_computed == request.num_computed_tokens
+        assert len(mirror.token_ids) == request.num_tokens
+        work = request.num_computed_tokens * LAYERS
+        if request.frontier is not None:
+            work += request.frontier.layer * (request.frontier.hi - request.frontier.lo)
+        assert mirror.layer_work == work, f"request {request_id}"
+
+
+# -- all of it at once
+
+
+class Machine(RuleBasedStateMachine):
+    """Arrivals, stops, cancels, evictions and failures in any order, under any policy."""
+
+    @initialize(
+        policy=st.sampled_from(shipped()) | st.integers(0, 99).map(Fuzz),
+        blocks=st.sampled_from([14, 20, 200]),
+        seats=st.integers(1, 4),
+        tokens=st.sampled_from([40, 512]),
+        grain=st.sampled_from(Grain),
+        exact=st.booleans(),
+    )
+    def start(
+        self, policy: Any, blocks: int, seats: int, tokens: int, grain: Grain, exact: bool
+    ) -> None:
+        limits = replace(
+            LIMITS,
+            num_blocks=blocks,
+            max_num_seqs=seats,
+            max_step_tokens=tokens,
+            grain=grain,
+            batch_invariant=exact,
+        )
+        cuts = NO_CUTS._replace(min_block=16, max_block=32) if exact else NO_CUTS
+        self.world = World(policy, limits, cuts=cuts)
+
+    @rule(
+        priority=st.sampled_from([-1, LS, 3, BE]),
+        prompt=st.integers(1, 200),
+        tokens=st.integers(1, 8),
+        timeout=st.none() | st.integers(1, 200),
+    )
+    def arrive(self, priority: int, prompt: int, tokens: int, timeout: int | None) -> None:
+        timeout_ns = None if timeout is None else timeout * NS_PER_MS
+        self.world.submit(int(priority), prompt, tokens, timeout_ns=timeout_ns)
+
+    @rule(boundaries=st.integers(1, 30), word=st.sampled_from([-2, 0, 5]))
+    def step_with_an_alarm(self, boundaries: int, word: int) -> None:
+        alarm_after(self.world, boundaries, word)
+        self.world.step()
+        self.world.on_boundary = None
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @precondition(lambda self: self.world.loop.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.loop.live))))
+
+    @precondition(lambda self: any(r.is_admitted for r in self.world.scheduler.requests.values()))
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        requests = self.world.scheduler.requests.values()
+        victim = data.draw(st.sampled_from([r.request_id for r in requests if r.is_admitted]))
+        for effect in self.world.scheduler.evict(victim, victim):
+            self.world.loop._apply(effect)
+
+    @precondition(lambda self: self.world.loop.live)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def poison(self, data: st.DataObject, times: int) -> None:
+        self.world.runner.poisoned[data.draw(st.sampled_from(sorted(self.world.loop.live)))] = times
+
+    @rule(ms=st.integers(1, 300))
+    def pass_time(self, ms: int) -> None:
+        self.world.clock.at_ns += ms * NS_PER_MS
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.scheduler.check()
+        work_is_exact(self.world)
+        assert not self.world.loop.policy_errors
+        assert set(self.world.loop.live) == set(self.world.scheduler.requests)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for _ in range(4000):
+            if self.world.idle:
+                break
+            self.world.step()
+            work_is_exact(self.world)
+        assert self.world.idle, "stalled"
+        assert not self.world.loop.policy_errors
+        assert set(self.world.finished) == set(self.world.submitted)
+        assert self.world.scheduler.pool.num_free == self.world.scheduler.limits.num_blocks
+        assert not self.world.runner.frames
+        assert not self.world.runner.requests
+
+
+Machine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+TestMachine = Machine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> None:
+    r = random.Random(seed)
+    blocks, seats = r.choice([30, 60, 400]), r.choice([2, 3, 8])
+    world = World(Fuzz(seed), replace(LIMITS, num_blocks=blocks, max_num_seqs=seats))
+    for _ in range(6):
+        world.submit(r.choice([0, 3, 10]), r.randint(1, 400), r.randint(1, 10))
+    while not world.idle:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12
+    assert not world.loop.policy_errors
+    finished_well(world)
+    if seed < 4:
+        assert events(world, trace.Parked)
+
+
+# -- who gets the KV and the seats
+
+
+def test_equal_ranks_never_evict_each_other() -> None:
+    world = World(Eager(), replace(LIMITS, num_blocks=12))
+    world.submit(BE, 100, 40)
+    world.submit(BE, 100, 40, at_ns=5 * NS_PER_MS)
+    world.run(400)
+    assert not events(world, trace.Evicted)
+    finished_well(world)
+
+
+def test_nobody_is_evicted_for_a_request_that_cannot_start() -> None:
+    world = World(Eager(), replace(LIMITS, num_blocks=20))
+    world.submit(BE, 40, 60)
+    world.submit(LS, 160, 30)
+    for _ in range(3):
+        world.step()
+    world.submit(LS, 230, 2)  # 15 blocks; 6 are free, and BE holds 3
+    for _ in range(20):
+        world.step()
+    assert not events(world, trace.Evicted)
+    world.run(400)
+    finished_well(world)
+
+
+@pytest.mark.parametrize("policy", [PriorityPolicy(), LsFirst(), Qllm(), Qllm2()])
+def test_ls_gets_the_kv_of_a_be_request(policy: Any) -> None:
+    world = World(policy, replace(LIMITS, num_blocks=16))
+    batch = world.submit(BE, 200, 40)
+    for _ in range(4):
+        world.step()
+    chat = world.submit(LS, 100, 3)
+    world.run()
+    finished_well(world)
+    assert [e.request_id for e in events(world, trace.Evicted)] == [batch]
+    ends = [e.request_id for e in events(world, trace.Finished)]
+    assert ends == [chat, batch]
+
+
+@pytest.mark.parametrize("policy", [PriorityPolicy(), LsFirst(), Qllm(), Qllm2()])
+def test_ls_gets_the_seat_of_a_be_request(policy: Any) -> None:
+    world = World(policy, replace(LIMITS, max_num_seqs=2))
+    batch = [world.submit(BE, 20, 60), world.submit(BE, 20, 60)]
+    for _ in range(4):
+        world.step()
+    chat = world.submit(LS, 20, 3)
+    world.run()
+    finished_well(world)
+    assert [e.request_id for e in events(world, trace.Finished)] == [chat, *batch]
+    assert not events(world, trace.Evicted)
+
+
+def test_more_rows_than_seats_are_refused() -> None:
+    world = World(Eager(), replace(LIMITS, max_num_seqs=2))
+    for _ in range(3):
+        world.submit(BE, 5, 1)
+    world.step()
+    assert "planned 3 rows; max_num_seqs is 2" in str(world.loop.policy_errors)
+
+
+def test_a_newcomer_without_kv_waits_for_its_equals_whatever_its_key() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class ShortestFirst(RankPolicy):
+        chunk_tokens: int | None = 64
+
+        def rank(self, *numbers: int) -> tuple[int, int]:
+            return 0, numbers[3]
+
+    world = World(ShortestFirst(), replace(LIMITS, num_blocks=16))
+    long = world.submit(BE, 200, 3)
+    for _ in range(4):
+        world.step()
+    short = world.submit(BE, 100, 3)
+    world.run(200)
+    finished_well(world)
+    assert [e.request_id for e in events(world, trace.Finished)] == [long, short]
+
+
+def test_all_blocks_come_back() -> None:
+    world = World(Fcfs(), replace(LIMITS, num_blocks=16))
+    for _ in range(4):
+        world.submit(BE, 120, 5)
+    world.run(400)
+    finished_well(world)
+
+
+# -- stall bound and riding along
+
+
+def test_an_admitted_be_request_never_stalls_longer_than_its_bound() -> None:
+    for policy in (Qllm2(max_be_stall_ms=200, ride_frac=0.0), Qllm2(max_be_stall_ms=400)):
+        world = overloaded_world(policy, policy.max_be_stall_ms or 0)
+        assert watch(world) > 50 * NS_PER_MS
+        finished_well(world)
+
+
+def test_without_a_bound_be_starves_under_the_same_load() -> None:
+    policy = Qllm2(max_be_stall_ms=None, ride_frac=0.0)
+    assert watch(overloaded_world(policy, 200)) > 400 * NS_PER_MS
+
+
+def test_the_ride_credit_is_the_slack_of_the_decoding_requests() -> None:
+    world = World(Qllm2(ride_frac=0.5))
+    world.submit(LS, 10, 9, slo=Slo(tpot_ms=12.0))
+    world.submit(LS, 10, 9)
+    for _ in range(3):
+        world.step()
+    requests = list(world.scheduler.requests.values())
+    costs = CostTable((2 * NS_PER_MS, 4 * NS_PER_MS), 1)
+    assert ride_allowance_ns(Qllm2(), costs, requests) == 8 * NS_PER_MS
+    assert ride_allowance_ns(Qllm2(ride_frac=0.5), costs, requests[1:]) == NS_PER_MS
+    assert ride_allowance_ns(Qllm2(), CostTable((20 * NS_PER_MS,), 1), requests) == 0
+
+
+def test_be_rides_along_no_longer_than_its_share() -> None:
+    share = {}
+    for frac in (0.0, 0.5):
+        world = World(Qllm2(ride_frac=frac, max_be_stall_ms=None), costs=SLOW)
+        chat, batch = world.submit(LS, 10, 60), world.submit(BE, 400, 60)
+        while chat not in world.finished:
+            world.step()
+        request = world.scheduler.requests[batch]
+        share[frac] = request.served_ns / world.clock.at_ns
+        world.run()
+        finished_well(world)
+    assert share[0.0] == 0
+    assert share[0.5] > 0.1
+
+
+def test_the_ride_credit_is_gone_when_one_tier_is_left() -> None:
+    world = World(Qllm2(ride_frac=1.0), costs=SLOW)
+    world.submit(LS, 10, 6)
+    batch = world.submit(BE, 10, 40)
+    while len(world.finished) < 1:
+        world.step()
+    world.step()
+    assert world.scheduler.ride_credit_ns == 0
+    world.cancel(batch)
+    world.run()
+
+
+# -- stops, parks, resumes
+
+
+def test_a_false_alarm_resumes_the_same_program() -> None:
+    for boundaries in range(1, 14):
+        world = World(Qllm2())
+        world.submit(BE, 50, 1)
+        alarm_after(world, boundaries)
+        world.run(50)
+        finished_well(world)
+        assert len(events(world, trace.Planned)) == 1
+        parked, resumed = events(world, trace.Parked), events(world, trace.Resumed)
+        assert [e.frame_id for e in parked] == [e.frame_id for e in resumed] == [1]
+
+
+def test_a_parked_program_does_every_unit_once() -> None:
+    def served_ns(boundaries: int) -> int:
+        world = World(Qllm2())
+        world.submit(BE, 50, 2)
+        alarm_after(world, boundaries)
+        world.run(50)
+        finished_well(world)
+        return sum(e.at_ns - e.start_ns for e in events(world, trace.Ran))
+
+    undisturbed = served_ns(10**6)
+    assert all(served_ns(boundaries) == undisturbed for boundaries in range(1, 20))
+
+
+def test_kv_counts_only_when_the_last_layer_is_reached() -> None:
+    for boundaries in range(1, 14):
+        world = World(Qllm2())
+        request_id = world.submit(BE, 50, 1)
+        alarm_after(world, boundaries)
+        world.step()
+        request = world.scheduler.requests[request_id]
+        assert request.num_computed_tokens == 0
+        assert request.frontier is not None
+        assert request.frontier.layer <= LAYERS
+        work_is_exact(world)
+        world.run(50)
+        finished_well(world)
+
+
+def test_a_grain_finer_than_the_engine_allows_is_coarsened() -> None:
+    world = World(Qllm(), replace(LIMITS, grain=Grain.STEP))
+    world.submit(BE, 300, 1)
+    alarm_after(world, 1)
+    world.run(10)
+    assert not events(world, trace.Parked)
+
+
+def test_an_ls_arrival_stops_be_inside_the_layer() -> None:
+    world = World(Qllm2(), costs=SLOW)
+    batch = world.submit(BE, 300, 2)
+    chat = world.submit(LS, 10, 1, at_ns=3 * NS_PER_MS)
+    world.run()
+    finished_well(world)
+    assert any(e.inside_layer for e in events(world, trace.Parked))
+    assert [e.request_id for e in events(world, trace.Finished)] == [chat, batch]
+    metrics = world.metrics[batch]
+    assert metrics is not None
+    assert (metrics.preemptions, metrics.preempt_recomputed_tokens) == (1, 0)
+
+
+def test_rows_that_left_the_sweep_wait_in_their_frame() -> None:
+    """Cohort rows leave at layer 1; the frame is stopped above; their mate is cancelled."""
+
+    class Cohort:
+        needs = Cap.LAYER_RANGE | Cap.YIELD_LAYER
+
+        def plan(self, view: View) -> Plan:
+            if view.frames:
+                return Plan(rows=view.frames[0].rows, grain=Grain.LAYER)
+            rows = [next_row(r, view) for r in view.requests]
+            if len(rows) == 2 and rows[1].start_layer == 0:
+                rows[1] = rows[1]._replace(end_layer=1)
+            return Plan(rows=tuple(rows), grain=Grain.LAYER, stop_below=1)
+
+    for cancelled in (None, 0, 1):
+        world = World(Cohort())
+        world.submit(LS, 30, 2)
+        world.submit(BE, 40, 2)
+        alarm_after(world, 2)
+        world.step()
+        assert {r.frame_id for r in world.scheduler.requests.values()} == {1}
+        assert [row.request_id for row in world.scheduler.view(0).frames[0].rows] == [0]
+        if cancelled is not None:
+            world.cancel(cancelled)
+        world.run(50)
+        assert not world.loop.policy_errors
+        assert all(world.tokens[i] == 2 for i in (0, 1) if i != cancelled)
+
+
+def test_the_stop_word_survives_the_race_with_drain() -> None:
+    """An arrival at the very moment of the reset is drained, or its word stands."""
+    ingress = InprocIngress(VirtualClock())
+
+    class Racy(StopWord):
+        def reset(self) -> None:
+            if racing:
+                ingress.put(racing.pop())
+            super().reset()
+
+    ingress.stop = Racy(VirtualClock())
+    donor = World(Fcfs())
+    donor.submit(LS, 1, 1)
+    racing = [donor.submitted[0]]
+    drained = ingress.drain()
+    assert drained or ingress.stop.word == LS
+    assert len(drained) + len(ingress.drain()) == 1
+    assert ingress.stop.word == IDLE
+
+
+# -- errors
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Qllm2(), Qllm(), Fcfs(chunk_tokens=16)])
+@pytest.mark.parametrize("blocks", [13, 400])
+def test_who_fails_twice_fails_alone(policy: Any, blocks: int) -> None:
+    world = World(policy, replace(LIMITS, num_blocks=blocks))
+    for _ in range(5):
+        world.submit(BE, 50, 4)
+    world.runner.poisoned = {1: 9}
+    world.run(300)
+    assert {i for i, r in world.finished.items() if r is FinishReason.ERROR} == {1}
+    assert "poisoned" in (world.errors[1] or "")
+    assert all(world.tokens[i] == 4 for i in (0, 2, 3, 4))
+
+
+def test_a_suspect_without_kv_waits() -> None:
+    """The rerun of a suspect takes no more KV than there is, and blames nobody."""
+    world = World(Fcfs(chunk_tokens=32), replace(LIMITS, num_blocks=16, max_step_tokens=512))
+    world.submit(LS, 60, 60)
+    world.submit(LS, 200, 2)
+    world.step()
+    world.runner.poisoned = {1: 1}
+    world.run(300)
+    assert not world.loop.policy_errors
+    finished_well(world)
+
+
+def test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks() -> None:
+    world = World(Qllm2())
+    stays, goes = world.submit(BE, 60, 4), world.submit(BE, 60, 4)
+    alarm_after(world, 5)
+    world.step()
+    assert world.scheduler.frames
+    world.cancel(goes)
+    world.step()
+    assert world.finished == {goes: FinishReason.CANCELLED}
+    world.run(50)
+    assert world.finished[stays] is FinishReason.LENGTH
+    assert world.tokens == {stays: 4}
+    assert not any(event.why == "error" for event in events(world, trace.Ran))
+    assert world.scheduler.pool.num_free == LIMITS.num_blocks
+
+
+def test_a_timeout_stops_a_long_program() -> None:
+    world = World(Qllm2(), costs=SLOW)
+    late = world.submit(BE, 400, 5, timeout_ns=4 * NS_PER_MS)
+    world.run(20)
+    assert world.finished == {late: FinishReason.TIMEOUT}
+    assert world.clock.at_ns < 8 * NS_PER_MS
+
+
+def broken(kind: str, method: str = "plan", error: type[Exception] = ValueError) -> Any:
+    """A policy that raises in one of its methods."""
+
+    def raise_it(self: Any, *args: Any) -> Any:
+        raise error("no idea")
+
+    return type(kind, (Eager,), {method: raise_it})()
+
+
+@pytest.mark.parametrize("method", ["plan", "on_arrival", "on_step_done", "on_finish"])
+def test_a_policy_that_raises_is_named_and_the_engine_lives(method: str) -> None:
+    world = World(broken("Clumsy", method))
+    request_id = world.submit(BE, 10, 3)
+    world.run(20)
+    world.step()
+    assert "policy Clumsy raised" in world.loop.policy_errors[0]
+    assert "ValueError: no idea" in world.loop.policy_errors[0]
+    if method != "on_finish":
+        assert world.finished == {request_id: FinishReason.ERROR}
+    world.scheduler.policy = Fcfs()
+    world.scheduler._hook_error = None
+    assert world.submit(BE, 10, 3) == 1
+    world.run(20)
+    assert world.finished[1] is FinishReason.LENGTH
+
+
+def test_a_policy_that_raises_in_victims_is_named() -> None:
+    world = World(broken("Clumsy", "victims"), replace(LIMITS, num_blocks=8))
+    world.submit(BE, 100, 3)
+    world.step()
+    world.submit(LS, 100, 3)
+    world.run(20)
+    assert "policy Clumsy raised ValueError: no idea" in world.loop.policy_errors[0]
+
+
+def test_a_rank_that_raises_after_a_run_is_named() -> None:
+    calls = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Late(Qllm2):
+        def rank(self, *numbers: int) -> tuple[int, int]:
+            calls.append(numbers)
+            if len(calls) == 2:
+                raise ValueError("too late")
+            return numbers[1], numbers[0]
+
+    world = World(Late())
+    world.submit(BE, 10, 3)
+    world.run(20)
+    assert "policy Late raised ValueError: too late" in world.loop.policy_errors[0]
+
+
+def test_what_a_broken_plan_evicted_is_not_forgotten() -> None:
+    """Effects of a decision that came to nothing still reach the runner."""
+
+    class HalfBad(Eager):
+        def plan(self, view: View) -> Plan:
+            order = sorted(view.requests, key=lambda r: -r.request_id)
+            return Plan(rows=tuple(next_row(r, view) for r in order))
+
+        def victims(self, view: View, need: int, keep: frozenset[int]) -> Any:
+            if 1 in keep and 2 in keep:
+                raise ValueError("tired")
+            return [(0, Evict.RECOMPUTE)]
+
+    world = World(HalfBad(), replace(LIMITS, num_blocks=10))
+    world.loop.fallback = Fcfs()
+    world.submit(BE, 140, 3)
+    world.step()
+    world.submit(LS, 150, 3)
+    world.submit(LS, 40, 3)
+    world.run(100)
+    assert "tired" in world.loop.policy_errors[0]
+    finished_well(world)
+
+
+def test_dropping_without_rows_is_a_plan() -> None:
+    class Dropper(Eager):
+        def plan(self, view: View) -> Plan:
+            dropped = [r.request_id for r in view.requests if r.num_computed_tokens == 20]
+            if dropped and not view.requests[0].served_ns > 50 * NS_PER_MS:
+                return Plan(drop=tuple(dropped))
+            return super().plan(view)
+
+    world = World(Dropper(), costs=SLOW)
+    world.submit(BE, 20, 3)
+    world.run(50)
+    assert events(world, trace.Evicted)
+    finished_well(world)
+
+
+def test_a_fallback_goes_on_with_what_the_broken_policy_left() -> None:
+    for seed in range(8):
+        for fallback in shipped():
+            world = World(Fuzz(seed))
+            world.loop.fallback = fallback
+            for priority in (0, 10, 10, 0):
+                world.submit(priority, 300, 3)
+            for _ in range(3 + seed):
+                world.step()
+            world.scheduler.policy = broken("Clumsy")
+            world.run(500)
+            assert len(world.loop.policy_errors) == 1, world.loop.policy_errors
+            finished_well(world)
+
+
+# -- bad plans are refused, with the reason
+
+
+def refused(policy: Any, blocks: int = 400) -> str:
+    world = World(policy, replace(LIMITS, num_blocks=blocks))
+    world.submit(BE, 100, 4)
+    for _ in range(3):
+        world.step()
+    world.submit(LS, 60, 4)
+    world.run(50)
+    assert world.loop.policy_errors, "nobody noticed"
+    assert FinishReason.ERROR in world.finished.values()
+    return world.loop.policy_errors[0]
+
+
+def altered(kind: str, **changes: Any) -> Any:
+    """`Eager`, but every row (or every row of some kind) is changed."""
+
+    class Altered(Eager):
+        def plan(self, view: View) -> Plan:
+            plan = super().plan(view)
+            return replace(plan, rows=tuple(changes["row"](r, view) for r in plan.rows))
+
+    Altered.__name__ = kind
+    return Altered()
+
+
+def test_bad_plans_are_refused_with_the_rule() -> None:
+    skip = altered("Skip", row=lambda r, v: r._replace(start_layer=1))
+    assert "policy Skip planned" in refused(skip)
+    assert "(I2)" in refused(skip)
+    half = altered("Half", row=lambda r, v: r._replace(end_layer=1) if r.num_tokens == 1 else r)
+    assert "a decode row must go full depth (I4)" in refused(half)
+    gap = altered("Gap", row=lambda r, v: r._replace(lo=r.lo + 1) if r.num_tokens > 1 else r)
+    assert "tokens are computed (I2)" in refused(gap)
+    deep = altered("Deep", row=lambda r, v: r._replace(end_layer=LAYERS + 1))
+    assert "out of range" in refused(deep)
+    ghost = altered("Ghost", row=lambda r, v: r._replace(request_id=99))
+    assert "planned request 99, which is not live" in refused(ghost)
+    nothing = altered("Nothing", row=lambda r, v: None)
+    assert "policy Nothing planned None" in refused(nothing)
+
+
+def test_a_request_planned_twice_is_refused() -> None:
+    class Twice(Eager):
+        def plan(self, view: View) -> Plan:
+            plan = super().plan(view)
+            return replace(plan, rows=plan.rows * 2)
+
+    assert "policy Twice planned request 0 twice in one step (I5)" in refused(Twice())
+
+
+def test_an_empty_plan_with_work_waiting_is_refused() -> None:
+    class Idle(Eager):
+        def plan(self, view: View) -> Plan:
+            return Plan()
+
+    assert "policy Idle returned an empty plan with 1 requests waiting" in refused(Idle())
+    assert "(I8)" in refused(Idle())
+
+
+def test_a_victim_never_outranks_the_request_it_is_evicted_for() -> None:
+    class Greedy(Eager):
+        def victims(self, view: View, need: int, keep: frozenset[int]) -> Any:
+            return [(i, Evict.RECOMPUTE) for i in keep]
+
+    class Swapper(Eager):
+        def victims(self, view: View, need: int, keep: frozenset[int]) -> Any:
+            return [(r.request_id, Evict.SWAP) for r in view.requests if r.priority]
+
+    class Upstart(Eager):
+        def plan(self, view: View) -> Plan:
+            plan = super().plan(view)
+            return replace(plan, rows=plan.rows[::-1])
+
+        def victims(self, view: View, need: int, keep: frozenset[int]) -> Any:
+            return [(r.request_id, Evict.RECOMPUTE) for r in view.requests if not r.priority]
+
+    assert "which outranks the row (I6)" in refused(Greedy(), blocks=8)
+    assert "KV_SWAP is missing (I7)" in refused(Swapper(), blocks=8)
+    world = World(Upstart(), replace(LIMITS, num_blocks=10))
+    world.submit(LS, 100, 9)
+    world.step()
+    world.submit(BE, 100, 4)
+    world.step()
+    assert "its equal or better (I6)" in world.loop.policy_errors[0]
+
+
+def test_half_a_frame_is_refused() -> None:
+    class Torn(Eager):
+        needs = Cap.YIELD_EXPERT
+
+        def plan(self, view: View) -> Plan:
+            plan = super().plan(view)
+            rows = view.frames[0].rows[:1] if view.frames else plan.rows
+            return replace(plan, rows=rows, grain=Grain.EXPERT, stop_below=1)
+
+    world = World(Torn())
+    world.submit(BE, 20, 2)
+    world.submit(BE, 20, 2)
+    alarm_after(world, 3)
+    world.run(10)
+    assert "a frame is resumed or replaced whole (I10)" in str(world.loop.policy_errors)
+
+
+def test_a_missing_capability_is_refused_at_start() -> None:
+    bad = type("Early", (Eager,), {"needs": Cap.EARLY_EXIT | Cap.YIELD_LAYER})()
+    with pytest.raises(ConfigError, match=r"policy Early needs .*EARLY_EXIT"):
+        World(bad)
+    with pytest.raises(ConfigError, match="neither a RankPolicy nor has a plan"):
+        World(type("Empty", (), {"needs": Cap.NONE})())
+
+
+def test_chunks_end_on_cuts_in_the_batch_invariant_mode() -> None:
+    cuts = CutRule(max_cost=1e9, attn_cost_per_kv=0.0, min_block=16, max_block=32)
+    limits = replace(LIMITS, batch_invariant=True, max_step_tokens=100)
+    world = World(Fcfs(chunk_tokens=50), limits, cuts=cuts)
+    for size in (333, 70, 31):
+        world.submit(BE, size, 3)
+    world.run(100)
+    finished_well(world)
+    rows = [row for e in events(world, trace.Planned) for row in e.rows]
+    for row in rows:
+        known = len(world.submitted[row.request_id].token_ids)
+        assert row.hi % 32 == 0 or row.hi >= known, row
+
+
+def test_the_same_view_gives_the_same_plan() -> None:
+    world = World(Qllm2(), scheduler=Watched)
+    for priority in (0, 10, 10):
+        world.submit(priority, 90, 4)
+    while not world.idle:
+        if world.scheduler.requests:
+            view = world.scheduler.view(world.clock.at_ns)
+            assert shape_plan(view, Qllm2()) == shape_plan(view, Qllm2())
+        world.step()
+    finished_well(world)
