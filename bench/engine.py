@@ -9,6 +9,8 @@ of runs that alternate in this one run. A human table first; the very last line 
 JSON document.
 """
 
+# ruff: noqa: E402 - the number of threads and bench/silent.py must be set before the imports
+
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,7 @@ starves behind BE decodes as it does there; KV and token budgets are kept; a sto
 resumed explicitly, with the routing weights applied.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from qllm.errors import ConfigError
@@ -35,44 +35,54 @@ class Qllm:
     def plan(self, view: View) -> Plan:
         """Return Algorithm 1's next batch, or the parked batch when no LS work is left."""
         free = [r for r in view.requests if r.frame_id is None]
-        ls = [r for r in free if r.priority == Priority.LS]
-        if not ls and view.frames:
-            return self._plan(view, view.frames[0].rows)
-        be = [r for r in free if r.priority != Priority.LS]
+        ls = [r for r in free if r.priority <= Priority.LS]
+        for frame in view.frames:
+            if not ls or self._has_ls(view, frame.rows):  # with LS rows: stopped by a timeout
+                return self._plan(view, frame.rows)
+        be = [r for r in free if r.priority > Priority.LS]
         ls_decode, ls_prefill = _decodes(ls), _prefills(ls)
         be_decode, be_prefill = _decodes(be), _prefills(be)
+        order = [
+            (ls_prefill, be_prefill),
+            (ls_decode, be_decode),
+            (be_decode, []),
+            (be_prefill, []),
+        ]
         if len(ls_decode) >= self.max_batch:
-            rows = self._take(view, ls_decode, [])
-        elif ls_prefill:
-            rows = self._take(view, ls_prefill, be_prefill) or self._take(view, ls_decode, [])
-        elif ls_decode:
-            rows = self._take(view, ls_decode, be_decode)
-        elif be_decode:
-            rows = self._take(view, be_decode, [])
-        else:
-            rows = self._take(view, be_prefill, [])
+            order.insert(0, (ls_decode, []))
+        batches = (self._take(view, first, fill) for first, fill in order if first)
+        rows: Sequence[Row] = next((rows for rows in batches if rows), ())
         if not rows and view.frames:
-            rows = list(view.frames[0].rows)
+            rows = view.frames[0].rows
+        elif not rows:  # the KV is full of prefills: the first goes on, whoever must go
+            rows = [next_row(r, view, view.max_step_tokens) for r in free if r.is_admitted][:1]
         return self._plan(view, rows)
 
     def _plan(self, view: View, rows: Iterable[Row]) -> Plan:
         rows = tuple(rows)
-        has_ls = any(view.by_id[row.request_id].priority == Priority.LS for row in rows)
-        stop_below = NO_STOP if has_ls else Priority.LS + 1
+        stop_below = NO_STOP if self._has_ls(view, rows) else Priority.LS + 1
         return Plan(rows=rows, grain=Grain.EXPERT, stop_below=stop_below)
+
+    def _has_ls(self, view: View, rows: Iterable[Row]) -> bool:
+        return any(view.by_id[row.request_id].priority <= Priority.LS for row in rows)
 
     def _take(self, view: View, first: list[RequestView], fill: list[RequestView]) -> list[Row]:
         rows: list[Row] = []
         tokens, room = view.max_step_tokens, view.num_free_blocks
-        held = sum(len(r.block_table) for r in view.requests if r.priority != Priority.LS)
+        blocked = False
+        held = sum(len(r.block_table) for r in view.requests if r.priority > Priority.LS)
         for request in (*first, *fill):
             if len(rows) >= min(self.max_batch, view.max_num_seqs):
                 break
-            row = next_row(request, view, None if request.is_decoding else tokens)
+            row = next_row(request, view, max(1, tokens))
             need = view.blocks_needed(row)
-            spare = room + (held if request.priority == Priority.LS else 0)
-            if not request.is_decoding and (tokens <= 0 or (need > spare and rows)):
-                break
+            spare = room + (held if request.priority <= Priority.LS else 0)
+            if not request.is_decoding:
+                if rows and (row.num_tokens > tokens or need > spare):
+                    break
+                if need > spare or (blocked and not request.is_admitted):
+                    blocked = True  # those who hold KV go on
+                    continue
             rows.append(row)
             room -= need
             tokens -= 0 if request.is_decoding else row.num_tokens

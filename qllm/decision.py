@@ -55,16 +55,22 @@ class Parked:
     dead: set[RequestId] = field(default_factory=set)
     """Rows whose requests were cancelled or evicted."""
 
+    def held_rows(self) -> tuple[Row, ...]:
+        """Rows whose hidden states it holds, from their frontier, in program order."""
+        return tuple(
+            row._replace(start_layer=self.program.frontier_layer(r, self.index))
+            for r, row in enumerate(self.program.rows)
+            if row.request_id not in self.dead
+        )
+
     def live_rows(self) -> tuple[Row, ...]:
-        """Rows that still owe layers, from their frontier, in program order."""
-        program, rows = self.program, []
-        for r, row in enumerate(program.rows):
-            layer = program.frontier_layer(r, self.index)
-            if row.request_id in self.dead:
-                continue
-            if layer < row.end_layer or row.end_layer == program.num_layers:
-                rows.append(row._replace(start_layer=layer))
-        return tuple(rows)
+        """Those that still owe layers: the rest wait at the layer where they left the sweep."""
+        last = self.program.num_layers
+        return tuple(
+            row
+            for row in self.held_rows()
+            if row.start_layer < row.end_layer or row.end_layer == last
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

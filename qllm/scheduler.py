@@ -28,7 +28,7 @@ from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, 
 from qllm.request import Request
 from qllm.shapes import RIDE_CAP, rank_all, ride_allowance_ns, shape_plan
 from qllm.types import NS_PER_MS, Cap, FrameId, Frontier, RequestId
-from qllm.validate import broken_rule
+from qllm.validate import broken_rule, check_state, malformed
 from qllm.victims import BadVictimError, victims_for
 
 CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
@@ -62,6 +62,8 @@ class Scheduler:
         self.suspects: list[RequestId] = []
         """Requests of a frame that raised; rerun one by one, before anything else."""
         self._next_frame_id = 0
+        self._owed: list[Effect] = []
+        """Done to the state and not yet to the runner; leaves with the next effects."""
         self._hook_error: PolicyError | None = None
 
     # -- requests come and go
@@ -74,7 +76,7 @@ class Scheduler:
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
         """A request ended, for whatever reason: its row dies, its blocks come back."""
         request = self.requests.pop(request_id)
-        effects = self._leave_frame(request)
+        effects = [*self._take_owed(), *self._leave_frame(request)]
         self.pool.give_back(request_id, request.block_table)
         request.block_table = []
         request.reset()
@@ -90,10 +92,32 @@ class Scheduler:
             return []
         parked = self.frames[frame_id]
         parked.dead.add(request.request_id)
-        if parked.live_rows():
+        if parked.held_rows():
             return [Kill(parked.program, request.request_id)]
         del self.frames[frame_id]
         return [Drop(parked.program)]
+
+    def _take_owed(self) -> tuple[Effect, ...]:
+        effects = tuple(self._owed)
+        self._owed.clear()
+        return effects
+
+    def _let_go(self) -> None:
+        """Let go of frames of which only rows are left that have left the sweep."""
+        for parked in [p for p in self.frames.values() if not p.live_rows()]:
+            if parked.program.inside_layer(parked.index):
+                for row in parked.held_rows():
+                    self.requests[row.request_id].abort_row()
+                self._owed.append(Drop(parked.program))
+                del self.frames[parked.program.frame_id]
+            else:
+                self._owed.append(self._split(parked))
+
+    def _split(self, parked: Parked) -> Split:
+        del self.frames[parked.program.frame_id]
+        for row in parked.held_rows():
+            self.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))
+        return Split(parked.program, parked.index)
 
     def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]:
         """Take the KV of a request; it starts again from its first token."""
@@ -129,7 +153,7 @@ class Scheduler:
         """Take over a parked frame whose live requests were adopted."""
         parked = Parked(program=program, index=index, parked_ns=now_ns, dead=dead)
         self.frames[program.frame_id] = parked
-        for row in parked.live_rows():
+        for row in parked.held_rows():
             self.requests[row.request_id].frame_id = program.frame_id
 
     def new_frame_id(self) -> FrameId:
@@ -171,9 +195,10 @@ class Scheduler:
             error, self._hook_error = self._hook_error, None
             raise error
         if not self.requests:
-            return Decision()
+            return Decision(effects=self._take_owed())
+        self._let_go()
         view = self.view(now_ns)
-        plan = self._solo_plan(view) if self.suspects else self._ask(view)
+        plan = self._solo_plan(view) or self._ask(view)
         plan = replace(plan, grain=min(plan.grain, self.limits.grain))
         if not plan.rows and not plan.drop:
             if plan.wait_until_ns is None:
@@ -181,16 +206,15 @@ class Scheduler:
                     f"returned an empty plan with {len(self.requests)} requests waiting and no "
                     "wait_until_ns (I8)"
                 )
-            return Decision(wait_until_ns=max(plan.wait_until_ns, now_ns + NS_PER_MS // 10))
+            return self._wait(plan.wait_until_ns, now_ns)
         frames = {i: self.frames[i].live_rows() for i in self._touched(plan.rows)}
         wrong = broken_rule(plan, self.requests, frames, self.shape.num_layers, view)
         if wrong is not None:
             raise self._broken(wrong)
-        effects: list[Effect] = []
         for request_id in plan.drop:
-            effects += self.evict(request_id, request_id)
-        rows, more = self._acquire(view, self._aligned(plan.rows))
-        return self._start(plan, rows, tuple(effects + more), now_ns)
+            self._owed += self.evict(request_id, request_id)
+        rows = self._acquire(view, plan, self._aligned(plan.rows))
+        return self._start(plan, rows, now_ns)
 
     def _ask(self, view: View) -> Plan:
         try:
@@ -200,16 +224,29 @@ class Scheduler:
                 plan = self.policy.plan(view)
         except Exception as error:
             raise self._broken(f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(plan, Plan):
-            raise self._broken(f"returned {type(plan).__name__} instead of a Plan")
+        wrong = malformed(plan)
+        if wrong is not None:
+            raise self._broken(wrong)
         return plan
+
+    def _wait(self, until_ns: int, now_ns: int) -> Decision:
+        return Decision(
+            effects=self._take_owed(), wait_until_ns=max(until_ns, now_ns + NS_PER_MS // 10)
+        )
 
     def _broken(self, what: str) -> PolicyError:
         return PolicyError(f"policy {type(self.policy).__name__} {what}")
 
-    def _solo_plan(self, view: View) -> Plan:
-        request = self.requests[self.suspects[0]]
-        return Plan(rows=(next_row(request, view, self.limits.max_step_tokens),))
+    def _solo_plan(self, view: View) -> Plan | None:
+        """A suspect alone, as far as KV is free; None if there is none for any of them."""
+        for request in [self.requests[i] for i in self.suspects]:
+            row = next_row(request, view, self.limits.max_step_tokens)
+            room = (len(request.block_table) + self.pool.num_free) * self.limits.block_size
+            if request.frame_id is None and row.lo < room:
+                (row,) = self._aligned([row._replace(hi=min(row.hi, room))])
+                if row.hi <= room:
+                    return Plan(rows=(row,))
+        return None
 
     def _hook(self, name: str, now_ns: int, *args: Any) -> None:
         hook = getattr(self.policy, name, None)
@@ -241,9 +278,8 @@ class Scheduler:
 
     # -- KV blocks
 
-    def _acquire(self, view: View, rows: Sequence[Row]) -> tuple[list[Row], list[Effect]]:
+    def _acquire(self, view: View, plan: Plan, rows: Sequence[Row]) -> list[Row]:
         """Give every row its blocks, evicting lower ranks where they are short."""
-        effects: list[Effect] = []
         gone: set[RequestId] = set()
         kept: list[Row] = []
         for row in rows:
@@ -254,7 +290,7 @@ class Scheduler:
             if need > self.pool.num_free:
                 keep = frozenset(r.request_id for r in kept) | {row.request_id}
                 for victim in self._victims(view, request, need - self.pool.num_free, keep):
-                    effects += self.evict(victim, row.request_id)
+                    self._owed += self.evict(victim, row.request_id)
                     gone.add(victim)
             if need > self.pool.num_free:
                 continue
@@ -264,14 +300,17 @@ class Scheduler:
                 request.block_table += self.pool.take(row.request_id, need)
             kept.append(row)
         if rows and not kept:
-            stuck = self.requests[rows[0].request_id]
-            if not stuck.is_admitted:
-                raise self._broken(
-                    f"planned request {stuck.request_id}, for which there is no KV: "
-                    f"{self.pool.num_free} blocks are free"
-                )
-            effects += self.evict(stuck.request_id, stuck.request_id)
-        return kept, effects
+            self._no_kv(plan, self.requests[rows[0].request_id])
+        return kept
+
+    def _no_kv(self, plan: Plan, stuck: Request) -> None:
+        if stuck.is_admitted:
+            self._owed += self.evict(stuck.request_id, stuck.request_id)
+        elif plan.wait_until_ns is None:
+            raise self._broken(
+                f"planned request {stuck.request_id}, for which there is no KV: "
+                f"{self.pool.num_free} blocks are free"
+            )
 
     def _victims(
         self, view: View, request: Request, need: int, keep: frozenset[RequestId]
@@ -285,28 +324,22 @@ class Scheduler:
 
     # -- programs
 
-    def _start(
-        self, plan: Plan, rows: Sequence[Row], effects: tuple[Effect, ...], now_ns: int
-    ) -> Decision:
+    def _start(self, plan: Plan, rows: Sequence[Row], now_ns: int) -> Decision:
         if not rows:
-            return Decision(effects=effects, wait_until_ns=now_ns)
+            if self._owed or plan.wait_until_ns is None:
+                return Decision(effects=self._take_owed(), wait_until_ns=now_ns)
+            return self._wait(plan.wait_until_ns, now_ns)
         touched = self._touched(rows)
         if len(touched) == 1:
             parked = self.frames[touched[0]]
             if set(parked.live_rows()) == set(rows):
-                return self._resume(plan, parked, effects)
+                return self._resume(plan, parked)
         for frame_id in touched:
             parked = self.frames[frame_id]
             if parked.program.inside_layer(parked.index):
                 limit = parked.program.layer_end(parked.index)
-                return replace(self._resume(plan, parked, effects), limit=limit)
-        splits = []
-        for frame_id in touched:
-            parked = self.frames.pop(frame_id)
-            splits.append(Split(parked.program, parked.index))
-            for row in parked.live_rows():
-                front = Frontier(row.lo, row.hi, row.start_layer)
-                self.requests[row.request_id].leave_frame(front)
+                return replace(self._resume(plan, parked), limit=limit)
+        splits = [self._split(self.frames[frame_id]) for frame_id in touched]
         requests = [self.requests[row.request_id] for row in rows]
         program = compile_program(
             replace(plan, rows=tuple(rows)),
@@ -320,12 +353,12 @@ class Scheduler:
         )
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
         return Decision(
-            effects=(*effects, *splits, Accept(program, tuple(touched))),
+            effects=(*self._take_owed(), *splits, Accept(program, tuple(touched))),
             program=program,
             slice_ns=plan.slice_ns,
         )
 
-    def _resume(self, plan: Plan, parked: Parked, effects: tuple[Effect, ...]) -> Decision:
+    def _resume(self, plan: Plan, parked: Parked) -> Decision:
         program = replace(parked.program, grain=plan.grain, stop_below=plan.stop_below)
         parked.program = program
         self.running = self.frames.pop(program.frame_id)
@@ -334,7 +367,7 @@ class Scheduler:
             if request is not None and request.frame_id == program.frame_id:
                 request.frame_id = None
         return Decision(
-            effects=effects,
+            effects=self._take_owed(),
             program=program,
             start=parked.index,
             slice_ns=plan.slice_ns,
@@ -366,7 +399,11 @@ class Scheduler:
         policy = self.policy
         if not isinstance(policy, RankPolicy) or not policy.ride.frac:
             return
-        ranked = rank_all(self.view(now_ns), policy)
+        try:
+            ranked = rank_all(self.view(now_ns), policy)
+        except Exception as error:  # noqa: BLE001 - reported by the next decision
+            self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
+            return
         if not ranked or ranked[0].tier == ranked[-1].tier:
             self.ride_credit_ns = 0
             return
@@ -406,7 +443,8 @@ class Scheduler:
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
                 request.failures = 0
-        self._report(program, True, start_ns, end_ns, sampled)
+        report = StepReport(start_ns, end_ns, program.rows, True, tuple(sampled))
+        self._hook("on_step_done", end_ns, report)
         return out
 
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None:
@@ -424,7 +462,8 @@ class Scheduler:
             request.park(program.frame_id, Frontier(row.lo, row.hi, layer))
             request.preemptions += preempted
         self.frames[program.frame_id] = parked
-        self._report(program, False, start_ns, end_ns, ())
+        report = StepReport(start_ns, end_ns, program.rows, False, ())
+        self._hook("on_step_done", end_ns, report)
 
     def failed(self) -> tuple[list[Effect], list[Request]]:
         """The running program raised: drop its frame and rerun its requests one by one.
@@ -452,34 +491,6 @@ class Scheduler:
             raise InvariantError("no program is running")
         return self.running
 
-    def _report(
-        self,
-        program: Program,
-        done: bool,
-        start_ns: int,
-        end_ns: int,
-        sampled: Sequence[RequestId],
-    ) -> None:
-        report = StepReport(start_ns, end_ns, program.rows, done, tuple(sampled))
-        self._hook("on_step_done", end_ns, report)
-
     def check(self) -> None:
         """Check the invariants of the state; called by tests after every step, and when idle."""
-        tables = {i: r.block_table for i, r in self.requests.items()}
-        self.pool.check(tables)
-        in_frames: dict[RequestId, FrameId] = {}
-        for frame_id, parked in self.frames.items():
-            live = parked.live_rows()
-            if not live:
-                raise InvariantError(f"frame {frame_id} has no live row")
-            for row in live:
-                if row.request_id in in_frames:
-                    raise InvariantError(f"request {row.request_id} is in two frames")
-                in_frames[row.request_id] = frame_id
-        for request_id, request in self.requests.items():
-            if request.frame_id != in_frames.get(request_id):
-                raise InvariantError(f"request {request_id} says frame {request.frame_id}")
-            if request.frontier is not None and not request.block_table:
-                raise InvariantError(f"request {request_id} has a frontier and no KV")
-            if len(request.block_table) < self.pool.blocks_for(request.num_computed_tokens):
-                raise InvariantError(f"request {request_id} has fewer blocks than KV")
+        check_state(self.requests, self.frames, self.pool)

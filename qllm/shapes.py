@@ -58,6 +58,10 @@ def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[R
     return int(predicted * policy.ride.frac)
 
 
+def _is_new_decode(request: RequestView) -> bool:
+    return request.is_decoding and request.frontier is None
+
+
 class _Shaper:
     """One call of `shape_plan`."""
 
@@ -145,33 +149,39 @@ class _Shaper:
         """Blocks that requests of worse tiers hold."""
         return sum(len(x.request.block_table) for x in self.ranked if x.tier > tier)
 
-    def batch(self, members: Sequence[Ranked], tier: int) -> tuple[list[Row], int]:
-        """Decodes, then prefills in rank order; returns the rows and how many are decodes.
+    def batch(self, members: Sequence[Ranked], force: bool = False) -> tuple[list[Row], int]:
+        """Decodes, then prefills, tier by tier; returns the rows and how many are decodes.
 
         Order is strict: a prefill without room ends the walk, because whoever came next would
-        take the blocks it is waiting for. Decodes are outside the prefill token budget.
+        take the blocks it is waiting for; but if nothing else runs, those who hold blocks go
+        on. Decodes are outside the prefill token budget.
         """
         view = self.view
         free = [x for x in members if x.request.frame_id is None]
-        decoding = [x for x in free if x.request.is_decoding and x.request.frontier is None]
-        rows = [next_row(x.request, view) for x in decoding[: view.max_num_seqs]]
-        num_decodes = len(rows)
-        room = view.num_free_blocks + self.evictable(tier)
-        room -= sum(self.need(x.request, row) for x, row in zip(decoding, rows, strict=False))
+        rows: list[Row] = []
+        num_decodes = used = 0
         tokens = view.max_step_tokens
-        for x in free:
+        blocked = False
+        for x in sorted(free, key=lambda x: (x.tier, not _is_new_decode(x.request))):
+            if len(rows) >= view.max_num_seqs:
+                break
             r = x.request
-            if r.is_decoding and r.frontier is None:
-                continue
-            if tokens <= 0 or len(rows) >= view.max_num_seqs:
-                break
-            row = next_row(r, view, min(tokens, self.policy.chunk_tokens or tokens))
+            is_decode = _is_new_decode(r)
+            row = next_row(r, view, min(tokens, self.policy.chunk_tokens or tokens) or 1)
             need = self.need(r, row)
-            if need > room and (rows or x is not self.ranked[0]):
-                break
+            if not is_decode:
+                if row.num_tokens > tokens or (blocked and not r.is_admitted):
+                    continue
+                if need > view.num_free_blocks + self.evictable(x.tier) - used:
+                    if rows:
+                        break
+                    if not r.is_admitted or not (force or x is self.ranked[0]):
+                        blocked = True
+                        continue
+                tokens -= row.num_tokens
             rows.append(row)
-            room -= need
-            tokens -= row.num_tokens
+            used += need
+            num_decodes += is_decode
         return rows, num_decodes
 
     def best(self) -> Plan:
@@ -179,8 +189,10 @@ class _Shaper:
         if plan is not None:
             return plan
         if self.policy.ride.unbounded:
-            rows, _ = self.batch(self.ranked, self.ranked[0].tier)
-            return self.finish_plan(rows)
+            if self.view.frames:
+                return self.resume(self.view.frames[0])
+            rows = self.batch(self.ranked)[0] or self.batch(self.ranked, force=True)[0]
+            return self.finish_plan(rows) if rows else Plan()
         tiers = sorted(set(self.tier_of.values()))
         for position, tier in enumerate(tiers):
             plan, decodes_only = self.tier_plan(tier)
@@ -189,14 +201,15 @@ class _Shaper:
             if decodes_only and self.policy.ride.frac and position + 1 < len(tiers):
                 return self.ride_along(plan, tiers[position + 1 :])
             return plan
-        return Plan()
+        rows, _ = self.batch(self.ranked, force=True)
+        return self.finish_plan(rows) if rows else Plan()
 
     def tier_plan(self, tier: int) -> tuple[Plan | None, bool]:
         """The plan of one tier alone, and whether it is decodes only."""
         for frame in self.view.frames:
             if self.frame_tier(frame) == tier:
                 return self.resume(frame), False
-        rows, num_decodes = self.batch([x for x in self.ranked if x.tier == tier], tier)
+        rows, num_decodes = self.batch([x for x in self.ranked if x.tier == tier])
         if not rows:
             return None, False
         return self.finish_plan(rows), num_decodes == len(rows)
@@ -250,7 +263,7 @@ class _Shaper:
                 return self.resume(frame)
         if len(best.rows) + num_joining >= self.view.max_num_seqs:
             return None
-        rows, num_decodes = self.batch(members, tier)
+        rows, num_decodes = self.batch(members)
         rows = rows[num_decodes:]
         return self.finish_plan(rows) if rows else None
 

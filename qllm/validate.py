@@ -1,11 +1,34 @@
-"""The rules a plan must keep, whoever made it (I2, I4, I5, I10 and the budgets)."""
+"""The rules a plan must keep, whoever made it (I2, I4, I5, I10, budgets); the state's own."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from qllm.blocks import BlockPool
+from qllm.decision import Parked
+from qllm.errors import InvariantError
 from qllm.plan import Plan, Row
 from qllm.policy import View
 from qllm.request import Request
-from qllm.types import FrameId, RequestId
+from qllm.types import FrameId, Grain, RequestId
+
+
+def malformed(plan: Any) -> str | None:
+    """Say what of an alleged plan is not of its type; ends a sentence like `broken_rule`."""
+    if not isinstance(plan, Plan):
+        return f"returned {type(plan).__name__} instead of a Plan"
+    for row in plan.rows if isinstance(plan.rows, tuple) else (plan.rows,):
+        if not isinstance(row, Row) or not all(isinstance(number, int) for number in row):
+            return f"planned {row!r}, which is not a Row of integers"
+    times = (plan.slice_ns, plan.wait_until_ns)
+    whole = (plan.stop_below, *(time for time in times if time is not None))
+    if not isinstance(plan.grain, Grain) or not all(isinstance(number, int) for number in whole):
+        return (
+            f"planned grain={plan.grain!r}, stop_below={plan.stop_below!r}, "
+            f"slice_ns={times[0]!r}, wait_until_ns={times[1]!r}; they must be a Grain and integers"
+        )
+    if not isinstance(plan.drop, tuple) or not all(isinstance(i, int) for i in plan.drop):
+        return f"planned drop={plan.drop!r}, which is not a tuple of request ids"
+    return None
 
 
 def broken_rule(
@@ -80,3 +103,31 @@ def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View
     if len(plan.rows) > view.max_num_seqs:
         return f"planned {len(plan.rows)} rows; max_num_seqs is {view.max_num_seqs}"
     return None
+
+
+def check_state(
+    requests: Mapping[RequestId, Request], frames: Mapping[FrameId, Parked], pool: BlockPool
+) -> None:
+    """Compare requests, frames and blocks with each other.
+
+    Raises:
+        InvariantError: They do not agree.
+    """
+    tables = {i: r.block_table for i, r in requests.items()}
+    pool.check(tables)
+    in_frames: dict[RequestId, FrameId] = {}
+    for frame_id, parked in frames.items():
+        held = parked.held_rows()
+        if not held:
+            raise InvariantError(f"frame {frame_id} has no live row")
+        for row in held:
+            if row.request_id in in_frames:
+                raise InvariantError(f"request {row.request_id} is in two frames")
+            in_frames[row.request_id] = frame_id
+    for request_id, request in requests.items():
+        if request.frame_id != in_frames.get(request_id):
+            raise InvariantError(f"request {request_id} says frame {request.frame_id}")
+        if request.frontier is not None and not request.block_table:
+            raise InvariantError(f"request {request_id} has a frontier and no KV")
+        if len(request.block_table) < pool.blocks_for(request.num_computed_tokens):
+            raise InvariantError(f"request {request_id} has fewer blocks than KV")

@@ -199,7 +199,9 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(
     monkeypatch.setattr(builtins, "input", ask)
     done = runner.invoke(app, ["run", str(model), "--max-tokens", "200"])
     assert done.exit_code == 0, done.stderr
-    assert [h.finish_reason for h in handles] == [FinishReason.CANCELLED, FinishReason.LENGTH]
+    stopped, answered = (h.finish_reason for h in handles)
+    assert stopped is FinishReason.CANCELLED
+    assert answered in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 # -- the model of the demo

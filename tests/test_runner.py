@@ -13,6 +13,7 @@ from qllm import checkpoint
 from qllm.errors import CheckpointError, InvariantError, ModelError
 from qllm.models import discover as discover_module
 from qllm.models import experts as experts_module
+from qllm.models import packed
 from qllm.models.discover import discover
 from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, compile_program
 from qllm.runner import TorchRunner
@@ -316,7 +317,8 @@ def test_a_dead_row_is_skipped_and_the_others_go_on() -> None:
     torch.testing.assert_close(logits[1, PROMPT], solo[1, PROMPT], atol=5e-2, rtol=5e-2)
 
 
-def test_grains_say_where_a_program_stops() -> None:
+def test_grains_say_where_a_program_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "HEAD_BLOCK", 64)
     runner, _ = runner_of(model_of("mixtral", "fp32"))
     fine(runner)
     for grain in Grain:

@@ -81,7 +81,7 @@ class PackedLinears:
             elif rule is not PLAIN:
                 forward = partial(rule.linear, weight=weight, bias=bias)
             if forward is not None:
-                module.forward = forward  # type: ignore[method-assign]
+                module.forward = forward  # type: ignore[assignment, method-assign]
                 self._changed.append(module)
 
     def undo(self) -> None:
