@@ -3,7 +3,7 @@
 The ablation of the one mechanism: a program that has begun runs to its end.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qllm.types import Grain
 
@@ -14,4 +14,4 @@ from .qllm2 import Qllm2
 class PriorityPolicy(Qllm2):
     """Strict priority between steps."""
 
-    grain: Grain = Grain.STEP
+    grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})

@@ -9,7 +9,7 @@ refills the batch; the share of BE during LS decode has a budget; BE has a stall
 paper has none of these, and its order starves BE prefill).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qllm.errors import ConfigError
 from qllm.policy import RankPolicy, Ride
@@ -20,7 +20,7 @@ from qllm.types import Grain
 class Qllm2(RankPolicy):
     """Preemption at every expert, ride-along with a budget, a bound on BE stalls."""
 
-    grain: Grain = Grain.EXPERT
+    grain: Grain = field(default=Grain.EXPERT, metadata={"fixed": True})
     max_be_stall_ms: int | None = 1000
     ride_frac: float = 0.35
     """Most that BE may stretch the decode step of LS requests that have no TPOT target."""

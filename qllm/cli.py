@@ -196,7 +196,7 @@ class _Talk:
         sampling = None
         if self._sampling:
             sampling = SamplingParams(
-                **{"temperature": 0.0, **self._engine._defaults, **self._sampling}
+                **{"temperature": 0.0, **self._engine.sampling_defaults, **self._sampling}
             )
         handle = self._engine.submit(prompt, "LS", None, sampling=sampling)
         said: list[str] = []
@@ -345,7 +345,7 @@ def _value(value: object) -> str:
 def models() -> None:
     """List the short names of models and what they stand for."""
     _quiet()
-    from qllm.models.loader import ALIASES
+    from qllm.models.aliases import ALIASES
 
     _rows(
         ("alias", "model"),

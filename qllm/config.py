@@ -70,6 +70,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be an integer >= 1")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
+        for name in ("conformance", "record"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False")
         segment = self.max_segment_ms
         if not isinstance(segment, int | float) or not segment > 0:
             raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")

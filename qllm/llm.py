@@ -8,17 +8,13 @@ with QLLMEngine.from_pretrained("tiny") as engine:
     print(batch.result(timeout=60).metrics)
 """
 
-import atexit
 import itertools
 import math
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
-
-import torch
 
 from qllm import portable
 from qllm.config import EngineConfig, engine_config
@@ -27,12 +23,12 @@ from qllm.detokenizer import Detokenizer
 from qllm.engine import EngineLoop
 from qllm.errors import (
     ConfigError,
-    EngineClosedError,
     InvalidRequestError,
     QueueFullError,
 )
 from qllm.handle import Handle, Result
-from qllm.ingress import Call, Cancel, InprocIngress, Submission
+from qllm.host import ThreadHost, torch_threads
+from qllm.ingress import Cancel, InprocIngress, Submission
 from qllm.metrics import RequestMetrics
 from qllm.models.conformance import check as check_conformance
 from qllm.models.loader import LoadedModel, load, wrap
@@ -71,16 +67,17 @@ class QLLMEngine:
         self.config = config
         self.policy = policy
         self._eos_ids = loaded.eos_token_ids
-        self._defaults = loaded.generation_defaults
-        self._threads = threads
+        self.sampling_defaults = loaded.generation_defaults
+        """Keywords of SamplingParams for requests without any, from the generation config."""
         self._zero_ns = time.monotonic_ns()
-        self._runner = TorchRunner(
-            loaded.model,
-            max_segment_ms=config.max_segment_ms,
-            batch_invariant=config.batch_invariant,
-        )
-        if config.conformance:
-            check_conformance(loaded.model, self._runner)
+        with torch_threads(threads):
+            self._runner = TorchRunner(
+                loaded.model,
+                max_segment_ms=config.max_segment_ms,
+                batch_invariant=config.batch_invariant,
+            )
+            if config.conformance:
+                check_conformance(loaded.model, self._runner)
         segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -105,12 +102,7 @@ class QLLMEngine:
         )
         self._handles: dict[RequestId, Handle] = {}
         self._numbers = itertools.count()
-        self._door = threading.Lock()
-        self._closed = False
-        self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # torch aborts when a thread of it outlives the interpreter
+        self._host = ThreadHost(self._loop, self._ingress, lambda: self._handles, threads)
 
     # -- making one
 
@@ -214,7 +206,7 @@ class QLLMEngine:
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.
         """
-        self._raise_if_closed()
+        self._host.raise_if_closed()
         shape = self._runner.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
         params = self._params(sampling, stop)
@@ -234,8 +226,8 @@ class QLLMEngine:
         if not params.ignore_eos:
             stop_ids |= self._eos_ids
         level, most = _priority(priority), self._max_tokens(len(token_ids), max_tokens)
-        with self._door:
-            self._raise_if_closed()
+        with self._host.door:
+            self._host.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already (max_waiting="
@@ -297,7 +289,7 @@ class QLLMEngine:
         self, sampling: SamplingParams | None, stop: str | Sequence[str] | None
     ) -> SamplingParams:
         if sampling is None:
-            sampling = SamplingParams(**{"temperature": 0.0, **self._defaults})
+            sampling = SamplingParams(**{"temperature": 0.0, **self.sampling_defaults})
         if not isinstance(sampling, SamplingParams):
             raise InvalidRequestError(f"sampling={sampling!r} must be SamplingParams, or None")
         changes: dict[str, Any] = {}
@@ -379,67 +371,13 @@ class QLLMEngine:
 
     # -- the host
 
-    def _serve(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        try:
-            self._loop.serve()
-        except BaseException as error:  # noqa: BLE001 - every handle ends, then the engine is dead
-            self._crash = error
-        finally:
-            self._end_all()
-
-    def _end_all(self) -> None:
-        """Whatever is still open ends now: the loop will not come back."""
-        with self._door:
-            self._closed = True
-        crash = self._crash
-        reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
-        text = None if crash is None else f"the engine crashed: {type(crash).__name__}: {crash}"
-        for item in (*self._loop.pending, *self._ingress.drain()):
-            if isinstance(item, Call):
-                item.answer(None, EngineClosedError("the engine was closed"))
-            elif isinstance(item, Submission):
-                self._loop.meet(item)
-        for number in list(self._handles):
-            self._loop.end(number, reason, text)
-
-    def _raise_if_closed(self) -> None:
-        if self._crash is not None:
-            raise EngineClosedError(
-                f"the engine crashed ({type(self._crash).__name__}); make a new one"
-            ) from self._crash
-        if self._closed:
-            raise EngineClosedError("the engine was closed; make a new one")
-
-    def call(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+    def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between two programs, and return its result."""
-        self._raise_if_closed()
-        done = threading.Event()
-        box: list[Any] = [None, EngineClosedError("no answer")]
-
-        def answer(result: Any, error: BaseException | None) -> None:
-            box[:] = [result, error]
-            done.set()
-
-        self._ingress.put(Call(function, answer))
-        while not done.wait(0.2 if timeout_s is None else timeout_s):
-            if timeout_s is not None:
-                raise TimeoutError(f"no answer from the engine after {timeout_s} s")
-            if not self._thread.is_alive():
-                self._raise_if_closed()
-                break
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
+        return self._host.call(function)
 
     def close(self) -> None:
         """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            atexit.unregister(self.close)
-            self._ingress.put(Call(self._loop.close, lambda *_: None))
-            self._thread.join()
-        self._closed = True
+        self._host.close()
         self._runner.close()
 
     def __enter__(self) -> Self:
@@ -465,7 +403,7 @@ class QLLMEngine:
         """
 
         def adopt(name: str, prompt: tuple[int, ...], params: SamplingParams) -> Handle:
-            with self._door:
+            with self._host.door:
                 number = next(self._numbers)
                 handle = self._handle(number, name, prompt, params)
                 self._handles[number] = handle

@@ -254,6 +254,14 @@ class Segments(Protocol):
     longest_op: OpKind | None
 
 
+@dataclass(slots=True)
+class Longest:
+    """The longest segment so far: what most runners keep as `Segments`."""
+
+    longest_ns: int = 0
+    longest_op: OpKind | None = None
+
+
 class Runner(Protocol):
     """Executes programs. All tensors live here; the engine keeps (program, index) pairs.
 

@@ -208,7 +208,6 @@ class Ride(NamedTuple):
 class RankPolicy:
     """One pure function of integers, and the shape of the plans made from it."""
 
-    needs = Cap.NONE
     compilable = True
     """Whether a device scheduler can run it."""
 
@@ -218,6 +217,15 @@ class RankPolicy:
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
     max_be_stall_ms: int | None = None
     """Longest an admitted request goes without progress (I14); None declares no bound."""
+
+    @property
+    def needs(self) -> Cap:
+        """What its grain relies on."""
+        return {
+            Grain.STEP: Cap.NONE,
+            Grain.LAYER: Cap.YIELD_LAYER,
+            Grain.EXPERT: Cap.YIELD_LAYER | Cap.YIELD_EXPERT,
+        }[self.grain]
 
     def rank(
         self,

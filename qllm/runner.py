@@ -26,7 +26,7 @@ from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowBlocks, RowRule
 from qllm.models.packed import Head, PackedLinears
 from qllm.models.rope import RopeTable
-from qllm.plan import Index, Op, OpKind, Program, Segments, Stop
+from qllm.plan import Index, Longest, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
 from qllm.types import Driver, Grain, RequestId, Sampled, SamplingParams
 
@@ -36,14 +36,6 @@ OnLogits = Callable[[RequestId, int, Tensor], None]
 
 def _is_over(stop: Stop) -> bool:
     return stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
-
-
-class Longest:
-    """The longest segment so far; see `plan.Segments`."""
-
-    def __init__(self) -> None:
-        self.longest_ns = 0
-        self.longest_op: OpKind | None = None
 
 
 class TorchRunner:

@@ -9,7 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from qllm.errors import InvariantError
-from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, Op, OpKind, Program, Segments, Stop
+from qllm.plan import (
+    NO_CUTS,
+    CutRule,
+    Index,
+    Longest,
+    ModelShape,
+    Op,
+    OpKind,
+    Program,
+    Segments,
+    Stop,
+)
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 
@@ -57,14 +68,6 @@ class _SimRequest:
 
 
 @dataclass(slots=True)
-class SimSegments:
-    """See `qllm.plan.Segments`."""
-
-    longest_ns: int = 0
-    longest_op: OpKind | None = None
-
-
-@dataclass(slots=True)
 class _SimFrame:
     dead: set[RequestId] = field(default_factory=set)
     reached: dict[RequestId, int] = field(default_factory=dict)
@@ -93,7 +96,7 @@ class SimRunner:
     ) -> None:
         self.shape = shape
         self.cuts = cuts
-        self.segments: Segments = SimSegments()
+        self.segments: Segments = Longest()
         self.clock = clock
         self.costs = costs or SimCosts()
         self.on_boundary = on_boundary

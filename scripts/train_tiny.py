@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+# Over 500 lines: the whole recipe of one model, from the text to its card, in one file.
 """Train the small Mixture-of-Experts model shipped in ``qllm/models/tiny``.
 
 The text is what every Python installation has on disk: the sources of the standard

@@ -1,3 +1,4 @@
+# Over 500 lines: one promise of the API per test, with the tables of bad input.
 """The promises of the Python API, through the public interface, on tiny random models."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# Over 500 lines: one kind of failure per test.
 """What breaks inside breaks one request at most; what breaks everything ends every handle."""
 
 import random
@@ -327,7 +328,7 @@ def test_a_rank_that_breaks_is_named_and_the_engine_lives(after: int, answer: An
             except RequestFailedError as error:
                 assert "policy BadRank" in str(error)  # noqa: PT017
         assert any("BadRank" in text for text in engine.stats()["policy_errors"])
-        assert engine._thread.is_alive()
+        assert engine._host._thread.is_alive()
         assert_clean(engine)
 
 
@@ -460,8 +461,8 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
         except RequestFailedError as error:
             assert "the loop is broken" in str(error)  # noqa: PT017
         assert handle.finish_reason is not None
-    engine._thread.join(10)
-    assert not engine._thread.is_alive()
+    engine._host._thread.join(10)
+    assert not engine._host._thread.is_alive()
     assert any(h.finish_reason is FinishReason.ERROR for h in handles)
     with pytest.raises(EngineClosedError, match="crashed") as caught:
         engine.submit(ids(5))
@@ -715,7 +716,7 @@ def test_hammer() -> None:
         assert "error" not in reasons
         assert len(handles) > 50
         assert_serves(engine)
-        assert engine._thread.is_alive()
+        assert engine._host._thread.is_alive()
         events = [e.request_id for e in engine.trace.events if type(e).__name__ == "Finished"]
     assert sorted(events) == sorted(finished)
     assert set(finished.values()) == {1}

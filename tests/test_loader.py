@@ -26,7 +26,8 @@ from transformers import (
 
 from qllm.errors import ConfigError, ModelError
 from qllm.models import loader
-from qllm.models.loader import ALIASES, load, wrap
+from qllm.models.aliases import ALIASES
+from qllm.models.loader import load, wrap
 
 SIZES = {
     "vocab_size": 64,

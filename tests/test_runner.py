@@ -154,6 +154,7 @@ def test_logits_are_those_of_the_model(family: str, dtype: str) -> None:
     assert_same(list(logits.values()), before)
     assert_same(forward(model, ids), before)  # the model is not disturbed
     runner.close()
+    assert not any("forward" in vars(module) for module in model.modules())
     assert_same(forward(model, ids), before)
 
 

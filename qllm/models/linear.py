@@ -98,6 +98,18 @@ def _holds(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
     return True
 
 
+_held: dict[object, bool] = {}
+"""Verdicts of this process: kernels are chosen by shape, dtype, device and threads."""
+
+
+def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
+    place = (weight.dtype, weight.device, torch.get_num_threads())
+    key = (rule, tuple(weight.shape), weight.stride(), *place)
+    if key not in _held:
+        _held[key] = _holds(rule, weight, x_TD)
+    return _held[key]
+
+
 def matrices(model: nn.Module) -> Iterator[Tensor]:
     """Every matrix of a model in [out, in] form; of stacked experts the first."""
     for module in model.modules():
@@ -124,7 +136,7 @@ def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> Ro
         x = torch.randn((PROBE_ROWS, weight.shape[1]), generator=generator)
         cases.append((weight, x.to(weight.dtype).to(weight.device)))
     for rule in rules:
-        if all(_holds(rule, weight, x) for weight, x in cases):
+        if all(_holds_here(rule, weight, x) for weight, x in cases):
             return rule
     raise ModelError(
         "batch-invariant results are not possible here: the rows of a matrix product depend on "

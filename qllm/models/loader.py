@@ -20,20 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
+from qllm.models.aliases import ALIASES
 from qllm.types import SamplingParams
-
-ALIASES: Mapping[str, str] = {
-    "tiny": "",  # the folder qllm/models/tiny of this package
-    "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "qwen2-moe": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
-    "qwen3-moe": "Qwen/Qwen3-30B-A3B",
-    "olmoe": "allenai/OLMoE-1B-7B-0924-Instruct",
-    "gpt-oss": "openai/gpt-oss-20b",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "granite-moe": "ibm-granite/granite-3.1-3b-a800m-instruct",
-    "phi-moe": "microsoft/Phi-3.5-MoE-instruct",
-}
-"""Short names of models; the hub ids they stand for."""
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 """The expert code of `model.forward` that our drivers are bit-equal to."""
