@@ -322,8 +322,6 @@ def _describe(name: str, factory: Any) -> tuple[str, str, str]:
     import inspect
     from dataclasses import fields, is_dataclass
 
-    from qllm.types import Cap
-
     doc = (inspect.getdoc(factory) or "").splitlines() or [""]
     known = fields(factory) if is_dataclass(factory) else ()
     shown = [
@@ -331,7 +329,9 @@ def _describe(name: str, factory: Any) -> tuple[str, str, str]:
         for f in known
         if not f.metadata.get("fixed")
     ]
-    needs = getattr(factory, "needs", Cap.NONE)
+    needs = factory.needs  # of a class: a value, or a property that needs an object
+    if isinstance(needs, property):
+        needs = factory().needs
     caps = ", ".join((cap.name or "").lower() for cap in needs)
     return doc[0].rstrip("."), "\n".join(shown), caps or "-"
 

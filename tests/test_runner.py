@@ -1,3 +1,4 @@
+# Over 500 lines: one law of the runner per test, over all families.
 """The torch runner against `model.forward`, bit for bit, whatever interrupts it."""
 
 from collections.abc import Iterator, Sequence
