@@ -160,6 +160,7 @@ def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
     table.add("LS capacity; LS rate", f"{capacity:.2f}/s; {rate:.2f}/s")
     names = args.policies or list(SETUPS)
     windows: dict[str, list[Window]] = {name: [] for name in names}
+    settings = {"max_step_tokens": args.max_step_tokens} if args.max_step_tokens else {}
     for i, seed in enumerate(args.seeds):
         load = (
             load_of_trace(args.trace, seed) if args.trace else make_load(seed, rate, args.seconds)
@@ -382,6 +383,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=float, default=6.0, help="seconds of flood before it")
     parser.add_argument("--seeds", default="1,2,3,4")
     parser.add_argument("--policies", default="", help=f"of the mixed row: {', '.join(SETUPS)}")
+    parser.add_argument(
+        "--max-step-tokens", type=int, help="of the mixed row, for every policy (sweep it)"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="pairs of the paired rows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trace", help="a JSON trace of loadgen.py with the arrivals to use")
@@ -447,6 +451,7 @@ def main() -> None:
             "rounds": args.rounds,
             "quick": args.quick,
             "trace": args.trace,
+            "max_step_tokens": args.max_step_tokens or "default",
             "workload": {
                 "ls_prompt": LS_PROMPT,
                 "ls_output": LS_OUTPUT,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from qllm import trace
 from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Split
 from qllm.errors import PolicyError
-from qllm.ingress import Call, Cancel, Ingress, Item, Submission
+from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.plan import Index, OpKind, Program, Runner
 from qllm.policy import CostTable
@@ -157,8 +157,15 @@ class EngineLoop:
         except PolicyError as error:
             self._policy_broke(error)
             return False
-        for effect in decision.effects:
-            self._apply(effect)
+        start_ns = self.now_ns()
+        try:
+            for effect in decision.effects:
+                self._apply(effect)
+        except Exception as error:
+            if decision.program is None:
+                raise
+            self._failed(decision.program, decision.start, start_ns, error)
+            return False
         if decision.program is None:
             self._idle(decision)
             return False
@@ -298,7 +305,7 @@ class EngineLoop:
             self._failed(program, decision.start, start_ns, error)
             return
         end_ns = self.now_ns()
-        by_word = not is_done and stop.word < program.stop_below
+        by_word = not is_done and CONTROL < stop.word < program.stop_below
         self._emit(
             trace.Ran(
                 start_ns=start_ns,

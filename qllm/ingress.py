@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from qllm.plan import ANY_ARRIVAL
 from qllm.types import RequestId, SamplingParams, Slo
 
-IDLE = 2**31 - 1
-"""The stop word when nothing has arrived."""
 CONTROL = -(2**30)
-"""The stop word of a control call: smaller than every priority."""
+"""The stop word of a cancellation or a call: smaller than every priority."""
 
 
 class StopWord:
@@ -24,7 +23,7 @@ class StopWord:
     __slots__ = ("_lock", "lowered_ns", "now_ns", "stop_at_ns", "word")
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        self.word = IDLE
+        self.word = ANY_ARRIVAL
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self.lowered_ns = 0
@@ -41,7 +40,7 @@ class StopWord:
     def reset(self) -> None:
         """Called by the loop just before it drains, so that no arrival is missed."""
         with self._lock:
-            self.word = IDLE
+            self.word = ANY_ARRIVAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +105,7 @@ class InprocIngress:
         self._items.append(item)
         if isinstance(item, Submission):
             self.stop.lower(item.priority)
-        elif isinstance(item, Call):
+        else:
             self.stop.lower(CONTROL)
         self._arrived.set()
 

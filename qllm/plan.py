@@ -21,6 +21,8 @@ from qllm.types import FrameId, Grain, RequestId, Sampled, SamplingParams
 
 NO_STOP = -(2**31)
 """A stop threshold that no arrival reaches."""
+ANY_ARRIVAL = 2**31 - 1
+"""A stop threshold that every arrival reaches; the stop word rests on it."""
 
 
 class Row(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from qllm.plan import NO_STOP, Plan, Row
+from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
 from qllm.policy import CostTable, FrameView, RankPolicy, RequestView, View, next_row
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
@@ -44,6 +44,8 @@ def rank_all(view: View, policy: RankPolicy) -> list[Ranked]:
             r.served_ns,
             view.now_ns,
         )
+        if not (isinstance(tier, int) and isinstance(key, int)):
+            raise TypeError(f"rank returned {(tier, key)!r}; it must return two ints")
         ranked.append(Ranked(tier, key, r.request_id, r))
     ranked.sort(key=lambda x: x[:3])
     return ranked
@@ -83,12 +85,23 @@ class _Shaper:
         grain = min(self.policy.grain, self.view.finest_grain)
         stop = NO_STOP
         if grain > Grain.STEP:
-            stop = min(self.tier_of[row.request_id] for row in rows)
+            stop = self.stop_below(rows)
         due = self.next_due_ns({row.request_id for row in rows})
         if grain > Grain.STEP and due is not None:
             left = max(self.min_slice_ns, due - self.view.now_ns)
             slice_ns = left if slice_ns is None else min(slice_ns, left)
         return Plan(rows=tuple(rows), grain=grain, stop_below=stop, slice_ns=slice_ns)
+
+    def stop_below(self, rows: Sequence[Row]) -> int:
+        """Whose arrival stops these rows.
+
+        The stop word carries priorities: where tiers are not priorities, any arrival stops
+        them, and a false alarm resumes them.
+        """
+        best = min(self.tier_of[row.request_id] for row in rows)
+        if all(x.tier == x.request.priority for x in self.ranked):
+            return best
+        return ANY_ARRIVAL
 
     # -- the stall bound (I14)
 

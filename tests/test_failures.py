@@ -419,7 +419,6 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
     loop = engine._loop
     return {
-        "accept": (engine._runner, "accept"),
         "add": (engine._runner, "add"),
         "remove": (engine._runner, "remove"),
         "decide": (loop.scheduler, "decide"),
@@ -430,9 +429,33 @@ def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.parametrize(
-    "where", ["accept", "add", "remove", "decide", "done", "emit", "drain", "expire"]
-)
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of() as engine:
+        real = engine._runner.accept
+        left = [times]
+
+        def accept(program: Any) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise MemoryError("no room for a frame")
+            real(program)
+
+        monkeypatch.setattr(engine._runner, "accept", accept)
+        handles = submit_all(engine, [ids(5), ids(6)])
+        for handle in handles:
+            if times == 1:
+                assert handle.result(20).finish_reason is FinishReason.LENGTH
+            else:
+                with pytest.raises(RequestFailedError, match="no room for a frame"):
+                    handle.result(20)
+        left[0] = 0
+        assert_serves(engine)
+
+
+@pytest.mark.parametrize("where", ["add", "remove", "decide", "done", "emit", "drain", "expire"])
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     engine = engine_of()

@@ -18,8 +18,8 @@ from qllm import trace
 from qllm.check import LIMITS, SHAPE, Watched, World, watch
 from qllm.check import overload as overloaded_world
 from qllm.errors import ConfigError
-from qllm.ingress import IDLE, InprocIngress, StopWord
-from qllm.plan import NO_CUTS, NO_STOP, CutRule, Plan, Row
+from qllm.ingress import InprocIngress, StopWord
+from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import CostTable, RankPolicy, View, next_row
 from qllm.shapes import ride_allowance_ns, shape_plan
 from qllm.sim import SimCosts, VirtualClock
@@ -509,7 +509,7 @@ def test_the_stop_word_survives_the_race_with_drain() -> None:
     drained = ingress.drain()
     assert drained or ingress.stop.word == LS
     assert len(drained) + len(ingress.drain()) == 1
-    assert ingress.stop.word == IDLE
+    assert ingress.stop.word == ANY_ARRIVAL
 
 
 # -- errors
