@@ -17,6 +17,8 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 NO_DEADLINE = 1 << 62
 MIN_SLICE_NS = NS_PER_MS
 """A slice shorter than this is not worth a switch."""
+MIN_CHUNK = 32
+"""Tokens of the smallest prefill step made to fit a slice."""
 RIDE_CAP = 8
 """Most allowances that are saved up; one decode step of the best tier earns one."""
 
@@ -148,9 +150,16 @@ class _Shaper:
                 if free >= 0 or not rows:
                     rows.append(row)
         else:
-            rows = [next_row(first.request, self.view, self.view.max_step_tokens)]
+            rows = [next_row(first.request, self.view, self.slice_tokens(self.min_slice_ns))]
         plan = self.finish_plan(rows)
         return Plan(rows=plan.rows, grain=plan.grain, slice_ns=self.min_slice_ns)
+
+    def slice_tokens(self, slice_ns: int) -> int:
+        """Prefill tokens for a slice: where time cannot stop a step, its size has to."""
+        most = self.view.max_step_tokens
+        if min(self.policy.grain, self.view.finest_grain) > Grain.STEP:
+            return most
+        return min(most, max(MIN_CHUNK, slice_ns // self.view.costs.prefill_token_ns))
 
     # -- one tier
 
@@ -162,7 +171,9 @@ class _Shaper:
         """Blocks that requests of worse tiers hold."""
         return sum(len(x.request.block_table) for x in self.ranked if x.tier > tier)
 
-    def batch(self, members: Sequence[Ranked], force: bool = False) -> tuple[list[Row], int]:
+    def batch(
+        self, members: Sequence[Ranked], force: bool = False, max_tokens: int | None = None
+    ) -> tuple[list[Row], int]:
         """Decodes, then prefills, tier by tier; returns the rows and how many are decodes.
 
         Order is strict: a prefill without room ends the walk, because whoever came next would
@@ -173,7 +184,7 @@ class _Shaper:
         free = [x for x in members if x.request.frame_id is None]
         rows: list[Row] = []
         num_decodes = used = 0
-        tokens = view.max_step_tokens
+        tokens = view.max_step_tokens if max_tokens is None else max_tokens
         blocked = False
         for x in sorted(free, key=lambda x: (x.tier, not _is_new_decode(x.request))):
             if len(rows) >= view.max_num_seqs:
@@ -276,7 +287,8 @@ class _Shaper:
                 return self.resume(frame)
         if len(best.rows) + num_joining >= self.view.max_num_seqs:
             return None
-        rows, num_decodes = self.batch(members)
+        tokens = self.slice_tokens(self.view.ride_credit_ns)
+        rows, num_decodes = self.batch(members, max_tokens=tokens)
         rows = rows[num_decodes:]
         return self.finish_plan(rows) if rows else None
 
