@@ -12,7 +12,7 @@ from mixed import GREEDY, Flood
 
 from qllm import QLLMEngine
 from qllm.trace import Parked, Planned, Ran
-from qllm.types import NS_PER_MS
+from qllm.types import NS_PER_MS, Grain
 
 # row 6: arrival to parked
 
@@ -116,50 +116,49 @@ def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[
 # row 8: boundaries nobody uses
 
 VARIANTS = {
-    "none": {"preempt_at": "step"},
-    "step": {"preempt_at": "step"},
-    "layer": {"preempt_at": "layer"},
-    "expert": {"preempt_at": "expert"},
-    "no cuts": {"preempt_at": "step", "max_segment_ms": float("inf")},
+    "none": (Grain.STEP, True),
+    "step": (Grain.STEP, False),
+    "layer": (Grain.LAYER, False),
+    "expert": (Grain.EXPERT, False),
+    "no cuts": (Grain.STEP, True),
 }
-"""Engine settings; "none" and "no cuts" run the loop with polling compiled out."""
+"""Grain, and whether polling is compiled out. All but "no cuts" run in one engine: two engines
+hold two copies of packed weights, and where those lie in memory costs more than polling."""
 
 
 def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
     """CPU time of the engine's thread on the same BE work, paired inside each round."""
-    prefill = make_jobs(seed, 1, (1536, 1536), (1, 1))
-    decode = make_jobs(seed + 1, 6, (32, 64), (16, 16))
+    work = {
+        "prefill": make_jobs(seed, 1, (768, 768), (1, 1)),
+        "decode": make_jobs(seed + 1, 4, (32, 32), (12, 12)),
+    }
     order = random.Random(seed)
-    engines = {
-        name: QLLMEngine.from_model(model, threads=1, conformance=False, **settings)
-        for name, settings in VARIANTS.items()
-    }
-    spent: dict[str, dict[str, list[float]]] = {
-        name: {"prefill": [], "decode": []} for name in VARIANTS
-    }
-    try:
+    spent = {name: {part: list[float]() for part in work} for name in VARIANTS}
+    with (
+        QLLMEngine.from_model(model, threads=1, conformance=False) as cut,
+        QLLMEngine.from_model(
+            model, threads=1, conformance=False, max_segment_ms=float("inf")
+        ) as uncut,
+    ):
         for i in range(rounds + 1):
             for name in order.sample(list(VARIANTS), len(VARIANTS)):
-                silent.enable(name in ("none", "no cuts"))
-                for part, jobs in (("prefill", prefill), ("decode", decode)):
-                    cpu_s = _cpu(engines[name], jobs)
+                engine = uncut if name == "no cuts" else cut
+                grain, is_silent = VARIANTS[name]
+                object.__setattr__(engine.policy, "grain", grain)  # between runs, so nobody looks
+                silent.enable(is_silent)
+                for part, jobs in work.items():
+                    cpu_s = _cpu(engine, jobs)
                     if i:
                         spent[name][part].append(cpu_s)
-    finally:
-        silent.enable(False)
-        for engine in engines.values():
-            engine.close()
+    silent.enable(False)
     out: dict[str, Any] = {"rounds": rounds}
+    base = spent["none"]
     for name in VARIANTS:
         if name == "none":
             continue
-        out[name] = {
-            part: paired(_percent(spent[name][part], spent["none"][part]))
-            for part in ("prefill", "decode")
-        }
-        both = [a + b for a, b in zip(*spent[name].values(), strict=True)]
-        base = [a + b for a, b in zip(*spent["none"].values(), strict=True)]
-        out[name]["both"] = paired(_percent(both, base))
+        out[name] = {part: paired(_percent(spent[name][part], base[part])) for part in work}
+        sums = [[a + b for a, b in zip(*v.values(), strict=True)] for v in (spent[name], base)]
+        out[name]["both"] = paired(_percent(*sums))
     out["cpu_s"] = {n: {p: float(np.median(v)) for p, v in s.items()} for n, s in spent.items()}
     return out
 

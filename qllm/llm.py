@@ -75,6 +75,7 @@ class QLLMEngine:
                 loaded.model,
                 max_segment_ms=config.max_segment_ms,
                 batch_invariant=config.batch_invariant,
+                packed_decode=config.packed_decode,
             )
             if config.conformance:
                 check_conformance(loaded.model, self._runner)
@@ -426,6 +427,11 @@ class QLLMEngine:
     def drivers(self) -> tuple[str, ...]:
         """Per layer: "fast", "replay" or "dense"."""
         return tuple(str(d) for d in self._runner.drivers)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What computes experts, projections, head and attention."""
+        return self._runner.kernels
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""

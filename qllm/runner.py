@@ -45,13 +45,15 @@ class TorchRunner:
         model: In evaluation mode, whole, on one device. Its attention modules get a config of
             their own (see `models.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
-        batch_invariant: Level L2. `self_test_batch_invariance` runs here and finds the rule.
-        max_packed_bytes: Copy the experts in the matrix library's layout when the copy takes at
-            most this; 0 never copies. Weights changed later are not seen.
+        batch_invariant: Level L2; its self-test runs here and finds the rule.
+        packed_decode: Take the fast attention for single queries in bf16, whose last bits may
+            differ from transformers'.
+        max_packed_bytes: Copy weights in the matrix library's layout when the copy of the experts
+            (of the rest) takes at most this; 0 never copies. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
-        ModelError: The model cannot be driven safely; the message says why.
+        ModelError: The model cannot be driven safely, or level L2 is not possible here.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TorchRunner:
         *,
         max_segment_ms: float = 5.0,
         batch_invariant: bool = False,
+        packed_decode: bool = True,
         max_packed_bytes: int = 2 << 30,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -71,6 +74,7 @@ class TorchRunner:
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
+        self.packed_decode = packed_decode
         self._clock = clock
         self._drivers: tuple[LayerDriver, ...] = tuple(driver_for(p) for p in parts.layers)
         self._sampler = Sampler()
@@ -79,7 +83,8 @@ class TorchRunner:
         self._device = parts.lm_head.weight.device
         self._rule, self._enters_rule = PLAIN, False
         if batch_invariant:
-            self.self_test_batch_invariance()
+            found = find_invariance(model, parts, self._drivers)
+            self._rule, self._enters_rule = found
         with torch.inference_mode():
             self._banks = expert_banks(parts, self._rule, max_packed_bytes)
             self._linears = PackedLinears(parts, self._rule, max_packed_bytes)
@@ -112,6 +117,20 @@ class TorchRunner:
     def drivers(self) -> tuple[Driver, ...]:
         """Who runs each layer."""
         return tuple(driver.kind for driver in self._drivers)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What computes what, for results."""
+        rule = "" if self._rule is PLAIN else f", rows in {tuple(self._rule)}"
+        banks = [bank for bank in self._banks if bank is not None]
+        packed = "oneDNN packed" if any(bank.is_packed for bank in banks) else "torch mm"
+        return {
+            "experts": f"{packed}{rule}" if banks else "none",
+            "linear": f"{self._linears.kernel}{rule}",
+            "head": f"{self._head.kernel}{rule}",
+            "attention": "sdpa per sequence on slabs (transformers' own eager with sinks)",
+            "decode_attention": "packed heads" if self.packed_decode else "as attention",
+        }
 
     @property
     def row_rule(self) -> RowRule:
@@ -304,7 +323,8 @@ class TorchRunner:
         _, layer, group, lo, hi = op
         x = frame.activate(group)
         state = frame.layer
-        step = frame.step_of(group, lo, hi, self._spans, self.parts.latent_kv)
+        latent, packs = self.parts.latent_kv, self.packed_decode
+        step = frame.step_of(group, lo, hi, self._spans, latent, packs)
         rope = frame.rope_of(group, lo, hi)
         whole = hi - lo == x.shape[0]
         mid = self._drivers[layer].attend(x if whole else x[lo:hi], rope, step)
@@ -436,18 +456,6 @@ class TorchRunner:
             [row.hi for row in rows],
             [r.ids[r.num_prompt_tokens :] for r in requests],
         )
-
-    # level L2
-
-    def self_test_batch_invariance(self) -> RowRule:
-        """Find the rule under which the model's own weights multiply rows independently.
-
-        Raises:
-            ModelError: There is none on this machine, or a norm or router breaks it.
-        """
-        found = find_invariance(self.model, self.parts, self._drivers)
-        self._rule, self._enters_rule = found
-        return self._rule
 
     # checkpoints
 

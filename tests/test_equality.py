@@ -84,7 +84,12 @@ def reference() -> dict[str, list[tuple[list[int], list[float]]]]:
 
 
 def engine_of(family: str, dtype: str, **settings: Any) -> QLLMEngine:
-    defaults = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
+    defaults = {
+        "conformance": False,
+        "threads": 1,
+        "max_kv_tokens": 2048,
+        "packed_decode": False,  # the bits of `generate`; the storms try both
+    }
     return QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**defaults, **settings})
 
 
@@ -293,7 +298,12 @@ STORMS = [
 def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     family: str, dtype: str, policy: str, seed: int
 ) -> None:
-    settings = {"exactness": "batch-invariant", "max_kv_tokens": 160, "max_step_tokens": 96}
+    settings = {
+        "exactness": "batch-invariant",
+        "max_kv_tokens": 160,
+        "max_step_tokens": 96,
+        "packed_decode": bool(seed % 2),
+    }
     made = Chaos(seed) if policy == "chaos" else policy
     with engine_of(family, dtype, policy=made, record=True, **settings) as engine:
         fine(engine)
@@ -332,14 +342,15 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
 def test_a_storm_in_order_mode_equals_the_replay_of_its_schedule(
     family: str, dtype: str, policy: str, seed: int
 ) -> None:
-    settings = {"max_kv_tokens": 160, "max_step_tokens": 96}
+    packed = bool(seed % 2)
+    settings = {"max_kv_tokens": 160, "max_step_tokens": 96, "packed_decode": packed}
     made = Chaos(seed) if policy == "chaos" else policy
     with engine_of(family, dtype, policy=made, record=True, **settings) as engine:
         fine(engine)
         storm = Storm(engine, seed)
         results = storm.run()
         events = list(engine.trace.events)
-    runner = TorchRunner(make_model(family, DTYPES[dtype]))
+    runner = TorchRunner(make_model(family, DTYPES[dtype]), packed_decode=packed)
     runner.cuts = CUTS
     object.__setattr__(runner._costs, "range_ns", 0.5)
     torch.set_num_threads(1)

@@ -228,7 +228,7 @@ def test_check_policy_wants_two_ints_of_a_rank() -> None:
         def rank(self, *numbers: int) -> tuple[int, int]:
             return numbers[1], numbers[0] / 3  # type: ignore[return-value]
 
-    with pytest.raises(PolicyError, match=r"policy Floats ranks request 0 .* not two ints"):
+    with pytest.raises(PolicyError, match=r"Floats raised TypeError: rank returned .* two ints"):
         check_policy(Floats(), num_states=50)
 
 

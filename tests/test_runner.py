@@ -89,7 +89,7 @@ def forward(model: Any, ids: list[int], steps: int = STEPS) -> list[Tensor]:
 
 
 def runner_of(model: Any, **settings: Any) -> tuple[TorchRunner, dict[tuple[int, int], Tensor]]:
-    runner = TorchRunner(model, **{"max_segment_ms": INF, **settings})
+    runner = TorchRunner(model, **{"max_segment_ms": INF, "packed_decode": False, **settings})
     logits: dict[tuple[int, int], Tensor] = {}
     runner.on_logits = lambda request, position, x: logits.update({(request, position): x.clone()})
     return runner, logits

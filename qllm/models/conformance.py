@@ -98,6 +98,7 @@ def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
     """A probe; afterwards the runner is as it was."""
     probe = _Probe(model, runner)
     before = runner.on_logits, runner.on_segment
+    packed_decode, runner.packed_decode = runner.packed_decode, False
     segments = runner.segments
     longest = segments.longest_ns, segments.longest_op
     runner.on_logits, runner.on_segment = probe.take, probe.passed
@@ -105,6 +106,7 @@ def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
         yield probe
     finally:
         runner.on_logits, runner.on_segment = before
+        runner.packed_decode = packed_decode
         segments.longest_ns, segments.longest_op = longest
         for program in probe.programs:
             runner.drop(program)

@@ -61,6 +61,11 @@ class ExpertBank:
         self.unit_bytes = one * gate_up.element_size()
         self.row_flops = 2 * one
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its weights were copied in the matrix library's layout."""
+        return self._packed_up is not None
+
     def _matmul(
         self,
         x_SD: Tensor,

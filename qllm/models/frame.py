@@ -169,12 +169,14 @@ class Frame:
         """Rows died: the spans of ATTN ops are made anew."""
         self._steps.clear()
 
-    def step_of(self, group: int, lo: int, hi: int, spans: SpansOf, latent: bool) -> Step:
+    def step_of(
+        self, group: int, lo: int, hi: int, spans: SpansOf, latent: bool, packs: bool
+    ) -> Step:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
         key = (group, lo, hi)
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = Step(spans(self, group, lo, hi), hi - lo, latent)
+            found = self._steps[key] = Step(spans(self, group, lo, hi), hi - lo, latent, packs)
         return found
 
     def export(self) -> dict[str, Tensor]:

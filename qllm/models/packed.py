@@ -64,6 +64,7 @@ class PackedLinears:
 
     def __init__(self, parts: ModelParts, rule: RowRule, max_bytes: int) -> None:
         self._changed: list[nn.Linear] = []
+        self.num_packed = 0
         modules = [m for layer in parts.layers for m in layer.layer.modules()]
         linears = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
         size = sum(m.weight.numel() * m.weight.element_size() for m in linears)
@@ -78,11 +79,17 @@ class PackedLinears:
             forward: Callable[[Tensor], Tensor] | None = None
             if packed is not None and exact[key]:
                 forward = _packed_forward(packed, bias, rule)
+                self.num_packed += 1
             elif rule is not PLAIN:
                 forward = partial(rule.linear, weight=weight, bias=bias)
             if forward is not None:
                 module.forward = forward  # type: ignore[assignment, method-assign]
                 self._changed.append(module)
+
+    @property
+    def kernel(self) -> str:
+        """What multiplies, for results."""
+        return f"oneDNN packed ({self.num_packed} modules)" if self.num_packed else "torch linear"
 
     def undo(self) -> None:
         """Give the modules back their own forward."""
@@ -120,6 +127,7 @@ class Head:
             last = pack_all(self._weights[-1:])
             self._packed = None if packed is None or last is None else packed + last
         self.num_blocks = len(self._weights)
+        self.kernel = "torch linear" if self._packed is None else "oneDNN packed"
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
         """Logits [B, up to HEAD_BLOCK] of one block."""
