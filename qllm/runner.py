@@ -77,14 +77,15 @@ class TorchRunner:
         self.packed_decode = packed_decode
         self._clock = clock
         self._drivers: tuple[LayerDriver, ...] = tuple(driver_for(p) for p in parts.layers)
+        self.drivers = tuple(driver.kind for driver in self._drivers)
+        """Who runs each layer."""
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
         self._frames: dict[int, Frame] = {}
         self._device = parts.lm_head.weight.device
         self._rule, self._enters_rule = PLAIN, False
         if batch_invariant:
-            found = find_invariance(model, parts, self._drivers)
-            self._rule, self._enters_rule = found
+            self._rule, self._enters_rule = find_invariance(model, parts, self._drivers)
         with torch.inference_mode():
             self._banks = expert_banks(parts, self._rule, max_packed_bytes)
             self._linears = PackedLinears(parts, self._rule, max_packed_bytes)
@@ -114,22 +115,16 @@ class TorchRunner:
         return ruled
 
     @property
-    def drivers(self) -> tuple[Driver, ...]:
-        """Who runs each layer."""
-        return tuple(driver.kind for driver in self._drivers)
-
-    @property
     def kernels(self) -> dict[str, str]:
         """What computes what, for results."""
-        rule = "" if self._rule is PLAIN else f", rows in {tuple(self._rule)}"
-        banks = [bank for bank in self._banks if bank is not None]
-        packed = "oneDNN packed" if any(bank.is_packed for bank in banks) else "torch mm"
+        packed = any(bank is not None and bank.is_packed for bank in self._banks)
         return {
-            "experts": f"{packed}{rule}" if banks else "none",
-            "linear": f"{self._linears.kernel}{rule}",
-            "head": f"{self._head.kernel}{rule}",
+            "experts": "oneDNN packed" if packed else "torch mm",
+            "linear": self._linears.kernel,
+            "head": self._head.kernel,
             "attention": "sdpa per sequence on slabs (transformers' own eager with sinks)",
             "decode_attention": "packed heads" if self.packed_decode else "as attention",
+            "row_rule": "none" if self._rule is PLAIN else str(tuple(self._rule)),
         }
 
     @property
