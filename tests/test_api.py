@@ -195,13 +195,19 @@ def test_cancel_before_the_start_in_the_middle_and_after_the_end() -> None:
         assert engine.stats()["num_live"] == 0
 
 
+def _watched(engine: QLLMEngine, look: Any, handle: Handle) -> Handle:
+    """Called on the engine's thread, so that nothing runs before it watches."""
+    engine._runner.on_segment = lambda *args: look(handle, *args)
+    return handle
+
+
 def test_status_passes_through_its_states() -> None:
     with engine_of(policy="qllm2") as engine:
         seen = set()
         states: list[RequestStatus] = []
         hits = []
 
-        def look(program: Any, index: Any, begin: int, end: int) -> None:
+        def look(handle: Handle, program: Any, index: Any, begin: int, end: int) -> None:
             if 0 in program.request_ids:
                 seen.add(handle.status)
                 if index.pos and not hits:
@@ -210,8 +216,7 @@ def test_status_passes_through_its_states() -> None:
                 states.append(handle.status)
 
         object.__setattr__(engine._runner._costs, "range_ns", 0.5)
-        engine._runner.on_segment = look
-        handle = engine.call(lambda: engine.submit(ids(64), "BE", 2))
+        handle = engine.call(lambda: _watched(engine, look, engine.submit(ids(64), "BE", 2)))
         handle.result(60)
         engine._runner.on_segment = None
         assert seen == {RequestStatus.RUNNING}
