@@ -314,7 +314,7 @@ def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
 
 def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Row 8."""
-    found = boundary_row(model, 3 if args.quick else 4 * args.rounds, args.seeds[0])
+    found = boundary_row(model, 3 if args.quick else 2 * args.rounds, args.seeds[0])
     for name, limit in (("expert", 2.0), ("layer", 1.0), ("step", None)):
         both = found[name]["both"]
         ok = both.low <= 0 <= both.high or both.value <= 0 if limit is None else both.value <= limit

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import qllm
 from qllm import Priority, QLLMEngine, QueueFull, SamplingParams, Slo
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError
+from qllm.handle import Handle
 from qllm.plan import Plan
 from qllm.policy import View
 from qllm.types import Cap, FinishReason, RequestStatus
