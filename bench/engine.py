@@ -57,7 +57,7 @@ from mixed import (
     make_load,
     run_window,
 )
-from overhead import added_row, boundary_row, latency_row
+from overhead import added_row, boundary_row, cuts_row, latency_row
 from throughput import decode_row, peer_row
 
 ROWS = ("exact", "mixed", "latency", "added", "boundary", "peer", "decode")
@@ -314,17 +314,15 @@ def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
 
 def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Row 8."""
-    found = boundary_row(model, 3 if args.quick else 2 * args.rounds, args.seeds[0])
+    found = boundary_row(model, 3 if args.quick else 8 * args.rounds, args.seeds[0])
     for name, limit in (("expert", 2.0), ("layer", 1.0), ("step", None)):
         both = found[name]["both"]
         ok = both.low <= 0 <= both.high or both.value <= 0 if limit is None else both.value <= limit
         target = "in the interval" if limit is None else f"<= {limit:g} %"
         table.add(f"CPU time lost to boundaries, {name}, %", both.text(), target, ok)
-    cuts = found["no cuts"]
-    table.add(
-        "CPU time without cuts (inf) against 5 ms, %: prefill 768; decode",
-        f"{_text(cuts['prefill'], 1)}; {_text(cuts['decode'], 1)}",
-    )
+    found["cuts"] = cuts = cuts_row(model, 2 if args.quick else args.rounds, args.seeds[0])
+    for num, lost in cuts.items():
+        table.add(f"CPU time that the cuts add to a prefill of {num}, %", lost.text(1))
     return found
 
 

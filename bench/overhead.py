@@ -115,51 +115,58 @@ def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[
 
 # row 8: boundaries nobody uses
 
-VARIANTS = {
+GRAINS = {
     "none": (Grain.STEP, True),
     "step": (Grain.STEP, False),
     "layer": (Grain.LAYER, False),
     "expert": (Grain.EXPERT, False),
-    "no cuts": (Grain.STEP, True),
 }
-"""Grain, and whether polling is compiled out. All but "no cuts" run in one engine: two engines
-hold two copies of packed weights, and where those lie in memory costs more than polling."""
+"""Grain, and whether polling is compiled out. All run in one engine: two engines hold two copies
+of packed weights, and where those lie in memory costs more than polling."""
 
 
 def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
-    """CPU time of the engine's thread on the same BE work, paired inside each round."""
+    """CPU time of the engine's thread on the same BE work, paired inside each short round."""
     work = {
-        "prefill": make_jobs(seed, 1, (768, 768), (1, 1)),
-        "decode": make_jobs(seed + 1, 4, (32, 32), (12, 12)),
+        "prefill": make_jobs(seed, 1, (192, 192), (1, 1)),
+        "decode": make_jobs(seed + 1, 2, (16, 16), (5, 5)),
     }
     order = random.Random(seed)
-    spent = {name: {part: list[float]() for part in work} for name in VARIANTS}
+    spent = {name: {part: list[float]() for part in work} for name in GRAINS}
+    with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
+        for i in range(rounds + 2):
+            for name in order.sample(list(GRAINS), len(GRAINS)):
+                grain, is_silent = GRAINS[name]
+                object.__setattr__(engine.policy, "grain", grain)  # between runs, so nobody looks
+                silent.enable(is_silent)
+                for part, jobs in work.items():
+                    cpu_s = _cpu(engine, jobs)
+                    if i > 1:
+                        spent[name][part].append(cpu_s)
+    silent.enable(False)
+    out: dict[str, Any] = {"rounds": rounds}
+    base = spent["none"]
+    for name in ("step", "layer", "expert"):
+        out[name] = {part: paired(_percent(spent[name][part], base[part])) for part in work}
+        sums = [[a + b for a, b in zip(*v.values(), strict=True)] for v in (spent[name], base)]
+        out[name]["both"] = paired(_percent(*sums))
+    out["cpu_s"] = {n: {p: float(np.median(v)) for p, v in s.items()} for n, s in spent.items()}
+    return out
+
+
+def cuts_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
+    """CPU time that cuts for 5 ms add to one prefill, against `max_segment_ms=inf`."""
+    out: dict[str, Any] = {}
     with (
         QLLMEngine.from_model(model, threads=1, conformance=False) as cut,
         QLLMEngine.from_model(
             model, threads=1, conformance=False, max_segment_ms=float("inf")
         ) as uncut,
     ):
-        for i in range(rounds + 1):
-            for name in order.sample(list(VARIANTS), len(VARIANTS)):
-                engine = uncut if name == "no cuts" else cut
-                grain, is_silent = VARIANTS[name]
-                object.__setattr__(engine.policy, "grain", grain)  # between runs, so nobody looks
-                silent.enable(is_silent)
-                for part, jobs in work.items():
-                    cpu_s = _cpu(engine, jobs)
-                    if i:
-                        spent[name][part].append(cpu_s)
-    silent.enable(False)
-    out: dict[str, Any] = {"rounds": rounds}
-    base = spent["none"]
-    for name in VARIANTS:
-        if name == "none":
-            continue
-        out[name] = {part: paired(_percent(spent[name][part], base[part])) for part in work}
-        sums = [[a + b for a, b in zip(*v.values(), strict=True)] for v in (spent[name], base)]
-        out[name]["both"] = paired(_percent(*sums))
-    out["cpu_s"] = {n: {p: float(np.median(v)) for p, v in s.items()} for n, s in spent.items()}
+        for num in (192, 768, 1536):
+            jobs = make_jobs(seed, 1, (num, num), (1, 1))
+            pairs = [(_cpu(cut, jobs), _cpu(uncut, jobs)) for _ in range(rounds + 1)][1:]
+            out[str(num)] = paired(_percent(*zip(*pairs, strict=True)))
     return out
 
 
