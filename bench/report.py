@@ -16,25 +16,32 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 HEAD = """# Benchmarks
 
-Made by `python bench/report.py` from [bench/results/engine-cpu.json](../bench/results/engine-cpu.json), which is the last
-line of `python bench/engine.py`. All ratios come from runs that alternate in one run. Intervals are 95 % bootstrap
-intervals. Open loop; a request that was not served in its window counts as a TTFT of at least its wait.
+Made by `python bench/report.py` from
+[bench/results/engine-cpu.json](../bench/results/engine-cpu.json), which is the last line of
+`python bench/engine.py`. All ratios come from runs that alternate in one run. Intervals are 95
+% bootstrap intervals. Open loop; a request that was not served in its window counts as a TTFT
+of at least its wait.
 """
 
 NOTES = """
 ## Reading it
 
-- **LS** prompts have 64-128 tokens and 16-48 out, Poisson at 40 % of the LS capacity measured in the same run; **BE** has 40
-  prompts of 256-2,048 tokens waiting at all times. `priority` is `qllm2` at grain STEP: the same order, budget and
-  stall bound, without preemption inside a step. `fcfs` and `ls-first` have no budget.
-- **Capacity** is measured with many LS requests at once. At 40 % of it LS is nearly always decoding, one or a few rows
-  at a time, so there is little idle time for BE to harvest: BE gets what the budget leaves.
-- **The decode row misses its target.** The step is bound by one-row bf16 products: torch's fastest kernel for them
-  (oneDNN, packed weights) reads 11-14 GB/s here, where a plain read of the same bytes reaches 25-30 GB/s (`LOG.md`). With
-  Hugging Face's own submodules that alone is about twice the floor; the rest is some 40 small ops per layer.
-- **Cuts cost prefill throughput.** The rows on cuts say how much; `max_segment_ms=float("inf")` removes them.
+- **LS** prompts have 64-128 tokens and 16-48 out, Poisson at 40 % of the LS capacity measured
+  in the same run; **BE** has 40 prompts of 256-2,048 tokens waiting at all times. `priority` is
+  `qllm2` at grain STEP: the same order, budget and stall bound, without preemption inside a
+  step. `fcfs` and `ls-first` have no budget.
+- **Capacity** is measured with many LS requests at once. At 40 % of it LS is nearly always
+  decoding, one or a few rows at a time, so there is little idle time for BE to harvest: BE gets
+  what the budget leaves.
+- **The decode row misses its target.** The step is bound by one-row bf16 products: torch's
+  fastest kernel for them (oneDNN, packed weights) reads 11-14 GB/s here, where a plain read of
+  the same bytes reaches 25-30 GB/s (`LOG.md`). With Hugging Face's own submodules that alone is
+  about twice the floor; the rest is some 40 small ops per layer.
+- **Cuts cost prefill throughput.** The rows on cuts say how much; `max_segment_ms=float("inf")`
+  removes them.
 - Random weights: routing and token streams say little about a trained model; times carry over.
-- Nothing here ran on a GPU, and no other engine than transformers' continuous batching was compared yet.
+- Nothing here ran on a GPU, and no other engine than transformers' continuous batching was
+  compared yet.
 """
 
 
@@ -50,8 +57,8 @@ def page(document: dict[str, Any]) -> str:
         f"{model['num_experts']} experts top-{model['num_experts_per_tok']}, {config['weights']}"
     )
     lines.append(
-        f"- threads {config['threads']}, seeds {config['seeds']}, windows of {config['seconds']} s, "
-        f"workload {json.dumps(config['workload'])}"
+        f"- threads {config['threads']}, seeds {config['seeds']}, windows of "
+        f"{config['seconds']} s, workload {json.dumps(config['workload'])}"
     )
     lines += ["", "## Results", "", "| what | measured | target | |", "|---|---|---|---|"]
     for what, measured, target, reached in document["table"]:

@@ -4,12 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qllm.check import check_policy
     from qllm.errors import QllmError, QueueFull
     from qllm.llm import QLLMEngine
     from qllm.types import Priority, SamplingParams, Slo
 
 __version__ = "0.1.0"
-__all__ = ["Priority", "QLLMEngine", "QllmError", "QueueFull", "SamplingParams", "Slo"]
+__all__ = [
+    "Priority",
+    "QLLMEngine",
+    "QllmError",
+    "QueueFull",
+    "SamplingParams",
+    "Slo",
+    "check_policy",
+]
 
 _HOME = {
     "QLLMEngine": "qllm.llm",
@@ -18,6 +27,7 @@ _HOME = {
     "Priority": "qllm.types",
     "SamplingParams": "qllm.types",
     "Slo": "qllm.types",
+    "check_policy": "qllm.check",
 }
 
 

@@ -4,6 +4,7 @@ It ends every request when the loop ends, whatever the reason, so that nothing h
 """
 
 import atexit
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,9 @@ class ThreadHost:
         self._threads = threads
         self._closed = False
         self._crash: BaseException | None = None
+        # A full collection over all of torch and transformers stops every thread for 0.2-0.4 s.
+        gc.collect()
+        gc.freeze()
         self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # torch aborts when a thread of it outlives the interpreter
@@ -120,4 +124,5 @@ class ThreadHost:
             atexit.unregister(self.close)
             self._ingress.put(Call(self._loop.close, lambda *_: None))
             self._thread.join()
+            gc.unfreeze()
         self._closed = True
