@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,6 +20,7 @@ from rich.table import Table
 from qllm import perfetto
 from qllm.config import engine_config
 from qllm.errors import ConfigError, ModelError
+from qllm.host import torch_threads
 from qllm.llm import QLLMEngine
 from qllm.metrics import ClassMetrics, Summary, request_metrics
 from qllm.models.loader import LoadedModel, load
@@ -150,7 +150,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     """
     console = console or _console()
     start = time.monotonic()
-    with _threads(settings.threads), _Stage(console) as stage:
+    with torch_threads(settings.threads), _Stage(console) as stage:
         with stage.stage("model"):
             folder = make_random_moe(size=settings.size, seed=0)
             loaded = load(folder)
@@ -171,17 +171,6 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
         style="dim",
     )
     return result
-
-
-@contextmanager
-def _threads(num: int | None) -> Iterator[None]:
-    """For what an engine computes on the caller's thread when it is made."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _console() -> Console:

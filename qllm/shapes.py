@@ -8,6 +8,7 @@ Everything is integer arithmetic on the view, so that a device scheduler can do 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
@@ -112,45 +113,44 @@ class _Shaper:
         turns = len(self.view.frames) + 2
         return turns * (self.min_slice_ns + 2 * min(self.view.max_segment_ns, 50 * NS_PER_MS))
 
-    def bounded(self) -> list[Ranked]:
-        """Admitted requests that the stall bound protects."""
+    @cached_property
+    def bounded(self) -> list[tuple[int, RequestView]]:
+        """When the admitted requests that the stall bound protects fall due."""
         if self.policy.max_be_stall_ms is None:
             return []
         best = self.ranked[0].tier
+        bound_ns = self.policy.max_be_stall_ms * NS_PER_MS
+        left_ns = max(bound_ns // 2, bound_ns - self.margin_ns())
         return [
-            x
+            (x.request.last_progress_ns + left_ns, x.request)
             for x in self.ranked
             if x.request.is_admitted and (x.tier > best or x.request.priority > Priority.LS)
         ]
 
-    def due_ns(self, request: RequestView) -> int:
-        bound_ns = (self.policy.max_be_stall_ms or 0) * NS_PER_MS
-        return request.last_progress_ns + max(bound_ns // 2, bound_ns - self.margin_ns())
-
     def next_due_ns(self, running: set[RequestId]) -> int | None:
-        others = [x.request for x in self.bounded() if x.request_id not in running]
-        return min((self.due_ns(r) for r in others), default=None)
+        others = (due for due, request in self.bounded if request.request_id not in running)
+        return min(others, default=None)
 
     def stalled(self) -> Plan | None:
         """A guaranteed slice for whoever is due; it needs no seat and nobody stops it."""
-        waiting = [x for x in self.bounded() if self.due_ns(x.request) <= self.view.now_ns]
+        waiting = [request for due, request in self.bounded if due <= self.view.now_ns]
         if not waiting:
             return None
-        first = min(waiting, key=lambda x: (x.request.last_progress_ns, x.request_id))
-        frame = next((f for f in self.view.frames if f.frame_id == first.request.frame_id), None)
+        first = min(waiting, key=lambda r: (r.last_progress_ns, r.request_id))
+        frame = next((f for f in self.view.frames if f.frame_id == first.frame_id), None)
         if frame is not None:
             rows: list[Row] = list(frame.rows)
-        elif first.request.is_decoding:
-            alike = [x for x in waiting if x.request.is_decoding and x.request.frame_id is None]
+        elif first.is_decoding:
+            alike = [r for r in waiting if r.is_decoding and r.frame_id is None]
             free = self.view.num_free_blocks
             rows = []
-            for x in alike[: self.view.max_num_seqs]:
-                row = next_row(x.request, self.view)
-                free -= self.need(x.request, row)
+            for request in alike[: self.view.max_num_seqs]:
+                row = next_row(request, self.view)
+                free -= self.need(request, row)
                 if free >= 0 or not rows:
                     rows.append(row)
         else:
-            rows = [next_row(first.request, self.view, self.slice_tokens(self.min_slice_ns))]
+            rows = [next_row(first, self.view, self.slice_tokens(self.min_slice_ns))]
         plan = self.finish_plan(rows)
         return Plan(rows=plan.rows, grain=plan.grain, slice_ns=self.min_slice_ns)
 
