@@ -39,6 +39,8 @@ NOTES = """
   about twice the floor; the rest is some 40 small ops per layer.
 - **Cuts cost prefill throughput.** The rows on cuts say how much; `max_segment_ms=float("inf")`
   removes them.
+- **Time added per preemption** is a small difference of long runs: its interval says that it is
+  not above a millisecond, not that preempting saves time.
 - Random weights: routing and token streams say little about a trained model; times carry over.
 - Nothing here ran on a GPU, and no other engine than transformers' continuous batching was
   compared yet.
@@ -60,6 +62,8 @@ def page(document: dict[str, Any]) -> str:
         f"- threads {config['threads']}, seeds {config['seeds']}, windows of "
         f"{config['seconds']} s, workload {json.dumps(config['workload'])}"
     )
+    if document.get("note"):
+        lines.append(f"- {document['note']}")
     lines += ["", "## Results", "", "| what | measured | target | |", "|---|---|---|---|"]
     for what, measured, target, reached in document["table"]:
         mark = {True: "reached", False: "**missed**", None: ""}[reached]
