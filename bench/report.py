@@ -17,10 +17,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
 Made by `python bench/report.py` from
-[bench/results/engine-cpu.json](../bench/results/engine-cpu.json), which is the last line of
-`python bench/engine.py`. All ratios come from runs that alternate in one run. Intervals are 95
-% bootstrap intervals. Open loop; a request that was not served in its window counts as a TTFT
-of at least its wait.
+[bench/results/engine-cpu.json](../bench/results/engine-cpu.json): the last lines of
+`python bench/engine.py`, one call per group of rows. Every ratio comes from runs that alternate
+in one call. Intervals are 95 % bootstrap intervals. Open loop; a request that was not served in
+its window counts as a TTFT of at least its wait.
 """
 
 NOTES = """
