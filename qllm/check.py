@@ -257,7 +257,7 @@ class Watched(Scheduler):
         if again != plan:
             raise self._broken(f"is not deterministic: for one state it planned {plan}, {again}")
         if isinstance(mine, RankPolicy):
-            for ranked in rank_all(view, mine):
+            for ranked in rank_all(view.requests, view.now_ns, mine):
                 if not (isinstance(ranked.tier, int) and isinstance(ranked.key, int)):
                     pair = (ranked.tier, ranked.key)
                     raise self._broken(f"ranks request {ranked.request_id} {pair}, not two ints")

@@ -76,14 +76,19 @@ class Scheduler:
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
         """A request ended, for whatever reason: its row dies, its blocks come back."""
         request = self.requests.pop(request_id)
-        effects = [*self._take_owed(), *self._leave_frame(request)]
-        self.pool.give_back(request_id, request.block_table)
-        request.block_table = []
-        request.reset()
+        effects = [*self._take_owed(), *self._start_over(request)]
         request.finished = True
         if request_id in self.suspects:
             self.suspects.remove(request_id)
         self._hook("on_finish", now_ns, request)
+        return effects
+
+    def _start_over(self, request: Request) -> list[Effect]:
+        """Its row dies, its blocks come back, and nothing of it is computed."""
+        effects = self._leave_frame(request)
+        self.pool.give_back(request.request_id, request.block_table)
+        request.block_table = []
+        request.reset()
         return effects
 
     def _leave_frame(self, request: Request) -> list[Effect]:
@@ -123,10 +128,7 @@ class Scheduler:
         """Take the KV of a request; it starts again from its first token."""
         request = self.requests[request_id]
         lost = request.num_computed_tokens
-        effects = self._leave_frame(request)
-        self.pool.give_back(request_id, request.block_table)
-        request.block_table = []
-        request.reset()
+        effects = self._start_over(request)
         request.evictions += 1
         return [*effects, EvictKv(request_id, lost, for_request)]
 
@@ -376,23 +378,19 @@ class Scheduler:
 
     # -- what became of it
 
-    def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> list[Row]:
+    def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
         """Count the run for the requests whose rows took part in it."""
         program = parked.program
         last = end.op + 1 if end.pos else end.op
         groups = {op.group for op in program.ops[parked.index.op : last]}
-        rows = sorted({r for g in groups for r in program.groups[g]})
-        took_part = []
-        for r in rows:
-            row = program.rows[r]
-            request = self.requests.get(row.request_id)
-            if request is None or row.request_id in parked.dead:
+        for r in {r for g in groups for r in program.groups[g]}:
+            request_id = program.rows[r].request_id
+            request = self.requests.get(request_id)
+            if request is None or request_id in parked.dead:
                 continue
             request.served_ns += end_ns - start_ns
             request.last_progress_ns = end_ns
-            took_part.append(row)
         self._settle_ride(program, end == program.end, end_ns - start_ns, end_ns)
-        return took_part
 
     def _settle_ride(self, program: Program, done: bool, elapsed_ns: int, now_ns: int) -> None:
         """Earn or spend the time that worse tiers may take from decoding requests."""
@@ -400,7 +398,7 @@ class Scheduler:
         if not isinstance(policy, RankPolicy) or not policy.ride.frac:
             return
         try:
-            ranked = rank_all(self.view(now_ns), policy)
+            ranked = rank_all(self.requests.values(), now_ns, policy)
         except Exception as error:  # noqa: BLE001 - reported by the next decision
             self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
             return
@@ -418,17 +416,11 @@ class Scheduler:
                 credit -= max(0, elapsed_ns - self.costs.decode(len(decoding)))
             self.ride_credit_ns = min(credit, RIDE_CAP * allowance)
 
-    def done(
-        self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
-    ) -> list[Request]:
-        """The running program reached its end; `sampled` requests have one more token.
-
-        Returns:
-            The requests that have a new token, in row order.
-        """
+    def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
+        """The running program reached its end; `sampled` requests have one more token."""
         parked, self.running = self._take_running(), None
         self._progress(parked, end, start_ns, end_ns)
-        program, out = parked.program, []
+        program = parked.program
         for row in program.rows:
             request = self.requests.get(row.request_id)
             if request is None or row.request_id in parked.dead:
@@ -436,16 +428,12 @@ class Scheduler:
             if row.end_layer < self.shape.num_layers:
                 request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
                 continue
-            has_token = row.request_id in sampled
-            request.commit(row.hi, end_ns, has_token)
-            if has_token:
-                out.append(request)
+            request.commit(row.hi, end_ns, row.request_id in sampled)
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
                 request.failures = 0
         report = StepReport(start_ns, end_ns, program.rows, True, tuple(sampled))
         self._hook("on_step_done", end_ns, report)
-        return out
 
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None:
         """The running program stopped at a boundary: park its frame."""

@@ -6,7 +6,7 @@ and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice befo
 Everything is integer arithmetic on the view, so that a device scheduler can do the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -33,10 +33,10 @@ class Ranked(NamedTuple):
     request: RequestView
 
 
-def rank_all(view: View, policy: RankPolicy) -> list[Ranked]:
+def rank_all(requests: Iterable[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
     """Rank every request that owes work; ties go to the older request."""
     ranked = []
-    for r in view.requests:
+    for r in requests:
         deadline = r.deadline_ns
         tier, key = policy.rank(
             r.arrival_ns,
@@ -45,7 +45,7 @@ def rank_all(view: View, policy: RankPolicy) -> list[Ranked]:
             r.num_prompt_tokens,
             r.num_computed_tokens,
             r.served_ns,
-            view.now_ns,
+            now_ns,
         )
         if not (isinstance(tier, int) and isinstance(key, int)):
             raise TypeError(f"rank returned {(tier, key)!r}; it must return two ints")
@@ -73,7 +73,7 @@ class _Shaper:
     def __init__(self, view: View, policy: RankPolicy) -> None:
         self.view = view
         self.policy = policy
-        self.ranked = rank_all(view, policy)
+        self.ranked = rank_all(view.requests, view.now_ns, policy)
         self.tier_of = {x.request_id: x.tier for x in self.ranked}
         self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
 

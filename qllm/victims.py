@@ -57,7 +57,7 @@ def victims_for(
 
 
 def _by_rank(policy: RankPolicy, view: View, request: Request) -> list[RequestId]:
-    ranked = rank_all(view, policy)
+    ranked = rank_all(view.requests, view.now_ns, policy)
     me = next(x for x in ranked if x.request_id == request.request_id)
     return [
         x.request_id

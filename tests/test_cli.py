@@ -20,8 +20,6 @@ from qllm.types import FinishReason, Grain, Priority
 from qllm.workload import Mix, Waits, compare, make_workload, only, replay, solo_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "qllm" / "models" / "tiny" / "config.json"
-needs_tiny = pytest.mark.skipif(not TINY.is_file(), reason="the tiny model is not in this tree")
 runner = CliRunner()
 CORPUS = range(3, 250)
 SMALL = Mix(
@@ -132,8 +130,6 @@ def test_trace_is_converted_for_perfetto(trace_file: Path) -> None:
     ],
 )
 def test_an_error_is_one_line_on_stderr(arguments: list[str], text: str) -> None:
-    if "--temperature" in arguments and not TINY.is_file():
-        pytest.skip("the tiny model is not in this tree")
     done = runner.invoke(app, arguments)
     assert done.exit_code == FAILED
     assert done.stdout == ""
@@ -150,7 +146,6 @@ def test_run_answers_with_a_model_from_a_folder(model: Path) -> None:
     assert runner.invoke(app, [*arguments, "--raw"]).stdout != first.stdout
 
 
-@needs_tiny
 def test_the_packaged_model_answers() -> None:
     done = runner.invoke(app, ["run", "tiny", "What does json.dumps do?", "--max-tokens", "8"])
     assert done.exit_code == 0, done.stderr
