@@ -387,6 +387,22 @@ def test_be_rides_along_no_longer_than_its_share() -> None:
     assert share[0.5] > 0.1
 
 
+def test_nobody_rides_on_credit_that_is_not_there() -> None:
+    world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
+    chat = world.submit(LS, 10, 40)
+    for _ in range(3):
+        world.step()
+    batch = world.submit(BE, 200, 4)
+    world.step()
+    scheduler = world.scheduler
+    for credit_ms, rides in ((-20, False), (0, False), (200, True)):
+        scheduler.ride_credit_ns = credit_ms * NS_PER_MS
+        plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
+        assert [row.request_id for row in plan.rows] == [batch if rides else chat]
+        assert plan.slice_ns is None or plan.slice_ns <= max(1, credit_ms) * NS_PER_MS
+    world.run()
+
+
 def test_the_ride_credit_is_gone_when_one_tier_is_left() -> None:
     world = World(Qllm2(ride_frac=1.0), costs=SLOW)
     world.submit(LS, 10, 6)
