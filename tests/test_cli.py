@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from qllm.cli import FAILED, app
+from qllm.cli import app
+from qllm.cli.app import FAILED
 from qllm.handle import Handle, Piece
 from qllm.plan import Row
 from qllm.random_moe import make_random_moe

@@ -107,7 +107,7 @@ def test_a_module_imports_only_what_its_floor_may(path: str) -> None:
         ("qllm/engine.py", "import qllm.runner"),
         ("qllm/engine.py", "from . import transports"),
         ("qllm/ingress.py", "from qllm import QLLMEngine"),
-        ("qllm/cli.py", "import qllm_policies.fcfs"),
+        ("qllm/cli/policies.py", "import qllm_policies.fcfs"),
         ("policies/fcfs.py", "from qllm.scheduler import plan_step"),
         ("policies/fcfs.py", "import os"),
         ("bench/load.py", "from qllm.engine import Engine"),

@@ -1,0 +1,11 @@
+"""The command line. What needs torch is imported by the command that needs it."""
+
+from . import demo, policies, run, trace  # noqa: F401 - each adds its commands
+from .app import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """The console script `qllm`."""
+    app()

@@ -1,0 +1,5 @@
+"""`python -m qllm.cli`."""
+
+from . import main
+
+main()

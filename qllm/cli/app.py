@@ -1,0 +1,86 @@
+"""What every command shares: the application, its errors and its tables."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from qllm.errors import ConfigError, QllmError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+app = typer.Typer(
+    help="Serve Mixture-of-Experts models to people who wait and to jobs that don't.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FAILED, INTERRUPTED = 2, 130
+"""Exit codes."""
+
+
+def clean(command: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Our errors and broken input become one line on stderr and exit code 2."""
+
+    @wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return command(*args, **kwargs)
+        except (QllmError, OSError) as error:
+            text = " ".join(str(error).split())
+            typer.echo(f"qllm: {text or type(error).__name__}", err=True)
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            typer.echo("", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run
+
+
+def quiet() -> None:
+    """No progress bars and advice of the libraries below: stdout and stderr are ours."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.simplefilter("ignore")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`name=value`, the value as JSON where it is JSON, else as text."""
+    import json
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{text!r} must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+Policies = Annotated[
+    str, typer.Option(help="Which ones to compare, with commas between; see `qllm policies`.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that torch computes with.")]
+
+
+def print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table as wide as the terminal, or 110 columns where there is none."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    (console if console.is_terminal else Console(width=110)).print(table)
