@@ -1,0 +1,1 @@
+"""What arrives when: named workloads, trace files, and their replay."""
