@@ -20,7 +20,7 @@ gpu-check:  # the machine's own python3 and torch: no .venv
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(READY): pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/cpu/*.cpp qllm/kernels/cpu/*.h qllm/kernels/cpu/*.inc)
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools

@@ -75,7 +75,7 @@ class QLLMEngine:
                 loaded.model,
                 max_segment_ms=config.max_segment_ms,
                 batch_invariant=config.batch_invariant,
-                packed_decode=config.packed_decode,
+                kernels=config.kernels,
             )
             if config.conformance:
                 check_conformance(loaded.model, self._runner)
@@ -431,7 +431,7 @@ class QLLMEngine:
     @property
     def kernels(self) -> dict[str, str]:
         """What computes experts, projections, head and attention."""
-        return self._runner.kernels
+        return self._runner.compute.names
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""

@@ -116,7 +116,7 @@ def mutant(patch: Patch) -> Patch:
 
 @mutant
 def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
-    real = experts.ExpertBank._matmul
+    real = experts.TorchBank._matmul
 
     def matmul(self: Any, *args: Any) -> None:
         real(self, *args)
@@ -125,7 +125,7 @@ def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
             if unit.expert == 3:
                 out[unit.lo - units[0].lo : unit.hi - units[0].lo] = 0
 
-    patch.setattr(experts.ExpertBank, "_matmul", matmul)
+    patch.setattr(experts.TorchBank, "_matmul", matmul)
 
 
 @mutant
