@@ -325,10 +325,11 @@ def test_what_the_kernels_do_not_cover_stays_with_torch(
 
 
 def test_without_a_build_torch_computes_and_the_names_say_why(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu, "MISSING", "no compiler")
     runner = TorchRunner(qwen3())
+    assert "no compiler" in caplog.text
     names = runner.compute.names
     assert names["missing"] == "no compiler"
     assert names["router"] == "torch"

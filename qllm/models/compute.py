@@ -8,6 +8,7 @@ Level L2 asks for rows that do not depend on each other. Our kernels are made so
 multiplies a rule is found at start (`models.linear`).
 """
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,8 @@ from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowRule
 from qllm.models.native import NativeDriver, is_usable, swiglu
 from qllm.models.packed import Head, Linears
+
+_log = logging.getLogger("qllm")
 
 
 class Compute:
@@ -51,6 +54,8 @@ class Compute:
         sizes = _sizes(parts)
         packs = {name: 0 < size <= max_packed_bytes for name, size in sizes.items()}
         native = kind == "fast" and cpu.MISSING is None
+        if kind == "fast" and cpu.MISSING is not None:
+            _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
         self._native = {name: native and fits for name, fits in packs.items()}
         self.drivers = tuple(driver_for(p, self._native["linears"]) for p in parts.layers)
         self.packs = kind == "fast"
