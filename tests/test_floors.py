@@ -48,7 +48,11 @@ POLICIES = Floor(
     {"policy", "plan", "types", "errors"},
     lambda name: name in {"collections", "dataclasses", "math", "typing"},
 )
-BENCH = Floor(set(), {"__init__", "metrics", "types", "trace"}, lambda name: True)
+BENCH = Floor(
+    set(),
+    {"__init__", "check", "metrics", "plan", "plugins", "policy", "trace", "types"},
+    lambda name: True,
+)
 
 
 def floor_of(path: str) -> Floor:
