@@ -1,0 +1,138 @@
+"""Who goes first: every request with its policy's verdict, best first."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from qllm.errors import InvariantError
+from qllm.policy import RankPolicy, Reads, RequestView
+from qllm.types import RequestId
+
+NO_DEADLINE = 1 << 62
+
+
+class Ranked(NamedTuple):
+    """A request with its policy's verdict; sorts best first, ties go to the older request."""
+
+    tier: int
+    key: int
+    request_id: RequestId
+    request: RequestView
+
+
+class Ranking:
+    """The order of all requests, kept from one decision to the next.
+
+    Its owner says when a request arrives, takes KV or loses it (`touch`) and when it is gone
+    (`forget`). A verdict is asked for then, and again whenever what the policy reads may have
+    changed (`RankPolicy.reads`): of those who hold KV when they run, of everybody with the time.
+    """
+
+    def __init__(self, policy: RankPolicy, requests: Iterable[RequestView] = ()) -> None:
+        self.policy = policy
+        self.admitted: list[Ranked] = []
+        """Those who hold KV, best first."""
+        self.waiting: list[Ranked] = []
+        """Those who hold none, best first."""
+        self._where: dict[RequestId, Ranked] = {}
+        """The places of those who wait."""
+        self._unranked = list(requests)
+
+    def touch(self, request: RequestView) -> None:
+        """It arrived, or holds KV now, or no more."""
+        self.forget(request.request_id)
+        self._unranked.append(request)
+
+    def forget(self, request_id: RequestId) -> None:
+        """It is gone."""
+        place = self._where.pop(request_id, None)
+        if place is not None:
+            del self.waiting[bisect_left(self.waiting, place)]
+        else:
+            self.admitted = [x for x in self.admitted if x.request_id != request_id]
+            self._unranked = [r for r in self._unranked if r.request_id != request_id]
+
+    def update(self, now_ns: int) -> None:
+        """Rank whoever may rank differently now.
+
+        Raises:
+            TypeError: The policy did not return two ints.
+        """
+        if self.policy.reads >= Reads.TIME:
+            self._unranked += [x.request for x in self.waiting]
+            self.waiting, self._where = [], {}
+        if self.policy.reads >= Reads.PROGRESS:
+            self._unranked += [x.request for x in self.admitted]
+            self.admitted = []
+        while self._unranked:
+            x = self.rank(self._unranked[-1], now_ns)
+            self._unranked.pop()
+            if x.request.block_table:
+                insort(self.admitted, x)
+            else:
+                insort(self.waiting, x)
+                self._where[x.request_id] = x
+
+    def rank(self, request: RequestView, now_ns: int) -> Ranked:
+        """Ask the policy.
+
+        Raises:
+            TypeError: It did not return two ints.
+        """
+        deadline = request.deadline_ns
+        tier, key = self.policy.rank(
+            request.arrival_ns,
+            request.priority,
+            NO_DEADLINE if deadline is None else deadline,
+            request.num_prompt_tokens,
+            request.num_computed_tokens,
+            request.served_ns,
+            now_ns,
+        )
+        if not (isinstance(tier, int) and isinstance(key, int)):
+            raise TypeError(f"rank returned {(tier, key)!r}; it must return two ints")
+        return Ranked(tier, key, request.request_id, request)
+
+    def waiting_of(self, tier: int) -> list[Ranked]:
+        """Those of one tier who hold no KV, best first."""
+        return self.waiting[_first(self.waiting, tier) : _first(self.waiting, tier + 1)]
+
+    @property
+    def tiers(self) -> list[int]:
+        """All tiers, best first."""
+        return sorted({*_tiers(self.admitted), *_tiers(self.waiting)})
+
+    def check(self, requests: Iterable[RequestView]) -> None:
+        """Compare with all requests: everybody is in one place, and in the right one.
+
+        Raises:
+            InvariantError: Somebody is not.
+        """
+        found = {r.request_id: r for r in self._unranked}
+        places = [(x, True) for x in self.admitted] + [(x, False) for x in self.waiting]
+        for x, holds in places:
+            if x.request.is_admitted is not holds or x.request_id in found:
+                raise InvariantError(f"request {x.request_id} is ranked in the wrong place")
+            found[x.request_id] = x.request
+        if found != {r.request_id: r for r in requests}:
+            raise InvariantError(f"ranked are {sorted(found)}, others are live")
+
+
+def _first(order: Sequence[Ranked], tier: int) -> int:
+    """Where a tier begins."""
+    return bisect_left(order, tier, key=attrgetter("tier"))
+
+
+def _tiers(order: Sequence[Ranked]) -> Iterator[int]:
+    at = 0
+    while at < len(order):
+        yield order[at].tier
+        at = _first(order, order[at].tier + 1)
+
+
+def rank_all(requests: Iterable[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
+    """Rank requests from nothing, best first: what a kept `Ranking` must agree with."""
+    ranking = Ranking(policy, requests)
+    ranking.update(now_ns)
+    return sorted(ranking.admitted + ranking.waiting)
