@@ -145,6 +145,8 @@ class View:
     max_segment_ns: int
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
+    capabilities: Cap
+    """What the engine can do, for policies that `want` more than they need."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
@@ -186,7 +188,11 @@ class StepReport(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy that plans by itself. Only `plan` is mandatory besides `needs`."""
+    """A policy that plans by itself. Only `plan` is mandatory besides `needs`.
+
+    `needs` is refused at start where an engine lacks it. `wants`, if there, names what it uses
+    where an engine has it (`View.capabilities`); without, it runs degraded, and reports say so.
+    """
 
     needs: Cap
 

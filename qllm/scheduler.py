@@ -185,6 +185,7 @@ class Scheduler:
             finest_grain=self.limits.grain,
             max_segment_ns=self.limits.max_segment_ns,
             ride_credit_ns=self.ride_credit_ns,
+            capabilities=CAPABILITIES,
         )
 
     def decide(self, now_ns: int) -> Decision:
