@@ -21,7 +21,7 @@ from .parts import check_at_least, fill
 
 @dataclass(kw_only=True)
 class Flow:
-    """Earliest TTFT deadline first, preempting prefills at any layer."""
+    """Earliest deadline first: preempts prefills at any layer."""
 
     needs = Cap.YIELD_LAYER
 
@@ -67,12 +67,19 @@ class Flow:
         if first is not None:
             due_ns = self._due_ns(view, first)
             prefills = [r for r in prefills if self.deadline_ns(r) < due_ns]
-        if prefills:
-            tokens = max(self.batch_tokens, prefills[0].num_uncomputed_tokens)
-            rows = fill(view, prefills, tokens)
-            if rows:
-                return rows
-        return () if first is None else first.rows
+        rows = fill(view, self._batch(prefills)) or fill(view, prefills)
+        return rows if rows or first is None else first.rows
+
+    def _batch(self, prefills: Sequence[RequestView]) -> list[RequestView]:
+        """The first and, whole, those after it that fit beside it."""
+        batch: list[RequestView] = []
+        tokens = 0
+        for r in prefills:
+            tokens += r.num_uncomputed_tokens
+            if batch and tokens > self.batch_tokens:
+                break
+            batch.append(r)
+        return batch
 
     def _due_ns(self, view: View, frame: FrameView) -> int:
         return min(self.deadline_ns(view.by_id[row.request_id]) for row in frame.rows)

@@ -32,7 +32,7 @@ class Kind(enum.Enum):
 
 @dataclass(kw_only=True)
 class Laps:
-    """Short prompts in batches after a waiting window, long ones in chunks beside them."""
+    """Short prompts gathered for a while, long ones in chunks."""
 
     needs = Cap.NONE
     wants = Cap.GRAPH_BUCKETS

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 @dataclass(kw_only=True)
 class Mlfq:
-    """Skip-join multi-level feedback queue: short and new before long and old."""
+    """Skip-join feedback queue: short and new before long and old."""
 
     needs = Cap.NONE
     wants = Cap.KV_SWAP

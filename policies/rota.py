@@ -25,7 +25,7 @@ from .parts import behind_all, check_at_least, fill
 
 @dataclass(kw_only=True)
 class Rota:
-    """Largest virtual lag first: requests rotate when seats or KV are short."""
+    """Largest virtual lag first: requests rotate."""
 
     needs = Cap.NONE
     wants = Cap.KV_SWAP | Cap.KV_DUPLEX

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from qllm.errors import ConfigError
-from qllm.plan import NO_STOP, ModelShape, Plan, Row
+from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row, chunk_end
 from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
@@ -147,11 +147,15 @@ class View:
     """Time that worse tiers may take from decoding requests of the best tier right now."""
     capabilities: Cap
     """What the engine can do, for policies that `want` more than they need."""
+    cuts: CutRule | None
+    """Where chunks must end (level L2): a row that ends elsewhere is moved there; None anywhere."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
-        held = len(self.by_id[row.request_id].block_table)
-        return max(0, -(-row.hi // self.block_size) - held)
+        request, hi = self.by_id[row.request_id], row.hi
+        if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
+            hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
+        return max(0, -(-hi // self.block_size) - len(request.block_table))
 
 
 def next_row(

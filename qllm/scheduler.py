@@ -186,6 +186,7 @@ class Scheduler:
             max_segment_ns=self.limits.max_segment_ns,
             ride_credit_ns=self.ride_credit_ns,
             capabilities=CAPABILITIES,
+            cuts=self.cuts if self.limits.batch_invariant else None,
         )
 
     def decide(self, now_ns: int) -> Decision:
