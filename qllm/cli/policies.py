@@ -1,7 +1,10 @@
-"""`qllm policies`: what is installed."""
+"""`qllm policies` and `qllm new-policy`: what is installed, and one of your own."""
 
 import enum
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from qllm.errors import ConfigError
 
@@ -54,3 +57,20 @@ def _parameters(factory: Any) -> str:
 
 def _value(value: object) -> str:
     return value.name.lower() if isinstance(value, enum.Enum) else str(value)
+
+
+@app.command()
+@clean
+def new_policy(
+    name: Annotated[str, typer.Argument(help="Of the module, like my_policy.")],
+    kind: Annotated[
+        str, typer.Option(help="rank: one function of integers. plan: chooses every step itself.")
+    ] = "rank",
+    out: Annotated[Path, typer.Option(help="Folder to make the package in.")] = Path(),
+) -> None:
+    """Write a package with a policy of your own, its tests and its entry point."""
+    from qllm import scaffold
+
+    folder = scaffold.new_policy(name, kind, out)
+    typer.echo(f"{folder}: a {kind} policy, its tests and README. Next:")
+    typer.echo(f"  cd {folder}\n  python -m pip install -e .\n  python -m pytest")
