@@ -48,7 +48,11 @@ POLICIES = Floor(
     {"policy", "plan", "types", "errors"},
     lambda name: name in {"collections", "dataclasses", "math", "typing"},
 )
-BENCH = Floor(set(), {"__init__", "metrics", "types", "trace"}, lambda name: True)
+BENCH = Floor(
+    set(),
+    {"__init__", "metrics", "types", "trace", "plugins", "random_moe", "workloads"},
+    lambda name: True,
+)
 
 
 def floor_of(path: str) -> Floor:
