@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from qllm import QLLMEngine
@@ -11,11 +12,11 @@ from qllm.random_moe import make_random_moe, source_text
 from qllm.types import Priority, Slo
 from qllm.workloads.capacity import Capacity, measure_capacity
 from qllm.workloads.generators import Workload, offered_rates
-from qllm.workloads.measure import SLO, Window
+from qllm.workloads.measure import SLO, Served, Window
 from qllm.workloads.replay import replay
 from qllm.workloads.spec import RequestSpec
 from qllm.workloads.tokens import with_tokens
-from qllm.workloads.traced import engine_report
+from qllm.workloads.traced import engine_report, served_of
 
 CORPUS_BYTES = 400_000
 
@@ -160,9 +161,12 @@ def run_requests(
         run = replay(engine, arrivals, timing.total_s)
         stats = engine.stats()
         policy = repr(engine.policy)
+        bound = getattr(engine.policy, "max_be_stall_ms", None)
+    window = timing.window
     found = engine_report(
-        run.events, requests, timing.window, slos={Priority.LS: slo}, start_ns=run.start_ns
+        run.events, requests, window, slos={Priority.LS: slo}, start_ns=run.start_ns
     )
+    served = served_of(run.events, requests, run.start_ns)
     offered = offered_rates(requests, timing.total_s)
     return {
         "setting": setting.name,
@@ -178,5 +182,19 @@ def run_requests(
         "offered_per_s": {Priority(p).name: rate for p, rate in offered.items()},
         "client_late_ms": run.max_lag_ms,
         "refused": run.refused,
+        "declared_be_stall_ms": bound,
         "took_s": time.monotonic() - begin,
+        "samples": _samples([s for s in served if s.spec.priority == Priority.LS], window),
+    }
+
+
+def _samples(served: Sequence[Served], window: Window) -> dict[str, Any]:
+    """What is pooled over seeds: milliseconds of the LS requests that count."""
+    counted = [s for s in served if window.counts(s.spec)]
+    return {
+        "ttft_ms": [s.ttft_ms(window.stop_s) for s in counted],
+        "tbt_ms": [(b - a) * 1000 for s in counted for a, b in pairwise(s.token_s)],
+        "tpot_ms": [t for s in counted if (t := s.tpot_ms) is not None],
+        "e2e_ms": {s.spec.name: s.e2e_ms(window.stop_s) for s in counted},
+        "met": sum(s.meets(SLO) for s in counted),
     }

@@ -50,7 +50,17 @@ POLICIES = Floor(
 )
 BENCH = Floor(
     set(),
-    {"__init__", "metrics", "types", "trace", "plugins", "random_moe", "workloads"},
+    {
+        "__init__",
+        "metrics",
+        "types",
+        "trace",
+        "plugins",
+        "random_moe",
+        "workloads",
+        "config",
+        "simulation",
+    },
     lambda name: True,
 )
 

@@ -1,8 +1,9 @@
 """What a mixed run was like: one report for a live engine, a server and the simulator.
 
-Only requests that arrive inside the window count, and throughput is counted inside it. Who was
-not served when the run ended is censored: its wait so far counts as its latency (a lower bound),
-and it meets no target. So a system cannot look better by not answering.
+Only requests that arrive inside the window count (of classes behind LS also those that were there
+before: their backlog is no warm-up), and throughput is counted inside it. Who was not served when
+the run ended is censored: its wait so far counts as its latency (a lower bound), and it meets no
+target. So a system cannot look better by not answering.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from qllm.metrics import percentile
 from qllm.perfetto import class_name
-from qllm.types import Slo
+from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
@@ -35,6 +36,11 @@ class Window:
     def seconds(self) -> float:
         """The denominator of rates."""
         return self.end_s - self.start_s
+
+    def counts(self, request: RequestSpec) -> bool:
+        """Whether a request is judged."""
+        start_s = self.start_s if request.priority <= Priority.LS else 0.0
+        return start_s <= request.at_s < self.end_s
 
     def part(self, start_s: float, end_s: float) -> float:
         """How much of an interval lies in the window, in [0, 1]."""
@@ -98,7 +104,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 def class_report(served: Sequence[Served], window: Window, slo: Slo) -> dict[str, Any]:
     """The numbers of one class."""
-    counted = [s for s in served if window.start_s <= s.spec.at_s < window.end_s]
+    counted = [s for s in served if window.counts(s.spec)]
     stop_s = window.stop_s
     gaps = [(b - a) * 1000 for s in counted for a, b in pairwise(s.token_s)]
     met = sum(s.meets(slo) for s in counted)
@@ -111,7 +117,6 @@ def class_report(served: Sequence[Served], window: Window, slo: Slo) -> dict[str
         "finished": sum(s.done for s in counted),
         "no_first_token": sum(not s.token_s for s in counted),
         "errors": sum(s.error is not None for s in counted),
-        "offered_per_s": len(counted) / window.seconds,
         "ttft_ms": distribution([s.ttft_ms(stop_s) for s in counted]),
         "tbt_ms": distribution(gaps),
         "tpot_ms": distribution([t for s in counted if (t := s.tpot_ms) is not None]),
