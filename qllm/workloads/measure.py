@@ -17,7 +17,8 @@ from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
-"""Judged where no other is given: half a second to the first token, then ten per second."""
+"""LS is judged by it where no other is given: half a second to the first token, then ten per
+second. Other classes have no targets but to be answered in full."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -142,8 +143,8 @@ def report(
     by_class: dict[int, list[Served]] = {}
     for s in served:
         by_class.setdefault(s.spec.priority, []).append(s)
-    slos = slos or {}
+    slos = {Priority.LS: SLO} if slos is None else slos
     return {
-        class_name(p): class_report(of_class, window, slos.get(p, SLO))
+        class_name(p): class_report(of_class, window, slos.get(p, Slo()))
         for p, of_class in sorted(by_class.items())
     }
