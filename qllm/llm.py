@@ -437,13 +437,14 @@ class QLLMEngine:
         return self._runner.kernels
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
+        """Numbers of the run so far: segments, preempt latencies, expert bytes, policy errors."""
         longest_ms, kind = self._loop.longest_segment()
         return {
             "longest_segment_ms": longest_ms,
             "longest_segment_kind": kind,
             "max_segment_ms": self.config.max_segment_ms,
             "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
+            "expert_bytes": self._runner.expert_bytes,
             "policy_errors": list(self._loop.policy_errors),
             "num_live": len(self._loop.live),
             "num_waiting": self.num_waiting,
