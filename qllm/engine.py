@@ -137,6 +137,7 @@ class EngineLoop:
         self.closing = False
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.policy_errors: list[str] = []
+        self.longest_plan_ns = 0
 
     # -- the loop
 
@@ -158,6 +159,7 @@ class EngineLoop:
             self._policy_broke(error)
             return False
         start_ns = self.now_ns()
+        self.longest_plan_ns = max(self.longest_plan_ns, start_ns - now)
         try:
             for effect in decision.effects:
                 self._apply(effect)

@@ -446,6 +446,7 @@ class QLLMEngine:
             "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
             "expert_bytes": self._runner.expert_bytes,
             "policy_errors": list(self._loop.policy_errors),
+            "longest_plan_ms": self._loop.longest_plan_ns / NS_PER_MS,
             "num_live": len(self._loop.live),
             "num_waiting": self.num_waiting,
         }
