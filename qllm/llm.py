@@ -32,7 +32,7 @@ from qllm.ingress import Cancel, InprocIngress, Submission
 from qllm.metrics import RequestMetrics
 from qllm.models.conformance import check as check_conformance
 from qllm.models.loader import LoadedModel, load, wrap
-from qllm.plugins import load_policy
+from qllm.plugins import cap_names, degraded, load_policy
 from qllm.prompts import to_token_ids
 from qllm.runner import TorchRunner
 from qllm.scheduler import Scheduler
@@ -90,7 +90,10 @@ class QLLMEngine:
             batch_invariant=config.batch_invariant,
         )
         self._ingress = InprocIngress(self.now_ns)
-        self.trace = Trace(meta={"model": self.model_name, "policy": repr(policy)})
+        meta = {"model": self.model_name, "policy": repr(policy)}
+        if degraded(policy):
+            meta["degraded_without"] = cap_names(degraded(policy))
+        self.trace = Trace(meta=meta)
         """Events of the run, kept if the engine was made with `record=True`."""
         self._loop = EngineLoop(
             self._ingress,

@@ -182,6 +182,8 @@ class Scheduler:
             finest_grain=self.limits.grain,
             max_segment_ns=self.limits.max_segment_ns,
             ride_credit_ns=self.ride_credit_ns,
+            capabilities=CAPABILITIES,
+            cuts=self.cuts if self.limits.batch_invariant else None,
         )
 
     def decide(self, now_ns: int) -> Decision:

@@ -23,7 +23,7 @@ F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 F4 = {"engine", "ingress", "check"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
 F5 |= {"demo", "handle", "host", "plots", "plugins", "portable", "prompts"}
-F5 |= {"random_moe", "workloads"}
+F5 |= {"random_moe", "scaffold", "templates", "workloads"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 
@@ -46,7 +46,7 @@ FLOORS = [
 POLICIES = Floor(
     set(),
     {"policy", "plan", "types", "errors"},
-    lambda name: name in {"collections", "dataclasses", "math", "typing"},
+    lambda name: name in {"collections", "dataclasses", "enum", "functools", "math", "typing"},
 )
 BENCH = Floor(
     set(),
