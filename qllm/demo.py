@@ -29,7 +29,7 @@ from qllm.plugins import load_policy
 from qllm.random_moe import SIZES, make_random_moe, source_text
 from qllm.trace import Parked
 from qllm.types import Priority
-from qllm.workload import (
+from qllm.workloads.replay import (
     Arrival,
     Equality,
     Mix,

@@ -23,7 +23,7 @@ F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
 F5 |= {"demo", "handle", "host", "plots", "plugins", "portable", "prompts"}
-F5 |= {"random_moe", "workload", "workloads"}
+F5 |= {"random_moe", "workloads"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 
