@@ -8,12 +8,9 @@ Boundaries at which nothing can happen are jumped: a run goes to the next arriva
 of its slice, whichever is first, and from there to the first boundary where it may stop.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate, groupby
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from qllm.errors import InvariantError
 from qllm.plan import (
@@ -23,13 +20,14 @@ from qllm.plan import (
     Index,
     Longest,
     ModelShape,
-    Op,
-    OpKind,
     Program,
     Segments,
     Stop,
 )
+from qllm.timeline import SimCosts, Timeline, finished_layers
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
+
+__all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
 
 
 class VirtualClock:
@@ -53,218 +51,6 @@ class Arrivals(Protocol):
     def arrive(self) -> None:
         """Let everything happen that is due by now."""
         ...
-
-
-@lru_cache(maxsize=64)
-def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
-    """Per expert the probability that one token takes it; their sum is `top_k`.
-
-    Proportional to 1 / (place + 1) ** skew, but nobody is taken more than once.
-    """
-    weights = [(place + 1) ** -skew for place in range(num_experts)]
-    sure = 0
-    while sure < top_k and weights[sure] * (top_k - sure) > sum(weights[sure:]):
-        sure += 1
-    scale = (top_k - sure) / sum(weights[sure:]) if sure < num_experts else 0.0
-    return tuple(1.0 if i < sure else scale * w for i, w in enumerate(weights))
-
-
-@lru_cache(maxsize=65536)
-def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float = 0.0) -> float:
-    """How many distinct experts `num_tokens` tokens are expected to take.
-
-    An expert is loaded once per EXPERTS op, however many rows take it, so this is what weights
-    are read for. Tokens choose independently of each other.
-
-    Args:
-        num_tokens: Tokens of the op.
-        num_experts: E.
-        top_k: K, distinct experts per token.
-        skew: Exponent of the popularity of experts; 0 is uniform routing, where the curve is
-            E * (1 - (1 - K / E) ** num_tokens).
-    """
-    rates = _hit_rates(num_experts, top_k, skew)
-    return sum(1.0 - (1.0 - rate) ** num_tokens for rate in rates)
-
-
-class Work(NamedTuple):
-    """What an op does, in the units that its time depends on."""
-
-    tokens: int
-    rows: int
-    """Rows of the op, whole or in part."""
-    kv_tokens: int
-    """Cached tokens that rows of one token read."""
-    pairs: int
-    """Pairs of a query and a token at or before it, in the longer rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimCosts:
-    """Time of ops, in nanoseconds. The fields of one kind add up.
-
-    `*_ns` alone is paid once per op and stands for reading its weights; `*_token_ns` and
-    `*_row_ns` are computing with them. Fitted by `qllm calibrate`, or from a preset.
-    """
-
-    overlap: bool = False
-    """Reading and computing go on at the same time and the longer one counts, as on a GPU;
-    otherwise they add up."""
-    op_ns: float = 20_000
-    """Of every op."""
-    embed_token_ns: float = 1_250
-    attn_ns: float = 0
-    attn_token_ns: float = 5_000
-    attn_row_ns: float = 0
-    kv_token_ns: float = 2
-    """One cached token read for a row of one token."""
-    pair_ns: float = 2
-    """One query against one token, in longer rows."""
-    route_ns: float = 0
-    """Shared experts included."""
-    route_token_ns: float = 1_250
-    experts_ns: float = 0
-    expert_ns: float = 100_000
-    """Reading one expert."""
-    expert_token_ns: float = 1_000
-    """One token through one of its experts."""
-    combine_ns: float = 0
-    combine_token_ns: float = 1_250
-    dense_ns: float = 0
-    """The COMBINE op of a layer without experts, which runs its MLP."""
-    dense_token_ns: float = 1_250
-    head_ns: float = 1_000_000
-    head_row_ns: float = 0
-    step_ns: float = 0
-    """Between two runs: deciding, making the frame, telling what came out."""
-    step_row_ns: float = 0
-    skew: float = 0.0
-    """Of the experts' popularity; see `expert_coverage`."""
-
-    def distinct_experts(self, num_tokens: int, shape: ModelShape) -> int:
-        """Experts that an EXPERTS op loads: the boundaries inside it."""
-        covered = expert_coverage(
-            num_tokens, shape.num_experts, shape.experts_per_token, self.skew
-        )
-        return max(1, round(covered))
-
-    def of(self, kind: OpKind, work: Work, shape: ModelShape, *, is_moe: bool) -> float:
-        """Time of one op."""
-        tokens = work.tokens
-        match kind:
-            case OpKind.ATTN:
-                return (
-                    self._both(self.attn_ns, tokens * self.attn_token_ns)
-                    + work.rows * self.attn_row_ns
-                    + work.kv_tokens * self.kv_token_ns
-                    + work.pairs * self.pair_ns
-                )
-            case OpKind.EXPERTS:
-                rows = tokens * shape.experts_per_token
-                covered = expert_coverage(
-                    tokens, shape.num_experts, shape.experts_per_token, self.skew
-                )
-                return self.experts_ns + self._both(
-                    covered * self.expert_ns, rows * self.expert_token_ns
-                )
-            case OpKind.ROUTE:
-                return self._both(self.route_ns, tokens * self.route_token_ns)
-            case OpKind.COMBINE if is_moe:
-                return self._both(self.combine_ns, tokens * self.combine_token_ns)
-            case OpKind.COMBINE:
-                return self._both(self.dense_ns, tokens * self.dense_token_ns)
-            case OpKind.HEAD:
-                return self._both(self.head_ns, work.rows * self.head_row_ns)
-            case _:
-                return tokens * self.embed_token_ns
-
-    def _both(self, read_ns: float, compute_ns: float) -> float:
-        return max(read_ns, compute_ns) if self.overlap else read_ns + compute_ns
-
-
-class Timeline:
-    """When, after the start of a program, each of its boundaries is reached."""
-
-    __slots__ = ("_layer_starts", "ends_ns", "loads", "program", "unit_ns", "units")
-
-    def __init__(self, program: Program, costs: SimCosts, shape: ModelShape) -> None:
-        self.program = program
-        known: dict[tuple[OpKind, int, int, int, bool], tuple[int, int]] = {}
-        found: list[tuple[int, int]] = []
-        is_moe = (*shape.is_moe, False)
-        for kind, layer, group, lo, hi in program.ops:
-            key = (kind, group, lo, hi, is_moe[layer])
-            cost = known.get(key)
-            if cost is None:
-                work = work_of(program, group, lo, hi, kind)
-                total_ns = costs.op_ns + costs.of(kind, work, shape, is_moe=is_moe[layer])
-                units = costs.distinct_experts(hi - lo, shape) if kind is OpKind.EXPERTS else 1
-                cost = known[key] = units, max(1, round(total_ns / units))
-            found.append(cost)
-        self.units = [units for units, _ in found]
-        """Per op, how many boundaries it takes to its end."""
-        self.unit_ns = [unit_ns for _, unit_ns in found]
-        self.loads = [
-            units if op.kind is OpKind.EXPERTS else 0
-            for op, units in zip(program.ops, self.units, strict=True)
-        ]
-        """Per op, the experts it reads."""
-        self.ends_ns = list(accumulate(units * unit_ns for units, unit_ns in found))
-        self._layer_starts: list[int] | None = None
-
-    def at(self, index: Index) -> int:
-        """When this boundary is reached."""
-        before = self.ends_ns[index.op - 1] if index.op else 0
-        return before + index.pos * self.unit_ns[index.op] if index.pos else before
-
-    def following(self, index: Index) -> Index:
-        """The next boundary of any grain."""
-        op, pos = index
-        return Index(op, pos + 1) if pos + 1 < self.units[op] else Index(op + 1, 0)
-
-    def first_stop(self, at_ns: int, after: Index, grain: Grain) -> Index:
-        """The first boundary after `after`, reached at `at_ns` or later, that `grain` allows.
-
-        It may lie past the end.
-        """
-        least = self.following(after)
-        op = bisect_left(self.ends_ns, at_ns, lo=least.op)
-        if op >= len(self.ends_ns):
-            return Index(op, 0)
-        begun_ns = self.ends_ns[op - 1] if op else 0
-        pos = max(0, -((begun_ns - at_ns) // self.unit_ns[op]))
-        found = Index(op, pos) if pos < self.units[op] else Index(op + 1, 0)
-        found = max(found, least)
-        return found if grain is Grain.EXPERT else self._between_layers(found)
-
-    def _between_layers(self, index: Index) -> Index:
-        if self._layer_starts is None:
-            ops, inside = self.program.ops, self.program.inside_layer
-            self._layer_starts = [i for i in range(len(ops)) if not inside(Index(i, 0))]
-        starts = self._layer_starts
-        place = bisect_left(starts, index.op + (index.pos > 0))
-        return Index(starts[place] if place < len(starts) else len(self.program.ops), 0)
-
-
-def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Work:
-    """What the tokens [lo, hi) of a group's packed rows ask of an op."""
-    members = program.groups[group]
-    if kind is not OpKind.ATTN:
-        return Work(hi - lo, len(members), 0, 0)
-    at = num_rows = kv_tokens = pairs = 0
-    for r in members:
-        row = program.rows[r]
-        first = row.lo + max(0, lo - at)
-        last = row.lo + min(row.num_tokens, hi - at)
-        at += row.num_tokens
-        if first >= last:
-            continue
-        num_rows += 1
-        if row.num_tokens == 1:
-            kv_tokens += row.hi
-        else:
-            pairs += (last - first) * (first + last + 1) // 2
-    return Work(hi - lo, num_rows, kv_tokens, pairs)
 
 
 @dataclass(slots=True)
@@ -395,37 +181,23 @@ class SimRunner:
         if start == end:
             return
         timeline = frame.timeline
-        last_op = end.op + (end.pos > 0)
-        longest_ns = max(timeline.unit_ns[start.op : last_op])
+        longest_ns, kind = timeline.longest(start, end)
         if longest_ns > self.segments.longest_ns:
-            self.segments.longest_ns = longest_ns
-            at = timeline.unit_ns.index(longest_ns, start.op)
-            self.segments.longest_op = program.ops[at].kind
-        self.expert_loads += sum(timeline.loads[start.op : end.op]) + end.pos - start.pos
-        combines = [op for op in program.ops[start.op : end.op] if op.kind is OpKind.COMBINE]
-        for group, done in groupby(combines, key=lambda op: op.group):
-            self._did_layers(program, frame, group, list(done))
-
-    def _did_layers(
-        self, program: Program, frame: _SimFrame, group: int, done: Sequence[Op]
-    ) -> None:
-        """The rows of a group went through these COMBINE ops."""
-        members = program.groups[group]
-        size = sum(program.rows[r].num_tokens for r in members)
-        layers = [op.layer for op in done if op.hi == size]
-        if not layers:
-            return
-        first, after = layers[0], layers[-1] + 1
-        for r in members:
-            row = program.rows[r]
-            if row.request_id in frame.dead:
-                continue
-            if frame.reached[row.request_id] != first or after - first != len(layers):
-                raise InvariantError(
-                    f"{row} has done {frame.reached[row.request_id]} layers and runs {layers}"
-                )
-            frame.reached[row.request_id] = after
-            self.requests[row.request_id].layer_work += row.num_tokens * len(layers)
+            self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
+        self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
+        whole = start == START and end.op == timeline.num_ops
+        spans = timeline.layout.spans
+        for group, first, num_layers in (
+            spans if whole else finished_layers(program.ops, start.op, end.op)
+        ):
+            for r in program.groups[group]:
+                row = program.rows[r]
+                if row.request_id in frame.dead:
+                    continue
+                if frame.reached[row.request_id] != first:
+                    raise InvariantError(f"{row} runs layer {first} out of order")
+                frame.reached[row.request_id] = first + num_layers
+                self.requests[row.request_id].layer_work += row.num_tokens * num_layers
 
     def finish(self, program: Program) -> list[Sampled]:
         """Commit and sample."""
