@@ -58,7 +58,7 @@ class Metrics:
             ["model_name"],
             buckets=SHORT,
             registry=self.registry,
-        )
+        ).labels(model_name)
         self._preemptions = self._counter("preemptions", "Frames stopped for another request")
         self._request_preemptions = self._counter(
             "request_preemptions", "Times that a request was stopped", "class"
@@ -86,9 +86,12 @@ class Metrics:
         )
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(
+        made = Histogram(
             f"qllm:{name}", text, ["model_name", "class"], buckets=SECONDS, registry=self.registry
         )
+        for priority in Priority:  # a series that is there from the start has a rate
+            made.labels(self._model, priority.name)
+        return made
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"qllm:{name}", text, ["model_name", *labels], registry=self.registry)
@@ -141,7 +144,7 @@ class Metrics:
             self._num_preemptions += new
         self._preemptions.labels(self._model).inc(new)
         for latency_ms in stats["preempt_latencies_ms"][-new:] if new else ():
-            self._preempt.labels(self._model).observe(latency_ms / 1e3)
+            self._preempt.observe(latency_ms / 1e3)
         self._kv.labels(self._model).set(stats["kv_blocks_used"] / stats["kv_blocks"])
         self._segment.labels(self._model).set(stats["longest_segment_ms"] / 1e3)
         for state, gauge in self._requests.items():
