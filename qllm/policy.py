@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from qllm.compile import chunk_end
 from qllm.errors import ConfigError
-from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row, chunk_end
+from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row
 from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
