@@ -19,19 +19,19 @@ RIVAL = "chunked-priority"
 OURS = ("qllm2", "priority-layered")
 SETTINGS = (
     "fcfs",
-    "chunked-priority:chunk_tokens=128",
-    "chunked-priority:chunk_tokens=256",
-    "chunked-priority:chunk_tokens=512",
-    "chunked-priority:chunk_tokens=1024",
+    "chunked-priority:step_tokens=128",
+    "chunked-priority:step_tokens=256",
+    "chunked-priority:step_tokens=512",
     "qllm2",
     "qllm2:ride_frac=1",
     "qllm2:ride_frac=4",
     "layered",
     "priority-layered",
+    "priority-layered:group_tokens=256",
 )
 FLOOD_SETTINGS = (
     "fcfs",
-    "chunked-priority:chunk_tokens=256",
+    "chunked-priority:step_tokens=256",
     "qllm2",
     "layered",
     "priority-layered",

@@ -11,8 +11,9 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.trace import Planned, Token
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-SETTINGS = ("fcfs", "chunked:chunk_tokens=256", "layered", "priority-layered")
-CHUNKED, LAYERED = "chunked:chunk_tokens=256", "layered"
+CHUNKED, LAYERED = "chunked:step_tokens=256", "layered:group_tokens=256"
+SETTINGS = ("fcfs", CHUNKED, LAYERED, "priority-layered:group_tokens=256")
+"""Eight chunks, or eight groups of layers, for 2,048 tokens."""
 DECODE_BATCHES = (2, 4, 8)
 CONTEXT = 64
 

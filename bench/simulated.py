@@ -33,7 +33,7 @@ def settings() -> list[Setting]:
     out = []
     for name in sorted(installed_policies()):
         if name.startswith("chunked"):
-            out += [Setting(name, (("chunk_tokens", chunk),)) for chunk in CHUNKS]
+            out += [Setting(name, (("step_tokens", chunk),)) for chunk in CHUNKS]
         else:
             out.append(Setting(name))
     return out

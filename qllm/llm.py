@@ -419,6 +419,14 @@ class QLLMEngine:
 
     # -- what the outside may read
 
+    def raise_if_closed(self) -> None:
+        """Return if the engine serves.
+
+        Raises:
+            EngineClosedError: It was closed or has crashed (then the cause says why).
+        """
+        self._host.raise_if_closed()
+
     @property
     def num_waiting(self) -> int:
         """Requests that hold no KV yet."""
@@ -445,6 +453,9 @@ class QLLMEngine:
             "max_segment_ms": self.config.max_segment_ms,
             "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
             "expert_bytes": self._runner.expert_bytes,
+            "num_preemptions": self._loop.num_preemptions,
+            "kv_blocks_used": self.config.num_blocks - self._loop.scheduler.pool.num_free,
+            "kv_blocks": self.config.num_blocks,
             "policy_errors": list(self._loop.policy_errors),
             "longest_plan_ms": self._loop.longest_plan_ns / NS_PER_MS,
             "num_live": len(self._loop.live),
