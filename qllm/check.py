@@ -7,7 +7,6 @@ keep the invariants; at the end every request must have its tokens.
 """
 
 import copy
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from qllm.decision import Limits
 from qllm.engine import EngineLoop
 from qllm.errors import PolicyError
-from qllm.ingress import Cancel, InprocIngress, Item, Submission
+from qllm.ingress import Cancel, Submission
 from qllm.metrics import RequestMetrics
 from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, OpKind, Plan, Program, Stop
 from qllm.policy import RankPolicy, View
@@ -37,6 +36,7 @@ from qllm.types import (
     SamplingParams,
     Slo,
 )
+from qllm.virtual import VirtualIngress
 
 SHAPE = ModelShape(3, 4, 2, (False, True, True), 97, 4096)
 LIMITS = Limits(
@@ -62,39 +62,6 @@ class Report(NamedTuple):
     evictions: int
     longest_stall_ms: float
     """Longest that an admitted request of another class than LS went without progress."""
-
-
-class VirtualIngress(InprocIngress):
-    """Items that arrive at given times of a virtual clock; waiting moves the clock."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__(clock)
-        self.clock = clock
-        self.due: list[tuple[int, int, Item]] = []
-        self._count = 0
-
-    def put_at(self, at_ns: int, item: Item) -> None:
-        """Let an item arrive at a time."""
-        self._count += 1
-        heapq.heappush(self.due, (at_ns, self._count, item))
-
-    def arrive(self) -> None:
-        """Take in what is due by now."""
-        while self.due and self.due[0][0] <= self.clock.at_ns:
-            self.put(heapq.heappop(self.due)[2])
-
-    def drain(self) -> list[Item]:
-        """Take everything that has arrived."""
-        self.arrive()
-        return super().drain()
-
-    def wait(self, timeout_ns: int | None) -> None:
-        """Move the clock to the next arrival, or by the timeout if that is sooner."""
-        times = [self.due[0][0]] if self.due else []
-        if timeout_ns is not None:
-            times.append(self.clock.at_ns + timeout_ns)
-        if times:
-            self.clock.at_ns = max(self.clock.at_ns, min(times))
 
 
 class FlakyRunner(SimRunner):
@@ -140,8 +107,7 @@ class World:
         self.clock = VirtualClock()
         self.clock.at_ns = start_ns
         self.ingress = VirtualIngress(self.clock)
-        self.on_boundary: Callable[[], None] | None = None
-        self.runner = FlakyRunner(shape, self.clock, costs, cuts, self._boundary)
+        self.runner = FlakyRunner(shape, self.clock, costs, cuts, self.ingress)
         self.runner.poisoned = {}
         self.scheduler = scheduler(policy, shape, cuts, limits)
         self.record = Trace()
@@ -154,10 +120,14 @@ class World:
         self.metrics: dict[RequestId, RequestMetrics | None] = {}
         self.tokens: Counter[RequestId] = Counter()
 
-    def _boundary(self) -> None:
-        if self.on_boundary is not None:
-            self.on_boundary()
-        self.ingress.arrive()
+    @property
+    def on_boundary(self) -> Callable[[], None] | None:
+        """Called at every boundary; None lets the runner jump those where nothing happens."""
+        return self.runner.on_boundary
+
+    @on_boundary.setter
+    def on_boundary(self, call: Callable[[], None] | None) -> None:
+        self.runner.on_boundary = call
 
     def submit(
         self,
@@ -304,9 +274,9 @@ def _random_world(policy: Any, rng: random.Random) -> World:
     slow = rng.choice([1, 3])
     costs = SimCosts(
         op_ns=20_000 * slow,
-        token_ns=1_000 * slow,
+        attn_token_ns=1_000 * slow,
         expert_ns=300_000 * slow,
-        expert_token_ns=1_000 * slow,
+        expert_token_ns=500 * slow,
         head_ns=500_000 * slow,
     )
     cuts = NO_CUTS._replace(max_block=32) if limits.batch_invariant else NO_CUTS

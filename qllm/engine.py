@@ -136,7 +136,10 @@ class EngineLoop:
         """Drained from the ingress and not looked at yet."""
         self.closing = False
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
+        self.num_preemptions = 0
+        """Latencies measured so far, those that the deque has forgotten included."""
         self.policy_errors: list[str] = []
+        self.longest_plan_ns = 0
 
     # -- the loop
 
@@ -158,6 +161,7 @@ class EngineLoop:
             self._policy_broke(error)
             return False
         start_ns = self.now_ns()
+        self.longest_plan_ns = max(self.longest_plan_ns, start_ns - now)
         try:
             for effect in decision.effects:
                 self._apply(effect)
@@ -348,6 +352,7 @@ class EngineLoop:
         at_ns = self.now_ns()
         if by_word:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
+            self.num_preemptions += 1
         self._emit(_parked(program, end, at_ns, lowered_ns if by_word else None))
 
     def _token(self, sampled: Sampled, at_ns: int) -> None:

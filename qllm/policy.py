@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from qllm.compile import chunk_end
 from qllm.errors import ConfigError
-from qllm.plan import NO_STOP, ModelShape, Plan, Row
+from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row
 from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
@@ -149,11 +150,17 @@ class View:
     max_segment_ns: int
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
+    capabilities: Cap
+    """What the engine can do, for policies that `want` more than they need."""
+    cuts: CutRule | None
+    """Where chunks must end (level L2): a row that ends elsewhere is moved there; None anywhere."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
-        held = len(self.by_id[row.request_id].block_table)
-        return max(0, -(-row.hi // self.block_size) - held)
+        request, hi = self.by_id[row.request_id], row.hi
+        if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
+            hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
+        return max(0, -(-hi // self.block_size) - len(request.block_table))
 
 
 def next_row(
@@ -190,7 +197,11 @@ class StepReport(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy that plans by itself. Only `plan` is mandatory besides `needs`."""
+    """A policy that plans by itself. Only `plan` is mandatory besides `needs`.
+
+    `needs` is refused at start where an engine lacks it. `wants`, if there, names what it uses
+    where an engine has it (`View.capabilities`); without, it runs degraded, and reports say so.
+    """
 
     needs: Cap
 

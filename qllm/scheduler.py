@@ -12,22 +12,26 @@ from typing import Any
 
 from qllm.blocks import BlockPool
 from qllm.compile import chunk_end, compile_program
-from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits, Parked, Split
-from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
-from qllm.plan import (
-    START,
-    CutRule,
-    Index,
-    ModelShape,
-    Plan,
-    Program,
-    Row,
+from qllm.decision import (
+    MAX_IDLE_NS,
+    Accept,
+    Decision,
+    Drop,
+    Effect,
+    EvictKv,
+    Kill,
+    Limits,
+    Parked,
+    Patience,
+    Split,
 )
+from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
+from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.ranking import Ranking
 from qllm.request import Request
 from qllm.shapes import ride_credit_ns, shape_plan
-from qllm.types import NS_PER_MS, Cap, FrameId, Frontier, RequestId
+from qllm.types import NS_PER_S, Cap, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule, check_state, malformed
 from qllm.victims import BadVictimError, victims_for
 
@@ -66,6 +70,7 @@ class Scheduler:
         """Done to the state and not yet to the runner; leaves with the next effects."""
         self._hook_error: PolicyError | None = None
         self._ranking: Ranking | None = None
+        self._patience = Patience()
 
     # -- requests come and go
 
@@ -187,6 +192,8 @@ class Scheduler:
             finest_grain=self.limits.grain,
             max_segment_ns=self.limits.max_segment_ns,
             ride_credit_ns=self.ride_credit_ns,
+            capabilities=CAPABILITIES,
+            cuts=self.cuts if self.limits.batch_invariant else None,
         )
 
     def decide(self, now_ns: int) -> Decision:
@@ -199,6 +206,7 @@ class Scheduler:
             error, self._hook_error = self._hook_error, None
             raise error
         if not self.requests:
+            self._patience.renew()
             return Decision(effects=self._take_owed())
         self._let_go()
         view = self.view(now_ns)
@@ -249,9 +257,11 @@ class Scheduler:
             self._ranking.touch(request)
 
     def _wait(self, until_ns: int, now_ns: int) -> Decision:
-        return Decision(
-            effects=self._take_owed(), wait_until_ns=max(until_ns, now_ns + NS_PER_MS // 10)
-        )
+        wait_until_ns = self._patience.until_ns(until_ns, now_ns)
+        if wait_until_ns is None:
+            waiting, idle_s = len(self.requests), MAX_IDLE_NS / NS_PER_S
+            raise self._broken(f"stalls: {waiting} requests wait and nothing ran for {idle_s:g} s")
+        return Decision(effects=self._take_owed(), wait_until_ns=wait_until_ns)
 
     def _broken(self, what: str) -> PolicyError:
         return PolicyError(f"policy {type(self.policy).__name__} {what}")
@@ -349,9 +359,8 @@ class Scheduler:
 
     def _start(self, plan: Plan, rows: Sequence[Row], now_ns: int) -> Decision:
         if not rows:
-            if self._owed or plan.wait_until_ns is None:
-                return Decision(effects=self._take_owed(), wait_until_ns=now_ns)
-            return self._wait(plan.wait_until_ns, now_ns)
+            until_ns = now_ns if self._owed else plan.wait_until_ns
+            return self._wait(now_ns if until_ns is None else until_ns, now_ns)
         touched = self._touched(rows)
         if len(touched) == 1:
             parked = self.frames[touched[0]]
@@ -485,6 +494,7 @@ class Scheduler:
     def _take_running(self) -> Parked:
         if self.running is None:
             raise InvariantError("no program is running")
+        self._patience.renew()
         return self.running
 
     def check(self) -> None:

@@ -3,25 +3,31 @@
 It implements the `Runner` protocol whole, so the engine loop, the scheduler, the policies and
 the block accounting that run here are the real ones. Tokens are made up from the request id and
 the position; what a request computed is counted per layer and compared at the end (I1).
+
+Boundaries at which nothing can happen are jumped: a run goes to the next arrival or to the end
+of its slice, whichever is first, and from there to the first boundary where it may stop.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from qllm.errors import InvariantError
 from qllm.plan import (
     NO_CUTS,
+    START,
     CutRule,
     Index,
     Longest,
     ModelShape,
-    Op,
-    OpKind,
     Program,
     Segments,
     Stop,
 )
+from qllm.timeline import SimCosts, Timeline, finished_layers
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
+
+__all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
 
 
 class VirtualClock:
@@ -35,33 +41,21 @@ class VirtualClock:
         return self.at_ns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimCosts:
-    """Time of ops, in nanoseconds: a constant per op, and per token, expert and cached token."""
+class Arrivals(Protocol):
+    """What happens in the simulated world beside the runner, at times known beforehand."""
 
-    op_ns: int = 20_000
-    token_ns: int = 5_000
-    kv_token_ns: int = 2
-    expert_ns: int = 100_000
-    expert_token_ns: int = 2_000
-    head_ns: int = 1_000_000
+    def next_ns(self) -> int | None:
+        """When the next of it happens; None is never."""
+        ...
 
-    def of(self, program: Program, op: Op, shape: ModelShape) -> int:
-        """Time of one op; for EXPERTS the time of one expert."""
-        tokens = op.hi - op.lo
-        if op.kind is OpKind.ATTN:
-            cached = sum(program.rows[r].hi for r in program.groups[op.group])
-            return self.op_ns + tokens * self.token_ns + cached * self.kv_token_ns
-        if op.kind is OpKind.EXPERTS:
-            return self.expert_ns + tokens * self.expert_token_ns // shape.num_experts
-        if op.kind is OpKind.HEAD:
-            return self.head_ns
-        return self.op_ns + tokens * self.token_ns // 4
+    def arrive(self) -> None:
+        """Let everything happen that is due by now."""
+        ...
 
 
 @dataclass(slots=True)
 class _SimRequest:
-    token_ids: list[int]
+    num_tokens: int
     num_computed: int = 0
     layer_work: int = 0
     """Token-layers done and not lost."""
@@ -69,6 +63,7 @@ class _SimRequest:
 
 @dataclass(slots=True)
 class _SimFrame:
+    timeline: Timeline
     dead: set[RequestId] = field(default_factory=set)
     reached: dict[RequestId, int] = field(default_factory=dict)
     """Layers done per row."""
@@ -82,8 +77,7 @@ class SimRunner:
         clock: Moved by what the ops cost.
         costs: The cost model.
         cuts: The cut rule of the programs.
-        on_boundary: Called at every boundary, before the stop word is read; tests and arrivals
-            of the simulated world happen here.
+        arrivals: The simulated world, which may lower the stop word.
     """
 
     def __init__(
@@ -92,16 +86,20 @@ class SimRunner:
         clock: VirtualClock,
         costs: SimCosts | None = None,
         cuts: CutRule = NO_CUTS,
-        on_boundary: Callable[[], None] | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.shape = shape
         self.cuts = cuts
         self.segments: Segments = Longest()
         self.clock = clock
         self.costs = costs or SimCosts()
-        self.on_boundary = on_boundary
+        self.arrivals = arrivals
+        self.on_boundary: Callable[[], None] | None = None
+        """Called at every boundary that a program's grain allows; then none is jumped."""
         self.requests: dict[RequestId, _SimRequest] = {}
         self.frames: dict[int, _SimFrame] = {}
+        self.expert_loads = 0
+        """Experts read so far: one per distinct expert of an EXPERTS op."""
 
     def add(
         self,
@@ -112,7 +110,7 @@ class SimRunner:
         max_total_tokens: int,
     ) -> None:
         """Register a request."""
-        self.requests[request_id] = _SimRequest(list(token_ids))
+        self.requests[request_id] = _SimRequest(len(token_ids))
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
@@ -125,60 +123,81 @@ class SimRunner:
 
     def accept(self, program: Program) -> None:
         """Make the frame of a program."""
-        frame = _SimFrame()
+        frame = _SimFrame(Timeline(program, self.costs, self.shape))
         for row in program.rows:
             request = self.requests[row.request_id]
-            if row.lo != request.num_computed or row.hi > len(request.token_ids):
+            if row.lo != request.num_computed or row.hi > request.num_tokens:
                 raise InvariantError(f"{row} against {request}")
             frame.reached[row.request_id] = row.start_layer
         self.frames[program.frame_id] = frame
+        self._between_runs(program)
+
+    def _between_runs(self, program: Program) -> None:
+        costs = self.costs
+        self.clock.at_ns += round(costs.step_ns + len(program.rows) * costs.step_row_ns)
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        """Advance the clock op by op; see `qllm.plan.Runner.run`."""
+        """Move the clock to where the program stops; see `qllm.plan.Runner.run`."""
+        if start != START:  # a resumed frame was not accepted just now
+            self._between_runs(program)
         frame = self.frames[program.frame_id]
+        timeline = frame.timeline
+        end = program.end
+        begun_ns = self.clock.at_ns - timeline.at(start)
         index = start
-        end = Index(len(program.ops), 0)
         while index < end:
-            op = program.ops[index.op]
-            cost = self.costs.of(program, op, self.shape)
-            self.clock.at_ns += cost
-            if cost > self.segments.longest_ns:
-                self.segments.longest_ns, self.segments.longest_op = cost, op.kind
-            pos = index.pos + 1
-            if op.kind is OpKind.EXPERTS and pos < self.shape.num_experts:
-                index = Index(index.op, pos)
-            else:
-                index = Index(index.op + 1, 0)
-                self._finished_op(program, frame, op)
-            if index < end and self._may_stop(program, index) and self._asked(program, stop):
+            index = min(end, self._next_look(program, timeline, index, begun_ns, stop))
+            self.clock.at_ns = begun_ns + timeline.at(index)
+            if index < end and self._asked(program, stop):
                 break
+        self._did(program, frame, start, index)
         return index
 
-    def _may_stop(self, program: Program, index: Index) -> bool:
+    def _next_look(
+        self, program: Program, timeline: Timeline, index: Index, begun_ns: int, stop: Stop
+    ) -> Index:
+        """The next boundary at which there may be a reason to stop."""
         if program.grain is Grain.STEP:
-            return False
-        return program.grain is Grain.EXPERT or not program.inside_layer(index)
+            return program.end
+        if self.on_boundary is not None or stop.word < program.stop_below:
+            return timeline.first_stop(0, index, program.grain)
+        known = [stop.stop_at_ns, None if self.arrivals is None else self.arrivals.next_ns()]
+        times = [at_ns for at_ns in known if at_ns is not None]
+        if not times:
+            return program.end
+        return timeline.first_stop(min(times) - begun_ns, index, program.grain)
 
     def _asked(self, program: Program, stop: Stop) -> bool:
         if self.on_boundary is not None:
             self.on_boundary()
+        if self.arrivals is not None:
+            self.arrivals.arrive()
         if stop.word < program.stop_below:
             return True
         return stop.stop_at_ns is not None and self.clock.at_ns >= stop.stop_at_ns
 
-    def _finished_op(self, program: Program, frame: _SimFrame, op: Op) -> None:
-        group = program.groups[op.group]
-        last = sum(program.rows[r].num_tokens for r in group)
-        if op.kind is not OpKind.COMBINE or op.hi != last:
+    def _did(self, program: Program, frame: _SimFrame, start: Index, end: Index) -> None:
+        """Count what ran from `start` to `end`."""
+        if start == end:
             return
-        for r in group:
-            row = program.rows[r]
-            if row.request_id in frame.dead:
-                continue
-            if frame.reached[row.request_id] != op.layer:
-                raise InvariantError(f"{row} runs layer {op.layer} out of order")
-            frame.reached[row.request_id] += 1
-            self.requests[row.request_id].layer_work += row.num_tokens
+        timeline = frame.timeline
+        longest_ns, kind = timeline.longest(start, end)
+        if longest_ns > self.segments.longest_ns:
+            self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
+        self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
+        whole = start == START and end.op == timeline.num_ops
+        spans = timeline.layout.spans
+        for group, first, num_layers in (
+            spans if whole else finished_layers(program.ops, start.op, end.op)
+        ):
+            for r in program.groups[group]:
+                row = program.rows[r]
+                if row.request_id in frame.dead:
+                    continue
+                if frame.reached[row.request_id] != first:
+                    raise InvariantError(f"{row} runs layer {first} out of order")
+                frame.reached[row.request_id] = first + num_layers
+                self.requests[row.request_id].layer_work += row.num_tokens * num_layers
 
     def finish(self, program: Program) -> list[Sampled]:
         """Commit and sample."""
@@ -198,7 +217,7 @@ class SimRunner:
                 raise InvariantError(f"{row}: {request.layer_work} token-layers done, {owed} owed")
             if program.samples[r]:
                 token = (row.request_id * 7919 + row.hi * 104729) % self.shape.vocab_size
-                request.token_ids.append(token)
+                request.num_tokens += 1
                 out.append(Sampled(row.request_id, token))
         return out
 

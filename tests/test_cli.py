@@ -18,7 +18,7 @@ from qllm.plan import Row
 from qllm.random_moe import make_random_moe
 from qllm.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace
 from qllm.types import FinishReason, Grain, Priority
-from qllm.workload import Mix, Waits, compare, make_workload, only, replay, solo_tokens
+from qllm.workloads.replay import Mix, Waits, compare, make_workload, only, replay, solo_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 runner = CliRunner()

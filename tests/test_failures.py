@@ -18,11 +18,12 @@ from families import VOCAB, make_model
 from test_api import byte_tokenizer
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.check import World
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
 from qllm.handle import Handle
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, Ride, View, next_row
-from qllm.types import Cap, FinishReason, Grain, RequestStatus
+from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, Grain, Priority, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 POISON = 13
@@ -373,6 +374,86 @@ def test_a_broken_policy_falls_back_if_so_configured(what: str) -> None:
         assert len(errors) == 1
         assert "policy Planner" in errors[0]
         assert_serves(engine)
+
+
+SLEEP: dict[str, Callable[[View], Plan]] = {
+    "a-little": lambda view: Plan(wait_until_ns=view.now_ns + NS_PER_MS),
+    "for-days": lambda view: Plan(wait_until_ns=view.now_ns + 10**6 * NS_PER_S),
+    "in-the-past": lambda view: Plan(wait_until_ns=0),
+    "drops-for-ever": lambda view: Plan(drop=(view.requests[0].request_id,)),
+}
+
+
+@pytest.mark.parametrize("how", SLEEP)
+def test_a_policy_that_waits_for_ever_is_named_and_its_requests_fail(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("decision", "scheduler"):
+        monkeypatch.setattr(f"qllm.{module}.MAX_IDLE_NS", 500 * NS_PER_MS)
+    world = World(Planner(SLEEP[how]))
+    for _ in range(2):
+        world.submit(Priority.LS, 9, 2, at_ns=5 * NS_PER_MS)
+    for _ in range(10_000):
+        world.step()
+        if world.idle:
+            break
+    assert set(world.finished.values()) == {FinishReason.ERROR}
+    assert "policy Planner stalls: 2 requests wait and nothing ran for 0.5 s" in world.errors[0]
+    assert len(world.loop.policy_errors) == 1
+    assert world.clock.at_ns // NS_PER_MS == 505
+
+
+def test_waiting_now_and_then_is_no_stall() -> None:
+    """Patience begins again whenever something ran, and when nobody waits."""
+    naps = 0
+
+    def plan(view: View) -> Plan:
+        nonlocal naps
+        naps += 1
+        if naps % 2:
+            return Plan(wait_until_ns=view.now_ns + 9 * NS_PER_S)
+        return Plan(rows=(next_row(view.requests[0], view),))
+
+    world = World(Planner(plan))
+    world.submit(Priority.LS, 9, 3)
+    world.submit(Priority.LS, 9, 1, at_ns=10**12)
+    world.submit(Priority.LS, 9, 1, at_ns=10**12, timeout_ns=5 * NS_PER_S)
+    world.submit(Priority.LS, 9, 1, at_ns=2 * 10**12)
+    world.run()
+    assert not world.loop.policy_errors
+    assert [world.finished[i] for i in range(4)].count(FinishReason.LENGTH) == 3
+
+
+def test_an_engine_outlives_a_policy_that_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qllm.decision.MAX_IDLE_NS", 200 * NS_PER_MS)
+    with engine_of(policy=Planner(SLEEP["a-little"])) as engine:
+        for handle in submit_all(engine, [ids(5), ids(6)]):
+            with pytest.raises(RequestFailedError, match="policy Planner stalls"):
+                handle.result(20)
+        engine.policy._plan = lambda view: Plan(rows=(next_row(view.requests[0], view),))
+        assert_serves(engine)
+    with engine_of(policy=Planner(SLEEP["for-days"]), on_policy_error="fcfs") as engine:
+        assert [len(h.result(20).token_ids) for h in submit_all(engine, [ids(5), ids(6)])] == [8, 8]
+        assert ["stalls" in text for text in engine.stats()["policy_errors"]] == [True]
+
+
+def test_a_slow_plan_costs_time_and_nothing_else() -> None:
+    def plan(view: View) -> Plan:
+        time.sleep(0.05)
+        return Plan(rows=(next_row(view.requests[0], view),))
+
+    prompts = [ids(5), ids(30)]
+    with engine_of(policy=Planner(plan)) as slow, engine_of(policy="fcfs") as engine:
+        assert slow.stats()["longest_plan_ms"] < 50
+        got, want = ([h.result(30) for h in submit_all(e, prompts)] for e in (slow, engine))
+        assert [r.token_ids for r in got] == [r.token_ids for r in want]
+        assert slow.stats()["longest_plan_ms"] >= 50
+        late = slow.submit(ids(6), "BE", 500, sampling=GREEDY)
+        gone = slow.submit(ids(7), "BE", 8, sampling=GREEDY, timeout_s=0.12)
+        assert gone.result(10).finish_reason is FinishReason.TIMEOUT
+        late.cancel()
+        assert late.result(10).finish_reason is FinishReason.CANCELLED
+        assert_serves(slow)
 
 
 def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:

@@ -18,12 +18,12 @@ DEVICE = {"accelerate", "cupy", "nixl", "numba", "torch", "transformers", "trito
 F0 = {"types", "errors", "config"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
 F1 |= {"compile", "decision", "ranking", "validate", "victims"}
-F2 = {"trace", "metrics", "perfetto", "sim"}
+F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
-F4 = {"engine", "ingress", "check"}
+F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
 F5 |= {"demo", "handle", "host", "plots", "plugins", "portable", "prompts"}
-F5 |= {"random_moe", "workload", "workloads"}
+F5 |= {"random_moe", "scaffold", "simulation", "templates", "workloads"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 
@@ -46,11 +46,24 @@ FLOORS = [
 POLICIES = Floor(
     set(),
     {"policy", "plan", "types", "errors"},
-    lambda name: name in {"collections", "dataclasses", "math", "typing"},
+    lambda name: name in {"collections", "dataclasses", "enum", "functools", "math", "typing"},
 )
 BENCH = Floor(
     set(),
-    {"__init__", "check", "metrics", "plan", "plugins", "policy", "trace", "types"},
+    {
+        "__init__",
+        "check",
+        "config",
+        "metrics",
+        "plan",
+        "plugins",
+        "policy",
+        "random_moe",
+        "simulation",
+        "trace",
+        "types",
+        "workloads",
+    },
     lambda name: True,
 )
 

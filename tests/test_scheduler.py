@@ -127,7 +127,7 @@ def work_is_exact(world: World) -> None:
     for request_id, request in world.scheduler.requests.items():
         mirror = world.runner.requests[request_id]
         assert mirror.num_computed == request.num_computed_tokens
-        assert len(mirror.token_ids) == request.num_tokens
+        assert mirror.num_tokens == request.num_tokens
         work = request.num_computed_tokens * LAYERS
         if request.frontier is not None:
             work += request.frontier.layer * (request.frontier.hi - request.frontier.lo)

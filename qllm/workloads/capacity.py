@@ -1,0 +1,82 @@
+"""What a machine can do, in numbers that a workload is scaled by."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qllm.errors import ConfigError
+from qllm.types import SamplingParams
+
+if TYPE_CHECKING:
+    from qllm.llm import QLLMEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Throughput and room of one machine with one model."""
+
+    prefill_tokens_per_s: float
+    """Prompt tokens per second when nothing else runs."""
+    output_tokens_per_s: float
+    """Output tokens per second with many requests decoding and no prefill."""
+    max_num_seqs: int = 32
+    """Seats."""
+    max_kv_tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens_per_s", "output_tokens_per_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name}={value!r} must be > 0")
+
+    def requests_per_s(self, num_prompt_tokens: float, num_output_tokens: float) -> float:
+        """Requests of this mean size that the machine completes per second."""
+        prefill_s = num_prompt_tokens / self.prefill_tokens_per_s
+        return 1 / (prefill_s + num_output_tokens / self.output_tokens_per_s)
+
+
+REFERENCE = Capacity(prefill_tokens_per_s=20_000.0, output_tokens_per_s=4_000.0)
+"""Stands in where nobody measured: rates of a workload then mean nothing of a real machine."""
+
+
+def measure_capacity(
+    engine: "QLLMEngine",
+    corpus: Sequence[int],
+    *,
+    prompt_tokens: int = 512,
+    batch: int = 8,
+    output_tokens: int = 24,
+) -> Capacity:
+    """Measure an idle engine: a few prompts one by one, then a batch that only decodes.
+
+    Args:
+        engine: Nothing else runs in it.
+        corpus: Token ids; prompts are cut from it.
+        prompt_tokens: Of each measured prompt.
+        batch: Requests that decode together.
+        output_tokens: Measured tokens of each of them.
+    """
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def prompt(start: int, num: int) -> list[int]:
+        return [corpus[(start * num + i) % len(corpus)] for i in range(num)]
+
+    def prefill_s(start: int) -> float:
+        begin = time.monotonic()
+        engine.submit(prompt(start, prompt_tokens), "LS", 1, sampling=greedy).result()
+        return time.monotonic() - begin
+
+    prefill_s(0)  # warms up
+    per_prompt_s = min(prefill_s(i) for i in (1, 2, 3))
+    handles = [
+        engine.submit(prompt(i, 16), "LS", output_tokens, sampling=greedy) for i in range(batch)
+    ]
+    done = [h.result().metrics for h in handles]
+    gaps = [m.tpot_ms for m in done if m is not None and m.tpot_ms is not None]
+    return Capacity(
+        prefill_tokens_per_s=prompt_tokens / per_prompt_s,
+        output_tokens_per_s=batch * 1000 / sorted(gaps)[len(gaps) // 2],
+        max_num_seqs=engine.config.max_num_seqs,
+        max_kv_tokens=engine.config.max_kv_tokens,
+    )

@@ -1,0 +1,299 @@
+"""Named workloads S1 to S12: seeded, scaled to the machine, the same for every policy.
+
+A name fixes what arrives and in which pattern; `Capacity` fixes how much: a load of 0.4 is 40 %
+of the requests that the machine could complete if it did nothing else. A rate is nominal: what
+one seed draws differs, so results print `offered_rates` beside `nominal_rates`.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+from qllm.errors import ConfigError
+from qllm.types import Priority, Slo
+from qllm.workloads import lengths as tables
+from qllm.workloads.arrivals import Arrivals, Bursts, Even, Gamma, Modulated
+from qllm.workloads.capacity import REFERENCE, Capacity
+from qllm.workloads.lengths import Lengths, between
+from qllm.workloads.spec import RequestSpec
+
+POISSON = Gamma()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """The requests of one class: their lengths and their pattern."""
+
+    prompt: Lengths
+    output: Lengths
+    arrivals: Arrivals = POISSON
+
+    def fitted(self, scale: float, max_len: int | None) -> "Flow":
+        """Lengths times `scale`, and all of them shrunk alike if the longest exceed `max_len`."""
+        longest = scale * (self.prompt.longest + self.output.longest)
+        if max_len is not None and longest > max_len - 2:  # both are rounded
+            scale *= (max_len - 2) / longest
+        if scale == 1:
+            return self
+        return replace(self, prompt=self.prompt.scaled(scale), output=self.output.scaled(scale))
+
+    def per_s(self, capacity: Capacity) -> float:
+        """Requests of this class that the machine completes per second."""
+        return capacity.requests_per_s(self.prompt.mean, self.output.mean)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """BE jobs that are there from the start, and a flow that keeps them coming."""
+
+    jobs: int = 0
+    seats: float = 0.0
+    """Further jobs, per seat of the machine."""
+    kv: float = 0.0
+    """Further jobs, until together they want this multiple of the KV pool."""
+    flow: float = 0.0
+    """Rate of later jobs over what the machine could complete: above 1 it never runs dry."""
+
+    def burst(self, be: Flow, capacity: Capacity) -> int:
+        """Jobs at time zero."""
+        by_kv = self.kv * capacity.max_kv_tokens / (be.prompt.mean + be.output.mean)
+        return self.jobs + ceil(self.seats * capacity.max_num_seqs) + ceil(by_kv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What a name stands for."""
+
+    what: str
+    ls: Flow
+    be: Flow
+    load: float
+    """LS rate over LS capacity; where `ls_share` is given, load of both classes together."""
+    ls_share: float | None = None
+    """Part of the requests that is LS, both arriving alike; None: BE is a backlog."""
+    backlog: Backlog = field(default_factory=Backlog)
+
+
+_SHAREGPT = Flow(prompt=tables.SHAREGPT_PROMPT, output=tables.SHAREGPT_OUTPUT)
+_CONV = Flow(prompt=tables.AZURE_CONV_PROMPT, output=tables.AZURE_CONV_OUTPUT)
+_CODE = Flow(prompt=tables.AZURE_CODE_PROMPT, output=tables.AZURE_CODE_OUTPUT)
+_BATCH = Flow(prompt=between(2048, 8192), output=between(256, 1024), arrivals=Even())
+_SUMMARIES = Flow(prompt=between(8192, 32768), output=between(128, 128), arrivals=Even())
+_WRITERS = Flow(prompt=between(32, 128), output=between(256, 1024), arrivals=Even())
+_CHAT = Flow(prompt=between(64, 256), output=between(32, 64))
+_FULL = Backlog(seats=1.0, flow=1.1)
+
+SCENARIOS: dict[str, Scenario] = {
+    "S1": Scenario(
+        what="QLLM's own mix: ShareGPT lengths, Poisson, 20 % LS",
+        ls=_SHAREGPT,
+        be=_SHAREGPT,
+        load=0.9,
+        ls_share=0.2,
+    ),
+    "S2": Scenario(
+        what="chat over an endless batch of long documents",
+        ls=replace(_CONV, arrivals=Gamma(cv=2.0)),
+        be=_BATCH,
+        load=0.4,
+        backlog=_FULL,
+    ),
+    "S3": Scenario(
+        what="code completion over summaries of very long documents, the rate changes by minutes",
+        ls=replace(_CODE, arrivals=Modulated()),
+        be=_SUMMARIES,
+        load=0.4,
+        backlog=_FULL,
+    ),
+    "S4": Scenario(
+        what="one LS request at a time over a full batch of BE decodes",
+        ls=replace(_CHAT, arrivals=Even()),
+        be=_WRITERS,
+        load=0.1,
+        backlog=Backlog(seats=1.0, flow=1.1),
+    ),
+    "S5": Scenario(
+        what="BE holds every seat, KV is free",
+        ls=_CHAT,
+        be=_WRITERS,
+        load=0.3,
+        backlog=Backlog(seats=2.0, flow=1.1),
+    ),
+    "S6": Scenario(
+        what="BE fills the KV pool",
+        ls=_CHAT,
+        be=replace(_BATCH, output=between(64, 256)),
+        load=0.3,
+        backlog=Backlog(kv=1.5, flow=1.1),
+    ),
+    "S7": Scenario(
+        what="more LS than the machine can serve, 64 BE jobs must not starve",
+        ls=_SHAREGPT,
+        be=replace(_SHAREGPT, arrivals=Even()),
+        load=1.2,
+        backlog=Backlog(jobs=64),
+    ),
+    "S8": Scenario(
+        what="the LS share swept, both classes alike",
+        ls=_SHAREGPT,
+        be=_SHAREGPT,
+        load=0.9,
+        ls_share=0.4,
+    ),
+    "S9": Scenario(
+        what="one class alone: set ls_share to 0 or 1",
+        ls=_SHAREGPT,
+        be=_SHAREGPT,
+        load=0.9,
+        ls_share=0.0,
+    ),
+    "S10": Scenario(
+        what="S2's arrivals for an engine whose routing is forced (bench/routing.py)",
+        ls=replace(_CONV, arrivals=Gamma(cv=2.0)),
+        be=_BATCH,
+        load=0.4,
+        backlog=_FULL,
+    ),
+    "S11": Scenario(
+        what="every minute ten seconds of five times the LS rate, over a batch",
+        ls=replace(_CONV, arrivals=Bursts()),
+        be=_BATCH,
+        load=0.4,
+        backlog=_FULL,
+    ),
+    "S12": Scenario(
+        what="a short mix whose answers are compared with solo runs",
+        ls=_CHAT,
+        be=Flow(prompt=between(256, 1024), output=between(32, 128), arrivals=Even()),
+        load=0.4,
+        backlog=Backlog(jobs=8, flow=0.5),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A named workload with its scale; `requests(seed)` draws one instance of it.
+
+    Raises:
+        ConfigError: The name is unknown (the message lists the known ones), or a value is out of
+            its range or means nothing in this workload.
+    """
+
+    name: str
+    seconds: float = 60.0
+    capacity: Capacity = REFERENCE
+    load: float | None = None
+    """Replaces the scenario's; may exceed 1."""
+    ls_share: float | None = None
+    """Replaces the scenario's, where it has one."""
+    cv: float | None = None
+    """Of the gaps between LS arrivals, where they are a Gamma process."""
+    length_scale: float = 1.0
+    """Factor on all lengths."""
+    ls_scale: float = 1.0
+    """Further factor on LS lengths: a slow machine needs short ones to see enough of them."""
+    max_len: int | None = None
+    """Longest prompt and output together: a class that exceeds it is shrunk, not clipped."""
+    ls_slo: Slo = field(default_factory=Slo)
+
+    def __post_init__(self) -> None:
+        if self.name not in SCENARIOS:
+            raise ConfigError(f"unknown workload {self.name!r}; known: {', '.join(SCENARIOS)}")
+        base = SCENARIOS[self.name]
+        share = self.ls_share
+        if share is not None and (base.ls_share is None or not 0 <= share <= 1):
+            raise ConfigError(f"ls_share={share!r} must be in [0, 1], and only S1, S8, S9 take it")
+        if self.cv is not None and not isinstance(base.ls.arrivals, Gamma):
+            raise ConfigError(f"cv={self.cv!r}: the LS arrivals of {self.name} are not Gamma")
+        for name in ("seconds", "load", "length_scale", "ls_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value!r} must be > 0")
+        if self.max_len is not None and self.max_len < 16:
+            raise ConfigError(f"max_len={self.max_len!r} must be at least 16")
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario with this workload's changes."""
+        base = SCENARIOS[self.name]
+        ls = base.ls.fitted(self.length_scale * self.ls_scale, self.max_len)
+        return replace(
+            base,
+            ls=ls if self.cv is None else replace(ls, arrivals=Gamma(cv=self.cv)),
+            be=base.be.fitted(self.length_scale, self.max_len),
+            load=base.load if self.load is None else self.load,
+            ls_share=base.ls_share if self.ls_share is None else self.ls_share,
+        )
+
+    def nominal_rates(self) -> dict[Priority, float]:
+        """Requests per second by class, before any draw; a burst at the start not counted."""
+        found = self.scenario
+        ls_per_s, be_per_s = found.ls.per_s(self.capacity), found.be.per_s(self.capacity)
+        share = found.ls_share
+        if share is None:
+            return {
+                Priority.LS: found.load * ls_per_s,
+                Priority.BE: found.backlog.flow * be_per_s,
+            }
+        both = found.load / (share / ls_per_s + (1 - share) / be_per_s)
+        return {Priority.LS: share * both, Priority.BE: (1 - share) * both}
+
+    def requests(self, seed: int) -> list[RequestSpec]:
+        """The requests of one seed, in order of arrival.
+
+        Each class draws from random numbers of its own: LS is the same with and without BE.
+        """
+        found, rates = self.scenario, self.nominal_rates()
+        out: list[RequestSpec] = []
+        burst = 0 if found.ls_share is not None else found.backlog.burst(found.be, self.capacity)
+        for priority, flow, num in ((Priority.LS, found.ls, 0), (Priority.BE, found.be, burst)):
+            times = random.Random(f"{seed} {self.name} {priority.name} times")
+            sizes = random.Random(f"{seed} {self.name} {priority.name} sizes")
+            at = [0.0] * num + flow.arrivals.times(times, rates[priority], self.seconds)
+            out += [
+                RequestSpec(
+                    at_s=at_s,
+                    priority=priority,
+                    num_prompt_tokens=flow.prompt.at(sizes.uniform(0, 100)),
+                    max_tokens=flow.output.at(sizes.uniform(0, 100)),
+                    name=f"{priority.name.lower()}-{i}",
+                    slo=self.ls_slo if priority is Priority.LS else Slo(),
+                )
+                for i, at_s in enumerate(at)
+            ]
+        return sorted(out, key=lambda r: r.at_s)
+
+
+def named_workload(
+    name: str,
+    *,
+    seed: int = 0,
+    seconds: float = 60.0,
+    capacity: Capacity | None = None,
+    **scale: Any,
+) -> list[RequestSpec]:
+    """The requests of a named workload.
+
+    Args:
+        name: A key of `SCENARIOS`.
+        seed: Of every draw.
+        seconds: Length of the workload.
+        capacity: Of the machine; None takes `REFERENCE`.
+        **scale: Further fields of `Workload`.
+
+    Raises:
+        ConfigError: As `Workload`.
+    """
+    workload = Workload(name=name, seconds=seconds, capacity=capacity or REFERENCE, **scale)
+    return workload.requests(seed)
+
+
+def offered_rates(requests: Iterable[RequestSpec], seconds: float) -> dict[int, float]:
+    """Requests per second by class that really arrive in (0, seconds): bursts at 0 not counted."""
+    counts: dict[int, int] = {}
+    for r in requests:
+        counts[r.priority] = counts.get(r.priority, 0) + (0 < r.at_s < seconds)
+    return {priority: count / seconds for priority, count in sorted(counts.items())}
