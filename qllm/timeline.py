@@ -73,6 +73,7 @@ class SimCosts:
     otherwise they add up."""
     op_ns: float = 20_000
     """Of every op."""
+    embed_ns: float = 0
     embed_token_ns: float = 1_250
     attn_ns: float = 0
     attn_token_ns: float = 5_000
@@ -135,7 +136,7 @@ class SimCosts:
             case OpKind.HEAD:
                 return self._both(self.head_ns, work.rows * self.head_row_ns)
             case _:
-                return tokens * self.embed_token_ns
+                return self._both(self.embed_ns, tokens * self.embed_token_ns)
 
     def _both(self, read_ns: float, compute_ns: float) -> float:
         return max(read_ns, compute_ns) if self.overlap else read_ns + compute_ns

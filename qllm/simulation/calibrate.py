@@ -203,7 +203,7 @@ def nonnegative_fit(features: Any, times: Any) -> Any:
 
 Features = Callable[[Work], tuple[float, ...]]
 _LINEAR: dict[tuple[OpKind, bool], tuple[tuple[str, ...], Features]] = {
-    (OpKind.EMBED, True): (("embed_token_ns",), lambda w: (w.tokens,)),
+    (OpKind.EMBED, True): (("embed_ns", "embed_token_ns"), lambda w: (1.0, w.tokens)),
     (OpKind.ATTN, True): (
         ("attn_ns", "attn_token_ns", "attn_row_ns", "kv_token_ns", "pair_ns"),
         lambda w: (1.0, w.tokens, w.rows, w.kv_tokens, w.pairs),

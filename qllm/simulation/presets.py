@@ -308,6 +308,7 @@ def _roofline(machine: Hardware, spec: ModelSpec) -> SimCosts:
     return SimCosts(
         overlap=machine.overlap,
         op_ns=machine.op_ns,
+        embed_ns=0.0,
         embed_token_ns=glue(2),
         attn_ns=read(spec.attn_weights),
         attn_token_ns=compute(spec.attn_weights, machine.dense_part) + glue(8),
