@@ -177,6 +177,44 @@ def paired(values: Sequence[float], seed: int = 0) -> Estimate:
     return found
 
 
+# the result
+
+
+class Table:
+    """Lines of the result: what, measured, target, reached."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, str, bool | None]] = []
+
+    def add(self, what: str, found: str, target: str = "", ok: bool | None = None) -> None:
+        """One line, shown at once; `ok` is None for a number without a target."""
+        self.lines.append((what, found, target, ok))
+        mark = {True: "ok", False: "MISSED", None: ""}[ok]
+        print(f"{what:<58} {found:<34} {target:<14} {mark}", flush=True)
+
+    @property
+    def losing(self) -> list[str]:
+        """What missed its target."""
+        return [
+            f"{what}: {found} (target {target})"
+            for what, found, target, ok in self.lines
+            if ok is False
+        ]
+
+
+def plain(value: Any) -> Any:
+    """JSON of estimates and containers."""
+    if isinstance(value, Estimate):
+        return {k: round(v, 4) for k, v in value._asdict().items()}
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return round(value, 5)
+    return value
+
+
 # the machine
 
 

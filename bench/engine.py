@@ -35,12 +35,14 @@ from common import (
     MODEL,
     Estimate,
     Job,
+    Table,
     busy_cores,
     estimate,
     load_model,
     machine,
     make_prompt,
     model_folder,
+    plain,
     quantile,
 )
 from exactness import exactness_row
@@ -71,28 +73,6 @@ SETUPS = {
     "fcfs": ("fcfs", True),
 }
 """Policy, and whether BE floods."""
-
-
-class Table:
-    """Lines of the result: what, measured, target, reached."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str, str, bool | None]] = []
-
-    def add(self, what: str, found: str, target: str = "", ok: bool | None = None) -> None:
-        """One line, shown at once; `ok` is None for a number without a target."""
-        self.lines.append((what, found, target, ok))
-        mark = {True: "ok", False: "MISSED", None: ""}[ok]
-        print(f"{what:<58} {found:<34} {target:<14} {mark}", flush=True)
-
-    @property
-    def losing(self) -> list[str]:
-        """What missed its target."""
-        return [
-            f"{what}: {found} (target {target})"
-            for what, found, target, ok in self.lines
-            if ok is False
-        ]
 
 
 def load_of_trace(path: str, seed: int) -> Load:
@@ -366,19 +346,6 @@ def row_decode(table: Table, model: Any, args: argparse.Namespace) -> dict[str, 
 # the run
 
 
-def _plain(value: Any) -> Any:
-    """JSON of estimates and containers."""
-    if isinstance(value, Estimate):
-        return {k: round(v, 4) for k, v in value._asdict().items()}
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float):
-        return round(value, 5)
-    return value
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -469,7 +436,7 @@ def main() -> None:
         "table": table.lines,
         "losing": table.losing,
     }
-    line = json.dumps(_plain(document), separators=(",", ":"))
+    line = json.dumps(plain(document), separators=(",", ":"))
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(line + "\n")

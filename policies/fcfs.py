@@ -16,6 +16,8 @@ from qllm.policy import RankPolicy
 class Fcfs(RankPolicy):
     """First come, first served."""
 
+    ages = False
+
     def rank(
         self,
         arrival_ns: int,

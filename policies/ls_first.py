@@ -16,6 +16,7 @@ from qllm.policy import RankPolicy, Ride
 class LsFirst(RankPolicy):
     """Unbounded LS-first batching."""
 
+    ages = False
     ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
 
     def rank(

@@ -20,6 +20,7 @@ from qllm.types import Grain
 class Qllm2(RankPolicy):
     """Preemption at every expert, ride-along with a budget, a bound on BE stalls."""
 
+    ages = False
     grain: Grain = field(default=Grain.EXPERT, metadata={"fixed": True})
     max_be_stall_ms: int | None = 1000
     ride_frac: float = 0.25
@@ -28,11 +29,7 @@ class Qllm2(RankPolicy):
     def __post_init__(self) -> None:
         if not 0 <= self.ride_frac <= 100:
             raise ConfigError(f"ride_frac={self.ride_frac!r} must be in [0, 100]")
-        if self.max_be_stall_ms is not None and self.max_be_stall_ms < 100:
-            raise ConfigError(
-                f"max_be_stall_ms={self.max_be_stall_ms!r} must be at least 100, or None for no "
-                "bound"
-            )
+        super().__post_init__()
         object.__setattr__(self, "ride", Ride(frac=self.ride_frac))
 
     def rank(

@@ -21,9 +21,9 @@ from qllm.ingress import Cancel, Submission
 from qllm.metrics import RequestMetrics
 from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, OpKind, Plan, Program, Stop
 from qllm.policy import RankPolicy, View
+from qllm.ranking import rank_all
 from qllm.request import Request
 from qllm.scheduler import Scheduler
-from qllm.shapes import rank_all
 from qllm.sim import SimCosts, SimRunner, VirtualClock
 from qllm.trace import Trace
 from qllm.types import (

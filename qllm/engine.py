@@ -136,6 +136,8 @@ class EngineLoop:
         """Drained from the ingress and not looked at yet."""
         self.closing = False
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
+        self.num_preemptions = 0
+        """Latencies measured so far, those that the deque has forgotten included."""
         self.policy_errors: list[str] = []
 
     # -- the loop
@@ -348,6 +350,7 @@ class EngineLoop:
         at_ns = self.now_ns()
         if by_word:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
+            self.num_preemptions += 1
         self._emit(_parked(program, end, at_ns, lowered_ns if by_word else None))
 
     def _token(self, sampled: Sampled, at_ns: int) -> None:

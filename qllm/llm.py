@@ -32,7 +32,7 @@ from qllm.ingress import Cancel, InprocIngress, Submission
 from qllm.metrics import RequestMetrics
 from qllm.models.conformance import check as check_conformance
 from qllm.models.loader import LoadedModel, load, wrap
-from qllm.plugins import load_policy
+from qllm.plugins import cap_names, degraded, load_policy
 from qllm.prompts import to_token_ids
 from qllm.runner import TorchRunner
 from qllm.scheduler import Scheduler
@@ -90,7 +90,10 @@ class QLLMEngine:
             batch_invariant=config.batch_invariant,
         )
         self._ingress = InprocIngress(self.now_ns)
-        self.trace = Trace(meta={"model": self.model_name, "policy": repr(policy)})
+        meta = {"model": self.model_name, "policy": repr(policy)}
+        if degraded(policy):
+            meta["degraded_without"] = cap_names(degraded(policy))
+        self.trace = Trace(meta=meta)
         """Events of the run, kept if the engine was made with `record=True`."""
         self._loop = EngineLoop(
             self._ingress,
@@ -416,6 +419,14 @@ class QLLMEngine:
 
     # -- what the outside may read
 
+    def raise_if_closed(self) -> None:
+        """Return if the engine serves.
+
+        Raises:
+            EngineClosedError: It was closed or has crashed (then the cause says why).
+        """
+        self._host.raise_if_closed()
+
     @property
     def num_waiting(self) -> int:
         """Requests that hold no KV yet."""
@@ -434,13 +445,17 @@ class QLLMEngine:
         return self._runner.kernels
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
+        """Numbers of the run so far: segments, preempt latencies, expert bytes, policy errors."""
         longest_ms, kind = self._loop.longest_segment()
         return {
             "longest_segment_ms": longest_ms,
             "longest_segment_kind": kind,
             "max_segment_ms": self.config.max_segment_ms,
             "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
+            "expert_bytes": self._runner.expert_bytes,
+            "num_preemptions": self._loop.num_preemptions,
+            "kv_blocks_used": self.config.num_blocks - self._loop.scheduler.pool.num_free,
+            "kv_blocks": self.config.num_blocks,
             "policy_errors": list(self._loop.policy_errors),
             "num_live": len(self._loop.live),
             "num_waiting": self.num_waiting,

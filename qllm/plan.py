@@ -1,7 +1,7 @@
-"""Plan -> program: what a policy asks for, and the flat list of ops a runner executes.
+"""Plan and program: what a policy asks for, and the flat list of ops a runner executes.
 
 A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to
-stop. `compile_program` turns it into a `Program`: ops in order, each on a fixed row set. A
+stop. `qllm.compile` turns it into a `Program`: ops in order, each on a fixed row set. A
 runner executes `run(program, start, stop) -> Index`, the first op it has not done. Nothing
 here touches a tensor, so the same program drives every runner.
 
@@ -11,11 +11,12 @@ here touches a tensor, so the same program drives every runner.
 """
 
 import enum
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol, overload
 
 from qllm.types import FrameId, Grain, RequestId, Sampled, SamplingParams
 
@@ -89,6 +90,78 @@ class Op(NamedTuple):
     """Index into `Program.groups`."""
     lo: int
     hi: int
+
+
+class Stretch(NamedTuple):
+    """The same ops in each of the layers [start, end)."""
+
+    start: int
+    end: int
+    ops: tuple[Op, ...]
+    """Those of the first layer; the others differ in `layer` alone."""
+
+
+class Ops(Sequence[Op]):
+    """The ops of a program in order: a sequence that knows what repeats layer by layer.
+
+    A sweep over 48 layers is thousands of ops and a few stretches, so it is made and kept as
+    stretches, and a layer is spelled out when it is looked at.
+    """
+
+    __slots__ = ("_ends", "_seen", "stretches")
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self.stretches = tuple(stretches)
+        self._ends = list(accumulate(len(s.ops) * (s.end - s.start) for s in stretches))
+        """Per stretch, the index after its last op."""
+        self._seen: tuple[int, int, tuple[Op, ...]] = (0, 0, ())
+        """The layer looked at last: the indexes it spans, and its ops."""
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Op, ...]: ...
+    def __getitem__(self, index: int | slice) -> Op | tuple[Op, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        first, end, ops = self._seen
+        if not first <= index < end:
+            first, _, ops = self._seen = self._layer_of(index + len(self) if index < 0 else index)
+            index = index + len(self) if index < 0 else index
+        return ops[index - first]
+
+    def _layer_of(self, index: int) -> tuple[int, int, tuple[Op, ...]]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"op {index} of {len(self)}")
+        at = bisect_right(self._ends, index)
+        stretch, begin = self.stretches[at], self._ends[at - 1] if at else 0
+        num = len(stretch.ops)
+        nth = (index - begin) // num
+        first = begin + nth * num
+        return first, first + num, tuple(_in_layer(stretch, stretch.start + nth))
+
+    def __iter__(self) -> Iterator[Op]:
+        for stretch in self.stretches:
+            for layer in range(stretch.start, stretch.end):
+                yield from _in_layer(stretch, layer)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Ops) and self.stretches == other.stretches:
+            return True
+        return isinstance(other, Ops | tuple) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Ops({self.stretches!r})"
+
+
+def _in_layer(stretch: Stretch, layer: int) -> Iterator[Op]:
+    return (Op(kind, layer, group, lo, hi) for kind, _, group, lo, hi in stretch.ops)
 
 
 class Index(NamedTuple):
@@ -171,7 +244,7 @@ class Program:
     rows: tuple[Row, ...]
     groups: tuple[tuple[int, ...], ...]
     """Row sets; an op runs on the rows of its group, packed in this order."""
-    ops: tuple[Op, ...]
+    ops: Sequence[Op]
     grain: Grain
     stop_below: int
     samples: tuple[bool, ...]
@@ -227,6 +300,29 @@ class Program:
         while op < len(self.ops) and self.ops[op].layer == layer:
             op += 1
         return Index(op, 0)
+
+    def layer_start(self, index: Index) -> Index:
+        """The last boundary between layers at or before `index`."""
+        op = index.op
+        if not self.inside_layer(index):
+            return index
+        layer = self.ops[op].layer
+        while op and self.ops[op - 1].layer == layer and self.ops[op - 1].kind is not OpKind.EMBED:
+            op -= 1
+        return Index(op, 0)
+
+    def rows_between(self, start: Index, stop: Index) -> list[Row]:
+        """The rows of the ops from `start` to `stop`, a begun op included."""
+        last = stop.op if stop.pos else stop.op - 1
+        if last < start.op:
+            return []
+        low, high = self.ops[start.op].layer, self.ops[last].layer
+        return [
+            row
+            for row, sampled in zip(self.rows, self.samples, strict=True)
+            if row.start_layer <= high
+            and (row.end_layer > low or (sampled and row.end_layer == low))
+        ]
 
     def frontier_layer(self, row: int, index: Index) -> int:
         """First layer that row number `row` still owes at `index`."""
@@ -330,128 +426,3 @@ class Runner(Protocol):
     def drop(self, program: Program) -> None:
         """Let go of a frame without committing anything. Unknown frames are ignored."""
         ...
-
-
-def _row_blocks(row: Row, cuts: CutRule, one_query_from: int) -> tuple[int, ...]:
-    marks = [row.lo]
-    position = row.lo
-    while position < row.hi:
-        if position >= one_query_from:
-            position += 1
-        else:
-            size = cuts.block(position)
-            position = min(row.hi, one_query_from, (position // size + 1) * size)
-        marks.append(position)
-    return tuple(marks)
-
-
-def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> int:
-    """Where a chunk may end in level L2: the last cut of its request at or before `row.hi`.
-
-    Args:
-        row: The chunk asked for.
-        num_tokens: Known tokens of the request.
-        cuts: The cut rule.
-        one_query_from: Position from which every token is a block of its own.
-    """
-    marks = _row_blocks(row._replace(hi=num_tokens), cuts, one_query_from)
-    return max((m for m in marks[1:] if m <= row.hi), default=marks[1])
-
-
-def _attn_cuts(
-    group: Sequence[int], rows: Sequence[Row], blocks: Sequence[tuple[int, ...]], cuts: CutRule
-) -> list[tuple[int, int]]:
-    spans: list[tuple[int, int]] = []
-    begin = at = 0
-    cost = 0.0
-    for r in group:
-        marks = blocks[r]
-        for lo, hi in pairwise(marks):
-            extra = cuts.cost(lo, hi)
-            if at > begin and cost + extra > cuts.max_cost:
-                spans.append((begin, at))
-                begin, cost = at, 0.0
-            at += hi - lo
-            cost += extra
-    spans.append((begin, at))
-    return spans
-
-
-def _even_cuts(num_tokens: int, block: int) -> list[tuple[int, int]]:
-    return [(a, min(a + block, num_tokens)) for a in range(0, num_tokens, block)]
-
-
-def compile_program(
-    plan: Plan,
-    *,
-    frame_id: FrameId,
-    samples: Sequence[bool],
-    shape: ModelShape,
-    cuts: CutRule,
-    one_query_from: Sequence[int] | None = None,
-) -> Program:
-    """Turn validated rows into ops. Pure: the same plan gives the same program.
-
-    Args:
-        plan: Rows whose ranges the scheduler has checked.
-        frame_id: Id of the new frame.
-        samples: Per row, whether it completes the request's known tokens.
-        shape: Layers of the model.
-        cuts: Where ops are cut by rows.
-        one_query_from: Per row, the position from which every token is a block of its own
-            (level L2: what was decoded one by one is recomputed one by one).
-    """
-    rows = plan.rows
-    alone = one_query_from or [row.hi for row in rows]
-    blocks = tuple(_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True))
-    groups: list[tuple[int, ...]] = []
-    ops: list[Op] = []
-    spans: dict[int, tuple[list[tuple[int, int]], int]] = {}
-
-    def group_of(members: tuple[int, ...]) -> int:
-        if members not in groups:
-            groups.append(members)
-            total = sum(rows[r].num_tokens for r in members)
-            spans[len(groups) - 1] = (_attn_cuts(members, rows, blocks, cuts), total)
-        return groups.index(members)
-
-    first = tuple(r for r, row in enumerate(rows) if row.start_layer == 0)
-    if first:
-        g = group_of(first)
-        ops.append(Op(OpKind.EMBED, 0, g, 0, spans[g][1]))
-    edges = sorted({row.start_layer for row in rows} | {row.end_layer for row in rows})
-    for start, end in pairwise(edges):
-        members = tuple(
-            r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
-        )
-        if not members:
-            continue
-        g = group_of(members)
-        attn, total = spans[g]
-        for layer in range(start, end):
-            ops.extend(Op(OpKind.ATTN, layer, g, lo, hi) for lo, hi in attn)
-            block = cuts.dense_block
-            if shape.is_moe[layer]:
-                block = cuts.glue_block
-                ops.extend(
-                    Op(OpKind.ROUTE, layer, g, lo, hi) for lo, hi in _even_cuts(total, block)
-                )
-                ops.append(Op(OpKind.EXPERTS, layer, g, 0, total))
-            ops.extend(Op(OpKind.COMBINE, layer, g, lo, hi) for lo, hi in _even_cuts(total, block))
-    last = tuple(
-        r for r, row in enumerate(rows) if row.end_layer == shape.num_layers and samples[r]
-    )
-    if last:
-        g = group_of(last)
-        ops.append(Op(OpKind.HEAD, shape.num_layers, g, 0, spans[g][1]))
-    return Program(
-        frame_id=frame_id,
-        rows=rows,
-        groups=tuple(groups),
-        ops=tuple(ops),
-        grain=plan.grain,
-        stop_below=plan.stop_below,
-        samples=tuple(samples),
-        num_layers=shape.num_layers,
-        row_blocks=blocks,
-    )

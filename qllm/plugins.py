@@ -6,6 +6,8 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.policy import make_policy
+from qllm.scheduler import CAPABILITIES
+from qllm.types import Cap
 
 GROUP = "qllm.policies"
 
@@ -24,11 +26,27 @@ def installed_policies() -> dict[str, EntryPoint]:
     return found
 
 
+def load_factory(point: EntryPoint) -> Any:
+    """Import what an entry point names: the class of a policy.
+
+    Raises:
+        ConfigError: The import fails, whatever it raised; the message names the package's part.
+    """
+    try:
+        return point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"policy {point.name!r} cannot be loaded from {point.value}: "
+            f"{type(error).__name__}: {error}; repair or uninstall its package"
+        ) from error
+
+
 def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) -> Any:
     """Return a policy object, from a name with settings or as it is.
 
     Raises:
-        ConfigError: The name is unknown (the message lists the known ones), or a setting is.
+        ConfigError: The name is unknown (the message lists the known ones), a setting is, or the
+            package of the policy is broken.
     """
     if not isinstance(policy, str):
         if settings:
@@ -37,4 +55,28 @@ def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) ->
     points = installed_policies()
     if policy not in points:
         raise ConfigError(f"unknown policy {policy!r}; installed: {', '.join(sorted(points))}")
-    return make_policy(policy, points[policy].load(), settings or {})
+    return make_policy(policy, load_factory(points[policy]), settings or {})
+
+
+def degraded(policy: Any) -> Cap:
+    """Return the capabilities that a policy wants and this engine does not have.
+
+    Args:
+        policy: A policy object or class. Its `wants`, if it has one, names what it uses where an
+            engine has it; what it does without is said in its module's docstring.
+    """
+    wants: Cap = getattr(policy, "wants", Cap.NONE)
+    return wants & ~CAPABILITIES
+
+
+def cap_names(caps: Cap) -> str:
+    """Return capabilities as text: `kv_swap, kv_duplex`."""
+    return ", ".join((cap.name or "").lower() for cap in caps)
+
+
+def degraded_note(name: str, policy: Any) -> str | None:
+    """Return the line that reports print under a policy that runs degraded; None if it does not."""
+    missing = degraded(policy)
+    if not missing:
+        return None
+    return f"{name} runs degraded: it wants {cap_names(missing)}, which this engine does not have."

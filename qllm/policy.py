@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from qllm.compile import chunk_end
 from qllm.errors import ConfigError
-from qllm.plan import NO_STOP, ModelShape, Plan, Row
+from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row
 from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "CostTable",
     "Evict",
     "FrameView",
+    "Groups",
     "Plan",
     "Policy",
     "Priority",
@@ -34,6 +36,7 @@ __all__ = [
     "RequestView",
     "Ride",
     "Row",
+    "Slack",
     "StepReport",
     "View",
     "make_policy",
@@ -80,6 +83,8 @@ class RequestView(Protocol):
     def last_progress_ns(self) -> int: ...
     @property
     def last_token_ns(self) -> int | None: ...
+    @property
+    def evictions(self) -> int: ...
 
 
 class FrameView(NamedTuple):
@@ -145,11 +150,17 @@ class View:
     max_segment_ns: int
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
+    capabilities: Cap
+    """What the engine can do, for policies that `want` more than they need."""
+    cuts: CutRule | None
+    """Where chunks must end (level L2): a row that ends elsewhere is moved there; None anywhere."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
-        held = len(self.by_id[row.request_id].block_table)
-        return max(0, -(-row.hi // self.block_size) - held)
+        request, hi = self.by_id[row.request_id], row.hi
+        if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
+            hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
+        return max(0, -(-hi // self.block_size) - len(request.block_table))
 
 
 def next_row(
@@ -186,7 +197,11 @@ class StepReport(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy that plans by itself. Only `plan` is mandatory besides `needs`."""
+    """A policy that plans by itself. Only `plan` is mandatory besides `needs`.
+
+    `needs` is refused at start where an engine lacks it. `wants`, if there, names what it uses
+    where an engine has it (`View.capabilities`); without, it runs degraded, and reports say so.
+    """
 
     needs: Cap
 
@@ -204,28 +219,85 @@ class Ride(NamedTuple):
     """Most they may stretch the step of decoding requests without a TPOT target."""
 
 
+class Slack(NamedTuple):
+    """Prefill takes the time until the first decode of its step is due."""
+
+    min_tokens: int
+    """Prefill tokens of a step, however late its decodes are."""
+    tpot_ms: int
+    """Target of the requests that bring none."""
+
+
+class Groups(NamedTuple):
+    """Prefill advances by groups of layers, one group per step, all of a cohort together."""
+
+    tokens: int
+    """Prompt tokens of the cohort per group."""
+    most: int
+    """Most groups, however long the prompts are."""
+
+    def next_cut(self, num_tokens: int, layer: int, num_layers: int) -> int:
+        """Where a cohort of `num_tokens` tokens that has done `layer` layers stops next."""
+        num = max(1, min(-(-num_tokens // self.tokens), self.most, num_layers))
+        cuts = (num_layers * (i + 1) // num for i in range(num))
+        return next((cut for cut in cuts if cut > layer), num_layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankPolicy:
-    """One pure function of integers, and the shape of the plans made from it."""
+    """One pure function of integers, and the shape of the plans made from it.
+
+    Raises:
+        ConfigError: A parameter is out of its range.
+    """
 
     compilable = True
     """Whether a device scheduler can run it."""
+    ages = True
+    """Whether `rank` reads `now_ns`. One that does not may say so: it is asked less often."""
 
     grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})
     chunk_tokens: int | None = None
     """Most prefill tokens of one request per step; None takes whole prompts."""
+    step_tokens: int | None = field(default=None, metadata={"fixed": True})
+    """Most tokens of a step: its decodes, and prefill in what they leave; None is no limit."""
+    slack: Slack | None = field(default=None, metadata={"fixed": True})
+    """How deadlines limit the prefill of a step; None does not look at them."""
+    groups: Groups | None = field(default=None, metadata={"fixed": True})
+    """Layered prefill; None takes all layers in one step."""
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
     max_be_stall_ms: int | None = None
     """Longest an admitted request goes without progress (I14); None declares no bound."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "rank" in vars(cls) and "ages" not in vars(cls):
+            cls.ages = True  # what a parent said of its own `rank`
+
+    def __post_init__(self) -> None:
+        least = [("chunk_tokens", self.chunk_tokens), ("step_tokens", self.step_tokens)]
+        if self.slack is not None:
+            least += [("min_chunk_tokens", self.slack.min_tokens), ("tpot_ms", self.slack.tpot_ms)]
+        if self.groups is not None:
+            least += [("group_tokens", self.groups.tokens), ("max_groups", self.groups.most)]
+        for name, value in least:
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+        if self.max_be_stall_ms is not None and self.max_be_stall_ms < 100:
+            raise ConfigError(
+                f"max_be_stall_ms={self.max_be_stall_ms!r} must be at least 100, or None for no "
+                "bound"
+            )
+
     @property
     def needs(self) -> Cap:
-        """What its grain relies on."""
-        return {
+        """What its grain and shape rely on."""
+        caps = {
             Grain.STEP: Cap.NONE,
             Grain.LAYER: Cap.YIELD_LAYER,
             Grain.EXPERT: Cap.YIELD_LAYER | Cap.YIELD_EXPERT,
         }[self.grain]
+        return caps if self.groups is None else caps | Cap.LAYER_RANGE
 
     def rank(
         self,

@@ -159,7 +159,7 @@ def _frame_meta(parked: Parked) -> dict[str, Any]:
         "frame_id": program.frame_id,
         "rows": program.rows,
         "groups": program.groups,
-        "ops": program.ops,
+        "ops": tuple(program.ops),
         "grain": program.grain,
         "stop_below": program.stop_below,
         "samples": program.samples,

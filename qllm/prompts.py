@@ -1,5 +1,6 @@
 """From what a caller passes to `submit` to checked token ids."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, 
         ids = list(_needed(tokenizer)(prompt)["input_ids"])
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
         first = prompt[0]
-        ids = _render(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)
+        ids = render_chat(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)
     else:
         raise InvalidRequestError(
             f"prompt={prompt!r:.80} must be a non-empty string, list of messages or list of "
@@ -54,7 +55,24 @@ def _checked(prompt: Sequence[Any]) -> list[int]:
     return [int(item) for item in prompt]
 
 
-def _render(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+def render_chat(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Render messages with the model's chat template and encode them.
+
+    Args:
+        messages: Mappings with `role` and `content`.
+        tokenizer: A transformers tokenizer, or None if the model came without one.
+        tools: JSON schemas of functions, for templates that know tools.
+        variables: Further variables of the template.
+
+    Raises:
+        InvalidRequestError: A message has another shape, or the template refuses them.
+    """
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise InvalidRequestError(
@@ -72,9 +90,18 @@ def _render(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         raise InvalidRequestError(
             "the model's tokenizer has no chat template; pass a string or token ids"
         )
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    wrong = next((name for name in variables or () if name in known), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"{wrong!r} is no variable of a chat template; leave it out")
     try:
         rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            list(messages),
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **(variables or {}),
         )
     except Exception as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error

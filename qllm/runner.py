@@ -72,6 +72,7 @@ class TorchRunner:
         self.shape = parts.shape
         self.cuts, self._costs = cut_rule(parts, base_model(model).config, max_segment_ms)
         self.segments: Segments = Longest()
+        self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
         self.packed_decode = packed_decode
@@ -375,6 +376,7 @@ class TorchRunner:
         bank = self._banks[op.layer]
         assert bank is not None
         state.work = Work(bank, ids, self.cuts.expert_block)
+        self.expert_bytes += len({u.expert for u in state.work.units}) * bank.unit_bytes
 
     def _combine(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, _, lo, hi = op

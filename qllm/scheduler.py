@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qllm.blocks import BlockPool
+from qllm.compile import chunk_end, compile_program
 from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits, Parked, Split
 from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
 from qllm.plan import (
@@ -21,12 +22,11 @@ from qllm.plan import (
     Plan,
     Program,
     Row,
-    chunk_end,
-    compile_program,
 )
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
+from qllm.ranking import Ranking
 from qllm.request import Request
-from qllm.shapes import RIDE_CAP, rank_all, ride_allowance_ns, shape_plan
+from qllm.shapes import RIDE_CAP, ride_allowance_ns, shape_plan
 from qllm.types import NS_PER_MS, Cap, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule, check_state, malformed
 from qllm.victims import BadVictimError, victims_for
@@ -65,6 +65,7 @@ class Scheduler:
         self._owed: list[Effect] = []
         """Done to the state and not yet to the runner; leaves with the next effects."""
         self._hook_error: PolicyError | None = None
+        self._kept_ranking: Ranking | None = None
 
     # -- requests come and go
 
@@ -110,13 +111,9 @@ class Scheduler:
     def _let_go(self) -> None:
         """Let go of frames of which only rows are left that have left the sweep."""
         for parked in [p for p in self.frames.values() if not p.live_rows()]:
-            if parked.program.inside_layer(parked.index):
-                for row in parked.held_rows():
-                    self.requests[row.request_id].abort_row()
-                self._owed.append(Drop(parked.program))
-                del self.frames[parked.program.frame_id]
-            else:
-                self._owed.append(self._split(parked))
+            # what is done of the layer belonged to the dead: who waits left below it
+            parked.index = parked.program.layer_start(parked.index)
+            self._owed.append(self._split(parked))
 
     def _split(self, parked: Parked) -> Split:
         del self.frames[parked.program.frame_id]
@@ -185,6 +182,8 @@ class Scheduler:
             finest_grain=self.limits.grain,
             max_segment_ns=self.limits.max_segment_ns,
             ride_credit_ns=self.ride_credit_ns,
+            capabilities=CAPABILITIES,
+            cuts=self.cuts if self.limits.batch_invariant else None,
         )
 
     def decide(self, now_ns: int) -> Decision:
@@ -220,16 +219,25 @@ class Scheduler:
 
     def _ask(self, view: View) -> Plan:
         try:
-            if isinstance(self.policy, RankPolicy):
-                plan = shape_plan(view, self.policy)
-            else:
-                plan = self.policy.plan(view)
+            ranking = self._ranking(view.now_ns)
+            if ranking is not None:
+                return shape_plan(view, ranking.policy, ranking)
+            plan: Plan = self.policy.plan(view)
         except Exception as error:
             raise self._broken(f"raised {type(error).__name__}: {error}") from error
         wrong = malformed(plan)
         if wrong is not None:
             raise self._broken(wrong)
         return plan
+
+    def _ranking(self, now_ns: int) -> Ranking | None:
+        """The order of all requests as of now; None if the policy plans by itself."""
+        if not isinstance(self.policy, RankPolicy):
+            return None
+        if self._kept_ranking is None or self._kept_ranking.policy is not self.policy:
+            self._kept_ranking = Ranking(self.policy)
+        self._kept_ranking.update(tuple(self.requests.values()), now_ns)
+        return self._kept_ranking
 
     def _wait(self, until_ns: int, now_ns: int) -> Decision:
         return Decision(
@@ -318,7 +326,8 @@ class Scheduler:
         self, view: View, request: Request, need: int, keep: frozenset[RequestId]
     ) -> list[RequestId]:
         try:
-            return victims_for(self.policy, view, self.requests, request, need, keep)
+            ranking = self._ranking(view.now_ns)
+            return victims_for(self.policy, ranking, view, self.requests, request, need, keep)
         except BadVictimError as error:
             raise self._broken(str(error)) from error
         except Exception as error:
@@ -381,12 +390,9 @@ class Scheduler:
     def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
         """Count the run for the requests whose rows took part in it."""
         program = parked.program
-        last = end.op + 1 if end.pos else end.op
-        groups = {op.group for op in program.ops[parked.index.op : last]}
-        for r in {r for g in groups for r in program.groups[g]}:
-            request_id = program.rows[r].request_id
-            request = self.requests.get(request_id)
-            if request is None or request_id in parked.dead:
+        for row in program.rows_between(parked.index, end):
+            request = self.requests.get(row.request_id)
+            if request is None or row.request_id in parked.dead:
                 continue
             request.served_ns += end_ns - start_ns
             request.last_progress_ns = end_ns
@@ -398,14 +404,15 @@ class Scheduler:
         if not isinstance(policy, RankPolicy) or not policy.ride.frac:
             return
         try:
-            ranked = rank_all(self.requests.values(), now_ns, policy)
+            ranking = self._ranking(now_ns)
         except Exception as error:  # noqa: BLE001 - reported by the next decision
             self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
             return
-        if not ranked or ranked[0].tier == ranked[-1].tier:
+        assert ranking is not None
+        if len(ranking.tiers) < 2:
             self.ride_credit_ns = 0
             return
-        best = {x.request_id for x in ranked if x.tier == ranked[0].tier}
+        best = {x.request_id for x in ranking.admitted if x.tier == ranking.tiers[0]}
         decoding = [self.requests[i] for i in program.request_ids if i in best]
         if not decoding:
             self.ride_credit_ns -= elapsed_ns

@@ -1,57 +1,39 @@
 """From ranks to plans: the closed set of shapes around a `RankPolicy`.
 
-The best tier runs: a parked frame of it first, else its decodes and prefills in one program.
-While it only decodes, worse tiers get slices paid from the ride credit. Whoever is admitted
-and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice before anyone else.
-Everything is integer arithmetic on the view, so that a device scheduler can do the same.
+Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of
+it first, else its decodes and prefills in one program; while it only decodes, worse tiers get
+slices paid from the ride credit. Prefill is whole, a chunk (of a request, of what a step or the
+slack of its decodes leaves), or layered: a cohort of prompts advances by groups of layers.
+
+Whoever is admitted and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice
+before anyone else. Everything is integer arithmetic on the view, nothing is remembered between
+two plans, so a device scheduler can do the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from heapq import merge
 
 from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
-from qllm.policy import CostTable, FrameView, RankPolicy, RequestView, View, next_row
+from qllm.policy import (
+    CostTable,
+    FrameView,
+    Groups,
+    RankPolicy,
+    RequestView,
+    View,
+    next_row,
+)
+from qllm.ranking import NO_DEADLINE, Ranked, Ranking
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
-NO_DEADLINE = 1 << 62
 MIN_SLICE_NS = NS_PER_MS
 """A slice shorter than this is not worth a switch."""
 MIN_CHUNK = 32
 """Tokens of the smallest prefill step made to fit a slice."""
 RIDE_CAP = 8
 """Most allowances that are saved up; one decode step of the best tier earns one."""
-
-
-class Ranked(NamedTuple):
-    """A request that owes work, with its policy's verdict; sorts best first."""
-
-    tier: int
-    key: int
-    request_id: RequestId
-    request: RequestView
-
-
-def rank_all(requests: Iterable[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
-    """Rank every request that owes work; ties go to the older request."""
-    ranked = []
-    for r in requests:
-        deadline = r.deadline_ns
-        tier, key = policy.rank(
-            r.arrival_ns,
-            r.priority,
-            NO_DEADLINE if deadline is None else deadline,
-            r.num_prompt_tokens,
-            r.num_computed_tokens,
-            r.served_ns,
-            now_ns,
-        )
-        if not (isinstance(tier, int) and isinstance(key, int)):
-            raise TypeError(f"rank returned {(tier, key)!r}; it must return two ints")
-        ranked.append(Ranked(tier, key, r.request_id, r))
-    ranked.sort(key=lambda x: x[:3])
-    return ranked
 
 
 def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[RequestView]) -> int:
@@ -63,19 +45,48 @@ def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[R
     return int(predicted * policy.ride.frac)
 
 
-def _is_new_decode(request: RequestView) -> bool:
-    return request.is_decoding and request.frontier is None
+class _Batch:
+    """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
+
+    def __init__(self, view: View, tokens: int) -> None:
+        self.view = view
+        self.rows: list[Row] = []
+        self.seats = view.max_num_seqs
+        self.tokens = tokens
+        self.free_blocks = view.num_free_blocks
+        self.num_prefills = 0
+
+    def need(self, request: RequestView, row: Row) -> int:
+        """Blocks that the row takes beyond those its request holds."""
+        return max(0, -(-row.hi // self.view.block_size) - len(request.block_table))
+
+    def take(self, request: RequestView, row: Row) -> None:
+        """Add a row; a prefill row pays with tokens."""
+        self.rows.append(row)
+        self.seats -= 1
+        self.free_blocks -= self.need(request, row)
+        if not request.is_decoding:
+            self.tokens -= row.hi - row.lo
+            self.num_prefills += 1
 
 
 class _Shaper:
     """One call of `shape_plan`."""
 
-    def __init__(self, view: View, policy: RankPolicy) -> None:
+    def __init__(self, view: View, policy: RankPolicy, ranking: Ranking) -> None:
         self.view = view
         self.policy = policy
-        self.ranked = rank_all(view.requests, view.now_ns, policy)
-        self.tier_of = {x.request_id: x.tier for x in self.ranked}
+        self.ranking = ranking
+        self.tiers = ranking.tiers
+        self.tier_of = {x.request_id: x.tier for x in ranking.admitted}
+        """Of those who hold KV, and of the others once they are planned."""
         self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
+        self.decodes: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
+        self.prefills: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
+        """Both per tier, of those who hold KV and are in no frame."""
+        for x in ranking.admitted:
+            if x.request.frame_id is None:
+                (self.decodes if x.request.is_decoding else self.prefills)[x.tier].append(x)
 
     def frame_tier(self, frame: FrameView) -> int:
         return min(self.tier_of[row.request_id] for row in frame.rows)
@@ -89,10 +100,10 @@ class _Shaper:
         stop = NO_STOP
         if grain > Grain.STEP:
             stop = self.stop_below(rows)
-        due = self.next_due_ns({row.request_id for row in rows})
-        if grain > Grain.STEP and due is not None:
-            left = max(self.min_slice_ns, due - self.view.now_ns)
-            slice_ns = left if slice_ns is None else min(slice_ns, left)
+            due = self.next_due_ns({row.request_id for row in rows})
+            if due is not None:
+                left = max(self.min_slice_ns, due - self.view.now_ns)
+                slice_ns = left if slice_ns is None else min(slice_ns, left)
         return Plan(rows=tuple(rows), grain=grain, stop_below=stop, slice_ns=slice_ns)
 
     def stop_below(self, rows: Sequence[Row]) -> int:
@@ -102,29 +113,37 @@ class _Shaper:
         them, and a false alarm resumes them.
         """
         best = min(self.tier_of[row.request_id] for row in rows)
-        if all(x.tier == x.request.priority for x in self.ranked):
-            return best
-        return ANY_ARRIVAL
+        for order in (self.ranking.admitted, self.ranking.waiting):
+            if any(tier != request.priority for tier, _, _, request in order):
+                return ANY_ARRIVAL
+        return best
 
     # -- the stall bound (I14)
 
-    def margin_ns(self) -> int:
-        """What may pass between falling due and running: the slices of all who fall due."""
+    def margin_ns(self, bound_ns: int) -> int:
+        """What may pass between falling due and running.
+
+        It is the slices of all who fall due, at most half of the bound; a group of layers has
+        no slice that could end it, so there it is the half.
+        """
+        if self.policy.groups is not None:
+            return bound_ns // 2
         turns = len(self.view.frames) + 2
-        return turns * (self.min_slice_ns + 2 * min(self.view.max_segment_ns, 50 * NS_PER_MS))
+        slices = turns * (self.min_slice_ns + 2 * min(self.view.max_segment_ns, 50 * NS_PER_MS))
+        return min(bound_ns - bound_ns // 2, slices)
 
     @cached_property
     def bounded(self) -> list[tuple[int, RequestView]]:
         """When the admitted requests that the stall bound protects fall due."""
         if self.policy.max_be_stall_ms is None:
             return []
-        best = self.ranked[0].tier
+        best = self.tiers[0]
         bound_ns = self.policy.max_be_stall_ms * NS_PER_MS
-        left_ns = max(bound_ns // 2, bound_ns - self.margin_ns())
+        left_ns = bound_ns - self.margin_ns(bound_ns)
         return [
             (x.request.last_progress_ns + left_ns, x.request)
-            for x in self.ranked
-            if x.request.is_admitted and (x.tier > best or x.request.priority > Priority.LS)
+            for x in self.ranking.admitted
+            if x.tier > best or x.request.priority > Priority.LS
         ]
 
     def next_due_ns(self, running: set[RequestId]) -> int | None:
@@ -141,14 +160,17 @@ class _Shaper:
         if frame is not None:
             rows: list[Row] = list(frame.rows)
         elif first.is_decoding:
-            alike = [r for r in waiting if r.is_decoding and r.frame_id is None]
-            free = self.view.num_free_blocks
-            rows = []
-            for request in alike[: self.view.max_num_seqs]:
-                row = next_row(request, self.view)
-                free -= self.need(request, row)
-                if free >= 0 or not rows:
-                    rows.append(row)
+            batch = _Batch(self.view, 0)
+            for r in waiting:
+                if batch.seats and r.is_decoding and r.frame_id is None:
+                    row = next_row(r, self.view)
+                    if not batch.rows or batch.need(r, row) <= batch.free_blocks:
+                        batch.take(r, row)
+            rows = batch.rows
+        elif self.is_under_way(first):
+            due = {self.tier_of[r.request_id] for r in waiting if self.is_under_way(r)}
+            order = sorted(self.tiers, key=lambda tier: tier not in due)
+            return self.finish_plan(self.batch(order, cohorts=due).rows)
         else:
             rows = [next_row(first, self.view, self.slice_tokens(self.min_slice_ns))]
         plan = self.finish_plan(rows)
@@ -161,71 +183,166 @@ class _Shaper:
             return most
         return min(most, max(MIN_CHUNK, slice_ns // self.view.costs.prefill_token_ns))
 
-    # -- one tier
-
-    def need(self, request: RequestView, row: Row) -> int:
-        held = len(request.block_table)
-        return max(0, -(-row.hi // self.view.block_size) - held)
+    # -- one step
 
     def evictable(self, tier: int) -> int:
         """Blocks that requests of worse tiers hold."""
-        return sum(len(x.request.block_table) for x in self.ranked if x.tier > tier)
+        return sum(len(x.request.block_table) for x in self.ranking.admitted if x.tier > tier)
+
+    def prefill_tokens(self, tiers: Collection[int]) -> int:
+        """Prefill tokens of a step that the decodes of these tiers share."""
+        view, policy = self.view, self.policy
+        tokens = view.max_step_tokens
+        if policy.step_tokens is None and policy.slack is None:
+            return tokens
+        decoding = [x.request for tier in tiers for x in self.decodes[tier]][: view.max_num_seqs]
+        if policy.step_tokens is not None:
+            tokens = min(tokens, policy.step_tokens - len(decoding))
+        if policy.slack is not None and decoding:
+            slack_ns = self.first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
+            spare = (slack_ns - view.costs.decode(len(decoding))) // view.costs.prefill_token_ns
+            tokens = min(tokens, max(spare, policy.slack.min_tokens))
+        return tokens
+
+    def first_due_ns(self, decoding: Sequence[RequestView], tpot_ms: int) -> int:
+        """When the first of these decodes is due, by its own target or else by this one."""
+        return min(
+            (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
+            for r in decoding
+        )
 
     def batch(
-        self, members: Sequence[Ranked], force: bool = False, max_tokens: int | None = None
-    ) -> tuple[list[Row], int]:
-        """Decodes, then prefills, tier by tier; returns the rows and how many are decodes.
+        self,
+        tiers: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        cohorts: Collection[int] | None = None,
+        force: bool = False,
+    ) -> _Batch:
+        """Decodes, then prefills, tier by tier; decodes are outside the prefill token budget.
+
+        Args:
+            tiers: Whose rows, in the order in which they get seats.
+            max_tokens: Prefill tokens, if not what the shape says.
+            cohorts: The tiers whose prefills advance; all by default. Where prefill is layered
+                and a cohort of such a tier is under way, that goes on and nobody joins it.
+            force: Let those who hold blocks prefill though blocks are short for a better one.
+        """
+        groups = self.policy.groups
+        batch = _Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
+        for tier in tiers:
+            advances = cohorts is None or tier in cohorts
+            under_way = advances and groups is not None and self.go_on(batch, groups, tier)
+            for x in self.decodes[tier]:
+                if not batch.seats:
+                    return batch
+                batch.take(x.request, next_row(x.request, self.view))
+            if advances and not under_way:
+                self.prefill(batch, tier, force)
+        return batch
+
+    def prefill(self, batch: _Batch, tier: int, force: bool) -> None:
+        """Fill a batch with prefills of a tier.
 
         Order is strict: a prefill without room ends the walk, because whoever came next would
-        take the blocks it is waiting for; but if nothing else runs, those who hold blocks go
-        on. Decodes are outside the prefill token budget.
+        take the blocks it is waiting for; but if nothing else runs, those who hold blocks go on.
         """
-        view = self.view
-        free = [x for x in members if x.request.frame_id is None]
-        rows: list[Row] = []
-        num_decodes = used = 0
-        tokens = view.max_step_tokens if max_tokens is None else max_tokens
+        view, chunk = self.view, self.policy.chunk_tokens or self.view.max_step_tokens
+        begin = len(batch.rows)
         blocked = False
-        for x in sorted(free, key=lambda x: (x.tier, not _is_new_decode(x.request))):
-            if len(rows) >= view.max_num_seqs:
+        for x in merge(self.prefills[tier], self.ranking.waiting_of(tier)):
+            if not batch.seats or batch.tokens <= 0:
                 break
             r = x.request
-            is_decode = _is_new_decode(r)
-            row = next_row(r, view, min(tokens, self.policy.chunk_tokens or tokens) or 1)
-            need = self.need(r, row)
-            if not is_decode:
-                if row.num_tokens > tokens or (blocked and not r.is_admitted):
+            if blocked and not r.is_admitted:
+                continue
+            row = next_row(r, view, min(batch.tokens, chunk))
+            if batch.need(r, row) > batch.free_blocks + self.evictable(tier):
+                if batch.rows:
+                    batch.tokens = 0
+                    break
+                if not r.is_admitted or not (force or self.is_first(x)):
+                    blocked = True
                     continue
-                if need > view.num_free_blocks + self.evictable(x.tier) - used:
-                    if rows:
-                        break
-                    if not r.is_admitted or not (force or x is self.ranked[0]):
-                        blocked = True
-                        continue
-                tokens -= row.num_tokens
-            rows.append(row)
-            used += need
-            num_decodes += is_decode
-        return rows, num_decodes
+            batch.take(r, row)
+            self.tier_of[x.request_id] = tier
+        if self.policy.groups is not None:
+            new = batch.rows[begin:]
+            cut = self.next_cut(self.policy.groups, new)
+            batch.rows[begin:] = [row._replace(end_layer=cut) for row in new]
+
+    def is_first(self, x: Ranked) -> bool:
+        """Whether nobody ranks before it."""
+        return x == min(*self.ranking.admitted[:1], *self.ranking.waiting[:1], x)
+
+    # -- layered prefill
+
+    def is_under_way(self, request: RequestView) -> bool:
+        """Whether it is a member of a cohort that left the sweep at a cut between layers."""
+        return (
+            self.policy.groups is not None
+            and request.frontier is not None
+            and request.frame_id is None
+            and not request.is_decoding
+        )
+
+    def next_cut(self, groups: Groups, rows: Sequence[Row]) -> int:
+        """Where the cohort of these rows stops next: after the group that its last row owes."""
+        return groups.next_cut(
+            sum(row.num_tokens for row in rows),
+            min((row.start_layer for row in rows), default=0),
+            self.view.shape.num_layers,
+        )
+
+    def go_on(self, batch: _Batch, groups: Groups, tier: int) -> bool:
+        """Add the next group of layers of a cohort under way; return whether there is one.
+
+        It holds all the KV it needs and keeps the size it started with. Members that were left
+        behind (a seat was missing) catch up first.
+        """
+        members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
+        rows = [next_row(r, self.view) for r in members]
+        cut, least = self.next_cut(groups, rows), min((row.start_layer for row in rows), default=0)
+        for r, row in zip(members, rows, strict=True):
+            if batch.seats and (row.start_layer < cut or row.start_layer == least):
+                batch.take(r, row._replace(end_layer=cut))
+        return bool(members)
+
+    def layered(self) -> Plan:
+        """Decodes of every tier, and the next group of the first cohort that can advance."""
+        for force in (False, True):
+            rows: list[Row] = []
+            for tier in self.tiers:
+                batch = self.batch(self.tiers, cohorts=(tier,), force=force)
+                if batch.num_prefills:
+                    return self.finish_plan(batch.rows)
+                rows = batch.rows
+            if rows:
+                return self.finish_plan(rows)
+        return Plan()
+
+    # -- all tiers
 
     def best(self) -> Plan:
         plan = self.stalled()
         if plan is not None:
             return plan
-        if self.policy.ride.unbounded:
-            if self.view.frames:
-                return self.resume(self.view.frames[0])
-            rows = self.batch(self.ranked)[0] or self.batch(self.ranked, force=True)[0]
-            return self.finish_plan(rows) if rows else Plan()
-        tiers = sorted(set(self.tier_of.values()))
-        for position, tier in enumerate(tiers):
-            plan, decodes_only = self.tier_plan(tier)
-            if plan is None:
-                continue
-            if decodes_only and self.policy.ride.frac and position + 1 < len(tiers):
-                return self.ride_along(plan, tiers[position + 1 :])
-            return plan
-        rows, _ = self.batch(self.ranked, force=True)
+        shared = self.policy.ride.unbounded or self.policy.groups is not None
+        if shared and self.view.frames:
+            return self.resume(self.view.frames[0])
+        if self.policy.groups is not None:
+            return self.layered()
+        if not shared:
+            for position, tier in enumerate(self.tiers):
+                plan, decodes_only = self.tier_plan(tier)
+                if plan is None:
+                    continue
+                if decodes_only and self.policy.ride.frac:
+                    return self.ride_along(plan, self.tiers[position + 1 :])
+                return plan
+        elif rows := self.batch(self.tiers).rows:
+            return self.finish_plan(rows)
+        rows = self.batch(self.tiers, force=True).rows
         return self.finish_plan(rows) if rows else Plan()
 
     def tier_plan(self, tier: int) -> tuple[Plan | None, bool]:
@@ -233,10 +350,10 @@ class _Shaper:
         for frame in self.view.frames:
             if self.frame_tier(frame) == tier:
                 return self.resume(frame), False
-        rows, num_decodes = self.batch([x for x in self.ranked if x.tier == tier])
-        if not rows:
+        batch = self.batch([tier])
+        if not batch.rows:
             return None, False
-        return self.finish_plan(rows), num_decodes == len(rows)
+        return self.finish_plan(batch.rows), not batch.num_prefills
 
     def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
         """Let the next worse tier with work use what the best tier's decodes can spare.
@@ -245,9 +362,8 @@ class _Shaper:
         gets a slice of its own. The two take turns, and each waits until the credit is worth it.
         """
         for tier in worse:
-            members = [x for x in self.ranked if x.tier == tier]
-            joining = self.joining(best, members)
-            other = self.other_work(best, members, tier, len(joining))
+            joining = self.joining(best, tier)
+            other = self.other_work(best, tier, len(joining))
             if not joining and other is None:
                 continue
             allowance = ride_allowance_ns(
@@ -263,33 +379,27 @@ class _Shaper:
             return replace(other, slice_ns=slice_ns)
         return best
 
-    def joining(self, best: Plan, members: Sequence[Ranked]) -> list[Row]:
+    def joining(self, best: Plan, tier: int) -> list[Row]:
         """Decode rows of a worse tier for which the best tier leaves seats and KV."""
         rows: list[Row] = []
-        room = self.view.num_free_blocks
-        for x in members:
-            r = x.request
-            if not r.is_decoding or r.frame_id is not None or r.frontier is not None:
-                continue
-            row = next_row(r, self.view)
-            room -= self.need(r, row)
-            if room < 0 or len(best.rows) + len(rows) >= self.view.max_num_seqs:
+        batch = _Batch(self.view, 0)
+        for x in self.decodes[tier]:
+            row = next_row(x.request, self.view)
+            batch.take(x.request, row)
+            if batch.free_blocks < 0 or len(best.rows) + len(batch.rows) > self.view.max_num_seqs:
                 break
             rows.append(row)
         return rows
 
-    def other_work(
-        self, best: Plan, members: Sequence[Ranked], tier: int, num_joining: int
-    ) -> Plan | None:
+    def other_work(self, best: Plan, tier: int, num_joining: int) -> Plan | None:
         """A parked frame of the tier, or a prefill for which seats are left."""
         for frame in self.view.frames:
             if self.frame_tier(frame) == tier:
                 return self.resume(frame)
         if len(best.rows) + num_joining >= self.view.max_num_seqs:
             return None
-        tokens = self.slice_tokens(self.view.ride_credit_ns)
-        rows, num_decodes = self.batch(members, max_tokens=tokens)
-        rows = rows[num_decodes:]
+        batch = self.batch([tier], max_tokens=self.slice_tokens(self.view.ride_credit_ns))
+        rows = [row for row in batch.rows if not self.view.by_id[row.request_id].is_decoding]
         return self.finish_plan(rows) if rows else None
 
     def extra_ns(self, num_rows: int, num_more: int) -> int:
@@ -306,8 +416,17 @@ class _Shaper:
         return last[0] < last[1]
 
 
-def shape_plan(view: View, policy: RankPolicy) -> Plan:
-    """Make the plan of a `RankPolicy`: who runs, in which shape, until when."""
+def shape_plan(view: View, policy: RankPolicy, ranking: Ranking | None = None) -> Plan:
+    """Make the plan of a `RankPolicy`: who runs, in which shape, until when.
+
+    Args:
+        view: The state.
+        policy: Ranks, and says which shape.
+        ranking: The order of `view.requests` as of now; made here if it is not at hand.
+    """
     if not view.requests:
         return Plan()
-    return _Shaper(view, policy).best()
+    if ranking is None:
+        ranking = Ranking(policy)
+        ranking.update(view.requests, view.now_ns)
+    return _Shaper(view, policy, ranking).best()

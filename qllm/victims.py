@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qllm.policy import RankPolicy, View
+from qllm.policy import RequestView, View
+from qllm.ranking import Ranking
 from qllm.request import Request
-from qllm.shapes import rank_all
 from qllm.types import Evict, RequestId
 
 
@@ -15,6 +15,7 @@ class BadVictimError(Exception):
 
 def victims_for(
     policy: Any,
+    ranking: Ranking | None,
     view: View,
     requests: Mapping[RequestId, Request],
     request: Request,
@@ -25,10 +26,13 @@ def victims_for(
 
     A request of a worse tier may always be evicted. One of the same tier only for a request
     that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
-    evict their equals, and there is no ping-pong.
+    evict their equals, and there is no ping-pong. A cohort between two groups of layers is not
+    evicted for its equals either: the layers it has done would be lost, and it advances in the
+    same step as those who have to grow.
 
     Args:
-        policy: Ranks the requests, or names victims itself.
+        policy: Names victims itself, if it has a `victims` and no ranking.
+        ranking: The order of the requests, if the policy ranks them.
         view: The state it decides on.
         requests: Unfinished requests.
         request: Who needs the blocks.
@@ -38,8 +42,8 @@ def victims_for(
     Raises:
         BadVictimError: The policy named somebody it must not.
     """
-    if isinstance(policy, RankPolicy):
-        order = _by_rank(policy, view, request)
+    if ranking is not None:
+        order = _by_rank(ranking, view, request)
     elif hasattr(policy, "victims"):
         order = _named(policy.victims(view, num_blocks, keep), requests, request, keep)
     else:
@@ -56,15 +60,21 @@ def victims_for(
     return chosen if num_blocks <= 0 else []
 
 
-def _by_rank(policy: RankPolicy, view: View, request: Request) -> list[RequestId]:
-    ranked = rank_all(view.requests, view.now_ns, policy)
-    me = next(x for x in ranked if x.request_id == request.request_id)
+def _by_rank(ranking: Ranking, view: View, request: Request) -> list[RequestId]:
+    me = ranking.rank(request, view.now_ns)
     return [
         x.request_id
-        for x in reversed(ranked)
+        for x in reversed(ranking.admitted)
         if x.request.is_admitted
-        and (x.tier > me.tier or (x.tier == me.tier and request.is_admitted and x[:3] > me[:3]))
+        and (
+            x.tier > me.tier
+            or (request.is_admitted and x[:3] > me[:3] and not _is_between_groups(x.request))
+        )
     ]
+
+
+def _is_between_groups(request: RequestView) -> bool:
+    return request.frontier is not None and request.frame_id is None
 
 
 def _named(

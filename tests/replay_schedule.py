@@ -8,7 +8,8 @@ without an engine, a scheduler or a policy.
 from typing import Any, NamedTuple
 
 from qllm import trace
-from qllm.plan import START, Index, Plan, Program, compile_program
+from qllm.compile import compile_program
+from qllm.plan import START, Index, Plan, Program
 from qllm.runner import TorchRunner
 from qllm.types import FrameId, Grain, RequestId, Sampled
 

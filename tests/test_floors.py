@@ -17,13 +17,13 @@ DEVICE = {"accelerate", "cupy", "nixl", "numba", "torch", "transformers", "trito
 
 F0 = {"types", "errors", "config"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
-F1 |= {"decision", "validate", "victims"}
+F1 |= {"compile", "decision", "ranking", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
 F5 |= {"demo", "handle", "host", "plots", "plugins", "portable", "prompts"}
-F5 |= {"random_moe", "simulation", "workloads"}
+F5 |= {"random_moe", "scaffold", "simulation", "templates", "workloads"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 
@@ -39,16 +39,30 @@ FLOORS = [
     Floor(F0, F0, lambda name: name in STDLIB | {"pydantic"}),
     Floor(F1, F0 | F1, lambda name: name in STDLIB - EFFECTS),
     Floor(F2, F0 | F1 | F2, lambda name: name not in DEVICE),
-    Floor(F3, F0 | F3 | {"plan", "snapshot"}, lambda name: True),
+    Floor(F3, F0 | F3 | {"compile", "plan", "snapshot"}, lambda name: True),
     Floor(F4, F0 | F1 | F2 | F4, lambda name: name not in DEVICE),
     Floor(F5, OURS, lambda name: True),
 ]
 POLICIES = Floor(
     set(),
     {"policy", "plan", "types", "errors"},
-    lambda name: name in {"collections", "dataclasses", "math", "typing"},
+    lambda name: name in {"collections", "dataclasses", "enum", "functools", "math", "typing"},
 )
-BENCH = Floor(set(), {"__init__", "metrics", "types", "trace"}, lambda name: True)
+BENCH = Floor(
+    set(),
+    {
+        "__init__",
+        "metrics",
+        "types",
+        "trace",
+        "plugins",
+        "random_moe",
+        "workloads",
+        "config",
+        "simulation",
+    },
+    lambda name: True,
+)
 
 
 def floor_of(path: str) -> Floor:

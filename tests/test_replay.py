@@ -16,12 +16,13 @@ from families import DTYPES, FAMILIES, VOCAB, make_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from qllm.compile import compile_program
 from qllm.errors import ModelError
 from qllm.models import discover
 from qllm.models.conformance import check
 from qllm.models.loader import load
 from qllm.models.replay import ReplayLayer
-from qllm.plan import NO_STOP, START, Index, OpKind, Plan, Program, Row, compile_program
+from qllm.plan import NO_STOP, START, Index, OpKind, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Driver, Grain, SamplingParams
 

@@ -11,12 +11,13 @@ from families import DTYPES, FAMILIES, LAYERS, TOP_K, VOCAB, make_model
 from torch import Tensor
 
 from qllm import checkpoint
+from qllm.compile import compile_program
 from qllm.errors import CheckpointError, InvariantError, ModelError
 from qllm.models import discover as discover_module
 from qllm.models import experts as experts_module
 from qllm.models import packed
 from qllm.models.discover import discover
-from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, compile_program
+from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Driver, Grain, SamplingParams
 

@@ -205,6 +205,7 @@ def test_ls_carries_its_targets() -> None:
         {"name": "S2", "cv": 0.0},
         {"name": "S2", "seconds": 0.0},
         {"name": "S2", "load": -1.0},
+        {"name": "S2", "ls_scale": 0.0},
         {"name": "S2", "max_len": 4},
     ],
 )

@@ -1,7 +1,12 @@
-"""`qllm policies`: what is installed."""
+"""`qllm policies` and `qllm new-policy`: what is installed, and one of your own."""
 
 import enum
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qllm.errors import ConfigError
 
 from .app import app, clean, print_table
 
@@ -13,31 +18,59 @@ def policies() -> None:
     from qllm.plugins import installed_policies
 
     print_table(
-        ("policy", "what it does", "parameters", "needs"),
-        (
-            (name, *_describe(name, point.load()))
-            for name, point in sorted(installed_policies().items())
-        ),
+        ("policy", "what it does", "parameters", "needs", "degraded without"),
+        ((name, *_describe(point)) for name, point in sorted(installed_policies().items())),
     )
 
 
-def _describe(name: str, factory: Any) -> tuple[str, str, str]:
+def _describe(point: Any) -> tuple[str, str, str, str]:
     import inspect
+
+    from qllm.plugins import cap_names, degraded, load_factory
+
+    try:
+        factory = load_factory(point)
+        needs = factory.needs  # of a class: a value, or a property that needs an object
+        needs = factory().needs if isinstance(needs, property) else needs
+    except ConfigError as error:  # the others are still worth listing
+        return str(error), "", "", ""
+    except Exception as error:  # noqa: BLE001 - somebody else's code, and only a list
+        return f"broken: {type(error).__name__}: {error}", "", "", ""
+    doc = (inspect.getdoc(factory) or "").splitlines() or [""]
+    return (
+        doc[0].rstrip("."),
+        _parameters(factory),
+        cap_names(needs) or "-",
+        cap_names(degraded(factory)) or "-",
+    )
+
+
+def _parameters(factory: Any) -> str:
     from dataclasses import fields, is_dataclass
 
-    doc = (inspect.getdoc(factory) or "").splitlines() or [""]
-    known = fields(factory) if is_dataclass(factory) else ()
-    shown = [
+    return "\n".join(
         f"{f.name}={_value(getattr(factory, f.name, '...'))}"
-        for f in known
-        if not f.metadata.get("fixed")
-    ]
-    needs = factory.needs  # of a class: a value, or a property that needs an object
-    if isinstance(needs, property):
-        needs = factory().needs
-    caps = ", ".join((cap.name or "").lower() for cap in needs)
-    return doc[0].rstrip("."), "\n".join(shown), caps or "-"
+        for f in (fields(factory) if is_dataclass(factory) else ())
+        if f.init and not f.metadata.get("fixed")
+    )
 
 
 def _value(value: object) -> str:
     return value.name.lower() if isinstance(value, enum.Enum) else str(value)
+
+
+@app.command()
+@clean
+def new_policy(
+    name: Annotated[str, typer.Argument(help="Of the module, like my_policy.")],
+    kind: Annotated[
+        str, typer.Option(help="rank: one function of integers. plan: chooses every step itself.")
+    ] = "rank",
+    out: Annotated[Path, typer.Option(help="Folder to make the package in.")] = Path(),
+) -> None:
+    """Write a package with a policy of your own, its tests and its entry point."""
+    from qllm import scaffold
+
+    folder = scaffold.new_policy(name, kind, out)
+    typer.echo(f"{folder}: a {kind} policy, its tests and README. Next:")
+    typer.echo(f"  cd {folder}\n  python -m pip install -e .\n  python -m pytest")

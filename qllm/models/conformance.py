@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qllm.compile import compile_program
 from qllm.errors import ModelError
 from qllm.models.discover import base_model
 from qllm.models.linear import PLAIN
 from qllm.models.loader import EXPERTS_IMPLEMENTATION
-from qllm.plan import NO_STOP, START, Index, Plan, Program, Row, compile_program
+from qllm.plan import NO_STOP, START, Index, Plan, Program, Row
 from qllm.types import Grain, RequestId, SamplingParams
 
 if TYPE_CHECKING:

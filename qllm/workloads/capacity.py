@@ -1,8 +1,15 @@
 """What a machine can do, in numbers that a workload is scaled by."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qllm.errors import ConfigError
+from qllm.types import SamplingParams
+
+if TYPE_CHECKING:
+    from qllm.llm import QLLMEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +38,45 @@ class Capacity:
 
 REFERENCE = Capacity(prefill_tokens_per_s=20_000.0, output_tokens_per_s=4_000.0)
 """Stands in where nobody measured: rates of a workload then mean nothing of a real machine."""
+
+
+def measure_capacity(
+    engine: "QLLMEngine",
+    corpus: Sequence[int],
+    *,
+    prompt_tokens: int = 512,
+    batch: int = 8,
+    output_tokens: int = 24,
+) -> Capacity:
+    """Measure an idle engine: a few prompts one by one, then a batch that only decodes.
+
+    Args:
+        engine: Nothing else runs in it.
+        corpus: Token ids; prompts are cut from it.
+        prompt_tokens: Of each measured prompt.
+        batch: Requests that decode together.
+        output_tokens: Measured tokens of each of them.
+    """
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def prompt(start: int, num: int) -> list[int]:
+        return [corpus[(start * num + i) % len(corpus)] for i in range(num)]
+
+    def prefill_s(start: int) -> float:
+        begin = time.monotonic()
+        engine.submit(prompt(start, prompt_tokens), "LS", 1, sampling=greedy).result()
+        return time.monotonic() - begin
+
+    prefill_s(0)  # warms up
+    per_prompt_s = min(prefill_s(i) for i in (1, 2, 3))
+    handles = [
+        engine.submit(prompt(i, 16), "LS", output_tokens, sampling=greedy) for i in range(batch)
+    ]
+    done = [h.result().metrics for h in handles]
+    gaps = [m.tpot_ms for m in done if m is not None and m.tpot_ms is not None]
+    return Capacity(
+        prefill_tokens_per_s=prompt_tokens / per_prompt_s,
+        output_tokens_per_s=batch * 1000 / sorted(gaps)[len(gaps) // 2],
+        max_num_seqs=engine.config.max_num_seqs,
+        max_kv_tokens=engine.config.max_kv_tokens,
+    )

@@ -193,6 +193,8 @@ class Workload:
     """Of the gaps between LS arrivals, where they are a Gamma process."""
     length_scale: float = 1.0
     """Factor on all lengths."""
+    ls_scale: float = 1.0
+    """Further factor on LS lengths: a slow machine needs short ones to see enough of them."""
     max_len: int | None = None
     """Longest prompt and output together: a class that exceeds it is shrunk, not clipped."""
     ls_slo: Slo = field(default_factory=Slo)
@@ -206,11 +208,10 @@ class Workload:
             raise ConfigError(f"ls_share={share!r} must be in [0, 1], and only S1, S8, S9 take it")
         if self.cv is not None and not isinstance(base.ls.arrivals, Gamma):
             raise ConfigError(f"cv={self.cv!r}: the LS arrivals of {self.name} are not Gamma")
-        if not (self.seconds > 0 and self.length_scale > 0 and (self.load or 1) > 0):
-            raise ConfigError(
-                f"seconds={self.seconds!r}, length_scale={self.length_scale!r} and "
-                f"load={self.load!r} must be > 0"
-            )
+        for name in ("seconds", "load", "length_scale", "ls_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value!r} must be > 0")
         if self.max_len is not None and self.max_len < 16:
             raise ConfigError(f"max_len={self.max_len!r} must be at least 16")
 
@@ -218,7 +219,7 @@ class Workload:
     def scenario(self) -> Scenario:
         """The scenario with this workload's changes."""
         base = SCENARIOS[self.name]
-        ls = base.ls.fitted(self.length_scale, self.max_len)
+        ls = base.ls.fitted(self.length_scale * self.ls_scale, self.max_len)
         return replace(
             base,
             ls=ls if self.cv is None else replace(ls, arrivals=Gamma(cv=self.cv)),

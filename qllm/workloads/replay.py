@@ -9,13 +9,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qllm.errors import ConfigError, QueueFullError
 from qllm.metrics import RequestMetrics, Summary, percentile, request_metrics, summarize
 from qllm.trace import Arrived, Event, Parked, Token, Trace
-from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams
+from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams, Slo
 
 if TYPE_CHECKING:
     from qllm.handle import Handle
@@ -55,9 +55,10 @@ class Arrival:
     at_s: float
     """Since the start of the window."""
     name: str
-    priority: Priority
+    priority: int
     token_ids: tuple[int, ...]
     max_tokens: int
+    slo: Slo = field(default_factory=Slo)
 
 
 def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
@@ -96,7 +97,7 @@ def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
 
 def only(arrivals: Iterable[Arrival], priority: Priority) -> tuple[Arrival, ...]:
     """The arrivals of one class."""
-    return tuple(a for a in arrivals if a.priority is priority)
+    return tuple(a for a in arrivals if a.priority == priority)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +303,7 @@ def submit(engine: "QLLMEngine", arrival: Arrival, max_tokens: int | None = None
         arrival.priority,
         max_tokens or arrival.max_tokens,
         sampling=GREEDY,
+        slo=arrival.slo,
         request_id=arrival.name,
     )
 

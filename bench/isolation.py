@@ -1,0 +1,162 @@
+"""Rows on isolation: decode beside a long prefill, and LS when BE holds every seat or all KV."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from common import estimate, quantile
+from live import Bench, Setting, Timing, run_workload
+from loads import GREEDY, prompts
+
+from qllm import QLLMEngine, Slo
+from qllm.trace import Planned, Ran, Token
+from qllm.types import NS_PER_MS, Priority
+from qllm.workloads.capacity import Capacity
+from qllm.workloads.generators import Workload
+
+DECODERS = 2
+"""LS requests that decode in the decode row."""
+TARGET = 2.0
+"""Their TPOT target for `qllm2`, over the median solo gap."""
+DECODE_SETTINGS = ("priority-layered", "qllm2")
+
+
+# decode beside a prefill
+
+
+def _gaps(engine: QLLMEngine, numbers: Sequence[int], start_ns: int, end_ns: int) -> list[float]:
+    """Milliseconds between the tokens of each request that came inside an interval."""
+    out: list[float] = []
+    for number in numbers:
+        at = [e.at_ns for e in engine.trace if isinstance(e, Token) and e.request_id == number]
+        out += [(b - a) / NS_PER_MS for a, b in pairwise(at) if a >= start_ns and b <= end_ns]
+    return out
+
+
+def _longest_program(engine: QLLMEngine, be: set[int]) -> float:
+    """Milliseconds of the longest run of a program with these requests."""
+    frames = {
+        e.frame_id
+        for e in engine.trace
+        if isinstance(e, Planned) and any(row.request_id in be for row in e.rows)
+    }
+    runs = [e for e in engine.trace if isinstance(e, Ran) and e.frame_id in frames]
+    return max(((e.at_ns - e.start_ns) / NS_PER_MS for e in runs), default=0.0)
+
+
+def _decode_beside(
+    bench: Bench, setting: Setting, num_tokens: int, count: int, slo: Slo | None
+) -> dict[str, list[float]]:
+    """Gaps of LS decodes alone and while BE prompts run one after the other."""
+    with bench.engine(setting) as engine:
+        handles = [
+            engine.submit(ids, "LS", 4000, sampling=GREEDY, slo=slo)
+            for ids in prompts(bench, DECODERS, 64, 9000)
+        ]
+        numbers = [h.number for h in handles]
+        time.sleep(1.0)
+        start_ns = engine.now_ns()
+        time.sleep(3.0)
+        turn_ns = engine.now_ns()
+        for ids in prompts(bench, count, num_tokens, 0):
+            engine.submit(ids, "BE", 1, sampling=GREEDY).result(600)
+        end_ns = engine.now_ns()
+        for handle in handles:
+            handle.cancel()
+        return {
+            "solo_ms": _gaps(engine, numbers, start_ns, turn_ns),
+            "beside_ms": _gaps(engine, numbers, turn_ns, end_ns),
+            "prefill_ms": [(end_ns - turn_ns) / NS_PER_MS / count],
+        }
+
+
+def _group_ms(bench: Bench, setting: Setting, num_tokens: int) -> float:
+    """The longest program of a BE prefill that has the machine to itself."""
+    with bench.engine(setting) as engine:
+        handle = engine.submit(prompts(bench, 1, num_tokens, 0)[0], "BE", 1, sampling=GREEDY)
+        handle.result(600)
+        return _longest_program(engine, {handle.number})
+
+
+def decode_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
+    """TBT p99 of LS decodes beside BE prefills of 2,048 tokens, against what is allowed."""
+    num_tokens, count = (1024, 1) if quick else (2048, 4)
+    out: dict[str, Any] = {"prompt_tokens": num_tokens, "decoders": DECODERS, "settings": {}}
+    solo = _decode_beside(bench, Setting("qllm2"), 64, 1, None)["solo_ms"]
+    target_ms = TARGET * float(np.median(solo))
+    for name in DECODE_SETTINGS:
+        setting = Setting.parse(name)
+        if not setting.is_installed:
+            out["settings"][name] = {"missing": True}
+            continue
+        slo = Slo(tpot_ms=target_ms) if name == "qllm2" else None
+        found = _decode_beside(bench, setting, num_tokens, count, slo)
+        entry: dict[str, Any] = {
+            "solo_tbt_p50_ms": float(np.median(found["solo_ms"])),
+            "solo_tbt_p99_ms": float(np.percentile(found["solo_ms"], 99)),
+            "tbt_p50_ms": float(np.median(found["beside_ms"])),
+            "tbt_p99_ms": estimate([found["beside_ms"]], quantile(99)),
+            "tbt_max_ms": max(found["beside_ms"]),
+            "gaps": len(found["beside_ms"]),
+            "prefill_ms": found["prefill_ms"][0],
+        }
+        if name == "qllm2":
+            entry["allowed_ms"], entry["allowed"] = target_ms, "its TPOT target"
+        else:
+            group = _group_ms(bench, setting, num_tokens)
+            entry["group_ms"] = group
+            entry["allowed_ms"] = entry["solo_tbt_p99_ms"] + group
+            entry["allowed"] = "solo p99 + the longest layer group alone"
+        out["settings"][name] = entry
+    return out
+
+
+# seats and KV
+
+HELD = {
+    "S5": {"max_num_seqs": 8},
+    "S6": {"max_kv_tokens": 8192},
+}
+"""What is scarce."""
+HELD_TARGET = {"S5": 1.5, "S6": 2.0}
+LS_SCALE = 0.25
+
+
+def held_row(
+    bench: Bench,
+    name: str,
+    capacity: Capacity,
+    seeds: Sequence[int],
+    timing: Timing,
+    settings: Sequence[str] = ("qllm2", "ls-first"),
+) -> dict[str, Any]:
+    """LS TTFT p99 while BE holds all seats or all KV, over the same LS requests alone."""
+    scarce = HELD[name]
+    workload = Workload(
+        name=name,
+        seconds=timing.total_s,
+        capacity=replace(capacity, **scarce),
+        ls_scale=LS_SCALE,
+        max_len=2048,
+    )
+    groups: dict[str, list[list[float]]] = {}
+    runs = []
+    for i, seed in enumerate(seeds):
+        cases = [("alone", Setting(settings[0]), Priority.LS)]
+        cases += [
+            (text, Setting.parse(text), None) for text in (settings if i == 0 else settings[:1])
+        ]
+        for label, setting, only in cases:
+            run = run_workload(bench, setting, workload, seed, timing, only=only, **scarce)
+            groups.setdefault(label, []).append(run.pop("samples")["ttft_ms"])
+            runs.append({"label": label, **run})
+    out: dict[str, Any] = {"scarce": scarce, "runs": runs, "ttft_p99_ms": {}, "over_alone": {}}
+    for label, found in groups.items():
+        out["ttft_p99_ms"][label] = estimate(found, quantile(99))
+        if label != "alone":
+            alone = groups["alone"][: len(found)]
+            out["over_alone"][label] = estimate(found, quantile(99), over=alone)
+    return out

@@ -1,0 +1,51 @@
+"""Earliest deadline first, with as much prefill per step as the decodes can wait for.
+
+Inside a class the earliest deadline comes first: of a prompt its TTFT target, of a decode its
+TPOT target. The prefill of a step is sized so that its predicted time ends before the first of
+its decodes is due. Requests without targets are given the policy's own, so they are overtaken
+for a while and never for good.
+
+Source: the chunk rule of SLOWeave, arXiv:2609.07883 (largest chunk that meets the tightest
+slack), on deadline order. Differs: the predicted time is linear, so the chunk is a division
+instead of a search; the class goes before the deadline.
+"""
+
+from dataclasses import dataclass, field
+
+from qllm.policy import RankPolicy, Ride, Slack
+from qllm.types import NS_PER_MS
+
+NO_DEADLINE = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edf(RankPolicy):
+    """Earliest deadline first inside each class, chunks sized by the slack of the decodes."""
+
+    ages = False
+    ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
+    ttft_ms: int = 5000
+    """TTFT target of requests that bring none."""
+    tpot_ms: int = 100
+    """TPOT target of requests that bring none."""
+    min_chunk_tokens: int = 64
+    """Prefill tokens of a step, however late its decodes are."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slack", Slack(self.min_chunk_tokens, self.tpot_ms))
+        super().__post_init__()
+
+    def rank(
+        self,
+        arrival_ns: int,
+        priority: int,
+        deadline_ns: int,
+        prompt_tokens: int,
+        done_tokens: int,
+        served_ns: int,
+        now_ns: int,
+    ) -> tuple[int, int]:
+        """The class is the tier; earlier deadlines first inside it."""
+        if deadline_ns == NO_DEADLINE:
+            deadline_ns = arrival_ns + self.ttft_ms * NS_PER_MS
+        return priority, deadline_ns

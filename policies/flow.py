@@ -1,0 +1,90 @@
+"""FlowPrefill: the prefill that is due first runs, and stops a later one at the next layer.
+
+Prefills are ordered by their TTFT deadline, whatever their class. Any arrival is looked at at
+the next layer boundary of a running prefill; if it is due earlier it runs first, and the parked
+prefill goes on where it stopped. Nothing is cut into chunks to make that possible.
+
+Source: FlowPrefill, arXiv:2602.16603. Differs: plain EDF, without S-EDF's weighing of slack;
+layer boundaries, not operators; one engine for both phases, so decodes run together when the
+first of them would miss its TPOT target, and in turn with prefills when targets cannot be met.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qllm.plan import ANY_ARRIVAL, Plan, Row
+from qllm.policy import FrameView, RequestView, StepReport, View
+from qllm.types import NS_PER_MS, Cap, Grain, Priority
+
+from .parts import check_at_least, fill
+
+
+@dataclass(kw_only=True)
+class Flow:
+    """Earliest deadline first: preempts prefills at any layer."""
+
+    needs = Cap.YIELD_LAYER
+
+    ls_ttft_ms: int = 500
+    """Target of LS requests that have none."""
+    be_ttft_ms: int = 10_000
+    """Target of other requests that have none."""
+    tpot_ms: int = 100
+    """Target between tokens of requests that have none."""
+    batch_tokens: int = 512
+    """Prompts are batched up to this many tokens; a longer one runs alone."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, ls_ttft_ms=1, be_ttft_ms=1, tpot_ms=1, batch_tokens=1)
+        self._decoded = False
+
+    def deadline_ns(self, request: RequestView) -> int:
+        """When its next token is due, by its own target or the default."""
+        if request.deadline_ns is not None:
+            return request.deadline_ns
+        if request.is_decoding:
+            return (request.last_token_ns or request.arrival_ns) + self.tpot_ms * NS_PER_MS
+        ttft_ms = self.ls_ttft_ms if request.priority <= Priority.LS else self.be_ttft_ms
+        return request.arrival_ns + ttft_ms * NS_PER_MS
+
+    def plan(self, view: View) -> Plan:
+        """Return the decodes when they are due, else the prefill that is due first."""
+        free = sorted((r for r in view.requests if r.frame_id is None), key=self.deadline_ns)
+        decodes = [r for r in free if r.is_decoding]
+        prefill = self._first_prefill(view, [r for r in free if not r.is_decoding])
+        slice_ns = None
+        if decodes:
+            start_ns = self.deadline_ns(decodes[0]) - view.costs.decode(len(decodes))
+            if not prefill or (start_ns <= view.now_ns and not self._decoded):
+                rows = fill(view, decodes)
+                if rows:
+                    return Plan(rows=rows)
+            slice_ns = max(view.max_segment_ns, start_ns - view.now_ns)
+        return Plan(rows=prefill, grain=Grain.LAYER, stop_below=ANY_ARRIVAL, slice_ns=slice_ns)
+
+    def _first_prefill(self, view: View, prefills: Sequence[RequestView]) -> tuple[Row, ...]:
+        first = min(view.frames, key=lambda f: self._due_ns(view, f), default=None)
+        if first is not None:
+            due_ns = self._due_ns(view, first)
+            prefills = [r for r in prefills if self.deadline_ns(r) < due_ns]
+        rows = fill(view, self._batch(prefills)) or fill(view, prefills)
+        return rows if rows or first is None else first.rows
+
+    def _batch(self, prefills: Sequence[RequestView]) -> list[RequestView]:
+        """The first and, whole, those after it that fit beside it."""
+        batch: list[RequestView] = []
+        tokens = 0
+        for r in prefills:
+            tokens += r.num_uncomputed_tokens
+            if batch and tokens > self.batch_tokens:
+                break
+            batch.append(r)
+        return batch
+
+    def _due_ns(self, view: View, frame: FrameView) -> int:
+        return min(self.deadline_ns(view.by_id[row.request_id]) for row in frame.rows)
+
+    def on_step_done(self, view: View, report: StepReport) -> None:
+        """Remember whose turn it was."""
+        rows = [(row, view.by_id.get(row.request_id)) for row in report.rows]
+        self._decoded = all(r is None or row.lo >= r.num_prompt_tokens for row, r in rows)

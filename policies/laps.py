@@ -1,0 +1,108 @@
+"""LAPS (PLA-Serve): short and long prompts wait in queues of their own and never share a step.
+
+Short prompts are gathered for `window_ms`, or until they fill a batch or one of them would miss
+its target, and run together. Long prompts run one at a time, in chunks. Decodes, in an engine
+that has both phases, take turns with the long ones.
+
+Source: LAPS, first PLA-Serve, arXiv:2601.11589, and its released code (a fixed window and
+boundary). Differs: no padding to captured graphs, which it wants: there are none on a CPU, and
+most of the measured gain came from them; after a short batch a decode step or a long chunk goes
+before the next one (the code starves long prompts behind a stream of short ones); the engine
+has no prefix cache, so a prompt's own length is what counts; classes come first in each queue.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qllm.plan import Plan
+from qllm.policy import RequestView, StepReport, View
+from qllm.types import NS_PER_MS, Cap
+
+from .parts import age, check_at_least, fill
+
+
+class Kind(enum.Enum):
+    """What a step is made of."""
+
+    SHORT = "short"
+    LONG = "long"
+    DECODE = "decode"
+
+
+@dataclass(kw_only=True)
+class Laps:
+    """Short prompts gathered for a while, long ones in chunks."""
+
+    needs = Cap.NONE
+    wants = Cap.GRAPH_BUCKETS
+
+    short_tokens: int = 256
+    """Longest prompt that is short."""
+    window_ms: int = 7
+    """Longest that the first short prompt waits for others."""
+    max_batch: int = 64
+    """Most short prompts per step."""
+    margin_ms: int = 4
+    """A batch leaves this much before a target would be missed."""
+    chunk_tokens: int = 512
+    """Of a long prompt per step."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, short_tokens=1, window_ms=0, max_batch=1, margin_ms=0, chunk_tokens=1)
+        self._last = self._last_other = Kind.LONG
+
+    def plan(self, view: View) -> Plan:
+        """Return a step of one kind, or wait for more short prompts."""
+        if view.frames:
+            return Plan(rows=view.frames[0].rows)
+        queues = self._queues(view)
+        short = queues[Kind.SHORT]
+        due_ns = self._due_ns(view, short)
+        for kind in self._turns():
+            if kind is not Kind.SHORT:
+                rows = fill(view, queues[kind], self.chunk_tokens)
+            elif due_ns <= view.now_ns or len(short) >= self.max_batch:
+                rows = fill(view, short[: self.max_batch])
+            else:
+                continue
+            if rows:
+                return Plan(rows=rows)
+        if short and due_ns > view.now_ns and len(short) == len(view.requests):
+            return Plan(wait_until_ns=due_ns)
+        return Plan(rows=fill(view, sorted(view.requests, key=age))[:1])
+
+    def _queues(self, view: View) -> dict[Kind, Sequence[RequestView]]:
+        queues: dict[Kind, list[RequestView]] = {kind: [] for kind in Kind}
+        for r in sorted(view.requests, key=age):
+            queues[Kind.DECODE if r.is_decoding else self._prompt_kind(r)].append(r)
+        longs = sorted(queues[Kind.LONG], key=lambda r: (r.priority, not r.is_admitted))
+        return {**queues, Kind.LONG: longs[:1]}
+
+    def _prompt_kind(self, request: RequestView) -> Kind:
+        return Kind.SHORT if request.num_prompt_tokens <= self.short_tokens else Kind.LONG
+
+    def _turns(self) -> tuple[Kind, ...]:
+        """Short prompts first, unless they had the last step; the others alternate."""
+        others = (Kind.DECODE, Kind.LONG)
+        if self._last_other is Kind.DECODE:
+            others = (Kind.LONG, Kind.DECODE)
+        return (*others, Kind.SHORT) if self._last is Kind.SHORT else (Kind.SHORT, *others)
+
+    def _due_ns(self, view: View, short: Sequence[RequestView]) -> int:
+        """When the short prompts leave: at the end of the window, or to meet a target."""
+        lead_ns = view.costs.step(0, sum(r.num_uncomputed_tokens for r in short))
+        lead_ns += self.margin_ms * NS_PER_MS
+        ends = [r.arrival_ns + self.window_ms * NS_PER_MS for r in short]
+        ends += [r.deadline_ns - lead_ns for r in short if r.deadline_ns is not None]
+        return min(ends, default=view.now_ns)
+
+    def on_step_done(self, view: View, report: StepReport) -> None:
+        """Remember whose turn it was."""
+        request = view.by_id.get(report.rows[0].request_id)
+        if request is None:
+            return
+        is_decode = report.rows[0].lo >= request.num_prompt_tokens
+        self._last = Kind.DECODE if is_decode else self._prompt_kind(request)
+        if self._last is not Kind.SHORT:
+            self._last_other = self._last

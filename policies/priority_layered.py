@@ -1,0 +1,32 @@
+"""Layered prefill with one cohort per class, parked at its group boundary for a better class.
+
+The boundary between two groups of layers is where a prefill can be left without cost: its rows
+keep their hidden states there. An LS prompt therefore waits for one group of layers at most;
+its cohort goes first, the BE cohort waits where it is, and decodes of every class are in every
+step. A BE cohort that has waited for half of `max_be_stall_ms` gets the next group, whoever
+else is there: an admitted BE request never stands still for longer than the bound.
+
+Source: layered prefill, arXiv:2510.08055. Differs: it has one cohort and no classes there; the
+parking and the bound are ours.
+"""
+
+from dataclasses import dataclass
+
+from qllm.policy import Groups
+
+from .ls_first import LsFirst
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorityLayered(LsFirst):
+    """LS cohorts overtake BE cohorts between groups of layers; decodes never wait."""
+
+    max_be_stall_ms: int | None = 1000
+    group_tokens: int = 512
+    """Prompt tokens of a cohort per group of layers."""
+    max_groups: int = 16
+    """Most groups of a cohort."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", Groups(self.group_tokens, self.max_groups))
+        super().__post_init__()

@@ -1,0 +1,96 @@
+"""SuperInfer's RotaSched: who has waited longest beyond what it may wait, runs next.
+
+While everything fits, requests run in the order of arrival. When seats or KV are short, every
+step takes those of the largest virtual lag: a newcomer lags by its wait beyond a share of its
+TTFT target, one that holds KV and was left out by `lag_weight` times its wait, and one that
+runs has a negative lag, the longer it has been running. So requests rotate. Classes are not
+looked at.
+
+Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; its released scheduler has no lag in it).
+Differs: without KV swap, which it wants, only seats rotate: a newcomer takes free KV, never that
+of a running request, and who has to grow takes it from the smallest lag, to be recomputed. With
+it newcomers may count on `max_swap_frac` of the pool per step. Transfers do not overlap.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from qllm.errors import ConfigError
+from qllm.plan import Plan
+from qllm.policy import RequestView, StepReport, View, next_row
+from qllm.types import NS_PER_MS, Cap, Evict, RequestId
+
+from .parts import behind_all, check_at_least, fill
+
+
+@dataclass(kw_only=True)
+class Rota:
+    """Largest virtual lag first: requests rotate."""
+
+    needs = Cap.NONE
+    wants = Cap.KV_SWAP | Cap.KV_DUPLEX
+
+    lag_weight: float = 3.0
+    """Of the wait of a request that holds KV, against that of a newcomer."""
+    tpot_share: float = 0.0
+    """Share of the target between tokens that is waited before a request lags."""
+    ttft_share: float = 0.5
+    """Share of the TTFT target that is waited before a newcomer lags."""
+    ttft_ms: int = 5000
+    """Target of requests that have none."""
+    tpot_ms: int = 100
+    """Target of requests that have none."""
+    max_swap_frac: float = 0.05
+    """Share of the KV pool that newcomers may have swapped out for them per step."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, ttft_ms=1, tpot_ms=1)
+        for name in ("lag_weight", "tpot_share", "ttft_share", "max_swap_frac"):
+            value = getattr(self, name)
+            most = 1 if name == "max_swap_frac" else 1000
+            if not isinstance(value, int | float) or not 0 <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be a number in [0, {most}]")
+        self._since_ns: dict[RequestId, int] = {}
+
+    def lag_ns(self, request: RequestView, now_ns: int) -> int:
+        """How much longer than it may a request has waited; negative while it runs."""
+        since_ns = self._since_ns.get(request.request_id)
+        if since_ns is not None:
+            return since_ns - now_ns
+        slo = request.slo
+        if request.is_admitted:
+            grace = self.tpot_share * (self.tpot_ms if slo.tpot_ms is None else slo.tpot_ms)
+            late_ns = now_ns - request.last_progress_ns - int(grace * NS_PER_MS)
+            return int(self.lag_weight * max(0, late_ns))
+        grace = self.ttft_share * (self.ttft_ms if slo.ttft_ms is None else slo.ttft_ms)
+        return max(0, now_ns - request.arrival_ns - int(grace * NS_PER_MS))
+
+    def plan(self, view: View) -> Plan:
+        """Return everyone, or the largest lags, as many as fit."""
+        if view.frames:
+            return Plan(rows=view.frames[0].rows)
+        order = sorted(view.requests, key=lambda r: (r.arrival_ns, r.request_id))
+        if not self._all_fit(view):
+            order.sort(key=lambda r: -self.lag_ns(r, view.now_ns))
+        can_swap = Cap.KV_SWAP in view.capabilities
+        extra = int(self.max_swap_frac * view.num_blocks) if can_swap else 0
+        return Plan(rows=fill(view, order, extra_blocks=extra))
+
+    def _all_fit(self, view: View) -> bool:
+        if len(view.requests) > view.max_num_seqs:
+            return False
+        need = sum(view.blocks_needed(next_row(r, view)) for r in view.requests)
+        return need <= view.num_free_blocks
+
+    def victims(
+        self, view: View, need_blocks: int, keep: Collection[RequestId]
+    ) -> list[tuple[RequestId, Evict]]:
+        """Return the smallest lags first."""
+        how = Evict.SWAP if Cap.KV_SWAP in view.capabilities else Evict.RECOMPUTE
+        order = sorted(behind_all(view, keep), key=lambda r: self.lag_ns(r, view.now_ns))
+        return [(r.request_id, how) for r in order]
+
+    def on_step_done(self, view: View, report: StepReport) -> None:
+        """Note since when the requests of this step have been running without a break."""
+        ids = (row.request_id for row in report.rows)
+        self._since_ns = {i: self._since_ns.get(i, report.start_ns) for i in ids}

@@ -1,0 +1,173 @@
+"""`qllm bench`: a workload against policies, or against any OpenAI-compatible server."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qllm.errors import ConfigError
+
+from .app import Threads, app, clean, parse_setting, print_table, quiet
+
+if TYPE_CHECKING:
+    from qllm.workloads.capacity import Capacity
+
+
+@app.command()
+@clean
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="Alias, folder or hub id; 300m or 1m for random weights.")
+    ] = None,
+    workload: Annotated[str | None, typer.Option(help="S1 to S12; or give --trace.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Azure or BurstGPT CSV, Mooncake or our own JSON lines.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Which ones, with commas between.")] = "qllm2",
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Length of the measured window.")] = 30.0,
+    warmup: Annotated[float, typer.Option(help="Seconds before it.")] = 5.0,
+    drain: Annotated[float, typer.Option(help="Seconds after it, without arrivals.")] = 0.0,
+    scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scale",
+            help="NAME=VALUE: load, ls_share, cv, length_scale, ls_scale or max_len of a named "
+            "workload; be_share, be_where, start_s, rate_scale or limit of a trace.",
+        ),
+    ] = None,
+    slo: Annotated[str, typer.Option(help="TTFT,TPOT that LS is judged by, in ms.")] = "500,100",
+    capacity: Annotated[
+        str | None, typer.Option(help="PREFILL,OUTPUT tokens/s; by default measured.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A server, instead of an engine here.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", help="What the server calls its model.")
+    ] = None,
+    by: Annotated[
+        str, typer.Option(help="How a server is told the class: priority, service_tier or none.")
+    ] = "priority",
+    ls_body: Annotated[str, typer.Option(help="JSON added to LS requests; null removes.")] = "{}",
+    be_body: Annotated[str, typer.Option(help="JSON added to BE requests; null removes.")] = "{}",
+    text: Annotated[bool, typer.Option("--text", help="Send prompts as text, not ids.")] = False,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Of it.")] = None,
+    threads: Threads = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="An engine setting, NAME=VALUE.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all numbers here, as JSON.")] = None,
+) -> None:
+    """Replay a workload in real time and print what each class got.
+
+    With --url, MODEL is only the tokenizer that prompts are made with.
+    """
+    quiet()
+    from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
+
+    ttft_ms, tpot_ms = _two_numbers("--slo", slo)
+    load = Load(
+        name=workload,
+        file=trace,
+        scale=dict(parse_setting(item) for item in scale or ()),
+        seed=seed,
+        warmup_s=warmup,
+        window_s=seconds,
+        drain_s=drain,
+        slo=_slo(ttft_ms, tpot_ms),
+    )
+    if url is None:
+        if model is None:
+            raise ConfigError("give MODEL to serve here, or --url of a server")
+        document = bench_engine(
+            model,
+            load,
+            [name.strip() for name in policy.split(",") if name.strip()],
+            threads=threads,
+            capacity=_capacity(capacity),
+            settings=dict(parse_setting(item) for item in setting or ()),
+            say=_say,
+        )
+    else:
+        bodies = {"LS": ls_body, "BE": be_body}
+        tokenizer = None if model is None else _tokenizer(model)
+        document = bench_server(
+            _server(url, served_model or model, by, bodies, tokenizer if text else None, api_key),
+            load,
+            capacity=_capacity(capacity),
+            tokenizer=tokenizer,
+            say=_say,
+        )
+    for name in ("nominal_per_s", "offered_per_s"):
+        if name in document:
+            rates = ", ".join(f"{c} {rate:.3g}" for c, rate in document[name].items())
+            typer.echo(f"{name.removesuffix('_per_s')} requests/s: {rates}")
+    print_table(*table_rows(document))
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        typer.echo(f"{out}: all numbers")
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _two_numbers(name: str, text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{name} {text!r} must be two numbers with a comma between") from None
+    return first, second
+
+
+def _slo(ttft_ms: float, tpot_ms: float) -> Any:
+    from qllm.types import Slo
+
+    return Slo(ttft_ms, tpot_ms)
+
+
+def _capacity(text: str | None) -> "Capacity | None":
+    from qllm.workloads.capacity import Capacity
+
+    if text is None:
+        return None
+    prefill, output = _two_numbers("--capacity", text)
+    return Capacity(prefill_tokens_per_s=prefill, output_tokens_per_s=output)
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    from qllm.random_moe import SIZES, make_random_moe
+
+    make: Any = AutoTokenizer.from_pretrained
+    return make(make_random_moe(size=model) if model in SIZES else model)
+
+
+def _server(
+    url: str,
+    name: str | None,
+    by: str,
+    class_body: dict[str, str],
+    tokenizer: Any,
+    api_key: str | None,
+) -> Any:
+    from qllm.types import Priority
+    from qllm.workloads.client import Server, class_bodies
+
+    if name is None:
+        raise ConfigError("give --model, what the server calls its model")
+    bodies = class_bodies(by)
+    for priority in Priority:
+        try:
+            more = json.loads(class_body[priority.name])
+        except ValueError as error:
+            raise ConfigError(f"the body of {priority.name} is not JSON: {error}") from None
+        bodies[int(priority)] = {**bodies.get(int(priority), {}), **more}
+    return Server(
+        url=url,
+        model=name,
+        bodies=bodies,
+        text_of=None if tokenizer is None else tokenizer.decode,
+        api_key=api_key,
+    )

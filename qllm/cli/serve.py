@@ -1,0 +1,79 @@
+"""`qllm serve`: the HTTP server."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qllm.errors import ConfigError
+
+from .app import Threads, app, clean, parse_setting, quiet
+
+
+@app.command()
+@clean
+def serve(
+    model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    policy: Annotated[str | None, typer.Option(help="See `qllm policies`.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
+    threads: Threads = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the batch API; without one there is none.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="One API key per line.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.")
+    ] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE: of the engine, or policy.NAME of the policy."),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", help="NAME=VALUE: any other setting of the server."),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI does; SIGTERM drains.
+
+    Settings come from the file, then QLLM_* variables, then flags; the later wins. All of them
+    are in docs/serving.md.
+    """
+    try:
+        from qllm.server.config import environment, load_config
+        from qllm.server.serve import serve as run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the server needs {error.name}: pip install 'qllm-runtime[server]'"
+        ) from error
+    engine, policy_settings = _split(setting or [])
+    named = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "policy": policy,
+        "dtype": dtype,
+        "threads": threads,
+        "state_dir": state_dir,
+        "api_key_file": api_key_file,
+        "trust_remote_code": trust_remote_code or None,
+        "engine": engine or None,
+        "policy_settings": policy_settings or None,
+    }
+    flags: dict[str, Any] = dict(parse_setting(text) for text in server or ())
+    flags |= {name: value for name, value in named.items() if value is not None}
+    loaded = load_config(config, environment(), flags)
+    quiet()
+    run(loaded)
+
+
+def _split(settings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the engine, and of the policy (those that begin with `policy.`)."""
+    pairs = [parse_setting(text) for text in settings]
+    mark = "policy."
+    return (
+        {name: value for name, value in pairs if not name.startswith(mark)},
+        {name.removeprefix(mark): value for name, value in pairs if name.startswith(mark)},
+    )

@@ -1,0 +1,171 @@
+"""Plan -> program: rows to ops, cut where the configuration says. Pure, and without tensors.
+
+The price of a decision matters (a policy decides between any two steps), so work is
+proportional to rows and cuts, never to layers: what repeats layer by layer is one `Stretch`.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from qllm.plan import CutRule, ModelShape, Op, OpKind, Ops, Plan, Program, Row, Stretch
+from qllm.types import FrameId
+
+
+class _Ruler:
+    """The cuts of a rule at absolute positions: where its blocks end, from position 0 on.
+
+    A block of a later position is never longer, and its size divides where it begins; so the
+    cuts of a row are those of the ruler inside it.
+    """
+
+    def __init__(self, cuts: CutRule) -> None:
+        self._cuts = cuts
+        self._marks = [0]
+
+    def between(self, lo: int, hi: int) -> list[int]:
+        """The cuts in (lo, hi)."""
+        marks = self._marks
+        while marks[-1] < hi:
+            marks.append(marks[-1] + self._cuts.block(marks[-1]))
+        return marks[bisect_right(marks, lo) : bisect_left(marks, hi)]
+
+
+_ruler = lru_cache(maxsize=16)(_Ruler)
+
+
+def _row_blocks(row: Row, cuts: CutRule, one_query_from: int) -> tuple[int, ...]:
+    _, lo, hi, _, _ = row
+    if hi - lo == 1:
+        return lo, hi
+    alone = max(lo, min(hi, one_query_from))
+    if lo == alone:
+        return tuple(range(lo, hi + 1))
+    return (lo, *_ruler(cuts).between(lo, alone), *range(alone, hi + 1))
+
+
+def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> int:
+    """Where a chunk may end in level L2: the last cut of its request at or before `row.hi`.
+
+    Args:
+        row: The chunk asked for.
+        num_tokens: Known tokens of the request.
+        cuts: The cut rule.
+        one_query_from: Position from which every token is a block of its own.
+    """
+    marks = _row_blocks(row._replace(hi=num_tokens), cuts, one_query_from)
+    return marks[max(1, bisect_right(marks, row.hi) - 1)]
+
+
+def _attn_cuts(
+    group: Sequence[int], blocks: Sequence[tuple[int, ...]], cuts: CutRule
+) -> list[tuple[int, int]]:
+    """Pack the blocks of a group's rows, in order, into as few ops as `max_cost` allows."""
+    most, per_kv = cuts.max_cost, cuts.attn_cost_per_kv
+    spans: list[tuple[int, int]] = []
+    begin = at = 0
+    cost = 0.0
+    for r in group:
+        for lo, hi in pairwise(blocks[r]):
+            extra = (hi - lo) * (1.0 + per_kv * hi)  # `CutRule.cost`
+            if cost + extra > most and at > begin:
+                spans.append((begin, at))
+                begin, cost = at, 0.0
+            at += hi - lo
+            cost += extra
+    spans.append((begin, at))
+    return spans
+
+
+def _even_cuts(num_tokens: int, block: int) -> list[tuple[int, int]]:
+    return [(a, min(a + block, num_tokens)) for a in range(0, num_tokens, block)]
+
+
+def _alike(is_moe: Sequence[bool], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbouring layers of one kind."""
+    while start < end:
+        last = start + 1
+        while last < end and is_moe[last] == is_moe[start]:
+            last += 1
+        yield start, last
+        start = last
+
+
+def _layer_ops(
+    layer: int, group: int, attn: Sequence[tuple[int, int]], is_moe: bool, cuts: CutRule
+) -> tuple[Op, ...]:
+    total = attn[-1][1]
+    ops = [Op(OpKind.ATTN, layer, group, lo, hi) for lo, hi in attn]
+    glue = _even_cuts(total, cuts.glue_block if is_moe else cuts.dense_block)
+    if is_moe:
+        ops += [Op(OpKind.ROUTE, layer, group, lo, hi) for lo, hi in glue]
+        ops.append(Op(OpKind.EXPERTS, layer, group, 0, total))
+    ops += [Op(OpKind.COMBINE, layer, group, lo, hi) for lo, hi in glue]
+    return tuple(ops)
+
+
+def compile_program(
+    plan: Plan,
+    *,
+    frame_id: FrameId,
+    samples: Sequence[bool],
+    shape: ModelShape,
+    cuts: CutRule,
+    one_query_from: Sequence[int] | None = None,
+) -> Program:
+    """Turn validated rows into ops. Pure: the same plan gives the same program.
+
+    Args:
+        plan: Rows whose ranges the scheduler has checked.
+        frame_id: Id of the new frame.
+        samples: Per row, whether it completes the request's known tokens.
+        shape: Layers of the model.
+        cuts: Where ops are cut by rows.
+        one_query_from: Per row, the position from which every token is a block of its own
+            (level L2: what was decoded one by one is recomputed one by one).
+    """
+    rows = plan.rows
+    num_layers = shape.num_layers
+    alone = one_query_from or [row.hi for row in rows]
+    blocks = tuple(_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True))
+    groups: dict[tuple[int, ...], int] = {}
+    spans: list[list[tuple[int, int]]] = []
+    stretches: list[Stretch] = []
+
+    def group_of(members: tuple[int, ...]) -> int:
+        if members not in groups:
+            groups[members] = len(groups)
+            spans.append(_attn_cuts(members, blocks, cuts))
+        return groups[members]
+
+    def one_op(kind: OpKind, layer: int, members: tuple[int, ...]) -> None:
+        if members:
+            g = group_of(members)
+            op = Op(kind, layer, g, 0, spans[g][-1][1])
+            stretches.append(Stretch(layer, layer + 1, (op,)))
+
+    one_op(OpKind.EMBED, 0, tuple(r for r, row in enumerate(rows) if row.start_layer == 0))
+    edges = sorted({row.start_layer for row in rows} | {row.end_layer for row in rows})
+    for start, end in pairwise(edges):
+        members = tuple(
+            r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
+        )
+        if members:
+            g = group_of(members)
+            for first, last in _alike(shape.is_moe, start, end):
+                ops = _layer_ops(first, g, spans[g], shape.is_moe[first], cuts)
+                stretches.append(Stretch(first, last, ops))
+    ends = tuple(r for r, row in enumerate(rows) if row.end_layer == num_layers and samples[r])
+    one_op(OpKind.HEAD, num_layers, ends)
+    return Program(
+        frame_id=frame_id,
+        rows=rows,
+        groups=tuple(groups),
+        ops=Ops(stretches),
+        grain=plan.grain,
+        stop_below=plan.stop_below,
+        samples=tuple(samples),
+        num_layers=num_layers,
+        row_blocks=blocks,
+    )

@@ -1,0 +1,220 @@
+"""From the pieces of an answer to HTTP: one JSON body, or server-sent events."""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from qllm.handle import Piece
+from qllm.types import FinishReason, Logprobs, Priority
+
+from .errors import ApiError
+from .front import Answer, Ask, Front, Served
+from .protocol import StreamOptions
+
+HEADER = "x-qllm-priority"
+CLIENT_GONE = 499
+"""nginx's status for it; nobody reads the answer."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger("qllm.server")
+
+
+class Shown(NamedTuple):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+
+
+class Writer(ABC):
+    """Turns the pieces of one request into the JSON of an endpoint.
+
+    Args:
+        front: Knows the model's name and tokenizer.
+        prefix: Of the answer's id.
+    """
+
+    kind: str
+    """`object` of a whole answer."""
+    chunk_kind: str
+    """`object` of a chunk of a stream."""
+
+    def __init__(self, front: Front, prefix: str) -> None:
+        self.answer_id = f"{prefix}-{secrets.token_hex(12)}"
+        self._front = front
+        self._created = int(time.time())
+        self.tier = "default"
+
+    def serve(self, served: Served, asked: str | None) -> None:
+        """Remember the class that the request was given."""
+        is_ls = served.priority is Priority.LS
+        self.tier = "priority" if is_ls and asked == "priority" else served.tier
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What every body of the answer says."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._front.model_name,
+            "service_tier": self.tier,
+            "choices": choices,
+        }
+
+    def shown(self, token_id: int, logprob: float) -> Shown:
+        """A token as text."""
+        tokenizer = self._front.engine.tokenizer
+        if tokenizer is None:
+            return Shown(f"token_id:{token_id}", logprob)
+        text = tokenizer.decode(
+            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return Shown(str(text), logprob)
+
+    def alternatives(self, token_id: int, logprobs: Logprobs) -> tuple[Shown, list[Shown]]:
+        """The chosen token and the most likely ones."""
+        top = [self.shown(i, value) for i, value in logprobs.top]
+        return self.shown(token_id, logprobs.chosen), top
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any text."""
+        return None
+
+    @abstractmethod
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A choice of a stream that grows by a piece."""
+
+    @abstractmethod
+    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        """A choice of a stream that ends."""
+
+    @abstractmethod
+    def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
+        """A choice at one go, from what `chunk` made of its pieces."""
+
+
+async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
+    """Wait for all choices and return the body."""
+    made: list[list[dict[str, Any]]] = [[] for _ in answer.handles]
+    choices: list[Any] = [None] * len(answer.handles)
+    async for index, item in answer.pieces():
+        if isinstance(item, Piece):
+            made[index].append(writer.chunk(index, item))
+        else:
+            choices[index] = writer.whole(index, made[index], item)
+    return {**writer.envelope(writer.kind, choices), "usage": answer.usage()}
+
+
+def event(data: object) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def stream(answer: Answer, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
+    """Yield the events of an answer. An error is an event too, and the last one."""
+
+    def wrap(choices: list[dict[str, Any]]) -> str:
+        body = writer.envelope(writer.chunk_kind, choices)
+        if options.continuous_usage_stats:
+            body["usage"] = answer.usage()
+        elif options.include_usage:
+            body["usage"] = None
+        return event(body)
+
+    try:
+        for index in range(len(answer.handles)):
+            if opening := writer.opening(index):
+                yield wrap([opening])
+        async for index, item in answer.pieces():
+            is_piece = isinstance(item, Piece)
+            yield wrap([writer.chunk(index, item) if is_piece else writer.end(index, item)])  # type: ignore[arg-type]
+        if options.include_usage:
+            body = writer.envelope(writer.chunk_kind, [])
+            yield event({**body, "usage": answer.usage()})
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield event(error.body())
+    except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
+        _log.exception("a stream failed")
+        text = f"the server failed: {type(error).__name__}; its log has the traceback"
+        yield event(ApiError(500, text, code="internal_error").body())
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that clean up even if nobody ever reads them."""
+
+    def __init__(
+        self, events: AsyncIterator[str], on_close: Callable[[], None], headers: dict[str, str]
+    ) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
+        )
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Run `work`, but cancel it when the client disconnects; None then."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks: tuple[asyncio.Task[_T], asyncio.Task[None]]
+    tasks = (asyncio.create_task(work), asyncio.create_task(gone()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def wanted_class(request: Request, by_body: Priority | None) -> Priority:
+    """The class a request asks for: by header, else by its body, else LS.
+
+    Raises:
+        ApiError: The header names no class.
+    """
+    text = request.headers.get(HEADER)
+    if text is None:
+        return Priority.LS if by_body is None else by_body
+    if text.upper() not in Priority.__members__:
+        raise ApiError(400, f"{HEADER}: {text!r:.40} must be LS or BE", param=HEADER)
+    return Priority[text.upper()]
+
+
+async def respond(request: Request, front: Front, writer: Writer, body: Any, ask: Ask) -> Response:
+    """Serve one request over HTTP, as a stream if its body says so."""
+    wanted = wanted_class(request, body.asked_class())
+
+    async def work() -> Response:
+        answer = await front.open(ask, wanted)
+        try:
+            writer.serve(answer.served, body.service_tier)
+            headers = {"x-request-id": writer.answer_id, **answer.served.headers()}
+            if body.stream:
+                options = body.stream_options or StreamOptions()
+                return EventStream(stream(answer, writer, options), answer.close, headers)
+            return JSONResponse(await complete(answer, writer), headers=headers)
+        finally:
+            if not body.stream:
+                answer.close()
+
+    return await unless_gone(request, work()) or Response(status_code=CLIENT_GONE)

@@ -1,0 +1,185 @@
+"""Settings of the server, from a TOML file, the environment and flags; the later wins."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from qllm.errors import ConfigError
+
+PREFIX = "QLLM_"
+MIB = 1 << 20
+
+
+class ServerConfig(BaseModel):
+    """Settings of one server.
+
+    A file has the same names; engine and policy settings are its tables `engine` and
+    `policy_settings`. In the environment a name is QLLM_ and the name in capitals; lists have
+    commas, tables are JSON.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = ""
+    """Alias, folder or hub id."""
+    served_model_name: str | None = None
+    """What clients call the model; by default `model`."""
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    """0 takes a free one."""
+    policy: str = "qllm2"
+    policy_settings: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    """Fields of `EngineConfig`."""
+    dtype: str = "auto"
+    threads: int | None = Field(None, ge=1)
+    """Threads that torch computes with."""
+    trust_remote_code: bool = False
+    state_dir: Path | None = None
+    """Folder of the batch API's files and database; without one there is no batch API."""
+    api_key_file: Path | None = None
+    """One API key per line; # begins a comment."""
+    api_keys: SecretStr = SecretStr("")
+    """API keys with commas between. Meant for the environment: flags can be seen by others."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call; none by default."""
+    max_ls: int = Field(256, ge=1)
+    """Most LS requests in flight; over it see `ls_overflow`."""
+    ls_overflow: Literal["demote", "refuse"] = "demote"
+    """What becomes of an LS request over the limit: BE (and told so), or 429."""
+    rate_per_minute: int | None = Field(None, ge=1)
+    """Most POST requests of one API key per minute."""
+    max_concurrent: int | None = Field(None, ge=1)
+    """Most requests of one API key at once."""
+    max_choices: int = Field(128, ge=1)
+    """Most prompts times n of one request."""
+    max_body_bytes: int = Field(4 * MIB, ge=1024)
+    """Of every request but file uploads."""
+    max_file_bytes: int = Field(200 * MIB, ge=1024)
+    max_header_bytes: int = Field(65536, ge=1024)
+    header_timeout_s: float = Field(15, gt=0)
+    """From the connection to its first whole request header."""
+    body_timeout_s: float = Field(30, gt=0)
+    """Between two pieces of a body."""
+    request_timeout_s: float = Field(600, gt=0, le=1e6)
+    """After it a request ends with 504. Batch lines have no such limit."""
+    keep_alive_s: int = Field(65, ge=1)
+    """For which an idle connection stays open."""
+    drain_s: int = Field(30, ge=0)
+    """After SIGTERM: for requests in flight to end by themselves."""
+    batch_concurrency: int = Field(8, ge=1)
+    """Most batch lines in the engine at once."""
+    log_format: Literal["text", "json"] = "text"
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+
+def load_config(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
+) -> ServerConfig:
+    """Merge the three sources.
+
+    Args:
+        file: TOML, or None.
+        environ: The environment; every name that begins with QLLM_ counts.
+        flags: Those given on the command line.
+
+    The tables `engine` and `policy_settings` are merged name by name.
+
+    Raises:
+        ConfigError: A name is unknown or a value is not allowed.
+    """
+    merged: dict[str, Any] = {}
+    sources = {
+        f"file {file}": _file(file),
+        "environment": _environment(environ),
+        "flags": flags,
+    }
+    for source, values in sources.items():
+        _refuse_unknown(source, values)
+        for name, value in values.items():
+            old = merged.get(name)
+            both = isinstance(old, dict) and isinstance(value, dict)
+            merged[name] = {**old, **value} if both else value  # type: ignore[dict-item]
+    try:
+        config = ServerConfig.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(x) for x in first["loc"])
+        shown = "" if "key" in name else f"={first['input']!r}"
+        raise ConfigError(f"{name}{shown}: {first['msg']}") from None
+    if not config.model:
+        raise ConfigError("no model: name one on the command line, in QLLM_MODEL or in the file")
+    return config
+
+
+def _refuse_unknown(source: str, values: Mapping[str, Any]) -> None:
+    known = list(ServerConfig.model_fields)
+    for name in values:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            where = (
+                f"{PREFIX}{name.upper()} in the environment"
+                if source == "environment"
+                else (f"{name!r} in the {source}")
+            )
+            raise ConfigError(f"unknown setting {where}{hint}; known: {', '.join(known)}")
+
+
+def _file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name in ("engine", "policy_settings"):
+            try:
+                found[name] = json.loads(text)
+            except ValueError as error:
+                raise ConfigError(f"{variable} is not JSON: {error}") from error
+        elif name == "cors_origins":
+            found[name] = tuple(x.strip() for x in text.split(",") if x.strip())
+        else:
+            found[name] = text
+    return found
+
+
+def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The API keys of file and environment; none means that everybody may call.
+
+    Raises:
+        ConfigError: The file holds no key, though it was named.
+    """
+    keys = [key.strip() for key in config.api_keys.get_secret_value().split(",")]
+    if config.api_key_file is not None:
+        lines = config.api_key_file.read_text().splitlines()
+        found = [key for line in lines if (key := line.partition("#")[0].strip())]
+        if not found:
+            raise ConfigError(f"{config.api_key_file} holds no API key")
+        keys += found
+    return tuple(key for key in keys if key)
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process."""
+    return dict(os.environ)

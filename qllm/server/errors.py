@@ -1,0 +1,174 @@
+"""Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from qllm.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    QllmError,
+    QueueFullError,
+)
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait when a queue is full."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not 2xx."""
+
+    error: ErrorDetail
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text}
+    for status, text in {
+        400: "The request is wrong; the message says what is allowed",
+        401: "No API key, or a wrong one",
+        404: "There is no such thing",
+        408: "The body did not come in time",
+        413: "The body is too large",
+        422: "Not used; wrong bodies are 400",
+        429: "A queue or a limit is full; see Retry-After",
+        500: "The request failed in the engine",
+        503: "The engine is not serving",
+        504: "The request took longer than the server allows",
+    }.items()
+}
+"""For the OpenAPI schema of a route."""
+
+
+class ApiError(HTTPException):
+    """An answer that is not 2xx.
+
+    Args:
+        status: Of HTTP.
+        message: What is wrong, what is allowed.
+        param: The field of the request that is wrong.
+        code: For programs.
+        retry_after_s: Seconds after which it makes sense to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        super().__init__(status, message, headers)
+        self.message = message.encode("utf-8", "backslashreplace").decode()
+        self.param = param
+        self.code = code
+
+    @property
+    def type(self) -> str:
+        """OpenAI's kind of error for this status."""
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        if self.status_code >= 500:
+            return "server_error"
+        return kinds.get(self.status_code, "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        detail = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": detail}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def from_engine(error: QllmError) -> ApiError:
+    """An error of the engine as an answer."""
+    if isinstance(error, InvalidRequestError):
+        message = str(error).removesuffix("; change it in SamplingParams")
+        name = message.partition("=")[0]
+        return ApiError(400, message, param=name if name.isidentifier() else None)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, str(error), code="engine_closed")
+    return ApiError(500, str(error), code="engine_error")
+
+
+def from_validation(errors: Any) -> ApiError:
+    """What pydantic found as an answer: the first wrong field, what is allowed."""
+    first = errors[0]
+    path = [str(x) for x in first["loc"] if x != "body"]
+    if first["type"] == "extra_forbidden":
+        where = ".".join(path)
+        return ApiError(400, f"unknown field {where!r}", param=where, code="unknown_field")
+    message = first["msg"].removeprefix("Value error, ")
+    name = path[0] if path else None  # the rest of a path names members of a union
+    text = message if name is None or message.startswith(name) else f"{name}: {message}"
+    return ApiError(400, text, param=name)
+
+
+def parse(model: type[BaseModel], data: object) -> Any:
+    """Check a body against a model.
+
+    Raises:
+        ApiError: 400, naming the wrong field.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error.errors()) from error
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the app an OpenAI error."""
+
+    async def ours(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def engine(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, QllmError)
+        return from_engine(error).response()
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return from_validation(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, StarletteHTTPException)
+        text = str(error.detail)
+        if error.status_code == 404:
+            text = f"there is no {request.method} {request.url.path}; see /openapi.json"
+        wrapped = ApiError(error.status_code, text)
+        wrapped.headers = error.headers
+        return wrapped.response()
+
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        text = f"the server failed: {type(error).__name__}; its log has the traceback"
+        return ApiError(500, text, code="internal_error").response()
+
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(QllmError, engine)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(StarletteHTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,314 @@
+"""The engine as the routes see it: admission, tokenising off the event loop, live answers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from qllm.errors import QllmError, RequestFailedError
+from qllm.handle import Handle, Piece
+from qllm.llm import QLLMEngine
+from qllm.prompts import render_chat
+from qllm.types import FinishReason, Priority, SamplingParams
+
+from .config import ServerConfig
+from .errors import ApiError, from_engine
+from .metrics import Metrics
+
+TEXT_THREADS = 2
+"""Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What one HTTP request or batch line wants of the engine."""
+
+    answer_id: str
+    prompts: Sequence[str | list[int]] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """A chat, instead of prompts."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, `tools` among them."""
+    n: int = 1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of SamplingParams; the model's own defaults fill the rest."""
+    max_tokens: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The class a request was given."""
+
+    priority: Priority
+    demoted: bool = False
+
+    @property
+    def tier(self) -> str:
+        """OpenAI's word for it."""
+        return "flex" if self.priority == Priority.BE else "default"
+
+    def headers(self) -> dict[str, str]:
+        """Say it in the answer's header too."""
+        found = {"x-qllm-priority": self.priority.name}
+        return {**found, "x-qllm-demoted": "1"} if self.demoted else found
+
+
+class Answer:
+    """The choices of one request while they are made. Close it, whatever happened."""
+
+    def __init__(
+        self, handles: list[Handle], n: int, served: Served, on_close: Callable[["Answer"], None]
+    ) -> None:
+        self.handles = handles
+        self.n = n
+        """Choices per prompt."""
+        self.served = served
+        self.num_tokens = [0] * len(handles)
+        """Produced so far, per choice."""
+        self._on_close = on_close
+        self._is_closed = False
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece | FinishReason]]:
+        """Yield (choice, piece) as they come, and (choice, reason) at the end of each.
+
+        Raises:
+            ApiError: A choice failed, timed out, or the engine was closed.
+        """
+        queue: asyncio.Queue[tuple[int, Piece | FinishReason | Exception]] = asyncio.Queue()
+        pumps = [asyncio.create_task(_pump(i, h, queue)) for i, h in enumerate(self.handles)]
+        try:
+            open_choices = len(pumps)
+            while open_choices:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Piece):
+                    self.num_tokens[index] += len(item.token_ids)
+                else:
+                    open_choices -= 1
+                yield index, item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far; a prompt counts once however many choices it has."""
+        prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
+        completion = sum(self.num_tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    def close(self) -> None:
+        """Cancel what still runs. Twice is once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close(self)
+
+
+async def _pump(
+    index: int, handle: Handle, queue: "asyncio.Queue[tuple[int, Piece | FinishReason | Exception]]"
+) -> None:
+    try:
+        async for piece in handle:
+            queue.put_nowait((index, piece))
+        reason = handle.finish_reason
+        assert reason is not None
+        queue.put_nowait((index, _refuse_unfinished(reason)))
+    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
+        wrapped = from_engine(error) if isinstance(error, QllmError) else error
+        queue.put_nowait((index, wrapped))
+
+
+def _refuse_unfinished(reason: FinishReason) -> FinishReason:
+    if reason is FinishReason.TIMEOUT:
+        raise ApiError(504, "the request took longer than the server allows", code="timeout")
+    if reason is FinishReason.CANCELLED:
+        raise ApiError(503, "the server is shutting down", code="engine_closed")
+    return reason
+
+
+class Front:
+    """Hands requests to the engine and keeps track of them. Lives on one event loop."""
+
+    def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
+        self.engine = engine
+        self.config = config
+        self.metrics = metrics
+        self.answers: set[Answer] = set()
+        """Open ones: their client still waits."""
+        self.draining = asyncio.Event()
+        """Set when the server is about to end."""
+        self._settling: set[asyncio.Task[None]] = set()
+        self._pools = {
+            priority: ThreadPoolExecutor(TEXT_THREADS, f"qllm-text-{priority.name}")
+            for priority in Priority
+        }
+        self._num_ls = 0
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.model_name
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model than the one served.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"model {name!r:.200} is not served here; use {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def in_thread(self, priority: Priority, function: Callable[..., Any], *args: Any) -> Any:
+        """Run text work off the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pools[priority], function, *args)
+
+    async def open(self, ask: Ask, wanted: Priority) -> Answer:
+        """Admit a request and submit its choices.
+
+        Raises:
+            ApiError: It is refused.
+        """
+        count = max(1, len(ask.prompts)) * ask.n
+        if count > self.config.max_choices:
+            raise ApiError(
+                400,
+                f"{count} choices (prompts times n) are asked for; at most "
+                f"{self.config.max_choices} are allowed",
+                param="n",
+            )
+        served = self._admit(wanted, count)
+        self._num_ls += count * (served.priority is Priority.LS)
+        work = self._pools[served.priority].submit(self._submit, ask, served.priority)
+        try:
+            handles = await asyncio.wrap_future(work)
+        except BaseException as error:
+            self._num_ls -= count * (served.priority is Priority.LS)
+            if isinstance(error, asyncio.CancelledError):
+                work.add_done_callback(_abandon)
+            raise
+        answer = Answer(handles, ask.n, served, self._closed)
+        self.answers.add(answer)
+        return answer
+
+    def _admit(self, wanted: Priority, count: int) -> Served:
+        if wanted is Priority.BE or self._num_ls + count <= self.config.max_ls:
+            return Served(wanted)
+        if self.config.ls_overflow == "demote":
+            self.metrics.demoted.inc()
+            return Served(Priority.BE, demoted=True)
+        raise ApiError(
+            429,
+            f"{self._num_ls} LS requests are in flight (max_ls={self.config.max_ls}); try again "
+            "later, or use service_tier='flex'",
+            code="ls_limit",
+            retry_after_s=1,
+        )
+
+    def _submit(self, ask: Ask, priority: Priority) -> list[Handle]:
+        """Tokenise and submit; on a thread of the class."""
+        defaults = {"temperature": 1.0, **self.engine.sampling_defaults}
+        prompts: list[Any] = list(ask.prompts)
+        handles: list[Handle] = []
+        try:
+            if ask.messages is not None:
+                prompts = [self._render(ask)]
+            for prompt in prompts:
+                first: Any = prompt
+                for choice in range(ask.n):
+                    keywords = {**defaults, **ask.sampling}
+                    if choice and keywords.get("seed") is not None:
+                        keywords["seed"] = (keywords["seed"] + choice) % 2**63
+                    handles.append(
+                        self.engine.submit(
+                            first,
+                            priority,
+                            ask.max_tokens,
+                            sampling=SamplingParams(**keywords),
+                            timeout_s=ask.timeout_s,
+                            request_id=f"{ask.answer_id}-{len(handles)}",
+                        )
+                    )
+                    first = handles[-1].prompt_token_ids
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return handles
+
+    def _render(self, ask: Ask) -> list[int]:
+        variables = dict(ask.template)
+        tools = variables.pop("tools", None)
+        assert ask.messages is not None
+        messages = [flat_message(message) for message in ask.messages]
+        return render_chat(messages, self.engine.tokenizer, tools=tools, variables=variables)
+
+    def _closed(self, answer: Answer) -> None:
+        for handle in answer.handles:
+            handle.cancel()
+        self.answers.discard(answer)
+        task = asyncio.create_task(self._settle(answer))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, answer: Answer) -> None:
+        """Once the engine is done with the choices, count them."""
+        for handle in answer.handles:
+            try:
+                self.metrics.finished(await handle)
+            except RequestFailedError:
+                self.metrics.failed(answer.served.priority)
+        self._num_ls -= len(answer.handles) * (answer.served.priority is Priority.LS)
+
+    def cancel(self) -> None:
+        """End every open answer; its client is told."""
+        for answer in self.answers:
+            for handle in answer.handles:
+                handle.cancel()
+
+    async def close(self) -> None:
+        """Cancel every open answer and wait for the engine to be done with them."""
+        for answer in list(self.answers):
+            answer.close()
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=30)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _abandon(work: "Future[list[Handle]]") -> None:
+    """The client went away while its prompt was tokenised."""
+    if not work.cancelled() and work.exception() is None:
+        for handle in work.result():
+            handle.cancel()
+
+
+def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A content of text parts as one string, which every template takes.
+
+    Raises:
+        ApiError: A part is no text.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(
+                400,
+                f"a content part of type {kind!r:.40} is not supported; only text is",
+                param="messages",
+            )
+    return {**message, "content": "\n".join(part["text"] for part in content)}

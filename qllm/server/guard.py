@@ -1,0 +1,214 @@
+"""In front of every route: API keys, rates, concurrency, and limits on bodies."""
+
+import asyncio
+import hashlib
+import hmac
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .config import ServerConfig
+from .errors import ApiError
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/ui", "/openapi.json"})
+"""Served without a key: they show no request of anybody."""
+OPEN_FOLDER = "/ui/static/"
+UPLOAD_PATH = "/v1/files"
+ANYBODY = "anybody"
+"""The caller when the server has no keys."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one caller uses now."""
+
+    num_open: int = 0
+    tokens: float = 0.0
+    """Of its token bucket, as of `at_s`."""
+    at_s: float = 0.0
+
+
+class Limits:
+    """Per caller: requests per minute (a token bucket of that size) and at once.
+
+    Args:
+        rate_per_minute: None is unlimited.
+        max_concurrent: None is unlimited.
+        now_s: A clock.
+    """
+
+    def __init__(
+        self,
+        rate_per_minute: int | None,
+        max_concurrent: int | None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rate = rate_per_minute
+        self._most = max_concurrent
+        self._now_s = now_s
+        self._uses: dict[str, _Use] = {}
+
+    def enter(self, caller: str) -> None:
+        """Count one request in; `leave` must follow.
+
+        Raises:
+            ApiError: 429; nothing was counted.
+        """
+        now = self._now_s()
+        use = self._uses.setdefault(caller, _Use(tokens=float(self._rate or 0), at_s=now))
+        if self._most is not None and use.num_open >= self._most:
+            raise ApiError(
+                429,
+                f"{use.num_open} requests of this API key are open (max_concurrent={self._most})",
+                code="concurrency_limit",
+                retry_after_s=1,
+            )
+        if self._rate is not None:
+            per_s = self._rate / 60
+            use.tokens = min(float(self._rate), use.tokens + (now - use.at_s) * per_s)
+            use.at_s = now
+            if use.tokens < 1:
+                raise ApiError(
+                    429,
+                    f"this API key made {self._rate} requests within a minute (rate_per_minute)",
+                    code="rate_limit_exceeded",
+                    retry_after_s=math.ceil((1 - use.tokens) / per_s),
+                )
+            use.tokens -= 1
+        use.num_open += 1
+
+    def leave(self, caller: str) -> None:
+        """The request has ended."""
+        self._uses[caller].num_open -= 1
+
+
+def digest(key: str) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Keys:
+    """The API keys; only their digests are kept."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [digest(key) for key in keys]
+
+    def caller(self, authorization: str) -> str:
+        """Who calls, as a name that is not the key. It takes the same time whoever it is.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._digests:
+            return ANYBODY
+        scheme, _, key = authorization.partition(" ")
+        given = digest(key.strip())
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "no valid API key; send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+        return given.hex()[:16]
+
+
+class Guard:
+    """Middleware: refuses what may not pass, before any route sees it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        keys: Keys,
+        limits: Limits,
+        refuse: Callable[[int], None],
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._keys = keys
+        self._limits = limits
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        caller = ANYBODY
+        counted = False
+        try:
+            self._check_headers(scope)
+            if not is_open:
+                caller = self._keys.caller(headers.get("authorization", ""))
+            most = self._most_bytes(path)
+            self._check_length(headers.get("content-length"), most)
+            if scope["method"] == "POST":
+                self._limits.enter(caller)
+                counted = True
+        except ApiError as error:
+            self._refuse(error.status_code)
+            await error.response()(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = caller
+        try:
+            await self._app(scope, self._limited(receive, most), self._counted(send))
+        finally:
+            if counted:
+                self._limits.leave(caller)
+
+    def _most_bytes(self, path: str) -> int:
+        return self._config.max_file_bytes if path == UPLOAD_PATH else self._config.max_body_bytes
+
+    def _check_headers(self, scope: Scope) -> None:
+        """The HTTP parser limits only what comes in pieces; this limits the rest."""
+        most = self._config.max_header_bytes
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
+            raise ApiError(431, f"the headers are larger than {most} bytes (max_header_bytes)")
+
+    def _check_length(self, text: str | None, most: int) -> None:
+        if text is not None and (not text.isascii() or not text.isdigit() or int(text[:20]) > most):
+            raise _too_large(most)
+
+    def _limited(self, receive: Receive, most: int) -> Receive:
+        """Count the bytes of a body as they come, and do not wait for ever for more."""
+        seen, is_whole = 0, False
+
+        async def limited() -> Message:
+            nonlocal seen, is_whole
+            if is_whole:  # what comes now is the disconnect
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._config.body_timeout_s)
+            except TimeoutError:
+                text = f"no more of the body came for {self._config.body_timeout_s} s"
+                raise ApiError(408, text, code="body_timeout") from None
+            seen += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if seen > most:
+                raise _too_large(most)
+            return message
+
+        return limited
+
+    def _counted(self, send: Send) -> Send:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._refuse(message["status"])
+            await send(message)
+
+        return counted
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {most} bytes (max_body_bytes, for files max_file_bytes)",
+        code="body_too_large",
+    )

@@ -1,0 +1,156 @@
+"""What /metrics says: the field's names with `qllm:` in front, per class (LS, BE).
+
+Latencies are the engine's own (`RequestMetrics`), counted when a request has ended.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from qllm.handle import Result
+from qllm.types import Priority
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 1)
+RECENT = 512
+"""TTFTs per class that the live page's percentiles are of."""
+STATES = ("waiting", "running", "parked")
+
+
+def class_name(priority: int) -> str:
+    """LS or BE; the server has no other classes."""
+    return Priority(priority).name
+
+
+class Metrics:
+    """The collectors of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._lock = threading.Lock()
+        self._num_preemptions = 0
+        self.recent_ttft_ms: dict[str, deque[float]] = {
+            p.name: deque(maxlen=RECENT) for p in Priority
+        }
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token")
+        self._itl = self._histogram("inter_token_latency_seconds", "Gaps between tokens")
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean gap of a request"
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token")
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Arrival to the first program with the request"
+        )
+        self._parked = self._histogram("request_parked_time_seconds", "Time in parked frames")
+        self._stall = self._histogram(
+            "request_max_stall_seconds", "Longest time without work while admitted"
+        )
+        self._preempt = Histogram(
+            "qllm:preempt_latency_seconds",
+            "Arrival of the request that preempts to the frame being parked",
+            ["model_name"],
+            buckets=SHORT,
+            registry=self.registry,
+        ).labels(model_name)
+        self._preemptions = self._counter("preemptions", "Frames stopped for another request")
+        self._request_preemptions = self._counter(
+            "request_preemptions", "Times that a request was stopped", "class"
+        )
+        self._finished = self._counter(
+            "request_success", "Requests that ended, by reason", "class", "finished_reason"
+        )
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens computed", "class")
+        self._output = self._counter("generation_tokens", "Tokens produced", "class")
+        self._recomputed = self._counter(
+            "recomputed_tokens", "Tokens computed again", "class", "cause"
+        )
+        self.refused = self._counter("requests_refused", "By HTTP status", "status")
+        self.demoted = self._counter("requests_demoted", "LS served as BE (max_ls)").labels(
+            model_name
+        )
+        self._batch_lines = self._counter("batch_lines", "Batch lines answered", "status")
+        self._requests = {
+            state: self._gauge(f"num_requests_{state}", f"Requests {state} now", "class")
+            for state in STATES
+        }
+        self._kv = self._gauge("kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
+        self._segment = self._gauge(
+            "max_segment_seconds", "Longest work between two boundaries so far"
+        )
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        made = Histogram(
+            f"qllm:{name}", text, ["model_name", "class"], buckets=SECONDS, registry=self.registry
+        )
+        for priority in Priority:  # a series that is there from the start has a rate
+            made.labels(self._model, priority.name)
+        return made
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"qllm:{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"qllm:{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def finished(self, result: Result) -> None:
+        """Count a request that ended without an error."""
+        m = result.metrics
+        label = class_name(m.priority)
+        self._finished.labels(self._model, label, result.finish_reason.value).inc()
+        self._prompt.labels(self._model, label).inc(m.num_prefilled_tokens)
+        self._output.labels(self._model, label).inc(m.num_output_tokens)
+        self._request_preemptions.labels(self._model, label).inc(m.preemptions)
+        for cause in ("evict", "retry", "preempt"):
+            count = getattr(m, f"{cause}_recomputed_tokens")
+            self._recomputed.labels(self._model, label, cause).inc(count)
+        for histogram, value in (
+            (self._ttft, m.ttft_ms),
+            (self._tpot, m.tpot_ms),
+            (self._e2e, m.e2e_ms),
+            (self._queue, m.queue_ms),
+            (self._parked, m.parked_ms),
+            (self._stall, m.max_stall_ms),
+        ):
+            if value is not None:
+                histogram.labels(self._model, label).observe(value / 1e3)
+        for gap in m.itl_ms:
+            self._itl.labels(self._model, label).observe(gap / 1e3)
+        if m.ttft_ms is not None:
+            self.recent_ttft_ms[label].append(m.ttft_ms)
+
+    def failed(self, priority: Priority) -> None:
+        """Count a request that ended in an error."""
+        self._finished.labels(self._model, priority.name, "error").inc()
+
+    def batch_line(self, status: int) -> None:
+        """Count a batch line that has its answer."""
+        self._batch_lines.labels(self._model, str(status)).inc()
+
+    def refuse(self, status: int) -> None:
+        """Count an HTTP request that got an error."""
+        self.refused.labels(self._model, str(status)).inc()
+
+    def observe(self, stats: Mapping[str, Any], counts: Mapping[tuple[str, str], int]) -> None:
+        """Take the engine's numbers and the requests per (class, state) as they are now."""
+        with self._lock:  # two scrapes at once must not count a preemption twice
+            new = stats["num_preemptions"] - self._num_preemptions
+            self._num_preemptions += new
+        self._preemptions.labels(self._model).inc(new)
+        for latency_ms in stats["preempt_latencies_ms"][-new:] if new else ():
+            self._preempt.observe(latency_ms / 1e3)
+        self._kv.labels(self._model).set(stats["kv_blocks_used"] / stats["kv_blocks"])
+        self._segment.labels(self._model).set(stats["longest_segment_ms"] / 1e3)
+        for state, gauge in self._requests.items():
+            for priority in Priority:
+                gauge.labels(self._model, priority.name).set(counts.get((priority.name, state), 0))
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)

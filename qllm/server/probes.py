@@ -1,0 +1,60 @@
+"""The routes for machines that watch: health, readiness, metrics, version."""
+
+import asyncio
+from collections import Counter
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import qllm
+from qllm.errors import EngineClosedError
+from qllm.types import RequestStatus
+
+from .errors import RESPONSES, ApiError
+from .front import Front
+
+
+def counts(front: Front) -> dict[tuple[str, str], int]:
+    """Open requests per (class, state)."""
+    found: Counter[tuple[str, str]] = Counter()
+    for answer in list(front.answers):
+        for handle in answer.handles:
+            status = handle.status
+            if status is not RequestStatus.FINISHED:
+                found[answer.served.priority.name, status.value] += 1
+    return dict(found)
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["probes"])
+
+    @router.get("/health", responses={503: RESPONSES[503]})
+    async def health() -> dict[str, str]:
+        """200 while the engine lives."""
+        try:
+            front.engine.raise_if_closed()
+        except EngineClosedError as error:
+            raise ApiError(503, str(error), code="engine_closed") from error
+        return {"status": "ok"}
+
+    @router.get("/ready", responses={503: RESPONSES[503]})
+    async def ready() -> dict[str, str]:
+        """200 while requests are taken: the engine lives and the server does not drain."""
+        if front.draining.is_set():
+            raise ApiError(503, "the server is shutting down", code="draining")
+        return await health()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Of this package."""
+        return {"version": qllm.__version__}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        stats = await asyncio.to_thread(front.engine.stats)
+        front.metrics.observe(stats, counts(front))
+        return Response(front.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return router

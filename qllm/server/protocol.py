@@ -1,0 +1,279 @@
+"""The bodies of requests. A field that is not here is refused by name.
+
+Fields that OpenAI defines and that change nothing here are accepted; those that would change the
+answer and cannot be served are refused with the reason.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from qllm.types import Priority
+
+from .errors import ApiError
+
+MAX_LOGPROBS = 20
+
+ServiceTier = Literal["auto", "default", "priority", "flex"]
+
+
+class Body(BaseModel):
+    """A JSON body: no unknown fields, no conversion between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a string holds half a surrogate pair, which is no text") from error
+        return data
+
+
+class StreamOptions(Body):
+    """What a stream says beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM: usage in every chunk."""
+    include_obfuscation: bool | None = None
+    """Accepted: nothing is padded here."""
+
+
+def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
+    if value not in allowed:
+        raise ValueError(why)
+    return value
+
+
+class Generation(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    seed: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    service_tier: ServiceTier | None = None
+    """"flex" is BE, the others are LS."""
+
+    top_k: int | None = None
+    """vLLM; 0 and -1 keep all."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    priority: int | None = None
+    """vLLM; 0 or less is LS, more is BE."""
+
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    moderation: Any = None
+
+    @field_validator("n", mode="before")
+    @classmethod
+    def _default_n(cls, value: Any) -> Any:
+        return 1 if value is None else value
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _no_min_tokens(cls, value: int) -> int:
+        why = "min_tokens is not supported; use ignore_eos with max_tokens for a fixed length"
+        return int(_only(value, (0,), why))
+
+    @model_validator(mode="after")
+    def _one_class(self) -> "Generation":
+        if self.service_tier and self.priority is not None:
+            by_number = Priority.LS if self.priority <= 0 else Priority.BE
+            if by_number != _class_of_tier(self.service_tier):
+                raise ValueError(
+                    f"service_tier={self.service_tier!r} and priority={self.priority} name "
+                    "different classes; give one of them"
+                )
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        """Keywords of SamplingParams that the request sets."""
+        names = (
+            "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
+            "repetition_penalty", "stop_token_ids", "top_k", "stop",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        found = {name: value for name, value in given.items() if value is not None}
+        if found.get("top_k") == -1:
+            found["top_k"] = 0
+        if self.logit_bias:
+            found["logit_bias"] = _bias(self.logit_bias)
+        return {**found, "ignore_eos": self.ignore_eos}
+
+    def asked_class(self) -> Priority | None:
+        """The class the body asks for; None if it says nothing."""
+        if self.priority is not None:
+            return Priority.LS if self.priority <= 0 else Priority.BE
+        return None if self.service_tier is None else _class_of_tier(self.service_tier)
+
+
+def _class_of_tier(tier: ServiceTier) -> Priority:
+    return Priority.BE if tier == "flex" else Priority.LS
+
+
+def _bias(bias: dict[str, float]) -> dict[int, float]:
+    wrong = [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 12)]
+    if wrong:
+        raise ApiError(
+            400, f"logit_bias key {wrong[0]!r:.40} must be a token id", param="logit_bias"
+        )
+    return {int(key): value for key, value in bias.items()}
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Alternatives per token."""
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @field_validator("echo")
+    @classmethod
+    def _no_echo(cls, value: bool | None) -> bool | None:
+        _only(value, (None, False), "echo is not supported; leave it out")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> str | None:
+        _only(value, (None, ""), "suffix is not supported; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _no_best_of(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of={self.best_of} is not supported; it must equal n={self.n}")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt is an empty list; give one prompt or more", param="prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None for no log-probabilities."""
+        return self.logprobs
+
+
+class ChatRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    """Passed to the chat template; calls are not parsed out of the answer."""
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM: further variables of the chat template."""
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type") != "text":
+            raise ValueError(
+                f"response_format of type {value.get('type')!r} is not supported; only 'text' is"
+            )
+        return value
+
+    @field_validator("modalities")
+    @classmethod
+    def _no_audio(cls, value: list[str] | None) -> list[str] | None:
+        return value if value is None else list(_only(value, (["text"],), "only 'text' is served"))
+
+    @field_validator("audio", "functions", "function_call", "web_search_options")
+    @classmethod
+    def _not_served(cls, value: Any) -> Any:
+        return _only(value, (None,), "is not supported; leave it out (for functions use tools)")
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _free_choice(cls, value: Any) -> Any:
+        why = "a tool cannot be forced; tool_choice must be 'auto' or 'none'"
+        return _only(value, (None, "auto", "none"), why)
+
+    @model_validator(mode="after")
+    def _logprobs_together(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ValueError(
+                f"max_tokens={both[0]} and max_completion_tokens={both[1]} differ; give one"
+            )
+        return self
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def template_options(self) -> dict[str, Any]:
+        """Keywords of the chat template."""
+        tools = None if self.tool_choice == "none" else self.tools
+        return {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

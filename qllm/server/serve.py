@@ -1,0 +1,51 @@
+"""Load a model and serve it until SIGTERM or SIGINT."""
+
+import asyncio
+import socket
+import sys
+
+from qllm.llm import QLLMEngine
+
+from .app import create_app
+from .config import ServerConfig
+from .run import make_server
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded; nobody can connect yet."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+    return sock
+
+
+def serve(config: ServerConfig) -> None:
+    """Load, listen, serve, drain. Returns when the server has ended.
+
+    Raises:
+        ConfigError: A setting is wrong, before anything is loaded where possible.
+        OSError: The address cannot be listened on.
+    """
+    sock = bound_socket(config.host, config.port)
+    with (
+        sock,
+        QLLMEngine.from_pretrained(
+            config.model,
+            policy=config.policy,
+            policy_settings=config.policy_settings,
+            dtype=None if config.dtype == "auto" else config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            threads=config.threads,
+            **config.engine,
+        ) as engine,
+    ):
+        server = make_server(create_app(engine, config), config)
+        host, port = sock.getsockname()[:2]
+        sys.stderr.write(f"qllm: {config.model_name} at http://{host}:{port}\n")
+        sys.stderr.flush()
+        asyncio.run(server.serve(sockets=[sock]))

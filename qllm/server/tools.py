@@ -1,0 +1,80 @@
+"""The small routes: models, tokenize, detokenize."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from qllm.errors import InvalidRequestError
+from qllm.prompts import render_chat, to_token_ids
+from qllm.types import Priority
+
+from .errors import RESPONSES
+from .front import Front, flat_message
+from .protocol import DetokenizeRequest, TokenizeRequest
+
+MAX_TOKEN_ID = 2**31
+
+
+def token_ids(front: Front, body: TokenizeRequest) -> list[int]:
+    """The ids of a prompt or chat."""
+    tokenizer = front.engine.tokenizer
+    if body.messages is not None:
+        return render_chat([flat_message(m) for m in body.messages], tokenizer)
+    return list(to_token_ids(body.prompt or "", tokenizer, MAX_TOKEN_ID))
+
+
+def text_of(front: Front, tokens: list[int]) -> str:
+    """The text of ids.
+
+    Raises:
+        InvalidRequestError: The model has no tokenizer, or an id is not in its vocabulary.
+    """
+    tokenizer = front.engine.tokenizer
+    if tokenizer is None:
+        raise InvalidRequestError("the model came without a tokenizer")
+    wrong = next((i for i in tokens if not 0 <= i < len(tokenizer)), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"token id {wrong} must be in [0, {len(tokenizer)})")
+    return str(
+        tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["tools"])
+    started = int(time.time())
+    model = {
+        "id": front.model_name,
+        "object": "model",
+        "created": started,
+        "owned_by": "qllm",
+        "root": front.config.model,
+    }
+
+    @router.get("/v1/models", responses={401: RESPONSES[401]})
+    async def models() -> dict[str, Any]:
+        """The one model served."""
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{name:path}", responses=RESPONSES)
+    async def one_model(name: str) -> dict[str, Any]:
+        """The model, if it is called so."""
+        front.check_model(name)
+        return model
+
+    @router.post("/tokenize", responses=RESPONSES)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a prompt, or of messages in the chat template."""
+        front.check_model(body.model)
+        ids = await front.in_thread(Priority.BE, token_ids, front, body)
+        return {"tokens": ids, "count": len(ids)}
+
+    @router.post("/detokenize", responses=RESPONSES)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        front.check_model(body.model)
+        return {"prompt": await front.in_thread(Priority.BE, text_of, front, body.tokens)}
+
+    return router

@@ -1,0 +1,182 @@
+"""Replay a workload against an OpenAI-compatible server: open loop, streamed, fixed lengths.
+
+A request is sent at its time whatever the server is doing, and there is no limit on how many are
+open: a client that waits hides the queue it makes. Latencies count from the time a request was
+due, so a slow client is seen (`late_ms` of the report).
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from qllm.errors import ConfigError
+from qllm.types import Priority
+from qllm.workloads.measure import Served
+from qllm.workloads.replay import Arrival
+from qllm.workloads.spec import RequestSpec
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TIERS = {Priority.LS: "priority", Priority.BE: "flex"}
+"""`service_tier` of the classes."""
+BY = ("priority", "service_tier", "none")
+
+
+def class_bodies(by: str) -> dict[int, dict[str, Any]]:
+    """What tells a server the class: vLLM's integer `priority`, or OpenAI's `service_tier`.
+
+    Raises:
+        ConfigError: `by` is unknown.
+    """
+    if by not in BY:
+        raise ConfigError(f"classes by {by!r} are unknown; use one of {', '.join(BY)}")
+    if by == "none":
+        return {}
+    return {
+        int(p): {"priority": int(p)} if by == "priority" else {"service_tier": TIERS[p]}
+        for p in Priority
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where requests go and how they are written."""
+
+    url: str
+    """Without `/v1`."""
+    model: str
+    bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields added to the requests of a class, over all others; None removes one."""
+    text_of: Callable[[Sequence[int]], str] | None = None
+    """Sends prompts as text; without it as token ids."""
+    api_key: str | None = None
+    force_close: bool = False
+    """A fresh connection per request, for servers that close kept ones."""
+
+    def body(self, arrival: Arrival) -> dict[str, Any]:
+        """The JSON of one request: greedy, streamed, exactly `max_tokens` out."""
+        ids = list(arrival.token_ids)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": ids if self.text_of is None else self.text_of(ids),
+            "max_tokens": arrival.max_tokens,
+            "min_tokens": arrival.max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.bodies.get(arrival.priority, {}),
+        }
+        return {key: value for key, value in body.items() if value is not None}
+
+
+def spec_of(arrival: Arrival) -> RequestSpec:
+    """The lengths of an arrival."""
+    return RequestSpec(
+        at_s=arrival.at_s,
+        priority=arrival.priority,
+        num_prompt_tokens=len(arrival.token_ids),
+        max_tokens=arrival.max_tokens,
+        name=arrival.name,
+        slo=arrival.slo,
+    )
+
+
+def replay_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
+    """Send every arrival at its time; close what is unanswered at the end.
+
+    Args:
+        server: Where to.
+        arrivals: In order of time.
+        seconds: From the first arrival's zero to the end.
+
+    Raises:
+        ConfigError: aiohttp is not installed, or nothing answers at the address.
+    """
+    try:
+        import aiohttp
+    except ImportError:
+        raise ConfigError(
+            "replaying against a server needs aiohttp: pip install 'qllm-runtime[bench]'"
+        ) from None
+    try:
+        return asyncio.run(_replay(server, arrivals, seconds))
+    except aiohttp.ClientConnectionError as error:
+        raise ConfigError(f"no server answers at {server.url}: {error}") from None
+
+
+async def _replay(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
+    import aiohttp
+
+    headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
+    connector = aiohttp.TCPConnector(limit=0, force_close=server.force_close)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers
+    ) as session:
+        async with session.get(f"{server.url.rstrip('/')}/v1/models") as answer:
+            await answer.read()
+        start = time.monotonic()
+        tasks, out = [], []
+        for arrival in arrivals:
+            await asyncio.sleep(max(0.0, start + arrival.at_s - time.monotonic()))
+            served = Served(spec=spec_of(arrival))
+            out.append(served)
+            tasks.append(asyncio.create_task(_send(session, server, arrival, served, start)))
+            if time.monotonic() - start >= seconds:
+                break
+        await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return out
+
+
+async def _send(
+    session: "aiohttp.ClientSession", server: Server, arrival: Arrival, served: Served, start: float
+) -> None:
+    """One request; what the server says ends up in `served`, errors too."""
+    import aiohttp
+
+    served.sent_s = time.monotonic() - start
+    url = f"{server.url.rstrip('/')}/v1/completions"
+    try:
+        async with session.post(url, json=server.body(arrival)) as answer:
+            if answer.status != 200:
+                served.error = f"HTTP {answer.status}: {(await answer.text())[:300]}"
+                return
+            async for event in _events(answer.content):
+                _take(event, served, time.monotonic() - start)
+    except (aiohttp.ClientError, ValueError) as error:
+        served.error = f"{type(error).__name__}: {error}"
+        return
+    if served.error is None:
+        served.done = served.num_output_tokens >= arrival.max_tokens
+        if not served.done:
+            served.error = f"{served.num_output_tokens} of {arrival.max_tokens} tokens came"
+
+
+async def _events(stream: "aiohttp.StreamReader") -> AsyncIterator[dict[str, Any]]:
+    """The JSON of server-sent events, as they come."""
+    rest = b""
+    async for chunk in stream.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            data = line.strip().removeprefix(b"data:").strip()
+            if line.strip().startswith(b"data:") and data != b"[DONE]":
+                yield json.loads(data)
+
+
+def _take(event: dict[str, Any], served: Served, at_s: float) -> None:
+    """One event of a stream. A token may have no text yet; the last event only says why."""
+    if event.get("error"):
+        served.error = str(event["error"])[:300]
+    usage = event.get("usage")
+    if usage and usage.get("completion_tokens") is not None:
+        served.num_tokens = int(usage["completion_tokens"])
+    for choice in event.get("choices") or ():
+        if choice.get("text") or choice.get("finish_reason") is None:
+            served.token_s.append(at_s)

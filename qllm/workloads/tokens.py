@@ -1,0 +1,37 @@
+"""From lengths to token ids: what a live run needs beside a `RequestSpec`."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from qllm.errors import ConfigError
+from qllm.workloads.replay import Arrival
+from qllm.workloads.spec import RequestSpec
+
+
+def with_tokens(
+    requests: Iterable[RequestSpec], corpus: Sequence[int], seed: int = 0
+) -> tuple[Arrival, ...]:
+    """Cut every prompt from a corpus at a place that depends on the seed and the name alone.
+
+    Args:
+        requests: In order of time.
+        corpus: Token ids; a prompt longer than it goes around.
+        seed: Of the places.
+    """
+    if not corpus:
+        raise ConfigError("the corpus is empty; prompts are cut from it")
+    arrivals = []
+    for r in requests:
+        start = random.Random(f"{seed} {r.name}").randrange(len(corpus))
+        ids = tuple(corpus[(start + i) % len(corpus)] for i in range(r.num_prompt_tokens))
+        arrivals.append(
+            Arrival(
+                at_s=r.at_s,
+                name=r.name,
+                priority=r.priority,
+                token_ids=ids,
+                max_tokens=r.max_tokens,
+                slo=r.slo,
+            )
+        )
+    return tuple(arrivals)

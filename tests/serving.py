@@ -1,0 +1,65 @@
+"""A real server on a free port, in a thread, for the tests of `qllm.server`."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+
+from qllm.llm import QLLMEngine
+from qllm.server.app import create_app
+from qllm.server.config import load_config
+from qllm.server.front import Front
+from qllm.server.run import Server, make_server
+from qllm.server.serve import bound_socket
+
+
+class Serving(NamedTuple):
+    url: str
+    server: Server
+    front: Front
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+
+    def post(self, path: str, body: Any, **keywords: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **keywords)
+
+    def get(self, path: str, **keywords: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **keywords)
+
+    def metric(self, name: str, **labels: str) -> float:
+        self.get("/metrics")
+        registry = self.front.metrics.registry
+        return registry.get_sample_value(name, {"model_name": "tiny", **labels}) or 0.0
+
+
+def tiny_engine(**settings: Any) -> QLLMEngine:
+    return QLLMEngine.from_pretrained("tiny", threads=1, **settings)
+
+
+@contextmanager
+def serving(engine: QLLMEngine, **settings: Any) -> Iterator[Serving]:
+    config = load_config(None, {}, {"model": "tiny", "port": 0, "drain_s": 20, **settings})
+    server = make_server(create_app(engine, config), config)
+    with bound_socket(config.host, 0) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            until(lambda: server.started or not thread.is_alive())
+            port = sock.getsockname()[1]
+            yield Serving(f"http://127.0.0.1:{port}", server, server.config.app.state.front)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive(), "the server did not end"
+
+
+def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)

@@ -1,0 +1,115 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from qllm.cli import app
+from qllm.errors import ConfigError
+from qllm.server.config import ServerConfig, load_config, read_api_keys
+from qllm.server.serve import bound_socket
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "qllm.toml"
+    path.write_text(
+        'model = "tiny"\nport = 1\nmax_ls = 1\nhost = "1.1.1.1"\n'
+        "[engine]\nmax_num_seqs = 1\nblock_size = 1\n[policy_settings]\na = 1\n"
+    )
+    return path
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(file: Path) -> None:
+    environ = {"QLLM_PORT": "2", "QLLM_MAX_LS": "2", "QLLM_ENGINE": '{"max_num_seqs": 2}', "A": "b"}
+    config = load_config(file, environ, {"port": 3, "engine": {"max_waiting": 3}})
+    assert (config.host, config.max_ls, config.port) == ("1.1.1.1", 2, 3)
+    assert config.engine == {"max_num_seqs": 2, "block_size": 1, "max_waiting": 3}
+    assert config.policy_settings == {"a": 1}
+    assert config.drain_s == ServerConfig().drain_s
+
+
+def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
+    examples: dict[str, Any] = {
+        "cors_origins": ("https://a.example", "https://b.example"), "engine": {"block_size": 8},
+        "policy_settings": {"a": 2}, "trust_remote_code": True, "ls_overflow": "refuse",
+        "log_format": "json", "max_body_bytes": 2048, "max_file_bytes": 2048,
+        "max_header_bytes": 2048,
+    }  # fmt: skip
+    for name, field in ServerConfig.model_fields.items():
+        value = examples.get(name, 7 if "int" in str(field.annotation) else "7")
+        if "float" in str(field.annotation):
+            value = 7.5
+        expected = load_config(None, {}, {"model": "tiny", name: value})
+        as_text = value
+        if isinstance(value, dict):
+            as_text = str(value).replace("'", '"')
+        elif isinstance(value, tuple):
+            as_text = ", ".join(value)
+        environ = {"QLLM_MODEL": "tiny", f"QLLM_{name.upper()}": str(as_text)}
+        assert load_config(None, environ, {}) == expected, name
+        assert getattr(expected, name) != ServerConfig.model_fields[name].default, name
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "says"),
+    [
+        ("", {}, {}, "no model"),
+        ('model = "tiny"\nprot = 1', {}, {}, r"'prot' in the file .*did you mean port"),
+        ("port =", {}, {}, "is not TOML"),
+        ('model = "tiny"\nport = 70000', {}, {}, "port=70000.*65535"),
+        ("", {"QLLM_MODLE": "x"}, {}, "QLLM_MODLE in the environment.*did you mean model"),
+        ("", {"QLLM_PORT": "tcp://10.0.0.1:80"}, {}, "port='tcp://10.0.0.1:80'"),
+        ("", {"QLLM_ENGINE": "{"}, {}, "QLLM_ENGINE is not JSON"),
+        ("", {}, {"model": "tiny", "colour": 1}, "'colour' in the flags"),
+        ("", {}, {"model": "tiny", "ls_overflow": "drop"}, "'demote' or 'refuse'"),
+        ("", {}, {"model": "tiny", "drain_s": -1}, "drain_s=-1"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, text: str, environ: dict[str, str], flags: dict[str, Any], says: str
+) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_config(path, environ, flags)
+
+
+def test_a_key_is_not_shown() -> None:
+    config = load_config(None, {"QLLM_API_KEYS": "hush,quiet"}, {"model": "tiny"})
+    assert read_api_keys(config) == ("hush", "quiet")
+    assert "hush" not in repr(config)
+
+
+def test_a_key_file_without_keys_is_no_open_door(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# nothing yet\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        read_api_keys(load_config(None, {}, {"model": "tiny", "api_key_file": path}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve"], "no model"),
+        (["serve", "tiny", "--set", "max_waitin=1"], "did you mean max_waiting"),
+        (["serve", "tiny", "--set", "policy.nothing=1"], "nothing"),
+        (["serve", "tiny", "--server", "max_ls=0"], "max_ls=0"),
+        (["serve", "tiny", "--policy", "none"], "none"),
+        (["serve", "tiny", "--config", "/nothing.toml"], "nothing.toml"),
+        (["serve", "tiny", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1:0"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--port", "0"])
+    assert result.exit_code == 2
+    assert says in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_taken_port_is_named() -> None:
+    with bound_socket("127.0.0.1", 0) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bound_socket("127.0.0.1", port)

@@ -1,0 +1,135 @@
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Serving, serving, tiny_engine, until
+
+from qllm.llm import QLLMEngine
+from qllm.server.metrics import Metrics
+
+DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana.json"
+IDLE = {
+    "num_preemptions": 0,
+    "preempt_latencies_ms": [],
+    "kv_blocks_used": 1,
+    "kv_blocks": 4,
+    "longest_segment_ms": 2.5,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[QLLMEngine]:
+    with tiny_engine(policy="qllm2") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def served(engine: QLLMEngine) -> Iterator[Serving]:
+    with serving(engine) as serving_:
+        yield serving_
+
+
+def samples(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_every_metric_of_the_dashboard_exists_with_its_labels(served: Serving) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    for priority in (0, 1):
+        assert served.post("/v1/completions", {**body, "priority": priority}).status_code == 200
+    served.get("/nothing")
+    until(lambda: served.metric("qllm:generation_tokens_total", **{"class": "BE"}) == 3)
+    served.front.metrics.batch_line(200)
+    known = samples(served.get("/metrics").text)
+    expressions = [
+        target["expr"]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel["targets"]
+    ]
+    assert len(expressions) > 20
+    for expression in expressions:
+        names = re.findall(r"qllm:\w+", expression)
+        assert names, expression
+        for name in names:
+            assert name in known, name
+            labels = known[name][0][0]
+            for by in re.findall(r"by \(([^)]*)\)", expression):
+                assert set(re.split(r",\s*", by)) <= set(labels), (name, by)
+    shown = {name for expression in expressions for name in re.findall(r"qllm:\w+", expression)}
+    ends = ("_sum", "_count", "_created")
+    assert {name for name in known if not name.endswith(ends)} == shown, "a metric nobody sees"
+
+
+def test_latencies_are_the_engines(served: Serving, engine: QLLMEngine) -> None:
+    def count(name: str) -> float:
+        return served.metric(f"qllm:{name}_count", **{"class": "LS"})
+
+    def total(name: str) -> float:
+        return served.metric(f"qllm:{name}_sum", **{"class": "LS"})
+
+    names = ("time_to_first_token_seconds", "inter_token_latency_seconds",
+             "e2e_request_latency_seconds")  # fmt: skip
+    before = {name: (count(name), total(name)) for name in names}
+    body = {"prompt": "a", "max_tokens": 9, "ignore_eos": True}
+    served.post("/v1/completions", body)
+    until(lambda: count(names[2]) == before[names[2]][0] + 1)
+    new = {name: (count(name) - before[name][0], total(name) - before[name][1]) for name in names}
+    assert [new[name][0] for name in names] == [1, 8, 1]
+    first, gaps, whole = (new[name][1] for name in names)
+    assert whole == pytest.approx(first + gaps, abs=1e-6)
+    assert 0 < first < whole < 30
+
+
+def test_a_preempted_request_is_seen(served: Serving, engine: QLLMEngine) -> None:
+    before = served.metric("qllm:preemptions_total")
+    ids = list(range(100, 3000))
+    with served.client() as client:
+        flex = client.completions.create(
+            model="tiny", prompt=ids, max_tokens=1, stream=True,
+            extra_body={"service_tier": "flex"},
+        )  # fmt: skip
+        for _ in range(20):
+            client.completions.create(model="tiny", prompt="a", max_tokens=1)
+            if served.metric("qllm:preemptions_total") > before:
+                break
+        list(flex)
+    new = served.metric("qllm:preemptions_total") - before
+    assert new > 0
+    until(lambda: served.metric("qllm:request_preemptions_total", **{"class": "BE"}) > 0)
+    assert served.metric("qllm:preempt_latency_seconds_count") == before + new
+
+
+def test_what_runs_now(served: Serving) -> None:
+    with served.client() as client:
+        stream = client.completions.create(
+            model="tiny", prompt="x", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        assert served.metric("qllm:num_requests_running", **{"class": "LS"}) == 1
+        assert served.metric("qllm:kv_cache_usage_perc") > 0
+        stream.close()
+    until(lambda: served.metric("qllm:num_requests_running", **{"class": "LS"}) == 0)
+    until(lambda: served.metric("qllm:kv_cache_usage_perc") == 0)
+
+
+def test_a_preemption_is_counted_once_however_often_it_is_scraped() -> None:
+    metrics = Metrics("m")
+    stats = {**IDLE, "num_preemptions": 3, "preempt_latencies_ms": [1.0, 2.0, 3.0]}
+    for _ in range(3):
+        metrics.observe(stats, {("LS", "running"): 2})
+    # the engine keeps only the last latencies: what it has forgotten is counted all the same
+    metrics.observe({**stats, "num_preemptions": 7, "preempt_latencies_ms": [8.0, 9.0]}, {})
+    known = samples(metrics.render().decode())
+    assert known["qllm:preemptions_total"] == [({"model_name": "m"}, 7)]
+    assert known["qllm:preempt_latency_seconds_count"] == [({"model_name": "m"}, 5)]
+    assert known["qllm:preempt_latency_seconds_sum"][0][1] == pytest.approx(0.023)
+    assert known["qllm:kv_cache_usage_perc"][0][1] == 0.25
+    assert {value for _, value in known["qllm:num_requests_running"]} == {0}

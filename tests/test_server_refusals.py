@@ -1,0 +1,196 @@
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import completion_create_params as of_completions
+from openai.types.chat import completion_create_params as of_chat
+from serving import Serving, serving, tiny_engine, until
+
+from qllm.errors import EngineClosedError, QueueFullError
+from qllm.llm import QLLMEngine
+from qllm.server.protocol import ChatRequest, CompletionRequest
+
+CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[QLLMEngine]:
+    with tiny_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def served(engine: QLLMEngine) -> Iterator[Serving]:
+    with serving(engine) as serving_:
+        yield serving_
+
+
+@pytest.fixture(scope="module")
+def client(served: Serving) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client
+
+
+def is_idle(engine: QLLMEngine) -> bool:
+    return engine.stats()["num_live"] == 0
+
+
+def params_of(base: Any) -> set[str]:
+    names: set[str] = set()
+    for part in base.__mro__:
+        names |= set(getattr(part, "__annotations__", ()))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("model", "params"),
+    [
+        (CompletionRequest, of_completions.CompletionCreateParamsStreaming),
+        (ChatRequest, of_chat.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_that_openai_defines_is_known(model: Any, params: Any) -> None:
+    names = {n for base in params.__orig_bases__ for n in params_of(base)} | params_of(params)
+    assert {"model", "stream", "seed"} <= names
+    assert names <= set(model.model_fields)
+
+
+COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "says"),
+    [
+        (COMPLETE, {"colour": 1}, "colour", "unknown field 'colour'"),
+        (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+        (COMPLETE, {"echo": True}, "echo", "not supported"),
+        (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),
+        (COMPLETE, {"best_of": 3}, None, "must equal n=1"),
+        (COMPLETE, {"temperature": -1}, "temperature", "[0, 100]"),
+        (COMPLETE, {"top_p": 0}, "top_p", "(0, 1]"),
+        (COMPLETE, {"n": 0}, "n", "greater than or equal to 1"),
+        (COMPLETE, {"n": True}, "n", "integer"),
+        (COMPLETE, {"prompt": []}, "prompt", "empty list"),
+        (COMPLETE, {"prompt": ""}, None, "prompt is empty"),
+        (COMPLETE, {"prompt": ["a", 1]}, "prompt", "valid"),
+        (COMPLETE, {"prompt": [1, 9999]}, None, "9999"),
+        (COMPLETE, {"max_tokens": 0}, "max_tokens", "1"),
+        (COMPLETE, {"max_tokens": 9999}, None, "4096"),
+        (COMPLETE, {"logprobs": 21}, "logprobs", "20"),
+        (COMPLETE, {"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        (COMPLETE, {"min_tokens": 3}, "min_tokens", "ignore_eos"),
+        (COMPLETE, {"stop": [""]}, "stop", "non-empty"),
+        (COMPLETE, {"service_tier": "gold"}, "service_tier", "'flex'"),
+        (COMPLETE, {"service_tier": "flex", "priority": 0}, None, "different classes"),
+        (COMPLETE, {"prompt": ["a"] * 100, "n": 2}, "n", "at most 128"),
+        (CHATS, {"messages": []}, "messages", "at least 1"),
+        (CHATS, {"messages": [{"role": "user"}]}, None, "role and content"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages", "'image_url' is not supported"),
+        (CHATS, {"response_format": {"type": "json_object"}}, "response_format", "only 'text'"),
+        (CHATS, {"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
+        (CHATS, {"modalities": ["text", "audio"]}, "modalities", "only 'text'"),
+        (CHATS, {"functions": []}, "functions", "use tools"),
+        (CHATS, {"top_logprobs": 2}, None, "needs logprobs"),
+        (CHATS, {"max_tokens": 2, "max_completion_tokens": 3}, None, "differ"),
+        (CHATS, {"chat_template_kwargs": {"chat_template": "x"}}, None, "no variable"),
+    ],
+)  # fmt: skip
+def test_a_wrong_body_is_refused_by_name(
+    served: Serving, path: str, fields: Any, param: str | None, says: str
+) -> None:
+    body = {"prompt": "a"} if path == COMPLETE else {"messages": CHAT}
+    answer = served.post(path, {**body, **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "user": ' + b"[" * 20000 + b"]" * 20000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_body_is_400(served: Serving, content: bytes) -> None:
+    answer = httpx.post(
+        f"{served.url}/v1/completions",
+        content=content,
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="use 'tiny'") as missing:
+        client.completions.create(model="gpt", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="in \\[0, 100\\]"):
+        client.completions.create(model="tiny", prompt="a", temperature=101)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert [m.id for m in client.models.list()] == ["tiny"]
+
+
+def test_other_paths_and_methods(served: Serving) -> None:
+    missing, wrong = served.get("/nothing"), served.get("/v1/completions")
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    assert wrong.headers["allow"] == "POST"
+    assert "GET /nothing" in missing.json()["error"]["message"]
+    bad = served.post("/v1/completions", {"prompt": "a"}, headers={"x-qllm-priority": "UP"})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-qllm-priority")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "raised"),
+    [
+        (QueueFullError("9 requests wait already"), 429, openai.RateLimitError),
+        (EngineClosedError("the engine crashed"), 503, openai.InternalServerError),
+    ],
+)
+def test_an_engine_that_refuses(
+    client: openai.OpenAI,
+    engine: QLLMEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: int,
+    raised: Any,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    with pytest.raises(raised, match=str(error)) as found:
+        client.completions.create(model="tiny", prompt="a")
+    assert found.value.status_code == status
+    assert found.value.response.headers.get("retry-after") == ("1" if status == 429 else None)
+
+
+def test_a_choice_that_cannot_be_submitted_takes_the_others_back(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, left = engine.submit, iter(range(2))
+
+    def limited(*args: Any, **keywords: Any) -> Any:
+        if next(left, None) is None:
+            raise QueueFullError("full")
+        return submit(*args, **keywords)
+
+    monkeypatch.setattr(engine, "submit", limited)
+    assert served.post("/v1/completions", {**ENDLESS, "n": 3}).status_code == 429
+    until(lambda: is_idle(engine))
+    assert served.front._num_ls == 0
