@@ -6,7 +6,7 @@ events: nothing here draws a random number or reads a clock, but for the CPU tim
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -167,6 +167,14 @@ class _World:
                 on_step(self.clock.at_ns)
         return turns
 
+    def close(self) -> None:
+        """End what is unfinished, and what arrived while the last program ran."""
+        self.loop.close()
+        for item in self.ingress.drain():
+            if isinstance(item, Submission):
+                self.loop.meet(item)
+                self.loop.end(item.request_id, FinishReason.CANCELLED, None)
+
 
 def limits_of(config: EngineConfig) -> Limits:
     """What decisions depend on of the settings."""
@@ -244,7 +252,7 @@ def simulate(
     with _no_collector():
         decisions = world.serve(end_ns, on_step)
         end_ns = world.clock.at_ns if end_ns is None else end_ns
-        world.loop.close()
+        world.close()
     return Simulated(
         trace=world.record,
         start_ns=0,
@@ -254,15 +262,4 @@ def simulate(
         expert_loads=world.runner.expert_loads,
         decisions=decisions,
         cpu_s=time.process_time() - begun,
-    )
-
-
-def be_tokens_per_s(run: Replayed, priorities: Sequence[int]) -> tuple[float, float]:
-    """Prompt and output tokens per second of the window, over these classes."""
-    summary = run.summary()
-    found = [c for p, c in summary.classes.items() if p in priorities]
-    scale = summary.duration_s / run.window_s
-    return (
-        scale * sum(c.prefill_tokens_per_s for c in found),
-        scale * sum(c.output_tokens_per_s for c in found),
     )
