@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Table, busy_cores, machine, plain
+from common import Table, busy_cores, machine, plain, without_paths
 from fronts import Windows, front_row, points_of, stall_lines
 from isolation import HELD, HELD_TARGET, decode_row, held_row
 from live import Bench, Timing
@@ -219,7 +219,7 @@ def measure(run: Run, name: str) -> dict[str, Any]:
     try:
         entry["result"] = MAKERS[name](table, run)
     except Exception as error:  # noqa: BLE001 - the other rows must run
-        entry["error"] = "".join(traceback.format_exception(error))[-2000:]
+        entry["error"] = without_paths("".join(traceback.format_exception(error))[-2000:])
         table.add(f"{name} FAILED", f"{type(error).__name__}: {error}"[:200], "", False)
     took, after = time.monotonic() - begin, busy_cores()
     foreign = (after[0] - before[0] - (after[1] - before[1])) / took
