@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -295,24 +296,23 @@ class Process:
     """`qllm serve` as its own process."""
 
     def __init__(self, state: Path) -> None:
+        log = state / f"log-{time.monotonic_ns()}"
         code = "from qllm.cli import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "tiny", "--port", "0", "--threads", "1",
              "--state-dir", str(state)],
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=log.open("w"), env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        assert self.process.stderr is not None
-        while "http://" not in (text := self.process.stderr.readline()):
-            assert self.process.poll() is None, text
-        self.client = openai.OpenAI(
-            base_url=text.split()[-1] + "/v1", api_key="none", max_retries=20
-        )
+        until(lambda: self.process.poll() is not None or "http://" in log.read_text(), 120)
+        url = re.search(r"http://\S+", log.read_text())
+        assert url, log.read_text()
+        self.client = openai.OpenAI(base_url=f"{url[0]}/v1", api_key="none", max_retries=20)
         self.client.models.list()
 
     def end(self, how: signal.Signals) -> int:
         self.client.close()
         self.process.send_signal(how)
-        self.process.communicate(timeout=30)
+        self.process.wait(30)
         return self.process.returncode
 
 
@@ -352,7 +352,7 @@ def test_sigterm_drains_and_leaves_batches_for_later(tmp_path: Path) -> None:
     started = time.monotonic()
     assert list(stream)[-1].choices[0].finish_reason == "length"
     url = str(server.client.base_url)
-    server.process.communicate(timeout=25)
+    server.process.wait(25)
     assert server.process.returncode == 0
     assert time.monotonic() - started < 25
     with pytest.raises(httpx.ConnectError):
