@@ -451,7 +451,10 @@ class QLLMEngine:
             "longest_segment_ms": longest_ms,
             "longest_segment_kind": kind,
             "max_segment_ms": self.config.max_segment_ms,
-            "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
+            "preempt_latencies_ms": [
+                ns / 1e6
+                for ns in list(self._loop.preempt_latencies_ns)  # the loop's thread appends
+            ],
             "expert_bytes": self._runner.expert_bytes,
             "num_preemptions": self._loop.num_preemptions,
             "kv_blocks_used": self.config.num_blocks - self._loop.scheduler.pool.num_free,
