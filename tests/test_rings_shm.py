@@ -1,9 +1,13 @@
 """The shm transport: both of its ends, in one process."""
 
+import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +288,14 @@ def test_waiting_ends_at_an_arrival_or_at_its_time(make_rig: Callable[..., Rig])
     rig.ingress.wait(None)
     assert 0.5 < time.monotonic() - start < 3, "it was woken by what it has seen already"
     assert math.isfinite(rig.control.heartbeat_ns)
+
+
+def test_front_ends_and_an_engine_in_processes_lose_nothing() -> None:
+    script = Path(__file__).resolve().parent.parent / "scripts" / "soak_rings.py"
+    command = [sys.executable, str(script), "--records", "20000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ok"] is True
+    assert said["records"] >= 20_000
+    assert said["ring_full"] > 0, "the rings never ran full"
