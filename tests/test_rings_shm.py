@@ -290,6 +290,66 @@ def test_waiting_ends_at_an_arrival_or_at_its_time(make_rig: Callable[..., Rig])
     assert math.isfinite(rig.control.heartbeat_ns)
 
 
+def test_an_arrival_during_a_look_is_seen_at_the_next(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    lane = rig.ingress.lanes[0]
+    take = lane.take
+
+    def slow_take() -> Any:
+        taken = take()
+        if rig.now < 20:  # it has read the rings, and has not returned
+            rig.now = 20
+            rig.submit(1, priority=-3)
+        return taken
+
+    monkeypatch.setattr(lane, "take", slow_take)
+    rig.submit(0, priority=10)
+    assert rig.ingress.stop.word == 10
+    assert rig.ingress.stop.word == -3
+    rig.now = 0
+    rig.submit(2, priority=10)
+    assert ids_of(rig.ingress.drain()) == [0, 1, 2]
+    assert rig.ingress.stop.word == -3
+    assert ids_of(rig.ingress.drain()) == [1]
+
+
+def test_a_cancel_comes_after_its_request_whenever_the_engine_looks(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    lane = rig.ingress.lanes[0]
+    for name in ("_cancels", "_requests"):
+        ring = getattr(lane, name)
+        for reader in ring if name == "_requests" else (ring,):
+            monkeypatch.setattr(reader, "read", _putting(rig, reader.read))
+    seen: list[Any] = []
+    while rig.now < 40:
+        seen += rig.ingress.drain()
+    submitted = set()
+    for item in seen:
+        if isinstance(item, Submission):
+            submitted.add(item.request_id)
+        else:
+            assert item.request_id in submitted
+    assert len(submitted) > 3
+
+
+def _putting(rig: Rig, read: Callable[[], Any]) -> Callable[[], Any]:
+    """Put a request and its cancel whenever a ring was found empty."""
+
+    def reading() -> Any:
+        record = read()
+        if record is None and rig.now < 40:
+            number = rig.now
+            rig.submit(number)
+            rig.front_ends[0].cancel(Cancel(number))
+        return record
+
+    return reading
+
+
 def test_front_ends_and_an_engine_in_processes_lose_nothing() -> None:
     script = Path(__file__).resolve().parent.parent / "scripts" / "soak_rings.py"
     command = [sys.executable, str(script), "--records", "20000"]
