@@ -205,11 +205,17 @@ class EngineProcess:
             self._start.model,
             bool(self._start.load.get("trust_remote_code")),
         )
-        connection.send(("hello", hello))
-        segment, engine = self._control.segment, self._ingress.doorbell
-        with socket.socket(fileno=os.dup(connection.fileno())) as link:
-            socket.send_fds(link, [b"f"], [segment.fd, block.segment.fd, engine.fd, doorbell.fd])
-        block.segment.close_fd()
+        control, engine = self._control.segment, self._ingress.doorbell
+        try:
+            connection.send(("hello", hello))
+            with socket.socket(fileno=os.dup(connection.fileno())) as link:
+                fds = [control.fd, block.segment.fd, engine.fd, doorbell.fd]
+                socket.send_fds(link, [b"f"], fds)
+        except OSError:
+            doorbell.close()
+            raise
+        finally:
+            block.segment.close_fd()
         return Lane(block, doorbell)
 
     def _listen(self, listener: socket.socket) -> None:

@@ -110,7 +110,13 @@ class ProcessHost(Host):
             raise ConfigError("host='process' needs Linux; pass host='thread'")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+            command = [
+                sys.executable,
+                "-c",
+                _BOOT,
+                json.dumps(list(map(str, sys.path))),
+                str(theirs.fileno()),
+            ]
             process = subprocess.Popen(
                 command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
             )
@@ -147,6 +153,8 @@ class ProcessHost(Host):
     def _receive_memory(self) -> tuple[ControlBlock, FrontEndBlock, Doorbell, Doorbell]:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
             _, fds, _, _ = socket.recv_fds(link, 1, 4, socket.MSG_CMSG_CLOEXEC)
+        if len(fds) != 4:
+            raise EngineClosedError(f"{self._how_it_went()} before it could serve")
         segments = [Segment(fd) for fd in fds[:2]]
         for segment in segments:
             segment.close_fd()
@@ -264,8 +272,9 @@ class ProcessHost(Host):
     def raise_if_closed(self) -> None:
         if self._closing:
             raise EngineClosedError("the engine was closed; make a new one")
-        if self._over is not None:
-            raise EngineClosedError(f"{self._over}; make a new one")
+        over = self._over or self._control.error
+        if over is not None:
+            raise EngineClosedError(f"{over}; make a new one")
 
     def submit(self, submission: Submission, handle: Handle) -> None:
         if self._control.draining:
@@ -352,6 +361,8 @@ class ProcessHost(Host):
             self._end_engine() if self._process is not None else self._leave()
         self._hang_up()
         self._receiver.join()
+        if self._process is not None:
+            self._how_it_went()  # nothing is left of it
         self._connection.close()
         self._front_end.close()
         if self._listen is not None:

@@ -422,6 +422,43 @@ def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Pa
     assert set(os.listdir("/dev/shm")) == shm
 
 
+class Crash(FileGate):
+    """Ends the loop itself once the file is there."""
+
+    def plan(self, view: View) -> Plan:
+        if os.path.exists(self.path):
+            raise SystemExit("enough")
+        return super().plan(view)
+
+
+@pytest.mark.slow
+def test_a_crashed_loop_ends_every_handle(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = Crash(str(tmp_path / "crash"))
+    with QLLMEngine.from_pretrained(model, policy=policy, **SETTINGS) as engine:
+        handles = [engine.submit("abc", max_tokens=9) for _ in range(3)]
+        wait_for(lambda: engine.stats()["num_live"] == 3)
+        (tmp_path / "crash").touch()
+        for handle in handles:
+            with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
+                handle.result(20)
+        wait_for(lambda: not is_alive(pid_of(engine)))
+        with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
+            engine.submit("abc")
+    assert "SystemExit: enough" in capfd.readouterr().err
+
+
+def test_a_thread_drains_too() -> None:
+    with QLLMEngine.from_model(make_model("mixtral"), **SETTINGS) as engine:
+        handle = engine.submit([1, 2], max_tokens=400, sampling=LONG)
+        assert not engine.drain(timeout_s=0.001)
+        with pytest.raises(EngineClosedError, match="drains"):
+            engine.submit([1, 2])
+        assert engine.drain()
+        assert handle.result(0).finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.slow
 def test_the_engine_ends_with_its_front_end(model: str) -> None:
     code = f"""

@@ -36,7 +36,7 @@ def ring_bytes(max_prompt: int, vocab_size: int) -> tuple[int, int, int, int]:
     return request, request, CANCEL_BYTES, TOKEN_BYTES
 
 
-class Arrived(NamedTuple):
+class TokenAt(NamedTuple):
     """A token that came out of the ring."""
 
     sampled: Sampled
@@ -76,16 +76,18 @@ class FrontEnd:
         flags, body = encode_submission(item)
         is_ls = item.priority < Priority.BE
         with self._lock:
+            self._num_submitted += 1  # before the engine can have counted it
             try:
                 done = (self._ls if is_ls else self._be).write(REQUEST_KIND, flags, body)
             except ValueError as error:
+                self._num_submitted -= 1
                 raise InvalidRequestError(f"the request is too large: {error}") from error
             if not done:
+                self._num_submitted -= 1
                 raise QueueFullError(
                     f"the ring for {'LS' if is_ls else 'BE'} requests is full: the engine has not "
                     "looked at it since they came; try again later"
                 )
-            self._num_submitted += 1
             self._ring()
 
     def cancel(self, item: Cancel) -> None:
@@ -114,12 +116,12 @@ class FrontEnd:
         progress = self._words[FrontEndBlock.PROGRESS]
         return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
 
-    def receive(self) -> Iterator[Arrived | End]:
+    def receive(self) -> Iterator[TokenAt | End]:
         """Take what is in the token ring."""
         self.doorbell.clear()
         while (record := self._tokens.read()) is not None:
             if record.kind == TOKEN_KIND:
-                yield Arrived(*decode_token(record))
+                yield TokenAt(*decode_token(record))
             else:
                 yield decode_finish(record)
 
