@@ -53,6 +53,11 @@ class Host(ABC):
     def now_ns(self) -> int:
         """The engine's clock: nanoseconds since it was made."""
 
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Why the loop ended by itself; None while it serves, and after `close`."""
+
     @abstractmethod
     def raise_if_closed(self) -> None:
         """Refuse work for a loop that has ended.

@@ -403,6 +403,11 @@ class QLLMEngine:
         return self._host.trace
 
     @property
+    def failure(self) -> str | None:
+        """Why the engine ended by itself: a supervisor makes a new one. None while it serves."""
+        return self._host.failure
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no KV yet."""
         return self._host.num_waiting

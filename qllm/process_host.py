@@ -269,12 +269,15 @@ class ProcessHost(Host):
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._control.zero_ns
 
+    @property
+    def failure(self) -> str | None:
+        return None if self._closing else self._over or self._control.error
+
     def raise_if_closed(self) -> None:
         if self._closing:
             raise EngineClosedError("the engine was closed; make a new one")
-        over = self._over or self._control.error
-        if over is not None:
-            raise EngineClosedError(f"{over}; make a new one")
+        if self.failure is not None:
+            raise EngineClosedError(f"{self.failure}; make a new one")
 
     def submit(self, submission: Submission, handle: Handle) -> None:
         if self._control.draining:

@@ -10,7 +10,7 @@ from typing import Any
 
 from qllm import portable
 from qllm.config import EngineConfig
-from qllm.core import Core, freeze_garbage
+from qllm.core import Core, crash_text, freeze_garbage
 from qllm.errors import EngineClosedError
 from qllm.handle import Handle
 from qllm.host import Host, MakeHandle
@@ -81,6 +81,10 @@ class ThreadHost(Host):
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._zero_ns
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._crash is None else crash_text(self._crash)
 
     def raise_if_closed(self) -> None:
         if self._crash is not None:

@@ -487,6 +487,7 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     engine._host._thread.join(10)
     assert not engine._host._thread.is_alive()
     assert any(h.finish_reason is FinishReason.ERROR for h in handles)
+    assert engine.failure == "the engine crashed: LayerError: the loop is broken"
     with pytest.raises(EngineClosedError, match="crashed") as caught:
         engine.submit(ids(5))
     assert isinstance(caught.value.__cause__, LayerError)

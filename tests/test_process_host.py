@@ -417,7 +417,10 @@ def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Pa
             with pytest.raises(EngineClosedError, match="was killed by SIGKILL"):
                 call()
         assert handles[0].status is RequestStatus.FINISHED
+        assert "was killed by SIGKILL" in (engine.failure or "")
+        assert "the engine is gone" in (other.failure or "")
         other.close()
+        assert other.failure is None
     assert not os.path.exists(path)
     assert set(os.listdir("/dev/shm")) == shm
 
@@ -456,6 +459,7 @@ def test_a_thread_drains_too() -> None:
         with pytest.raises(EngineClosedError, match="drains"):
             engine.submit([1, 2])
         assert engine.drain()
+        assert engine.failure is None
         assert handle.result(0).finish_reason is FinishReason.LENGTH
 
 
