@@ -204,13 +204,13 @@ class Storm:
                     self.rng.choice(live).cancel()
 
         engine.call(lambda: [self.submit("BE") for _ in range(self.num_be)])
-        engine._runner.on_segment = disturb
+        engine._host.runner.on_segment = disturb
         results = [h.result(120) for h, _ in self.handles]
         while len(results) < len(self.handles):
             results = [h.result(120) for h, _ in self.handles]
-        engine._runner.on_segment = None
-        engine.call(engine._loop.scheduler.check)
-        assert engine._loop.scheduler.pool.num_free == engine.config.num_blocks
+        engine._host.runner.on_segment = None
+        engine.call(engine._host.loop.scheduler.check)
+        assert engine._host.loop.scheduler.pool.num_free == engine.config.num_blocks
         return results
 
 
@@ -263,8 +263,8 @@ class Chaos:
 
 def fine(engine: QLLMEngine) -> None:
     """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    engine._runner.cuts = engine._loop.scheduler.cuts = CUTS
-    object.__setattr__(engine._runner._costs, "range_ns", 0.5)
+    engine._host.runner.cuts = engine._host.loop.scheduler.cuts = CUTS
+    object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
 
 
 def same(result: Result, solo: Result) -> bool:

@@ -75,7 +75,7 @@ def assert_clean(engine: QLLMEngine) -> None:
     deadline = time.monotonic() + 20
     while engine.stats()["num_live"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    scheduler, runner = engine._loop.scheduler, engine._runner
+    scheduler, runner = engine._host.loop.scheduler, engine._host.runner
     engine.call(scheduler.check)
     assert scheduler.pool.num_free == engine.config.num_blocks
     assert not scheduler.requests
@@ -83,9 +83,9 @@ def assert_clean(engine: QLLMEngine) -> None:
     assert not runner._requests
     assert not runner._frames
     assert not runner._sampler._requests
-    assert not engine._handles
-    assert not engine._loop.metrics._meters
-    assert not engine._loop.metrics._frames
+    assert not engine._host.handles
+    assert not engine._host.loop.metrics._meters
+    assert not engine._host.loop.metrics._frames
 
 
 class LayerError(RuntimeError):
@@ -97,7 +97,7 @@ class LayerError(RuntimeError):
 
 def _poisoned_rows(engine: QLLMEngine, do: Callable[[Any], Any]) -> Callable[[], None]:
     """Call `do` with the output of layer 1's norm, if a poisoned token passed the embedding."""
-    model = engine._runner.model
+    model = engine._host.runner.model
     seen = {"poison": False}
 
     def embedded(module: Any, args: Any, out: Any) -> None:
@@ -149,7 +149,7 @@ def test_an_exception_that_passes_costs_nobody_a_token() -> None:
             if count in (2, 9):
                 raise LayerError(f"call {count}")
 
-        hook = engine._runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
+        hook = engine._host.runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
         got = [h.result(60) for h in submit_all(engine, prompts)]
         hook.remove()
         assert count > 11
@@ -165,13 +165,13 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
         clean = [ids(9, 1), ids(12, 2)]
         want = [h.result(60) for h in submit_all(engine, clean)]
         marker = ids(7, 3)
-        model = engine._runner.model
+        model = engine._host.runner.model
 
         class Spoil:
             """The norm before the head: one request's last row turns into NaN."""
 
             def __call__(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-                runner = engine._runner
+                runner = engine._host.runner
                 out = out.clone()
                 for frame in runner._frames.values():
                     program = frame.program
@@ -352,7 +352,7 @@ def test_a_hook_that_raises_is_named(hook: str) -> None:
         assert all(f"Planner raised in {hook}" in text for text in failed)
         assert failed
         delattr(policy, hook)
-        engine.call(lambda: setattr(engine._loop.scheduler, "_hook_error", None))
+        engine.call(lambda: setattr(engine._host.loop.scheduler, "_hook_error", None))
         assert_serves(engine)
 
 
@@ -484,10 +484,10 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
             if program.layer_at(index) == 1 and len(program.rows) == 2 and not third:
                 third.append(engine.submit(ids(3), -9, 4, sampling=GREEDY))  # stops it
 
-        engine.call(lambda: setattr(engine._runner, "on_segment", look))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
         handles = submit_all(engine, [ids(9), ids(12)], 4)
         got = [h.result(20) for h in handles]
-        engine.call(lambda: setattr(engine._runner, "on_segment", None))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
         assert third
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         third[0].result(20)
@@ -498,14 +498,14 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
 
 def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
-    loop = engine._loop
+    loop = engine._host.loop
     return {
-        "add": (engine._runner, "add"),
-        "remove": (engine._runner, "remove"),
+        "add": (engine._host.runner, "add"),
+        "remove": (engine._host.runner, "remove"),
         "decide": (loop.scheduler, "decide"),
         "done": (loop.scheduler, "done"),
         "emit": (loop, "_emit"),
-        "drain": (engine._ingress, "drain"),
+        "drain": (engine._host.ingress, "drain"),
         "expire": (loop, "_expire"),
     }
 
@@ -515,7 +515,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of() as engine:
-        real = engine._runner.accept
+        real = engine._host.runner.accept
         left = [times]
 
         def accept(program: Any) -> None:
@@ -524,7 +524,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
                 raise MemoryError("no room for a frame")
             real(program)
 
-        monkeypatch.setattr(engine._runner, "accept", accept)
+        monkeypatch.setattr(engine._host.runner, "accept", accept)
         handles = submit_all(engine, [ids(5), ids(6)])
         for handle in handles:
             if times == 1:
@@ -568,6 +568,7 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     engine._host._thread.join(10)
     assert not engine._host._thread.is_alive()
     assert any(h.finish_reason is FinishReason.ERROR for h in handles)
+    assert engine.failure == "the engine crashed: LayerError: the loop is broken"
     with pytest.raises(EngineClosedError, match="crashed") as caught:
         engine.submit(ids(5))
     assert isinstance(caught.value.__cause__, LayerError)
@@ -585,7 +586,7 @@ def test_a_system_exit_in_the_loop_ends_every_handle() -> None:
 
     def start() -> Handle:
         handle = engine.submit(ids(5), "BE", 50)
-        engine._runner.run = lambda *_: leave()  # type: ignore[method-assign]
+        engine._host.runner.run = lambda *_: leave()  # type: ignore[method-assign]
         return handle
 
     handle = engine.call(start)
@@ -737,21 +738,21 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
 
 def test_a_parked_request_times_out() -> None:
     with engine_of(policy_settings={"ride_frac": 0.0, "max_be_stall_ms": None}) as engine:
-        object.__setattr__(engine._runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
         hits: list[Handle] = []
 
         def look(program: Any, index: Any, *_: object) -> None:
             if 0 in program.request_ids and index.pos and not hits:
                 hits.append(engine.submit(ids(5), "LS", 300, sampling=GREEDY))
 
-        engine.call(lambda: setattr(engine._runner, "on_segment", look))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
         parked = engine.submit(ids(60), "BE", 10, timeout_s=0.3)
         result = parked.result(10)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.metrics.preemptions == 1
         assert result.metrics.parked_ms > 0
         assert len(hits[0].result(30).token_ids) == 300
-        engine.call(lambda: setattr(engine._runner, "on_segment", None))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
         assert_serves(engine)
 
 
@@ -789,13 +790,13 @@ def test_hammer() -> None:
     settings = {"max_kv_tokens": 512, "max_waiting": 64, "record": True, "exactness": "order"}
     finished: dict[int, int] = {}
     with engine_of(**settings) as engine:
-        real = engine.on_finish
+        real = engine._host.on_finish
 
         def on_finish(request_id: int, *rest: Any) -> None:
             finished[request_id] = finished.get(request_id, 0) + 1
             real(request_id, *rest)
 
-        engine.on_finish = on_finish  # type: ignore[method-assign]
+        engine._host.on_finish = on_finish  # type: ignore[method-assign]
         handles: list[Handle] = []
         broken: list[BaseException] = []
         end = time.monotonic() + seconds
