@@ -41,6 +41,8 @@ class Bank(Protocol):
     num_experts: int
     out_width: int
     dtype: torch.dtype
+    unit_bytes: int
+    """Weights of one expert."""
 
     def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
         """Run units [start, stop) into their slots."""
@@ -59,6 +61,7 @@ class NativeBank:
         self._experts = cpu.Experts(up, down)
         self.kernel = f"qllm {cpu.kind()}"
         self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
+        self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
 
     def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
         """Run units [start, stop) into their slots."""
@@ -99,6 +102,7 @@ class TorchBank:
         self._in_place = in_place and rule is PLAIN
         """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
         self.kernel = "torch mm" if self._packed_up is None else "oneDNN packed"
+        self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def _matmul(
         self,
