@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qllm.config import EngineConfig
+from qllm.core import torch_threads
 from qllm.engine import EngineLoop
-from qllm.host import torch_threads
 from qllm.ingress import InprocIngress, Submission
 from qllm.metrics import RequestMetrics
 from qllm.models.loader import load
@@ -336,7 +336,7 @@ def calibrate(
             loaded.model,
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
-            packed_decode=config.packed_decode,
+            kernels=config.kernels,
         )
         probe = _Probe(runner, config)
         gc.collect()
