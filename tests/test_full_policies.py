@@ -24,6 +24,7 @@ from qllm.types import NS_PER_MS, Cap, Evict, Grain, Priority, RequestId, Slo
 from qllm_policies.flow import Flow
 from qllm_policies.laps import Laps
 from qllm_policies.mlfq import Mlfq
+from qllm_policies.parts import behind_all, fill
 from qllm_policies.rota import Rota
 
 LS, BE = Priority.LS, Priority.BE
@@ -419,7 +420,7 @@ def test_rota_lets_the_longest_running_go_first() -> None:
             r.request_id: policy.lag_ns(r, world.clock.at_ns) for r in scheduler.requests.values()
         }
         ran = {row.request_id for row in planned(world)[-1]}
-        assert all((lag <= 0) == (i in ran) for i, lag in lags.items()), (lags, ran)
+        assert all((lag < 0) == (i in ran) for i, lag in lags.items()), (lags, ran)
         (left_out,) = set(lags) - ran
         first = min(ran, key=lambda i: (lags[i], -i))
         world.step()
@@ -449,6 +450,57 @@ def test_rota_admits_a_newcomer_once_it_lags() -> None:
         first[ttft_ms] = token.at_ns / NS_PER_MS
     assert 50 < first[100.0] < 150
     assert 200 < first[400.0] < 450
+
+
+# -- filling a batch
+
+
+def some_view(blocks: int, requests: list[tuple[int, int, bool]]) -> View:
+    """Requests by class, prompt tokens, and whether their prompt is done."""
+    world = world_of(Mlfq(), num_blocks=blocks, max_step_tokens=4096)
+    for priority, tokens, _ in requests:
+        world.submit(priority, tokens, 4)
+    world.loop._take()
+    for request, (_, tokens, is_done) in zip(
+        world.scheduler.requests.values(), requests, strict=True
+    ):
+        if is_done:
+            need = world.scheduler.pool.blocks_for(tokens)
+            request.block_table = world.scheduler.pool.take(request.request_id, need)
+            request.commit(tokens, 0, sampled=True)
+    return world.scheduler.view(0)
+
+
+def filled(view: View) -> list[RequestId]:
+    return [row.request_id for row in fill(view, view.requests)]
+
+
+def test_a_batch_takes_no_more_kv_than_there_is() -> None:
+    assert filled(some_view(20, [(BE, 160, False), (BE, 160, False)])) == [0, 1]
+    assert filled(some_view(19, [(BE, 160, False), (BE, 160, False)])) == [0]
+
+
+def test_a_newcomer_without_kv_holds_up_the_newcomers_behind_it() -> None:
+    view = some_view(20, [(BE, 156, True), (BE, 300, False), (BE, 16, False), (BE, 12, True)])
+    assert filled(view) == [0, 3]
+
+
+def test_kv_of_a_worse_class_counts_and_that_of_equals_only_for_who_holds_some() -> None:
+    assert filled(some_view(10, [(LS, 100, False), (BE, 160, True)])) == [0]
+    assert filled(some_view(10, [(BE, 100, False), (BE, 156, True)])) == [1]
+    assert filled(some_view(10, [(BE, 16, True), (BE, 144, True)]))[0] == 0
+
+
+def test_victims_are_behind_everyone_who_is_kept() -> None:
+    requests = [(BE, 16, True), (LS, 16, True), (BE, 16, True), (BE, 16, False), (LS, 16, False)]
+    view = some_view(10, requests)
+
+    def victims(*keep: RequestId) -> list[RequestId]:
+        return [r.request_id for r in behind_all(view, keep)]
+
+    assert victims(0) == [2]
+    assert victims(1) == victims(4) == victims(1, 4) == [0, 2]
+    assert victims(3) == victims(0, 3) == victims(2) == []
 
 
 # -- optional capabilities
