@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Table, busy_cores, machine, plain
+from common import Table, busy_cores, machine, plain, without_paths
 from fronts import Windows, front_row, points_of, stall_lines
 from isolation import HELD, HELD_TARGET, decode_row, held_row
 from live import Bench, Timing
@@ -73,8 +73,8 @@ class Run:
     def timing(self) -> Timing:
         """Of a window of S2, S3 and S7."""
         if self.quick:
-            return Timing(warmup_s=0.5, window_s=2.5, drain_s=0.5)
-        return Timing(warmup_s=3.0, window_s=self.args.seconds, drain_s=1.0)
+            return Timing(warmup_s=0.5, window_s=2.0, drain_s=0.2)
+        return Timing(warmup_s=2.0, window_s=self.args.seconds, drain_s=1.0)
 
     @property
     def windows(self) -> Windows:
@@ -129,7 +129,7 @@ def _held(name: str) -> Row:
     def row(table: Table, run: Run) -> dict[str, Any]:
         timing = run.timing
         if not run.quick:
-            timing = Timing(warmup_s=3.0, window_s=10.0, drain_s=1.0)
+            timing = Timing(warmup_s=3.0, window_s=8.0, drain_s=1.0)
         found = held_row(run.bench, name, run.capacity, run.seeds, timing)
         for setting, ratio in found["over_alone"].items():
             own = setting == "qllm2"
@@ -195,7 +195,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sim", action="store_true", help="only the simulated rows")
     parser.add_argument("--settings", default="", help="of S2, S3 and S7, with commas between")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--seconds", type=float, default=13.0, help="of a window of S2, S3, S7")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a window of S2, S3, S7")
     parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
     parser.add_argument("--out", default=str(RESULTS), help="results that this run is merged into")
     parser.add_argument("--quick", action="store_true", help="tiny windows, one seed: to debug")
@@ -219,7 +219,7 @@ def measure(run: Run, name: str) -> dict[str, Any]:
     try:
         entry["result"] = MAKERS[name](table, run)
     except Exception as error:  # noqa: BLE001 - the other rows must run
-        entry["error"] = "".join(traceback.format_exception(error))[-2000:]
+        entry["error"] = without_paths("".join(traceback.format_exception(error))[-2000:])
         table.add(f"{name} FAILED", f"{type(error).__name__}: {error}"[:200], "", False)
     took, after = time.monotonic() - begin, busy_cores()
     foreign = (after[0] - before[0] - (after[1] - before[1])) / took

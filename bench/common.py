@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,6 +214,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 5)
     return value
+
+
+def without_paths(text: str) -> str:
+    """Messages for committed results: no folder of this machine in them."""
+    root = Path(__file__).resolve().parent.parent
+    for folder, name in ((root, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
+        text = text.replace(str(folder), name)
+    return text
 
 
 # the machine

@@ -1,30 +1,35 @@
-"""Write docs/benchmarks.md from the committed results.
+"""Write docs/benchmarks.md and its figures from the committed results: one command.
 
     python bench/report.py
 
-Every number of the page is read from `bench/results/engine-cpu.json`, the last line that
-`bench/engine.py` printed; rows that miss their target are marked.
+Every number of the page is read from `bench/results/`: what `bench/engine.py`,
+`bench/ablation.py` and `bench/peers.py` wrote. Rows that miss their target are marked, and listed
+on top.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fronts import points_of
+from pareto import draw
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results" / "engine-cpu.json"
+RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+FIGURE = ROOT / "docs" / "images" / "policies.png"
 
 HEAD = """# Benchmarks
 
-Made by `python bench/report.py` from
-[bench/results/engine-cpu.json](../bench/results/engine-cpu.json): the last lines of
-`python bench/engine.py`, one call per group of rows. Every ratio comes from runs that alternate
-in one call. Intervals are 95 % bootstrap intervals. Open loop; a request that was not served in
-its window counts as a TTFT of at least its wait.
+Made by `python bench/report.py` from the files in [bench/results](../bench/results). Every ratio
+comes from runs that alternate in one call. Intervals are 95 % bootstrap intervals. Open loop,
+fixed output lengths, greedy; a request that was not served in its window counts as a TTFT of at
+least its wait.
 """
 
-NOTES = """
-## Reading it
+ENGINE_NOTES = """
+### Reading it
 
 - **LS** prompts have 64-128 tokens and 16-48 out, Poisson at 40 % of the LS capacity measured
   in the same run; **BE** has 40 prompts of 256-2,048 tokens waiting at all times. `priority` is
@@ -42,35 +47,238 @@ NOTES = """
 - **Time added per preemption** is a small difference of long runs: its interval says that it is
   not above a millisecond, not that preempting saves time.
 - Random weights: routing and token streams say little about a trained model; times carry over.
-- Nothing here ran on a GPU, and no other engine than transformers' continuous batching was
-  compared yet.
+- Nothing here ran on a GPU.
+"""
+
+POLICY_NOTES = """
+- **Workloads** are those of `qllm/workloads/generators.py`, scaled to the capacity measured in
+  the same call: S2 is chat over an endless batch of long documents, S3 code completion over very
+  long summaries, S7 more LS than the machine can serve. LS lengths are an eighth of the traces',
+  or this machine would see two LS requests per window.
+- **At equal BE**: the rival is the best of a sweep of `chunked-priority` at our BE tokens/s,
+  measured within 3 % or interpolated between two of its settings (in the logarithm of the
+  latency). Where the rival gives BE more, or cannot give it as much, the line says so and has no
+  target.
+- **Expert bytes** count each expert once per layer of a program, under forced routing; in co-run
+  the reads of the decodes are in it, whichever policy caused more of them.
+- **Simulated** rows are not measurements: a cost model of a machine that this one is not.
 """
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the page of one result document."""
-    machine, config = document["machine"], document["config"]
-    lines = [HEAD, "## Machine and workload", ""]
-    for key in ("cpu", "cores", "isa", "memory", "python", "torch", "transformers", "commit"):
-        lines.append(f"- {key}: {machine.get(key)}")
+def _mark(ok: bool | None) -> str:
+    return {True: "reached", False: "**missed**", None: ""}[ok]
+
+
+def _cell(text: str) -> str:
+    return text.strip().replace("|", "\\|")
+
+
+def _table(lines: Sequence[Sequence[Any]]) -> list[str]:
+    """Lines of a result: what, measured, target, reached."""
+    out = ["", "| what | measured | target | |", "|---|---|---|---|"]
+    for what, found, target, ok in lines:
+        out.append(f"| {_cell(what)} | {_cell(found)} | {_cell(target)} | {_mark(ok)} |")
+    return out
+
+
+def _machine(document: dict[str, Any]) -> str:
+    about = document["machine"]
+    names = ("cpu", "cores", "memory", "python", "torch", "transformers", "commit")
+    return "; ".join(f"{name} {about.get(name)}" for name in names)
+
+
+def engine_part(document: dict[str, Any]) -> list[str]:
+    """The rows of `bench/engine.py`."""
+    config = document["config"]
     model = config["model"]
-    lines.append(
-        f"- model: Qwen3-MoE, {model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
-        f"{model['num_experts']} experts top-{model['num_experts_per_tok']}, {config['weights']}"
-    )
-    lines.append(
+    lines = [
+        "",
+        "## The engine",
+        "",
+        f"- {_machine(document)}",
+        f"- Qwen3-MoE, {model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
+        f"{model['num_experts']} experts top-{model['num_experts_per_tok']}, {config['weights']}",
         f"- threads {config['threads']}, seeds {config['seeds']}, windows of "
-        f"{config['seconds']} s, workload {json.dumps(config['workload'])}"
-    )
+        f"{config['seconds']} s, workload {json.dumps(config['workload'])}",
+    ]
     if document.get("note"):
         lines.append(f"- {document['note']}")
-    lines += ["", "## Results", "", "| what | measured | target | |", "|---|---|---|---|"]
-    for what, measured, target, reached in document["table"]:
-        mark = {True: "reached", False: "**missed**", None: ""}[reached]
-        lines.append(f"| {what.strip()} | {measured} | {target} | {mark} |")
-    return "\n".join(lines) + "\n" + NOTES
+    return [*lines, *_table(document["table"]), *ENGINE_NOTES.splitlines()]
+
+
+TITLES = {
+    "S2": "S2: chat over a batch",
+    "S3": "S3: code completion over very long prompts",
+    "S7": "S7: an LS flood",
+    "S5": "S5: BE holds every seat",
+    "S6": "S6: BE fills the KV pool",
+    "decode": "Decode beside a long prefill",
+    "loads": "Expert bytes per request",
+    "sim": "Every policy, simulated",
+}
+
+
+def policies_part(document: dict[str, Any]) -> list[str]:
+    """The rows of `bench/ablation.py`, and its figure."""
+    config = document["config"]
+    lines = [
+        "",
+        "## Policies",
+        "",
+        f"- {_machine(document)}",
+        f"- {config['model']}; threads {config['threads']}; engine {json.dumps(config['engine'])}",
+    ]
+    points = {TITLES[n]: p for n, p in points_of(document).items() if n != "S7" and p}
+    if points:
+        draw(
+            points, FIGURE, f"live on CPU, commit {document['machine']['commit']}; lower right wins"
+        )
+        lines += ["", f"![LS TTFT p99 against BE tokens/s](images/{FIGURE.name})"]
+    lines += POLICY_NOTES.splitlines()
+    for name, title in TITLES.items():
+        row = document["rows"].get(name)
+        if row is None:
+            continue
+        quick = ", quick" if row["quick"] else ""
+        lines += [
+            "",
+            f"### {title}",
+            "",
+            f"{row['at']}, commit {row['commit']}{quick}, seeds {row['seeds']}",
+        ]
+        if name in ("S2", "S3", "S7") and "result" in row:
+            lines += _front(row["result"])
+            lines += _table([line for line in row["lines"] if not line[0].startswith(f"  {name}")])
+        elif name == "sim" and "result" in row:
+            lines += _simulated(row["result"])
+        else:
+            lines += _table(row["lines"])
+    return lines
+
+
+FRONT = (
+    ("LS TTFT p50 / p99 ms", ("ls_ttft_p50_ms", "ls_ttft_p99_ms")),
+    ("LS TBT p99 ms", ("ls_tbt_p99_ms",)),
+    ("LS SLO", ("ls_slo_attainment",)),
+    ("LS slowdown p50", ("ls_slowdown_p50",)),
+    ("BE in + out /s", ("be_prefill_per_s", "be_output_per_s")),
+    ("of BE alone", ("be_harvest",)),
+    ("BE TTFT p50 ms", ("be_ttft_p50_ms",)),
+    ("BE stall ms", ("be_max_stall_ms",)),
+    ("preempt p99 ms", ("preempt_latency_p99_ms",)),
+    ("inversions", ("class_inversions",)),
+)
+
+
+def _number(entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key)
+    if isinstance(value, dict):
+        value = value["value"]
+    if value is None:
+        return "-"
+    if key in ("ls_slo_attainment", "be_harvest"):
+        return f"{value:.0%}"
+    return f"{value:.1f}" if abs(value) < 10 else f"{value:,.0f}"
+
+
+def _front(result: dict[str, Any]) -> list[str]:
+    rates = result["nominal_per_s"]
+    shown = ", ".join(f"{name} {rate:.2f}/s" for name, rate in rates.items())
+    offered = next(
+        (
+            e["offered_per_s"]
+            for e in result["settings"].values()
+            if "BE" in (e.get("offered_per_s") or {})
+            and e["offered_per_s"]["BE"]
+            and e["offered_per_s"]["LS"]
+        ),
+        {},
+    )
+    came = ", ".join(f"{name} {rate:.2f}/s" for name, rate in offered.items())
+    lines = ["", f"Nominal {shown}; offered {came}.", ""]
+    lines += ["| setting | " + " | ".join(title for title, _ in FRONT) + " |"]
+    lines += ["|---|" + "---|" * len(FRONT)]
+    for label, entry in result["settings"].items():
+        if "policy" not in entry:
+            lines.append(f"| {label} | failed: {_cell('; '.join(entry['errors']))} |")
+            continue
+        cells = [" / ".join(_number(entry, key) for key in keys) for _, keys in FRONT]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return lines
+
+
+SIM = (
+    ("LS TTFT p50 ms", "ls_ttft_p50_ms"),
+    ("p99", "ls_ttft_p99_ms"),
+    ("LS TBT p99 ms", "ls_tbt_p99_ms"),
+    ("LS SLO", "ls_slo_attainment"),
+    ("BE in /s", "be_prefill_per_s"),
+    ("BE out /s", "be_output_per_s"),
+    ("BE stall ms", "be_max_stall_ms"),
+)
+
+
+def _simulated(result: dict[str, Any]) -> list[str]:
+    config = json.dumps(result["config"])
+    lines = ["", f"{result['model']} on {result['hardware']} ({result['note']}); engine {config}."]
+    for title, entry in result["workloads"].items():
+        rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in entry["nominal_per_s"].items())
+        lines += ["", f"**{title}**: nominal {rates}", ""]
+        lines += ["| setting | " + " | ".join(title for title, _ in SIM) + " |"]
+        lines += ["|---|" + "---|" * len(SIM)]
+        for name, found in entry["settings"].items():
+            if len(found) == 1:
+                lines.append(f"| {name} | failed: {_cell('; '.join(found['errors']))} |")
+                continue
+            lines.append(f"| {name} | " + " | ".join(_number(found, key) for _, key in SIM) + " |")
+    return lines
+
+
+def peers_part(document: dict[str, Any]) -> list[str]:
+    """The rows of `bench/peers.py`."""
+    config = document["config"]
+    lines = [
+        "",
+        "## Other servers",
+        "",
+        f"- {_machine(document)}; {document['at']}",
+        f"- {config['model']}; threads {config['threads']}; seeds {config['seeds']}; windows of "
+        f"{config['seconds']} s after {config['warmup']} s; LS {config['ls_rate']}/s of 64-128 "
+        f"tokens and 32 out, {config['be_burst']} BE jobs and {config['be_rate']}/s of 1,024-2,048 "
+        "and 128-256 out; SLO 500 ms, 100 ms",
+    ]
+    return [*lines, *_table(document["lines"])]
+
+
+PARTS = {
+    "policies-cpu.json": policies_part,
+    "peers-cpu.json": peers_part,
+    "engine-cpu.json": engine_part,
+}
+
+
+def page(documents: dict[str, dict[str, Any]]) -> str:
+    """The page of the results that there are, what they miss first."""
+    losing = [(name, line) for name, doc in documents.items() for line in doc.get("losing", ())]
+    lines = [HEAD]
+    if losing:
+        lines += ["## What misses its target", ""]
+        lines += [f"- {_cell(line)} ({name})" for name, line in losing]
+    for name, document in documents.items():
+        lines += PARTS[name](document)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    """Write the page."""
+    found = {
+        name: json.loads((RESULTS / name).read_text())
+        for name in PARTS
+        if (RESULTS / name).exists()
+    }
+    PAGE.write_text(page(found))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(RESULTS.read_text())))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    main()

@@ -24,7 +24,7 @@ from qllm.plan import (
     Segments,
     Stop,
 )
-from qllm.timeline import SimCosts, Timeline, finished_layers
+from qllm.timeline import SimCosts, Timeline
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 __all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
@@ -185,19 +185,15 @@ class SimRunner:
         if longest_ns > self.segments.longest_ns:
             self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
         self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
-        whole = start == START and end.op == timeline.num_ops
-        spans = timeline.layout.spans
-        for group, first, num_layers in (
-            spans if whole else finished_layers(program.ops, start.op, end.op)
-        ):
+        for group, first, count in timeline.layers(start, end):
             for r in program.groups[group]:
                 row = program.rows[r]
                 if row.request_id in frame.dead:
                     continue
                 if frame.reached[row.request_id] != first:
                     raise InvariantError(f"{row} runs layer {first} out of order")
-                frame.reached[row.request_id] = first + num_layers
-                self.requests[row.request_id].layer_work += row.num_tokens * num_layers
+                frame.reached[row.request_id] = first + count
+                self.requests[row.request_id].layer_work += row.num_tokens * count
 
     def finish(self, program: Program) -> list[Sampled]:
         """Commit and sample."""

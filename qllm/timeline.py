@@ -3,16 +3,15 @@
 Only arithmetic: `qllm.sim` moves a clock by it, and `qllm.simulation` fits its constants.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from functools import lru_cache
+from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from qllm.errors import InvariantError
-from qllm.plan import START, Index, ModelShape, Op, OpKind, Program
+from qllm.plan import START, Index, ModelShape, Op, OpKind, Ops, Program, Stretch
 from qllm.types import Grain
 
 
@@ -73,6 +72,7 @@ class SimCosts:
     otherwise they add up."""
     op_ns: float = 20_000
     """Of every op."""
+    embed_ns: float = 0
     embed_token_ns: float = 1_250
     attn_ns: float = 0
     attn_token_ns: float = 5_000
@@ -135,172 +135,200 @@ class SimCosts:
             case OpKind.HEAD:
                 return self._both(self.head_ns, work.rows * self.head_row_ns)
             case _:
-                return tokens * self.embed_token_ns
+                return self._both(self.embed_ns, tokens * self.embed_token_ns)
 
     def _both(self, read_ns: float, compute_ns: float) -> float:
         return max(read_ns, compute_ns) if self.overlap else read_ns + compute_ns
 
 
-class _Key(NamedTuple):
-    """What ops have in common that take the same time."""
+class _Part(NamedTuple):
+    """A stretch of layers with the same ops, in time."""
 
-    kind: OpKind
+    first_op: int
+    begin_ns: int
+    loads: int
+    """Experts read before it."""
+    ops: tuple[Op, ...]
+    """Of one of its layers."""
+    units: tuple[int, ...]
+    """Per op of a layer, how many boundaries it takes to its end."""
+    unit_ns: tuple[int, ...]
+    """Per op of a layer, the time of each of its units."""
+    ends_ns: tuple[int, ...]
+    """Per op of a layer, when it ends after the layer began."""
+    layer_loads: int
+    """Experts read by one of its layers."""
+    start: int
+    """Its first layer."""
+    num_layers: int
+
+    @property
+    def end_op(self) -> int:
+        return self.first_op + self.num_layers * len(self.ops)
+
+    @property
+    def end_ns(self) -> int:
+        return self.begin_ns + self.num_layers * self.ends_ns[-1]
+
+
+class Layers(NamedTuple):
+    """Whole layers that a group of rows went through."""
+
     group: int
-    lo: int
-    hi: int
-    is_moe: bool
-
-
-class _Layout(NamedTuple):
-    """The ops of a program without their rows: decode steps of one batch share it."""
-
-    keys: tuple[_Key, ...]
-    counts: tuple[int, ...]
-    """Ops per key."""
-    which: tuple[int, ...]
-    """Per op, its key."""
-    layer_starts: tuple[int, ...]
-    """Ops at boundaries between layers."""
-    spans: tuple[tuple[int, int, int], ...]
-    """Group, first layer and number of layers of every stretch of layers."""
-
-
-@lru_cache(maxsize=2048)
-def _layout(ops: tuple[Op, ...], is_moe: tuple[bool, ...]) -> _Layout:
-    places: dict[tuple[OpKind, int, int, int, bool], int] = {}
-    which = []
-    for op in ops:
-        kind, layer, group, lo, hi = op
-        key = kind, group, lo, hi, layer < len(is_moe) and is_moe[layer]
-        which.append(places.setdefault(key, len(places)))
-    between = (OpKind.EMBED, OpKind.HEAD)
-    starts = (
-        i
-        for i, op in enumerate(ops)
-        if op.kind in between or (op.kind is OpKind.ATTN and op.lo == 0)
-    )
-    return _Layout(
-        keys=tuple(_Key(*key) for key in places),
-        counts=tuple(which.count(place) for place in range(len(places))),
-        which=tuple(which),
-        layer_starts=tuple(starts),
-        spans=finished_layers(ops, 0, len(ops)),
-    )
-
-
-def finished_layers(ops: Sequence[Op], start: int, end: int) -> tuple[tuple[int, int, int], ...]:
-    """The layers that end in ops [start, end), as `_Layout.spans` has them."""
-    combines = [op for op in ops[start:end] if op.kind is OpKind.COMBINE]
-    spans = []
-    for group, part in groupby(combines, key=lambda op: op.group):
-        size = max(op.hi for op in ops if op.kind is OpKind.COMBINE and op.group == group)
-        layers = [op.layer for op in part if op.hi == size]
-        if layers and layers != list(range(layers[0], layers[0] + len(layers))):
-            raise InvariantError(f"group {group} runs the layers {layers}")
-        if layers:
-            spans.append((group, layers[0], len(layers)))
-    return tuple(spans)
+    first: int
+    count: int
 
 
 class Timeline:
-    """When, after the start of a program, each of its boundaries is reached."""
+    """When, after the start of a program, each of its boundaries is reached.
+
+    Neighbouring layers with the same ops are one stretch of the program, so the price of this
+    depends on rows and cuts, not on layers.
+    """
+
+    __slots__ = ("_end_ops", "_ends_ns", "_parts", "loads", "num_ops", "total_ns")
 
     def __init__(self, program: Program, costs: SimCosts, shape: ModelShape) -> None:
-        self.layout = layout = _layout(program.ops, shape.is_moe)
-        self.num_ops = len(program.ops)
-        self._units: list[int] = []
-        self._unit_ns: list[int] = []
-        for key in layout.keys:
-            work = work_of(program, key.group, key.lo, key.hi, key.kind)
-            total_ns = costs.op_ns + costs.of(key.kind, work, shape, is_moe=key.is_moe)
-            is_experts = key.kind is OpKind.EXPERTS
-            units = costs.distinct_experts(work.tokens, shape) if is_experts else 1
-            self._units.append(units)
-            self._unit_ns.append(max(1, round(total_ns / units)))
-
-    @cached_property
-    def units(self) -> list[int]:
-        """Per op, how many boundaries it takes to its end."""
-        return [self._units[key] for key in self.layout.which]
-
-    @cached_property
-    def unit_ns(self) -> list[int]:
-        """Per op, the time of each of its units."""
-        return [self._unit_ns[key] for key in self.layout.which]
-
-    @cached_property
-    def ends_ns(self) -> list[int]:
-        """Per op, when it ends."""
-        return list(accumulate(map(mul, self.units, self.unit_ns)))
-
-    @cached_property
-    def loads(self) -> list[int]:
-        """Experts read before each op, and by all ops at the end."""
-        keys = self.layout.keys
-        reads = [self._units[k] if keys[k].kind is OpKind.EXPERTS else 0 for k in self.layout.which]
-        return [0, *accumulate(reads)]
-
-    @cached_property
-    def total_ns(self) -> int:
+        if not isinstance(program.ops, Ops):
+            raise InvariantError("a timeline is made of a whole program")
+        parts: list[_Part] = []
+        op = at_ns = loads = 0
+        for stretch in program.ops.stretches:
+            part = _part(program, stretch, costs, shape, op, at_ns, loads)
+            op, at_ns = part.end_op, part.end_ns
+            loads += part.layer_loads * part.num_layers
+            parts.append(part)
+        self._parts = parts
+        self._end_ops = [part.end_op for part in parts]
+        self._ends_ns = [part.end_ns for part in parts]
+        self.num_ops = op
+        self.total_ns = at_ns
         """When the program ends."""
-        return sum(map(mul, self.layout.counts, map(mul, self._units, self._unit_ns)))
-
-    @cached_property
-    def total_loads(self) -> int:
+        self.loads = loads
         """Experts read by the whole program."""
-        found = zip(self.layout.keys, self.layout.counts, self._units, strict=True)
-        return sum(c * u for key, c, u in found if key.kind is OpKind.EXPERTS)
 
-    def longest(self, start: Index, end: Index) -> tuple[int, OpKind]:
-        """The longest unit from one boundary to another, and its kind."""
-        last = end.op + (end.pos > 0)
-        keys = set(self.layout.which[start.op : last]) if last < self.num_ops or start.op else None
-        best = max(keys or range(len(self._unit_ns)), key=self._unit_ns.__getitem__)
-        return self._unit_ns[best], self.layout.keys[best].kind
+    def _find(self, op: int) -> tuple[_Part, int, int]:
+        """The stretch of an op, which of its layers, and the op's place there."""
+        part = self._parts[bisect_right(self._end_ops, op)]
+        layer, place = divmod(op - part.first_op, len(part.ops))
+        return part, layer, place
 
     def at(self, index: Index) -> int:
         """When this boundary is reached."""
-        if index == START:
-            return 0
-        if index.op == self.num_ops:
+        if index.op >= self.num_ops:
             return self.total_ns
-        before = self.ends_ns[index.op - 1] if index.op else 0
-        return before + index.pos * self.unit_ns[index.op]
+        part, layer, place = self._find(index.op)
+        begin_ns = part.begin_ns + layer * part.ends_ns[-1]
+        begin_ns += part.ends_ns[place - 1] if place else 0
+        return begin_ns + index.pos * part.unit_ns[place]
 
     def loads_at(self, index: Index) -> int:
         """Experts read up to this boundary."""
-        if index == START:
-            return 0
-        if index.op == self.num_ops:
-            return self.total_loads
-        return self.loads[index.op] + index.pos
+        if index.op >= self.num_ops:
+            return self.loads
+        part, layer, place = self._find(index.op)
+        return part.loads + layer * part.layer_loads + _loads(part, place) + index.pos
 
     def following(self, index: Index) -> Index:
         """The next boundary of any grain."""
-        op, pos = index
-        return Index(op, pos + 1) if pos + 1 < self.units[op] else Index(op + 1, 0)
+        part, _, place = self._find(index.op)
+        if index.pos + 1 < part.units[place]:
+            return Index(index.op, index.pos + 1)
+        return Index(index.op + 1, 0)
 
     def first_stop(self, at_ns: int, after: Index, grain: Grain) -> Index:
         """The first boundary after `after`, reached at `at_ns` or later, that `grain` allows.
 
-        It may lie past the end.
+        Without one it is the end of the program.
         """
-        if at_ns > self.total_ns:
-            return Index(self.num_ops, 0)
-        least = self.following(after)
-        op = bisect_left(self.ends_ns, at_ns, lo=least.op)
-        if op >= self.num_ops:
-            return Index(op, 0)
-        begun_ns = self.ends_ns[op - 1] if op else 0
-        pos = max(0, -((begun_ns - at_ns) // self.unit_ns[op]))
-        found = Index(op, pos) if pos < self.units[op] else Index(op + 1, 0)
-        found = max(found, least)
+        found = max(self._reached(at_ns), self.following(after))
         return found if grain is Grain.EXPERT else self._between_layers(found)
 
+    def _reached(self, at_ns: int) -> Index:
+        if at_ns > self.total_ns:
+            return Index(self.num_ops, 0)
+        if at_ns <= 0:
+            return START
+        part = self._parts[bisect_left(self._ends_ns, at_ns)]
+        layer = (at_ns - part.begin_ns - 1) // part.ends_ns[-1]
+        left_ns = at_ns - part.begin_ns - layer * part.ends_ns[-1]
+        place = bisect_left(part.ends_ns, left_ns)
+        left_ns -= part.ends_ns[place - 1] if place else 0
+        pos = -(-left_ns // part.unit_ns[place])
+        op = part.first_op + layer * len(part.ops) + place
+        return Index(op, pos) if pos < part.units[place] else Index(op + 1, 0)
+
     def _between_layers(self, index: Index) -> Index:
-        starts = self.layout.layer_starts
-        place = bisect_left(starts, index.op + (index.pos > 0))
-        return Index(starts[place] if place < len(starts) else self.num_ops, 0)
+        if index.op >= self.num_ops:
+            return index
+        part, layer, place = self._find(index.op)
+        if place == 0 and index.pos == 0:
+            return index
+        return Index(part.first_op + (layer + 1) * len(part.ops), 0)
+
+    def longest(self, start: Index, end: Index) -> tuple[int, OpKind]:
+        """The longest unit from one boundary to another, and its kind."""
+        last = end.op if end.pos else end.op - 1
+        found = []
+        for part in self._parts:
+            low, high = max(start.op, part.first_op), min(last, part.end_op - 1)
+            num = min(high - low + 1, len(part.ops))
+            for op in range(low, low + num):
+                place = (op - part.first_op) % len(part.ops)
+                found.append((part.unit_ns[place], part.ops[place].kind))
+        return max(found)
+
+    def layers(self, start: Index, end: Index) -> list[Layers]:
+        """The layers that end from one boundary to another."""
+        found = []
+        for part in self._parts:
+            num = len(part.ops)
+            done = [
+                (min(max(op, part.first_op), part.end_op) - part.first_op) // num
+                for op in (start.op, end.op)
+            ]
+            if part.ops[-1].kind is OpKind.COMBINE and done[1] > done[0]:
+                found.append(Layers(part.ops[0].group, part.start + done[0], done[1] - done[0]))
+        return found
+
+
+def _loads(part: _Part, place: int) -> int:
+    """Experts read by the ops of a layer before one of them."""
+    pairs = zip(part.ops[:place], part.units, strict=False)
+    return sum(units for op, units in pairs if op.kind is OpKind.EXPERTS)
+
+
+def _part(
+    program: Program,
+    stretch: Stretch,
+    costs: SimCosts,
+    shape: ModelShape,
+    first_op: int,
+    begin_ns: int,
+    loads: int,
+) -> _Part:
+    units, unit_ns = [], []
+    for op in stretch.ops:
+        work = work_of(program, op.group, op.lo, op.hi, op.kind)
+        is_moe = op.kind is not OpKind.HEAD and shape.is_moe[op.layer]
+        total_ns = costs.op_ns + costs.of(op.kind, work, shape, is_moe=is_moe)
+        num = costs.distinct_experts(work.tokens, shape) if op.kind is OpKind.EXPERTS else 1
+        units.append(num)
+        unit_ns.append(max(1, round(total_ns / num)))
+    return _Part(
+        first_op=first_op,
+        begin_ns=begin_ns,
+        loads=loads,
+        ops=stretch.ops,
+        units=tuple(units),
+        unit_ns=tuple(unit_ns),
+        ends_ns=tuple(accumulate(map(mul, units, unit_ns))),
+        layer_loads=sum(
+            num for op, num in zip(stretch.ops, units, strict=True) if op.kind is OpKind.EXPERTS
+        ),
+        start=stretch.start,
+        num_layers=stretch.end - stretch.start,
+    )
 
 
 def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Work:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qllm.check import LIMITS, World
+from qllm.compile import compile_program
 from qllm.errors import InvariantError
-from qllm.plan import NO_CUTS, START, Index, ModelShape, OpKind, Plan, Program, Row, compile_program
+from qllm.plan import NO_CUTS, START, Index, ModelShape, OpKind, Plan, Program, Row
 from qllm.policy import View, next_row
 from qllm.sim import SimRunner, VirtualClock
 from qllm.timeline import SimCosts, Timeline, Work, expert_coverage, work_of
@@ -121,13 +122,15 @@ def test_the_first_stop_is_found_without_stepping(
     program = make(rows, glue_block=glue, max_block=32, max_cost=64.0)
     timeline = Timeline(program, UNEVEN, SHAPE)
     allowed = boundaries(timeline, program, grain)
-    assert timeline.at(program.end) == timeline.total_ns == timeline.ends_ns[-1]
-    assert timeline.loads_at(program.end) == timeline.loads[-1]
+    assert timeline.at(program.end) == timeline.total_ns
+    assert timeline.loads_at(program.end) == timeline.loads
+    steps = [timeline.at(b) - timeline.at(a) for a, b in itertools.pairwise([START, *allowed])]
+    assert min(steps) > 0
     after = data.draw(st.sampled_from([START, *allowed[:-1]]))
     at_ns = data.draw(st.integers(-5, timeline.total_ns + 5))
     later = [b for b in allowed if b > after and timeline.at(b) >= at_ns]
     found = timeline.first_stop(at_ns, after, grain)
-    assert min(found, program.end) == (later[0] if later else program.end)
+    assert found == (later[0] if later else program.end)
 
 
 def serve(policy: Any, grain: Grain, seed: int, *, stepped: bool) -> World:

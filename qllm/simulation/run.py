@@ -6,7 +6,7 @@ events: nothing here draws a random number or reads a clock, but for the CPU tim
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -254,15 +254,4 @@ def simulate(
         expert_loads=world.runner.expert_loads,
         decisions=decisions,
         cpu_s=time.process_time() - begun,
-    )
-
-
-def be_tokens_per_s(run: Replayed, priorities: Sequence[int]) -> tuple[float, float]:
-    """Prompt and output tokens per second of the window, over these classes."""
-    summary = run.summary()
-    found = [c for p, c in summary.classes.items() if p in priorities]
-    scale = summary.duration_s / run.window_s
-    return (
-        scale * sum(c.prefill_tokens_per_s for c in found),
-        scale * sum(c.output_tokens_per_s for c in found),
     )

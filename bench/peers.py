@@ -1,0 +1,295 @@
+"""The same trace against other servers and ours, in alternation: `make bench-peers`.
+
+    python bench/peers.py                                   all peers, four seeds
+    python bench/peers.py --peers qllm,vllm --seconds 20 --seeds 1
+    python bench/peers.py --trace trace.json                arrivals and lengths of a file
+
+Same machine, same weights (bfloat16), same threads, greedy, fixed lengths, open loop. LS is also
+served alone by the first peers, to tell what the machine can do. A peer that cannot be installed
+or does not start is part of the result, with its error. The last line of stdout is one JSON
+document, also written to `bench/results/peers-cpu.json`.
+"""
+
+import argparse
+import json
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import Table, estimate, machine, plain, quantile, without_paths
+from servers import PEERS, InstallError, Peer, Place, free_port, installed, serving
+
+from qllm.random_moe import cache_dir, make_random_moe, source_text
+from qllm.types import Priority, Slo
+from qllm.workloads.client import Server, replay_http
+from qllm.workloads.files import read_requests
+from qllm.workloads.measure import Served, Window, report
+from qllm.workloads.replay import Arrival, Mix, make_workload, only
+from qllm.workloads.tokens import with_tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results" / "peers-cpu.json"
+SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
+ALONE = ("qllm", "vllm-512")
+"""Who also serves LS alone."""
+TARGET = 4.0
+"""LS TTFT p99 of vLLM over ours."""
+CORPUS_BYTES = 400_000
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of all that it started."""
+    total = 0.0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == pid:  # its session: servers start one of their own
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def busy_s() -> float:
+    """CPU seconds the whole machine was busy."""
+    ticks = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+class Bench:
+    """What the runs of one call share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
+
+        self.args = args
+        self.model = make_random_moe(size=args.size, seed=0)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
+        self.corpus = self.tokenizer.backend_tokenizer.encode(text).ids
+        end = args.warmup + args.seconds
+        self.window = Window(start_s=args.warmup, end_s=end, stop_s=end + args.drain)
+
+    def arrivals(self, seed: int) -> tuple[Arrival, ...]:
+        """One seed of the mix, or of the trace file: other places in the corpus."""
+        if self.args.trace:
+            found = [r for r in read_requests(self.args.trace) if r.at_s < self.window.end_s]
+            return with_tokens(found, self.corpus, seed)
+        mix = Mix(
+            seconds=self.window.end_s,
+            seed=seed,
+            ls_rate=self.args.ls_rate,
+            ls_tail=0.0,
+            ls_prompt=(64, 128),
+            ls_output=(32, 32),
+            be_burst=self.args.be_burst,
+            be_rate=self.args.be_rate,
+            be_prompt=(1024, 2048),
+            be_output=(128, 256),
+        )
+        return make_workload(mix, self.corpus)
+
+    def run(self, peer: Peer, home: Path, seed: int, alone: bool) -> dict[str, Any]:
+        """Start a server, warm it up, send one seed, stop it."""
+        arrivals = self.arrivals(seed)
+        if alone:
+            arrivals = only(arrivals, Priority.LS)
+        place = Place(home, self.model, free_port(), self.args.threads)
+        server = Server(
+            url=f"http://127.0.0.1:{place.port}",
+            model=peer.served_model.format(model=self.model),
+            bodies=peer.bodies,
+            text_of=self.tokenizer.decode if peer.text else None,
+            force_close=peer.force_close,
+        )
+        log = self.args.logs / f"{peer.name.replace(' ', '-')}.log"
+        with serving(peer, place, log) as process:
+            warm = [Arrival(**_fields(a) | {"at_s": 0.0, "max_tokens": 4}) for a in arrivals[:2]]
+            first = replay_http(server, warm, 1.0 if self.args.quick else 5.0)
+            cpu, busy, own = cpu_s(process.pid), busy_s(), time.process_time()
+            begin = time.monotonic()
+            served = replay_http(server, arrivals, self.window.stop_s)
+            took = time.monotonic() - begin
+            cores = (cpu_s(process.pid) - cpu) / took
+            client = (time.process_time() - own) / took
+            other = (busy_s() - busy) / took - cores - client
+        errors = sorted({s.error for s in (*first, *served) if s.error})
+        return {
+            **report(served, self.window, {Priority.LS: SLO}),
+            "seed": seed,
+            "server_cores": cores,
+            "client_cores": client,
+            "other_cores": other,
+            "errors": errors[:3],
+            "samples": _samples(served, self.window),
+        }
+
+
+def _fields(arrival: Arrival) -> dict[str, Any]:
+    return {name: getattr(arrival, name) for name in arrival.__dataclass_fields__}
+
+
+def _samples(served: Sequence[Served], window: Window) -> dict[str, Any]:
+    ls = [s for s in served if s.spec.priority <= Priority.LS and window.counts(s.spec)]
+    return {
+        "ttft_ms": [s.ttft_ms(window.stop_s) for s in ls],
+        "tpot_ms": [t for s in ls if (t := s.tpot_ms) is not None],
+        "met": sum(s.meets(SLO) for s in ls),
+    }
+
+
+def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One peer over its seeds."""
+    samples = [r["samples"] for r in runs]
+    count = sum(len(s["ttft_ms"]) for s in samples)
+    out: dict[str, Any] = {"ls_requests": count}
+    for p in (50, 90, 99):
+        out[f"ls_ttft_p{p}_ms"] = estimate([s["ttft_ms"] for s in samples], quantile(p))
+    for p in (50, 99):
+        out[f"ls_tpot_p{p}_ms"] = estimate([s["tpot_ms"] for s in samples], quantile(p))
+    out["ls_slo_attainment"] = sum(s["met"] for s in samples) / count if count else None
+    out["ls_no_first_token"] = sum(r["LS"]["no_first_token"] for r in runs if "LS" in r)
+    for name in ("prefill_tokens_per_s", "output_tokens_per_s"):
+        rates = [r["BE"][name] for r in runs if "BE" in r]
+        out[f"be_{name}"] = sum(rates) / len(rates) if rates else None
+    out["other_cores"] = max(r["other_cores"] for r in runs)
+    out["errors"] = sorted({e for r in runs for e in r["errors"]})
+    return out
+
+
+def measure(bench: Bench, table: Table) -> dict[str, Any]:
+    """Every seed, peers in turn; what cannot run is named once."""
+    homes, failed = _install(bench.args)
+    cases = [(name, name, False) for name in homes]
+    cases += [(f"LS alone, {name}", name, True) for name in ALONE if name in homes]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for i, seed in enumerate(bench.args.seeds):
+        for label, name, alone in cases[i % len(cases) :] + cases[: i % len(cases)]:
+            if label in failed:
+                continue
+            try:
+                run = bench.run(PEERS[name], homes[name], seed, alone)
+            except Exception as error:  # noqa: BLE001 - the other peers must run
+                failed[label] = without_paths(f"{type(error).__name__}: {error}"[-700:])
+                continue
+            runs.setdefault(label, []).append(run)
+            print(f"  seed {seed}, {label}: done", flush=True)
+    found = {label: pooled(rs) for label, rs in runs.items()}
+    for label, entry in found.items():
+        _lines(table, label, entry)
+    for label, error in failed.items():
+        table.add(f"{label} FAILED", error)
+    _ratios(table, runs)
+    for run in (run for rs in runs.values() for run in rs):
+        run.pop("samples")
+    return {"peers": found, "failed": failed, "runs": runs}
+
+
+def _install(args: argparse.Namespace) -> tuple[dict[str, Path], dict[str, str]]:
+    """Environments by peer, and what went wrong."""
+    homes: dict[str, Path] = {}
+    failed: dict[str, str] = {}
+    for name in args.peers:
+        try:
+            homes[name] = installed(PEERS[name], args.cache)
+        except InstallError as error:
+            failed[name] = without_paths(f"not installed: {error}")
+    return homes, failed
+
+
+def _lines(table: Table, label: str, entry: dict[str, Any]) -> None:
+    ttft = " / ".join(entry[f"ls_ttft_p{p}_ms"].text(0) for p in (50, 99))
+    tpot = entry["ls_tpot_p99_ms"]
+    table.add(
+        f"{label}: LS TTFT p50 / p99; TPOT p99 ms; SLO",
+        f"{ttft}; {'-' if tpot is None else tpot.text(0)}; {entry['ls_slo_attainment']:.1%}",
+    )
+    if entry["be_output_tokens_per_s"] is not None:
+        table.add(
+            f"  {label}: BE prefill + output tokens/s",
+            f"{entry['be_prefill_tokens_per_s']:.0f} + {entry['be_output_tokens_per_s']:.0f}",
+        )
+    for error in entry["errors"]:
+        table.add(f"  {label}: requests failed", error[:200])
+
+
+def _ratios(table: Table, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """LS TTFT p99 of every peer over ours."""
+    ours = [r["samples"]["ttft_ms"] for r in runs.get("qllm", [])]
+    for label, rs in runs.items():
+        if label == "qllm" or label.startswith("LS alone"):
+            continue
+        ratio = estimate([r["samples"]["ttft_ms"] for r in rs], quantile(99), over=ours)
+        if ratio is None:
+            continue
+        judged = label.startswith("vllm")
+        table.add(
+            f"LS TTFT p99 {label} / qllm",
+            ratio.text(),
+            f">= {TARGET}" if judged else "",
+            ratio.value >= TARGET if judged else None,
+        )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", default=",".join(PEERS), help="with commas between")
+    parser.add_argument("--seeds", default="1,2,3,4")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of one window")
+    parser.add_argument("--warmup", type=float, default=8.0)
+    parser.add_argument("--drain", type=float, default=5.0)
+    parser.add_argument("--ls-rate", type=float, default=3.2)
+    parser.add_argument("--be-burst", type=int, default=24)
+    parser.add_argument("--be-rate", type=float, default=1.0)
+    parser.add_argument(
+        "--trace", type=Path, help="a trace file instead; every seed cuts other prompts"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
+    parser.add_argument("--cache", type=Path, default=cache_dir() / "peers")
+    parser.add_argument("--logs", type=Path, default=ROOT / ".benchmarks" / "peers")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="one short seed: to debug")
+    args = parser.parse_args()
+    args.peers = [p for p in args.peers.split(",") if p]
+    if unknown := set(args.peers) - set(PEERS):
+        parser.error(f"unknown peers: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
+    args.seeds = [int(s) for s in args.seeds.split(",")]
+    if args.quick:
+        args.seeds, args.seconds, args.warmup, args.drain = args.seeds[:1], 8.0, 1.0, 1.0
+    return args
+
+
+def main() -> None:
+    """Measure, print the table, then the JSON line."""
+    warnings.simplefilter("ignore")
+    args = arguments()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    begin, table = time.time(), Table()
+    found = measure(Bench(args), table)
+    document = plain(
+        {
+            "bench": "peers",
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+            "took_s": time.time() - begin,
+            "machine": machine(),
+            "config": {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+            | {"model": f"qllm.random_moe {args.size}, seed 0, bfloat16", "slo": SLO._asdict()},
+            **found,
+            "lines": table.lines,
+            "losing": table.losing,
+        }
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, separators=(",", ":")))
+
+
+if __name__ == "__main__":
+    main()

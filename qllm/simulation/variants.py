@@ -1,0 +1,81 @@
+"""Policies with settings, as one writes them on a command line."""
+
+import json
+from itertools import product
+from typing import Any, NamedTuple
+
+from qllm.errors import ConfigError
+from qllm.plugins import load_policy
+from qllm.types import Slo
+
+
+class Variant(NamedTuple):
+    """A policy and parameters of it."""
+
+    label: str
+    name: str
+    settings: dict[str, Any]
+
+    def make(self) -> Any:
+        """The policy object.
+
+        Raises:
+            ConfigError: The name or a parameter is unknown; the known ones are listed.
+        """
+        return load_policy(self.name, self.settings)
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Read `qllm2,fcfs:chunk_tokens=128/256`: three variants, one per value.
+
+    Raises:
+        ConfigError: No policy, the same one twice, or one that cannot be made.
+    """
+    found: list[Variant] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, *pairs = part.split(":")
+        axes = [_axis(pair) for pair in pairs]
+        for values in product(*(values for _, values in axes)):
+            settings = {key: value for (key, _), value in zip(axes, values, strict=True)}
+            shown = (f"{key}={value}" for key, value in settings.items())
+            found.append(Variant(":".join((name, *shown)), name, settings))
+    labels = [variant.label for variant in found]
+    if not found or len(set(labels)) < len(labels):
+        raise ConfigError(f"policies {text!r} must be at least one, and none twice")
+    for variant in found:
+        variant.make()
+    return found
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    key, equals, values = text.partition("=")
+    if not (key and equals and values):
+        raise ConfigError(f"policy setting {text!r} must be NAME=VALUE or NAME=VALUE/VALUE")
+    return key, [_value(value) for value in values.split("/")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def parse_slo(text: str) -> Slo:
+    """Read `ttft=500ms,tpot=50ms`; one of the two may be missing. Seconds are `0.5s`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        unit = next((u for u in ("ms", "s") if value.endswith(u)), "")
+        try:
+            number = float(value.removesuffix(unit)) * {"s": 1000.0}.get(unit, 1.0)
+        except ValueError:
+            number = -1.0
+        if name not in ("ttft", "tpot") or name in found or not 0 < number < float("inf"):
+            raise ConfigError(f"slo {text!r} must be like ttft=500ms,tpot=50ms")
+        found[name] = number
+    return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))
