@@ -33,7 +33,7 @@ bench-report: $(READY)
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(READY): pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/cpu/*.cpp qllm/kernels/cpu/*.h qllm/kernels/cpu/*.inc)
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools

@@ -1,5 +1,27 @@
-"""The packages: `qllm` and what lies in it, and the folder `policies/` as `qllm_policies`."""
+"""The packages: `qllm` and what lies in it, and the folder `policies/` as `qllm_policies`.
 
-from setuptools import find_packages, setup
+The CPU kernels are an extension of the limited API. Where no compiler is there, the install goes
+on without them: torch computes then, and the start-up log and `qllm doctor` say so.
+"""
 
-setup(packages=[*find_packages(include=["qllm", "qllm.*"]), "qllm_policies"])
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+
+FOLDER = Path("qllm/kernels/cpu")
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+
+setup(
+    packages=[*find_packages(include=["qllm", "qllm.*"]), "qllm_policies"],
+    ext_modules=[
+        Extension(
+            "qllm.kernels.cpu._native",
+            sources=sorted(str(file) for file in FOLDER.glob("*.cpp")),
+            depends=sorted(str(file) for file in FOLDER.glob("*.[hi]*")),
+            extra_compile_args=[*FLAGS, "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
+            extra_link_args=["-pthread"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+)

@@ -66,7 +66,7 @@ def mixed_streams(engine: QLLMEngine, jobs: Sequence[Job], seed: int) -> list[An
         job = jobs[i]
         handles[i] = engine.submit(job.token_ids, "BE", job.max_tokens, sampling=ALL_LOGPROBS)
     for i in ls:
-        time.sleep(float(rng.exponential(0.15)))
+        time.sleep(float(rng.exponential(0.05)))
         job = jobs[i]
         handles[i] = engine.submit(job.token_ids, "LS", job.max_tokens, sampling=ALL_LOGPROBS)
     return [handles[i].result(600) for i in range(len(jobs))]

@@ -11,7 +11,7 @@ from common import Job, estimate, make_jobs, make_prompt, paired, quantile
 from mixed import GREEDY, Flood
 
 from qllm import QLLMEngine
-from qllm.trace import Parked, Planned, Ran
+from qllm.trace import Event, Parked, Planned, Ran
 from qllm.types import NS_PER_MS, Grain
 
 # row 6: arrival to parked
@@ -50,13 +50,13 @@ def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) ->
 # row 7: time added per preemption
 
 
-def _timeline(engine: QLLMEngine, be: set[int]) -> dict[str, float]:
-    """Milliseconds of the last run: in BE programs, in others, between them; and preemptions."""
+def _timeline(events: Sequence[Event], be: int) -> dict[str, float]:
+    """Milliseconds in BE programs, in others, between them; and preemptions."""
     frames: set[int] = set()
     out = {"be_ms": 0.0, "ls_ms": 0.0, "parks": 0.0, "park_ms": 0.0}
     first = last = ran_ns = 0
-    for event in engine.trace:
-        if isinstance(event, Planned) and any(r.request_id in be for r in event.rows):
+    for event in events:
+        if isinstance(event, Planned) and any(r.request_id == be for r in event.rows):
             frames.add(event.frame_id)
         elif isinstance(event, Ran):
             kind = "be_ms" if event.frame_id in frames else "ls_ms"
@@ -69,40 +69,40 @@ def _timeline(engine: QLLMEngine, be: set[int]) -> dict[str, float]:
     return out
 
 
-def _run_be(model: Any, jobs: Sequence[Job], every_s: float | None, seed: int) -> dict[str, float]:
+def _run_be(engine: QLLMEngine, job: Job, every_s: float | None, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
-    with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
-        handles = [engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs]
-        be = {h.number for h in handles}
-        while any(h.finish_reason is None for h in handles):
-            if every_s is None:
-                time.sleep(0.02)
-                continue
-            time.sleep(float(rng.exponential(every_s)))
-            engine.submit(make_prompt(rng, 32), "LS", 1, sampling=GREEDY).result(60)
-        return _timeline(engine, be)
+    begin = len(engine.trace)
+    handle = engine.submit(job.token_ids, "BE", job.max_tokens, sampling=GREEDY)
+    while handle.finish_reason is None:
+        if every_s is None:
+            time.sleep(0.01)
+            continue
+        time.sleep(float(rng.exponential(every_s)))
+        engine.submit(make_prompt(rng, 32), "LS", 1, sampling=GREEDY).result(60)
+    return _timeline(list(engine.trace)[begin:], handle.number)
 
 
 def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[str, Any]:
     """A prompt of 1,536 tokens with and without LS prefills of 32 tokens in between.
 
     Both times are sums over the programs of a trace: slower BE ops (what they find cold), and
-    the time in no program at all (park, decide, resume).
+    the time in no program at all (park, admit, decide, resume). One engine runs both, in turns.
     """
-    jobs = make_jobs(seed, 1, (1536, 1536), (1, 1))
-    _run_be(model, jobs, None, seed)
+    job = make_jobs(seed, 1, (1536, 1536), (1, 1))[0]
     cold, between, parks, park = [], [], 0.0, 0.0
-    for i in range(pairs):
-        runs = {
-            every: _run_be(model, jobs, every, seed + i)
-            for every in random.Random(seed + i).sample([None, every_s], 2)
-        }
-        quiet, busy = runs[None], runs[every_s]
-        n = max(1.0, busy["parks"])
-        cold.append((busy["be_ms"] - quiet["be_ms"]) / n)
-        between.append((busy["gap_ms"] - quiet["gap_ms"]) / n)
-        parks += busy["parks"]
-        park += busy["park_ms"]
+    with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
+        _run_be(engine, job, None, seed)
+        for i in range(pairs):
+            runs = {
+                every: _run_be(engine, job, every, seed + i)
+                for every in random.Random(seed + i).sample([None, every_s], 2)
+            }
+            quiet, busy = runs[None], runs[every_s]
+            n = max(1.0, busy["parks"])
+            cold.append((busy["be_ms"] - quiet["be_ms"]) / n)
+            between.append((busy["gap_ms"] - quiet["gap_ms"]) / n)
+            parks += busy["parks"]
+            park += busy["park_ms"]
     return {
         "preemptions": parks,
         "pairs": pairs,

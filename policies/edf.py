@@ -12,7 +12,7 @@ instead of a search; the class goes before the deadline.
 
 from dataclasses import dataclass, field
 
-from qllm.policy import RankPolicy, Ride, Slack
+from qllm.policy import RankPolicy, Reads, Ride, Slack
 from qllm.types import NS_PER_MS
 
 NO_DEADLINE = 1 << 62
@@ -22,7 +22,7 @@ NO_DEADLINE = 1 << 62
 class Edf(RankPolicy):
     """Earliest deadline first inside each class, chunks sized by the slack of the decodes."""
 
-    ages = False
+    reads = Reads.PROGRESS
     ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
     ttft_ms: int = 5000
     """TTFT target of requests that bring none."""

@@ -9,14 +9,14 @@ exceed `max_step_tokens`.
 
 from dataclasses import dataclass
 
-from qllm.policy import RankPolicy
+from qllm.policy import RankPolicy, Reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fcfs(RankPolicy):
     """First come, first served."""
 
-    ages = False
+    reads = Reads.FIXED
 
     def rank(
         self,

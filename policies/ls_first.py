@@ -9,14 +9,14 @@ Source: vLLM 0.33 `--scheduling-policy priority`. Differs: prompts are not chunk
 
 from dataclasses import dataclass, field
 
-from qllm.policy import RankPolicy, Ride
+from qllm.policy import RankPolicy, Reads, Ride
 
 
 @dataclass(frozen=True, kw_only=True)
 class LsFirst(RankPolicy):
     """Unbounded LS-first batching."""
 
-    ages = False
+    reads = Reads.FIXED
     ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
 
     def rank(

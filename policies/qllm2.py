@@ -12,7 +12,7 @@ paper has none of these, and its order starves BE prefill).
 from dataclasses import dataclass, field
 
 from qllm.errors import ConfigError
-from qllm.policy import RankPolicy, Ride
+from qllm.policy import RankPolicy, Reads, Ride
 from qllm.types import Grain
 
 
@@ -20,7 +20,7 @@ from qllm.types import Grain
 class Qllm2(RankPolicy):
     """Preemption at every expert, ride-along with a budget, a bound on BE stalls."""
 
-    ages = False
+    reads = Reads.FIXED
     grain: Grain = field(default=Grain.EXPERT, metadata={"fixed": True})
     max_be_stall_ms: int | None = 1000
     ride_frac: float = 0.25

@@ -67,13 +67,15 @@ def _attn_cuts(
     begin = at = 0
     cost = 0.0
     for r in group:
-        for lo, hi in pairwise(blocks[r]):
-            extra = (hi - lo) * (1.0 + per_kv * hi)  # `CutRule.cost`
+        lo, *marks = blocks[r]
+        for hi in marks:
+            extra = (hi - lo) * (1.0 + per_kv * hi)
             if cost + extra > most and at > begin:
                 spans.append((begin, at))
                 begin, cost = at, 0.0
             at += hi - lo
             cost += extra
+            lo = hi
     spans.append((begin, at))
     return spans
 
@@ -130,19 +132,13 @@ def compile_program(
     alone = one_query_from or [row.hi for row in rows]
     blocks = tuple(_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True))
     groups: dict[tuple[int, ...], int] = {}
-    spans: list[list[tuple[int, int]]] = []
+    spans: dict[int, list[tuple[int, int]]] = {}
     stretches: list[Stretch] = []
-
-    def group_of(members: tuple[int, ...]) -> int:
-        if members not in groups:
-            groups[members] = len(groups)
-            spans.append(_attn_cuts(members, blocks, cuts))
-        return groups[members]
 
     def one_op(kind: OpKind, layer: int, members: tuple[int, ...]) -> None:
         if members:
-            g = group_of(members)
-            op = Op(kind, layer, g, 0, spans[g][-1][1])
+            total = sum([rows[r].hi - rows[r].lo for r in members])
+            op = Op(kind, layer, groups.setdefault(members, len(groups)), 0, total)
             stretches.append(Stretch(layer, layer + 1, (op,)))
 
     one_op(OpKind.EMBED, 0, tuple(r for r, row in enumerate(rows) if row.start_layer == 0))
@@ -152,7 +148,9 @@ def compile_program(
             r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
         )
         if members:
-            g = group_of(members)
+            g = groups.setdefault(members, len(groups))
+            if g not in spans:
+                spans[g] = _attn_cuts(members, blocks, cuts)
             for first, last in _alike(shape.is_moe, start, end):
                 ops = _layer_ops(first, g, spans[g], shape.is_moe[first], cuts)
                 stretches.append(Stretch(first, last, ops))

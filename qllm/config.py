@@ -8,6 +8,13 @@ from qllm.errors import ConfigError
 from qllm.types import Exactness, Grain
 
 GRAINS = {grain.name.lower(): grain for grain in Grain}
+CHOICES = {
+    "preempt_at": tuple(GRAINS),
+    "exactness": tuple(level.value for level in Exactness),
+    "kernels": ("fast", "reference"),
+    "on_policy_error": ("fail", "fcfs"),
+}
+"""Settings that name one of a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +39,9 @@ class EngineConfig:
     """Declared bound on the work between two boundaries; infinity does not cut."""
     exactness: str = "order"
     """"order" (L1) or "batch-invariant" (L2)."""
-    packed_decode: bool = True
-    """Attend single bf16 queries with the heads of a KV head as one matrix: 3 to 6 times faster,
-    last bits may differ from Hugging Face's. Off: the bits of `model.forward`."""
+    kernels: str = "fast"
+    """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
+    Face's; "reference": the bits of `model.forward`."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int = 256
@@ -47,19 +54,11 @@ class EngineConfig:
     """Keep the trace events of the run (see `engine.trace`)."""
 
     def __post_init__(self) -> None:
-        if self.preempt_at not in GRAINS:
-            raise ConfigError(
-                f"preempt_at={self.preempt_at!r} is unknown; use one of {', '.join(GRAINS)}"
-            )
-        known = [level.value for level in Exactness]
-        if self.exactness not in known:
-            raise ConfigError(
-                f"exactness={self.exactness!r} is unknown; use one of {', '.join(known)}"
-            )
-        if self.on_policy_error not in ("fail", "fcfs"):
-            raise ConfigError(
-                f"on_policy_error={self.on_policy_error!r} is unknown; use one of fail, fcfs"
-            )
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
+                )
         for name in (
             "max_num_seqs",
             "max_kv_tokens",
@@ -73,7 +72,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be an integer >= 1")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
-        for name in ("packed_decode", "conformance", "record"):
+        for name in ("conformance", "record"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")

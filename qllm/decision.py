@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qllm.plan import START, Index, Program, Row
-from qllm.types import FrameId, Grain, RequestId
+from qllm.types import NS_PER_MS, NS_PER_S, FrameId, Grain, RequestId
+
+MAX_IDLE_NS = 10 * NS_PER_S
+"""A policy that lets requests wait for so long while nothing runs has stalled."""
 
 
 class Kill(NamedTuple):
@@ -100,3 +103,24 @@ class Limits:
     grain: Grain
     max_segment_ns: int
     batch_invariant: bool = False
+
+
+class Patience:
+    """How long a policy has let requests wait while nothing ran."""
+
+    def __init__(self) -> None:
+        self._since_ns: int | None = None
+
+    def renew(self) -> None:
+        """Something runs, or nobody waits."""
+        self._since_ns = None
+
+    def until_ns(self, wanted_ns: int, now_ns: int) -> int | None:
+        """When to ask the policy again, which wants to wait; None if it has waited too long."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        end_ns = self._since_ns + MAX_IDLE_NS
+        if now_ns >= end_ns:
+            self.renew()
+            return None
+        return max(min(wanted_ns, end_ns), now_ns + NS_PER_MS // 10)

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from qllm import perfetto
 from qllm.config import engine_config
+from qllm.core import torch_threads
 from qllm.errors import ConfigError, ModelError
-from qllm.host import torch_threads
 from qllm.llm import QLLMEngine
 from qllm.metrics import ClassMetrics, Summary, request_metrics
 from qllm.models.loader import LoadedModel, load

@@ -11,20 +11,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from qllm import trace
+from qllm.costs import Costs
 from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Split
 from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.plan import Index, OpKind, Program, Runner
-from qllm.policy import CostTable
 from qllm.request import Request
 from qllm.scheduler import Scheduler
 from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
-
-SAMPLES_PER_COST = 4
-"""Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""
-COST_LEVELS = 9
-"""Decode costs are kept for 1, 2, 4, ... 256 rows."""
 
 
 class Sink(Protocol):
@@ -52,53 +47,6 @@ class Live(NamedTuple):
     request: Request
 
 
-class Costs:
-    """Fits the cost table of the view from measured runs."""
-
-    def __init__(self) -> None:
-        self._decode_ns: dict[int, int] = {}
-        self._prefill_token_ns = 0
-
-    def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
-        """Learn from a program that ran from its start to its end at one go."""
-        decodes = sum(1 for row in program.rows if row.num_tokens == 1)
-        tokens = program.num_tokens - decodes
-        layers = program.num_layers
-        if any(row.start_layer or row.end_layer != layers for row in program.rows):
-            return None
-        if not tokens:
-            level = max(0, min(COST_LEVELS - 1, (decodes * 3 // 2).bit_length() - 1))
-            self._decode_ns[level] = _blend(
-                self._decode_ns.get(level, 0),
-                elapsed_ns * (1 << level) // decodes if decodes < (1 << level) else elapsed_ns,
-            )
-        else:
-            rest = elapsed_ns - (self.table().decode(decodes) if decodes else 0)
-            if rest <= 0:
-                return None
-            self._prefill_token_ns = _blend(self._prefill_token_ns, rest // tokens)
-        return self.table()
-
-    def table(self) -> CostTable:
-        """The table as it is known now; unknown sizes follow from their neighbours."""
-        known = self._decode_ns or {0: 1_000_000}
-        values: list[int] = []
-        for level in range(COST_LEVELS):
-            if level in known:
-                value = known[level]
-            elif values:
-                value = values[-1] * 8 // 5
-            else:
-                first = min(known)
-                value = known[first] * 5**first // 8**first
-            values.append(max(value, values[-1] if values else 1))
-        return CostTable(tuple(values), self._prefill_token_ns or max(1, values[0] // 8))
-
-
-def _blend(old: int, seen: int) -> int:
-    return (old * (SAMPLES_PER_COST - 1) + seen) // SAMPLES_PER_COST if old else seen
-
-
 class EngineLoop:
     """Runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
 
@@ -110,6 +58,7 @@ class EngineLoop:
         now_ns: The engine's clock.
         record: Takes every event, or None.
         fallback: A policy for when the chosen one breaks, or None to fail its requests.
+        decided: Told after every decision how many requests live, and how many of them wait.
     """
 
     def __init__(
@@ -121,6 +70,7 @@ class EngineLoop:
         now_ns: Callable[[], int],
         record: trace.Trace | None = None,
         fallback: Any = None,
+        decided: Callable[[int, int], None] | None = None,
     ) -> None:
         self.ingress = ingress
         self.scheduler = scheduler
@@ -129,6 +79,7 @@ class EngineLoop:
         self.now_ns = now_ns
         self.record = record
         self.fallback = fallback
+        self.decided = decided
         self.metrics = MetricsBuilder()
         self.costs = Costs()
         self.live: dict[RequestId, Live] = {}
@@ -139,6 +90,7 @@ class EngineLoop:
         self.num_preemptions = 0
         """Latencies measured so far, those that the deque has forgotten included."""
         self.policy_errors: list[str] = []
+        self.longest_plan_ns = 0
 
     # -- the loop
 
@@ -160,6 +112,7 @@ class EngineLoop:
             self._policy_broke(error)
             return False
         start_ns = self.now_ns()
+        self.longest_plan_ns = max(self.longest_plan_ns, start_ns - now)
         try:
             for effect in decision.effects:
                 self._apply(effect)
@@ -168,6 +121,8 @@ class EngineLoop:
                 raise
             self._failed(decision.program, decision.start, start_ns, error)
             return False
+        if self.decided is not None:
+            self.decided(len(self.live), self.num_waiting)
         if decision.program is None:
             self._idle(decision)
             return False
@@ -188,7 +143,7 @@ class EngineLoop:
             if isinstance(item, Submission):
                 self.admit(item)
             elif isinstance(item, Cancel):
-                self._finish(item.request_id, FinishReason.CANCELLED)
+                self._finish(item.request_id, item.reason)
             else:
                 self._call(item)
 

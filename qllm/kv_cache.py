@@ -1,7 +1,8 @@
 """KV of requests: one contiguous slab per layer, reserved once at the longest length.
 
 Reserving costs address space, not memory: pages are touched when tokens are written, so growth
-never copies and attention reads one contiguous range per head.
+never copies and attention reads one contiguous range per head. The slabs of the layers lie one
+after the other, so that a kernel finds all of them from one address.
 
     layer slab   k_1GSH   [. committed .|. written, not committed .|. reserved, untouched .......]
                           0             committed                  written            capacity
@@ -9,16 +10,15 @@ never copies and attention reads one contiguous range per head.
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
 
 
 class RequestKV:
-    """Slabs of one request. Slabs are made when a layer first writes, in the shape it writes."""
+    """Slabs of one request, made when it first writes, in the shape it writes."""
 
-    __slots__ = ("capacity", "committed", "slabs", "written")
+    __slots__ = ("_base", "capacity", "committed", "slabs", "written")
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.capacity = capacity
@@ -27,6 +27,7 @@ class RequestKV:
         self.written = 0
         """Tokens whose KV exists in some layer."""
         self.slabs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._base: tuple[int, int, int] | None = None
 
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         """Store the keys and values of positions [lo, lo + T)."""
@@ -34,10 +35,15 @@ class RequestKV:
         hi = lo + num_tokens
         slab = self.slabs[layer]
         if slab is None:
-            slab = (self._reserve(k_1GTH), self._reserve(v_1GTH))
-            self.slabs[layer] = slab
+            self._reserve(k_1GTH, v_1GTH)
+            slab = self.slabs[layer]
+            assert slab is not None
         slab[0].narrow(2, lo, num_tokens).copy_(k_1GTH)
         slab[1].narrow(2, lo, num_tokens).copy_(v_1GTH)
+        self.reach(hi)
+
+    def reach(self, hi: int) -> None:
+        """Positions below `hi` are written, or will be before they are read."""
         if hi > self.written:
             self.written = hi
 
@@ -48,13 +54,38 @@ class RequestKV:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
         return slab[0].narrow(2, lo, hi - lo), slab[1].narrow(2, lo, hi - lo)
 
-    def _reserve(self, like_1GTH: Tensor) -> Tensor:
-        shape = (1, like_1GTH.shape[1], self.capacity, like_1GTH.shape[3])
-        return torch.empty(shape, dtype=like_1GTH.dtype, device=like_1GTH.device)
+    def base(self, num_heads: int, head_dim: int, like: Tensor) -> tuple[int, int, int]:
+        """Addresses of the keys and of the values of layer 0, and values from head to head.
+
+        Args:
+            num_heads: KV heads.
+            head_dim: Width of a head.
+            like: Dtype and device of KV that is not reserved yet.
+        """
+        if self._base is None:
+            if self.slabs[0] is None:
+                shape = like.new_empty((1, num_heads, 0, head_dim))
+                self._reserve(shape, shape)
+            slab = self.slabs[0]
+            assert slab is not None
+            k, v = slab
+            self._base = k.data_ptr(), v.data_ptr(), k.stride(1)
+        return self._base
+
+    def _reserve(self, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
+        """Make the slabs of all layers; they have one shape."""
+
+        def layers(like_1GTH: Tensor) -> tuple[Tensor, ...]:
+            _, heads, _, width = like_1GTH.shape
+            shape = (len(self.slabs), 1, heads, self.capacity, width)
+            return like_1GTH.new_empty(shape).unbind(0)
+
+        self.slabs = list(zip(layers(k_1GTH), layers(v_1GTH), strict=True))
 
     def clear(self) -> None:
         """Free the slabs; the request recomputes."""
         self.slabs = [None] * len(self.slabs)
+        self._base = None
         self.committed = self.written = 0
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,6 @@ with QLLMEngine.from_pretrained("tiny") as engine:
     print(batch.result(timeout=60).metrics)
 """
 
-import itertools
 import math
 import os
 import secrets
@@ -16,40 +15,31 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from qllm import portable
+from transformers.utils.logging import is_progress_bar_enabled
+
 from qllm.config import EngineConfig, engine_config
-from qllm.decision import Limits
 from qllm.detokenizer import Detokenizer
-from qllm.engine import EngineLoop
-from qllm.errors import (
-    ConfigError,
-    InvalidRequestError,
-    QueueFullError,
-)
+from qllm.engine_process import Start, pickled_policy
+from qllm.errors import ConfigError, InvalidRequestError, QueueFullError, RequestFailedError
 from qllm.handle import Handle, Result
-from qllm.host import ThreadHost, torch_threads
-from qllm.ingress import Cancel, InprocIngress, Submission
-from qllm.metrics import RequestMetrics
-from qllm.models.conformance import check as check_conformance
-from qllm.models.loader import LoadedModel, load, wrap
-from qllm.plugins import cap_names, degraded, load_policy
+from qllm.host import Host
+from qllm.ingress import Submission
+from qllm.models.loader import load, load_tokenizer, wrap
+from qllm.plugins import load_policy
+from qllm.process_host import ProcessHost
 from qllm.prompts import to_token_ids
-from qllm.runner import TorchRunner
-from qllm.scheduler import Scheduler
+from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
 from qllm.types import (
-    NS_PER_MS,
     NS_PER_S,
-    FinishReason,
     Priority,
     Prompt,
     RequestId,
-    RequestStatus,
-    Sampled,
     SamplingParams,
     Slo,
 )
 
+HOSTS = ("process", "thread")
 PRIORITY_LIMIT = 1 << 20
 
 
@@ -59,54 +49,15 @@ class QLLMEngine:
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, policy: Any, config: EngineConfig, *, threads: int | None = None
-    ) -> None:
-        self.model_name = loaded.name
-        self.tokenizer = loaded.tokenizer
+    def __init__(self, host: Host, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
+        self.model_name = host.info.name
+        self.tokenizer = tokenizer
         self.config = config
         self.policy = policy
-        self._eos_ids = loaded.eos_token_ids
-        self.sampling_defaults = loaded.generation_defaults
+        """As it was given. A policy object of a process host is served by a copy of it."""
+        self.sampling_defaults = host.info.sampling_defaults
         """Keywords of SamplingParams for requests without any, from the generation config."""
-        self._zero_ns = time.monotonic_ns()
-        with torch_threads(threads):
-            self._runner = TorchRunner(
-                loaded.model,
-                max_segment_ms=config.max_segment_ms,
-                batch_invariant=config.batch_invariant,
-                packed_decode=config.packed_decode,
-            )
-            if config.conformance:
-                check_conformance(loaded.model, self._runner)
-        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
-        limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_step_tokens,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            grain=config.grain,
-            max_segment_ns=int(segment_ns),
-            batch_invariant=config.batch_invariant,
-        )
-        self._ingress = InprocIngress(self.now_ns)
-        meta = {"model": self.model_name, "policy": repr(policy)}
-        if degraded(policy):
-            meta["degraded_without"] = cap_names(degraded(policy))
-        self.trace = Trace(meta=meta)
-        """Events of the run, kept if the engine was made with `record=True`."""
-        self._loop = EngineLoop(
-            self._ingress,
-            Scheduler(policy, self._runner.shape, self._runner.cuts, limits),
-            self._runner,
-            self,
-            self.now_ns,
-            record=self.trace if config.record else None,
-            fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
-        )
-        self._handles: dict[RequestId, Handle] = {}
-        self._numbers = itertools.count()
-        self._host = ThreadHost(self._loop, self._ingress, lambda: self._handles, threads)
+        self._host = host
 
     # -- making one
 
@@ -122,6 +73,8 @@ class QLLMEngine:
         trust_remote_code: bool = False,
         load_format: str = "auto",
         threads: int | None = None,
+        host: str = "process",
+        listen: str | None = None,
         **settings: Any,
     ) -> Self:
         """Load a model and start to serve it.
@@ -136,6 +89,9 @@ class QLLMEngine:
             trust_remote_code: Run modelling code that comes with the checkpoint.
             load_format: "auto" reads weights; "dummy" makes seeded random ones.
             threads: Threads torch computes with; None leaves torch's choice.
+            host: Where the engine runs: "process", a process of its own, for which the latency
+                bounds are promised; or "thread", in this one.
+            listen: Path of a Unix socket at which further processes `attach`; needs a process.
             **settings: Fields of `EngineConfig`.
 
         Raises:
@@ -149,14 +105,52 @@ class QLLMEngine:
                 f"device={device!r} cannot be driven yet; use device='cpu' (the CUDA runner is "
                 "not part of this release)"
             )
-        loaded = load(
-            name_or_path,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            load_format=load_format,
+        if host not in HOSTS:
+            raise ConfigError(f"host={host!r} is unknown; use one of {', '.join(HOSTS)}")
+        if listen is not None and host != "process":
+            raise ConfigError(f"listen={listen!r} needs host='process'")
+        how = {
+            "dtype": dtype,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "load_format": load_format,
+        }
+        if host == "thread":
+            loaded = load(name_or_path, **how)
+            return cls(ThreadHost(loaded, made, config, threads), loaded.tokenizer, made, config)
+        start = Start(
+            model=os.fspath(name_or_path),
+            load=how,
+            policy=policy if isinstance(policy, str) else pickled_policy(policy),
+            policy_settings=policy_settings,
+            config=config,
+            threads=threads,
+            listen=listen,
+            quiet=not is_progress_bar_enabled(),
         )
-        return cls(loaded, made, config, threads=threads)
+        return cls._over_rings(ProcessHost.spawn(start), made)
+
+    @classmethod
+    def attach(cls, path: str) -> Self:
+        """Become a further front end of an engine that was made with `listen=path`.
+
+        It tokenises here, has rings of its own, and its requests end when it is closed or its
+        process ends; the engine stays.
+
+        Raises:
+            ConfigError: No engine listens there, or it is of another release.
+        """
+        return cls._over_rings(ProcessHost.attach(path), None)
+
+    @classmethod
+    def _over_rings(cls, host: ProcessHost, policy: Any) -> Self:
+        hello = host.hello
+        try:
+            tokenizer = load_tokenizer(hello.model, trust_remote_code=hello.trust_remote_code)
+        except BaseException:
+            host.close()
+            raise
+        return cls(host, tokenizer, policy, hello.config)
 
     @classmethod
     def from_model(
@@ -169,15 +163,15 @@ class QLLMEngine:
         threads: int | None = None,
         **settings: Any,
     ) -> Self:
-        """Serve a Hugging Face model that is already loaded; it is not copied."""
-        config = engine_config(settings)
+        """Serve a Hugging Face model that is already loaded, on a thread; it is not copied."""
+        config, made = engine_config(settings), load_policy(policy, policy_settings)
         return cls(
-            wrap(model, tokenizer), load_policy(policy, policy_settings), config, threads=threads
+            ThreadHost(wrap(model, tokenizer), made, config, threads), tokenizer, made, config
         )
 
     def now_ns(self) -> int:
         """The engine's clock: nanoseconds since it was made."""
-        return time.monotonic_ns() - self._zero_ns
+        return self._host.now_ns()
 
     # -- requests
 
@@ -211,7 +205,7 @@ class QLLMEngine:
             EngineClosedError: The engine was closed or has crashed.
         """
         self._host.raise_if_closed()
-        shape = self._runner.shape
+        shape = self._host.info.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
         params = self._params(sampling, stop)
         wrong = [i for i in (*params.stop_token_ids, *params.logit_bias) if i >= shape.vocab_size]
@@ -228,7 +222,7 @@ class QLLMEngine:
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= self._eos_ids
+            stop_ids |= self._host.info.eos_token_ids
         level, most = _priority(priority), self._max_tokens(len(token_ids), max_tokens)
         with self._host.door:
             self._host.raise_if_closed()
@@ -237,25 +231,23 @@ class QLLMEngine:
                     f"{self.num_waiting} requests wait already (max_waiting="
                     f"{self.config.max_waiting}); try again later"
                 )
-            number = next(self._numbers)
+            number = self._host.new_number()
             handle = self._handle(number, request_id, token_ids, params)
-            self._handles[number] = handle
             now = self.now_ns()
             deadline = None if timeout_s is None else now + int(timeout_s * NS_PER_S)
-            self._ingress.put(
-                Submission(
-                    request_id=number,
-                    name=handle.request_id,
-                    priority=level,
-                    token_ids=token_ids,
-                    sampling=params,
-                    stop_ids=stop_ids,
-                    max_tokens=most,
-                    slo=targets,
-                    arrival_ns=now,
-                    deadline_ns=deadline,
-                )
+            submission = Submission(
+                request_id=number,
+                name=handle.request_id,
+                priority=level,
+                token_ids=token_ids,
+                sampling=params,
+                stop_ids=stop_ids,
+                max_tokens=most,
+                slo=targets,
+                arrival_ns=now,
+                deadline_ns=deadline,
             )
+            self._host.submit(submission, handle)
         return handle
 
     def generate(
@@ -311,7 +303,7 @@ class QLLMEngine:
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         limits = {
             "max_kv_tokens": self.config.num_blocks * self.config.block_size,
-            "the model's longest sequence": self._runner.shape.max_position,
+            "the model's longest sequence": self._host.info.shape.max_position,
         }
         name, most = min(limits.items(), key=lambda item: item[1])
         if num_prompt_tokens >= most:
@@ -346,43 +338,39 @@ class QLLMEngine:
             prompt_token_ids=token_ids,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params.stop),
             stop_on_text=bool(params.stop),
-            cancel=self._cancel,
-            status=self._status,
+            cancel=self._host.cancel,
+            status=self._host.status,
         )
-
-    def _cancel(self, number: RequestId) -> None:
-        self._ingress.put(Cancel(number))
-
-    def _status(self, number: RequestId) -> RequestStatus:
-        live = self._loop.live.get(number)
-        return RequestStatus.WAITING if live is None else live.request.status
-
-    # -- sink of the loop
-
-    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """Called by the loop."""
-        return self._handles[sampled.request_id].on_token(sampled)
-
-    def on_finish(
-        self,
-        request_id: RequestId,
-        reason: FinishReason,
-        error: str | None,
-        metrics: RequestMetrics | None,
-    ) -> None:
-        """Called by the loop."""
-        self._handles.pop(request_id).on_finish(reason, error, metrics)
 
     # -- the host
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the engine's thread, between two programs, and return its result."""
+        """Run a function on the engine's thread, between two programs, and return its result.
+
+        Over a process host it is pickled, and so are its result and its error.
+        """
         return self._host.call(function)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests and wait for the open ones; False if time ran out first.
+
+        From now on `submit` raises EngineClosedError, here and at every other front end.
+        """
+        self._host.drain()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        for handle in list(self._host.handles.values()):
+            left = deadline - time.monotonic()
+            try:
+                handle.result(None if left == math.inf else max(0.0, left))
+            except TimeoutError:
+                return False
+            except RequestFailedError:
+                continue
+        return True
 
     def close(self) -> None:
         """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
         self._host.close()
-        self._runner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -397,7 +385,7 @@ class QLLMEngine:
 
         The requests go on. Returns how many were written.
         """
-        return int(self.call(lambda: portable.save(self._loop, self._runner, path)))
+        return self._host.checkpoint(path)
 
     def restore(self, path: str | os.PathLike[str]) -> list[Handle]:
         """Take over the requests of a checkpoint, to be finished here from where they were.
@@ -405,17 +393,7 @@ class QLLMEngine:
         Raises:
             CheckpointError: The file is truncated, of another version, or of another model.
         """
-
-        def adopt(name: str, prompt: tuple[int, ...], params: SamplingParams) -> Handle:
-            with self._host.door:
-                number = next(self._numbers)
-                handle = self._handle(number, name, prompt, params)
-                self._handles[number] = handle
-            return handle
-
-        return list(
-            self.call(lambda: portable.load(self._loop, self._runner, path, adopt, self.now_ns()))
-        )
+        return self._host.restore(path, self._handle)
 
     # -- what the outside may read
 
@@ -428,38 +406,33 @@ class QLLMEngine:
         self._host.raise_if_closed()
 
     @property
+    def trace(self) -> Trace:
+        """Events of the run, kept if the engine was made with `record=True`."""
+        return self._host.trace
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine ended by itself: a supervisor makes a new one. None while it serves."""
+        return self._host.failure
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no KV yet."""
-        known = self._loop.live
-        unseen = sum(1 for number in list(self._handles) if number not in known)
-        return unseen + self._loop.num_waiting
+        return self._host.num_waiting
 
     @property
     def drivers(self) -> tuple[str, ...]:
         """Per layer: "fast", "replay" or "dense"."""
-        return tuple(str(d) for d in self._runner.drivers)
+        return self._host.info.drivers
 
     @property
     def kernels(self) -> dict[str, str]:
         """What computes experts, projections, head and attention."""
-        return self._runner.kernels
+        return self._host.info.kernels
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far: segments, preempt latencies, expert bytes, policy errors."""
-        longest_ms, kind = self._loop.longest_segment()
-        return {
-            "longest_segment_ms": longest_ms,
-            "longest_segment_kind": kind,
-            "max_segment_ms": self.config.max_segment_ms,
-            "preempt_latencies_ms": [ns / 1e6 for ns in self._loop.preempt_latencies_ns],
-            "expert_bytes": self._runner.expert_bytes,
-            "num_preemptions": self._loop.num_preemptions,
-            "kv_blocks_used": self.config.num_blocks - self._loop.scheduler.pool.num_free,
-            "kv_blocks": self.config.num_blocks,
-            "policy_errors": list(self._loop.policy_errors),
-            "num_live": len(self._loop.live),
-            "num_waiting": self.num_waiting,
-        }
+        """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
+        return self._host.stats()
 
 
 def _priority(value: str | int | Priority) -> int:

@@ -192,7 +192,8 @@ class CutRule(NamedTuple):
 
     A row's tokens are divided into blocks at multiples of `block(position)`; consecutive
     blocks are packed into one op while the op stays within `max_cost`. Costs are in
-    units of one token through the projections of a layer.
+    units of one token through the projections of a layer: the tokens [lo, hi) cost
+    `(hi - lo) * (1 + attn_cost_per_kv * hi)`.
     """
 
     max_cost: float
@@ -217,10 +218,6 @@ class CutRule(NamedTuple):
                 break
             size //= 2
         return size
-
-    def cost(self, lo: int, hi: int) -> float:
-        """Cost of the tokens [lo, hi) of one sequence."""
-        return (hi - lo) * (1.0 + self.attn_cost_per_kv * hi)
 
 
 NO_CUTS = CutRule(

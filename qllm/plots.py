@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LS_COLOR, BE_COLOR, INK, MUTED = "#d1495b", "#4f7cac", "#222222", "#8a8a8a"
 POLICY_COLORS = ("#4f7cac", "#e09f3e", "#6a994e", "#7b5ea7", "#2a9d8f", "#b5838d")
-_STYLE = {
+STYLE = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
     "axes.titlesize": 11,
@@ -43,15 +43,20 @@ class _Slice:
     priority: int
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib's pyplot, without a display.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
 
         mpl.use("Agg", force=False)
-        from matplotlib import pyplot
+        from matplotlib import pyplot as plt
     except ImportError as error:
         raise ConfigError('a figure needs matplotlib; pip install "qllm-runtime[bench]"') from error
-    return pyplot
+    return plt
 
 
 def _device_slices(events: Iterable[Event]) -> list[_Slice]:
@@ -254,15 +259,15 @@ def ttft_figure(
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    plt = pyplot()
     events = tuple(trace)
     begin, end = choose_window(events, window_ns)
-    with pyplot.rc_context(_STYLE):
-        figure, (left, right) = pyplot.subplots(
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(
             1, 2, figsize=(12, 4.8), width_ratios=(1, 1.35), layout="constrained"
         )
         _draw_ttft(left, results, alone)
         _draw_timeline(right, events, begin, end)
         figure.get_layout_engine().set(w_pad=0.15)
         figure.savefig(path, format="png", dpi=160)
-        pyplot.close(figure)
+        plt.close(figure)

@@ -13,6 +13,7 @@ closed set of shapes around it; the scheduler turns ranks into plans, and so can
             return priority, prompt_tokens
 """
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -33,6 +34,7 @@ __all__ = [
     "Policy",
     "Priority",
     "RankPolicy",
+    "Reads",
     "RequestView",
     "Ride",
     "Row",
@@ -83,8 +85,6 @@ class RequestView(Protocol):
     def last_progress_ns(self) -> int: ...
     @property
     def last_token_ns(self) -> int | None: ...
-    @property
-    def evictions(self) -> int: ...
 
 
 class FrameView(NamedTuple):
@@ -243,6 +243,17 @@ class Groups(NamedTuple):
         return next((cut for cut in cuts if cut > layer), num_layers)
 
 
+class Reads(enum.IntEnum):
+    """What a rank depends on, and so when a verdict has to be asked for again."""
+
+    FIXED = 0
+    """Only what never changes: arrival, class, prompt length."""
+    PROGRESS = 1
+    """Also what changes when the request runs: deadline, tokens done, time served."""
+    TIME = 2
+    """Also the time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankPolicy:
     """One pure function of integers, and the shape of the plans made from it.
@@ -253,8 +264,8 @@ class RankPolicy:
 
     compilable = True
     """Whether a device scheduler can run it."""
-    ages = True
-    """Whether `rank` reads `now_ns`. One that does not may say so: it is asked less often."""
+    reads = Reads.TIME
+    """What of its arguments `rank` reads; one that reads less is asked less often."""
 
     grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})
     chunk_tokens: int | None = None
@@ -271,8 +282,8 @@ class RankPolicy:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "rank" in vars(cls) and "ages" not in vars(cls):
-            cls.ages = True  # what a parent said of its own `rank`
+        if "rank" in vars(cls) and "reads" not in vars(cls):
+            cls.reads = Reads.TIME  # the parent spoke of its own `rank`
 
     def __post_init__(self) -> None:
         least = [("chunk_tokens", self.chunk_tokens), ("step_tokens", self.step_tokens)]

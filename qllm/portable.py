@@ -7,13 +7,12 @@ Both functions run on the engine's thread, between two programs.
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from qllm import checkpoint, trace
 from qllm.decision import Parked
 from qllm.engine import EngineLoop, Live
 from qllm.errors import CheckpointError
-from qllm.handle import Handle
 from qllm.ingress import Submission
 from qllm.plan import Index, Op, OpKind, Program, Row
 from qllm.request import Request
@@ -21,8 +20,24 @@ from qllm.runner import TorchRunner
 from qllm.types import Frontier, Grain, RequestId, Sampled, SamplingParams, Slo
 
 COUNTERS = ("num_tokens", "num_computed_tokens", "served_ns", "evictions", "preemptions")
-Adopt = Callable[[str, tuple[int, ...], SamplingParams], Handle]
 T = TypeVar("T")
+
+
+class Adopted(Protocol):
+    """What stands for a restored request where it is waited for: a handle, or its stand-in."""
+
+    @property
+    def number(self) -> RequestId:
+        """Its id in this engine."""
+        ...
+
+    def on_token(self, sampled: Sampled) -> bool:
+        """Take one of the tokens that it had already."""
+        ...
+
+
+H = TypeVar("H", bound=Adopted)
+Adopt = Callable[[str, tuple[int, ...], SamplingParams], H]
 
 
 def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
@@ -55,9 +70,9 @@ def load(
     loop: EngineLoop,
     runner: TorchRunner,
     path: str | os.PathLike[str],
-    adopt: Adopt,
+    adopt: Adopt[H],
     now_ns: int,
-) -> list[Handle]:
+) -> list[H]:
     """Take over the requests of a checkpoint.
 
     Raises:
@@ -78,9 +93,9 @@ def _load(
     runner: TorchRunner,
     document: Mapping[str, Any],
     tensors: Mapping[str, Any],
-    adopt: Adopt,
+    adopt: Adopt[H],
     now_ns: int,
-) -> list[Handle]:
+) -> list[H]:
     if document["model"] != runner.fingerprint():
         raise CheckpointError("the checkpoint belongs to another model or other weights")
     pool = loop.scheduler.pool
@@ -96,10 +111,10 @@ def _load(
             f"the checkpoint needs {need} KV blocks, {pool.num_free} are free; raise "
             "max_kv_tokens or let other requests finish"
         )
-    handles: list[Handle] = []
+    handles: list[H] = []
     number_of: dict[RequestId, RequestId] = {}
 
-    def adopt_and_keep(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
+    def adopt_and_keep(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> H:
         handles.append(adopt(name, prompt, sampling))
         return handles[-1]
 
@@ -175,9 +190,9 @@ def _load_request(
     runner: TorchRunner,
     meta: Mapping[str, Any],
     tensors: Mapping[str, Any],
-    adopt: Adopt,
+    adopt: Adopt[H],
     now_ns: int,
-) -> Handle:
+) -> H:
     sampling = trace.sampling_from_dict(meta["sampling"])
     ids = tuple(meta["runner"]["token_ids"])
     num_prompt = meta["runner"]["num_prompt_tokens"]

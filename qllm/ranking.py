@@ -1,11 +1,12 @@
 """Who goes first: every request with its policy's verdict, best first."""
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from qllm.policy import RankPolicy, RequestView
+from qllm.errors import InvariantError
+from qllm.policy import RankPolicy, Reads, RequestView
 from qllm.types import RequestId
 
 NO_DEADLINE = 1 << 62
@@ -23,39 +24,55 @@ class Ranked(NamedTuple):
 class Ranking:
     """The order of all requests, kept from one decision to the next.
 
-    What a rank is made of changes only while a request holds KV (apart from the time, and a
-    policy says whether it reads that: `RankPolicy.ages`). So those who hold KV are ranked at
-    every decision, and those who wait are ranked once in each life, a life ending in an eviction.
+    Its owner says when a request arrives, takes KV or loses it (`touch`) and when it is gone
+    (`forget`). A verdict is asked for then, and again whenever what the policy reads may have
+    changed (`RankPolicy.reads`): of those who hold KV when they run, of everybody with the time.
     """
 
-    def __init__(self, policy: RankPolicy) -> None:
+    def __init__(self, policy: RankPolicy, requests: Iterable[RequestView] = ()) -> None:
         self.policy = policy
         self.admitted: list[Ranked] = []
         """Those who hold KV, best first."""
         self.waiting: list[Ranked] = []
         """Those who hold none, best first."""
-        self._lives: dict[RequestId, int] = {}
-        """For each of `waiting`, its evictions when it was ranked."""
+        self._where: dict[RequestId, Ranked] = {}
+        """The places of those who wait."""
+        self._unranked = list(requests)
 
-    def update(self, requests: Sequence[RequestView], now_ns: int) -> None:
-        """Bring the order up to date with these requests."""
-        if self.policy.ages:
-            self.waiting, self._lives = [], {}
-        lives = self._lives
-        held, fresh = [], []
-        for request in requests:
-            if request.block_table:
-                held.append(request)
-            elif lives.get(request.request_id) != request.evictions:
-                fresh.append(request)
-        self.admitted = sorted([self.rank(request, now_ns) for request in held])
-        if fresh or len(lives) + len(held) != len(requests):
-            gone = {r.request_id for r in held}.union(r.request_id for r in fresh)
-            stay = {r.request_id for r in requests} - gone
-            waiting = [x for x in self.waiting if x.request_id in stay]
-            waiting += [self.rank(request, now_ns) for request in fresh]
-            self.waiting = sorted(waiting)
-            self._lives = {x.request_id: x.request.evictions for x in waiting}
+    def touch(self, request: RequestView) -> None:
+        """It arrived, or holds KV now, or no more."""
+        self.forget(request.request_id)
+        self._unranked.append(request)
+
+    def forget(self, request_id: RequestId) -> None:
+        """It is gone."""
+        place = self._where.pop(request_id, None)
+        if place is not None:
+            del self.waiting[bisect_left(self.waiting, place)]
+        else:
+            self.admitted = [x for x in self.admitted if x.request_id != request_id]
+            self._unranked = [r for r in self._unranked if r.request_id != request_id]
+
+    def update(self, now_ns: int) -> None:
+        """Rank whoever may rank differently now.
+
+        Raises:
+            TypeError: The policy did not return two ints.
+        """
+        if self.policy.reads >= Reads.TIME:
+            self._unranked += [x.request for x in self.waiting]
+            self.waiting, self._where = [], {}
+        if self.policy.reads >= Reads.PROGRESS:
+            self._unranked += [x.request for x in self.admitted]
+            self.admitted = []
+        while self._unranked:
+            x = self.rank(self._unranked[-1], now_ns)
+            self._unranked.pop()
+            if x.request.block_table:
+                insort(self.admitted, x)
+            else:
+                insort(self.waiting, x)
+                self._where[x.request_id] = x
 
     def rank(self, request: RequestView, now_ns: int) -> Ranked:
         """Ask the policy.
@@ -86,21 +103,36 @@ class Ranking:
         """All tiers, best first."""
         return sorted({*_tiers(self.admitted), *_tiers(self.waiting)})
 
+    def check(self, requests: Iterable[RequestView]) -> None:
+        """Compare with all requests: everybody is in one place, and in the right one.
 
-def _first(order: list[Ranked], tier: int) -> int:
+        Raises:
+            InvariantError: Somebody is not.
+        """
+        found = {r.request_id: r for r in self._unranked}
+        places = [(x, True) for x in self.admitted] + [(x, False) for x in self.waiting]
+        for x, holds in places:
+            if x.request.is_admitted is not holds or x.request_id in found:
+                raise InvariantError(f"request {x.request_id} is ranked in the wrong place")
+            found[x.request_id] = x.request
+        if found != {r.request_id: r for r in requests}:
+            raise InvariantError(f"ranked are {sorted(found)}, others are live")
+
+
+def _first(order: Sequence[Ranked], tier: int) -> int:
     """Where a tier begins."""
     return bisect_left(order, tier, key=attrgetter("tier"))
 
 
-def _tiers(order: list[Ranked]) -> Iterator[int]:
+def _tiers(order: Sequence[Ranked]) -> Iterator[int]:
     at = 0
     while at < len(order):
         yield order[at].tier
         at = _first(order, order[at].tier + 1)
 
 
-def rank_all(requests: Sequence[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
-    """Rank requests from nothing: what a `Ranking` must agree with."""
-    ranking = Ranking(policy)
-    ranking.update(requests, now_ns)
+def rank_all(requests: Iterable[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
+    """Rank requests from nothing, best first: what a kept `Ranking` must agree with."""
+    ranking = Ranking(policy, requests)
+    ranking.update(now_ns)
     return sorted(ranking.admitted + ranking.waiting)

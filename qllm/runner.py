@@ -6,7 +6,8 @@ of the first op not done: everything needed to go on is in the frame already.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -14,17 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
+from qllm.kernels import cpu
 from qllm.kv_cache import RequestKV
 from qllm.models import attention
 from qllm.models.attention import Span
+from qllm.models.compute import Compute
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
-from qllm.models.experts import Work, expert_banks
-from qllm.models.fast import LayerDriver, driver_for
+from qllm.models.experts import Work
 from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
-from qllm.models.invariance import find_invariance
-from qllm.models.linear import PLAIN, RowBlocks, RowRule
-from qllm.models.packed import Head, PackedLinears
+from qllm.models.linear import RowBlocks
 from qllm.models.rope import RopeTable
 from qllm.plan import Index, Longest, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
@@ -46,10 +46,10 @@ class TorchRunner:
             their own (see `models.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
-        packed_decode: Take the fast attention for single queries in bf16, whose last bits may
-            differ from transformers'.
-        max_packed_bytes: Copy weights in the matrix library's layout when the copy of the experts
-            (of the rest) takes at most this; 0 never copies. Weights changed later are not seen.
+        kernels: "fast" or "reference"; see `models.compute`.
+        max_packed_bytes: Copy weights into a faster layout when the copy of the experts (of the
+            linear modules, of the head) takes at most this; 0 never copies. Weights changed later
+            are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
@@ -62,7 +62,7 @@ class TorchRunner:
         *,
         max_segment_ms: float = 5.0,
         batch_invariant: bool = False,
-        packed_decode: bool = True,
+        kernels: str = "fast",
         max_packed_bytes: int = 2 << 30,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -75,24 +75,33 @@ class TorchRunner:
         self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
-        self.packed_decode = packed_decode
         self._clock = clock
-        self._drivers: tuple[LayerDriver, ...] = tuple(driver_for(p) for p in parts.layers)
-        self.drivers = tuple(driver.kind for driver in self._drivers)
-        """Who runs each layer."""
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
         self._frames: dict[int, Frame] = {}
         self._device = parts.lm_head.weight.device
-        self._rule, self._enters_rule = PLAIN, False
-        if batch_invariant:
-            self._rule, self._enters_rule = find_invariance(model, parts, self._drivers)
         with torch.inference_mode():
-            self._banks = expert_banks(parts, self._rule, max_packed_bytes)
-            self._linears = PackedLinears(parts, self._rule, max_packed_bytes)
-            self._head = Head(parts.lm_head, self._rule, max_packed_bytes)
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
+            self.compute = Compute(
+                model,
+                parts,
+                kernels,
+                batch_invariant=batch_invariant,
+                max_packed_bytes=max_packed_bytes,
+            )
+        """What computes what."""
+        cpu.set_threads(torch.get_num_threads())
         attention.install([p.self_attn for p in parts.layers])
+        self._use(self.compute)
+
+    def _use(self, compute: Compute) -> None:
+        """Let this compute from now on."""
+        self.compute.leave()
+        self.compute = compute
+        compute.enter()
+        self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
+        self.drivers = tuple(driver.kind for driver in self._drivers)
+        """Who runs each layer."""
         self._ops: dict[OpKind, Callable[[Frame, Op, int], int]] = {
             OpKind.EMBED: self._embed,
             OpKind.ATTN: self._attn,
@@ -101,41 +110,33 @@ class TorchRunner:
             OpKind.COMBINE: self._combine,
             OpKind.HEAD: self._logits,
         }
-        if self._enters_rule:
+        if compute.enters_rule:
             replays = Driver.REPLAY in self.drivers
             for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if replays else ())):
                 self._ops[kind] = self._under_rule(self._ops[kind])
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Compute with transformers' own modules for a while, with no frame open."""
+        ours = self.compute
+        self._use(Compute(self.model, self.parts, "reference"))
+        try:
+            yield
+        finally:
+            self._use(ours)
 
     def _under_rule(self, run: Callable[[Frame, Op, int], int]) -> Callable[[Frame, Op, int], int]:
         """Ops that call glue of the model; the others follow the rule by themselves."""
 
         def ruled(frame: Frame, op: Op, pos: int) -> int:
-            with RowBlocks(self._rule):
+            with RowBlocks(self.compute.rule):
                 return run(frame, op, pos)
 
         return ruled
 
-    @property
-    def kernels(self) -> dict[str, str]:
-        """What computes what, for results."""
-        packed = any(bank is not None and bank.is_packed for bank in self._banks)
-        return {
-            "experts": "oneDNN packed" if packed else "torch mm",
-            "linear": self._linears.kernel,
-            "head": self._head.kernel,
-            "attention": "sdpa per sequence on slabs (transformers' own eager with sinks)",
-            "decode_attention": "packed heads" if self.packed_decode else "as attention",
-            "row_rule": "none" if self._rule is PLAIN else str(tuple(self._rule)),
-        }
-
-    @property
-    def row_rule(self) -> RowRule:
-        """The rule that L2 follows; `PLAIN` without L2."""
-        return self._rule
-
     def close(self) -> None:
         """Give the model's modules back what they had."""
-        self._linears.undo()
+        self.compute.leave()
         attention.uninstall([p.self_attn for p in self.parts.layers])
 
     # requests
@@ -319,7 +320,7 @@ class TorchRunner:
         _, layer, group, lo, hi = op
         x = frame.activate(group)
         state = frame.layer
-        latent, packs = self.parts.latent_kv, self.packed_decode
+        latent, packs = self.parts.latent_kv, self.compute.packs
         step = frame.step_of(group, lo, hi, self._spans, latent, packs)
         rope = frame.rope_of(group, lo, hi)
         whole = hi - lo == x.shape[0]

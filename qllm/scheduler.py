@@ -12,22 +12,26 @@ from typing import Any
 
 from qllm.blocks import BlockPool
 from qllm.compile import chunk_end, compile_program
-from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits, Parked, Split
-from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
-from qllm.plan import (
-    START,
-    CutRule,
-    Index,
-    ModelShape,
-    Plan,
-    Program,
-    Row,
+from qllm.decision import (
+    MAX_IDLE_NS,
+    Accept,
+    Decision,
+    Drop,
+    Effect,
+    EvictKv,
+    Kill,
+    Limits,
+    Parked,
+    Patience,
+    Split,
 )
+from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
+from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.ranking import Ranking
 from qllm.request import Request
-from qllm.shapes import RIDE_CAP, ride_allowance_ns, shape_plan
-from qllm.types import NS_PER_MS, Cap, FrameId, Frontier, RequestId
+from qllm.shapes import ride_credit_ns, shape_plan
+from qllm.types import NS_PER_S, Cap, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule, check_state, malformed
 from qllm.victims import BadVictimError, victims_for
 
@@ -65,13 +69,15 @@ class Scheduler:
         self._owed: list[Effect] = []
         """Done to the state and not yet to the runner; leaves with the next effects."""
         self._hook_error: PolicyError | None = None
-        self._kept_ranking: Ranking | None = None
+        self._ranking: Ranking | None = None
+        self._patience = Patience()
 
     # -- requests come and go
 
     def add(self, request: Request, now_ns: int) -> None:
         """A request arrived."""
         self.requests[request.request_id] = request
+        self._touch(request)
         self._hook("on_arrival", now_ns, request)
 
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
@@ -79,6 +85,8 @@ class Scheduler:
         request = self.requests.pop(request_id)
         effects = [*self._take_owed(), *self._start_over(request)]
         request.finished = True
+        if self._ranking is not None:
+            self._ranking.forget(request_id)
         if request_id in self.suspects:
             self.suspects.remove(request_id)
         self._hook("on_finish", now_ns, request)
@@ -126,6 +134,7 @@ class Scheduler:
         request = self.requests[request_id]
         lost = request.num_computed_tokens
         effects = self._start_over(request)
+        self._touch(request)
         request.evictions += 1
         return [*effects, EvictKv(request_id, lost, for_request)]
 
@@ -145,6 +154,7 @@ class Scheduler:
             )
         request.block_table = self.pool.take(request.request_id, need)
         self.requests[request.request_id] = request
+        self._touch(request)
 
     def adopt_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
@@ -196,11 +206,13 @@ class Scheduler:
             error, self._hook_error = self._hook_error, None
             raise error
         if not self.requests:
+            self._patience.renew()
             return Decision(effects=self._take_owed())
         self._let_go()
         view = self.view(now_ns)
         plan = self._solo_plan(view) or self._ask(view)
-        plan = replace(plan, grain=min(plan.grain, self.limits.grain))
+        if plan.grain > self.limits.grain:
+            plan = replace(plan, grain=self.limits.grain)
         if not plan.rows and not plan.drop:
             if plan.wait_until_ns is None:
                 raise self._broken(
@@ -219,7 +231,7 @@ class Scheduler:
 
     def _ask(self, view: View) -> Plan:
         try:
-            ranking = self._ranking(view.now_ns)
+            ranking = self._ranked(view.now_ns)
             if ranking is not None:
                 return shape_plan(view, ranking.policy, ranking)
             plan: Plan = self.policy.plan(view)
@@ -230,19 +242,26 @@ class Scheduler:
             raise self._broken(wrong)
         return plan
 
-    def _ranking(self, now_ns: int) -> Ranking | None:
+    def _ranked(self, now_ns: int) -> Ranking | None:
         """The order of all requests as of now; None if the policy plans by itself."""
         if not isinstance(self.policy, RankPolicy):
             return None
-        if self._kept_ranking is None or self._kept_ranking.policy is not self.policy:
-            self._kept_ranking = Ranking(self.policy)
-        self._kept_ranking.update(tuple(self.requests.values()), now_ns)
-        return self._kept_ranking
+        if self._ranking is None or self._ranking.policy is not self.policy:
+            self._ranking = Ranking(self.policy, self.requests.values())
+        self._ranking.update(now_ns)
+        return self._ranking
+
+    def _touch(self, request: Request) -> None:
+        """It arrived, or holds KV now, or no more: its rank and its place are looked at again."""
+        if self._ranking is not None:
+            self._ranking.touch(request)
 
     def _wait(self, until_ns: int, now_ns: int) -> Decision:
-        return Decision(
-            effects=self._take_owed(), wait_until_ns=max(until_ns, now_ns + NS_PER_MS // 10)
-        )
+        wait_until_ns = self._patience.until_ns(until_ns, now_ns)
+        if wait_until_ns is None:
+            waiting, idle_s = len(self.requests), MAX_IDLE_NS / NS_PER_S
+            raise self._broken(f"stalls: {waiting} requests wait and nothing ran for {idle_s:g} s")
+        return Decision(effects=self._take_owed(), wait_until_ns=wait_until_ns)
 
     def _broken(self, what: str) -> PolicyError:
         return PolicyError(f"policy {type(self.policy).__name__} {what}")
@@ -268,11 +287,10 @@ class Scheduler:
             self._hook_error = self._broken(f"raised in {name}: {type(error).__name__}: {error}")
 
     def _touched(self, rows: Sequence[Row]) -> list[FrameId]:
+        if not self.frames:
+            return []
         requests = (self.requests.get(row.request_id) for row in rows)
         return sorted({r.frame_id for r in requests if r is not None and r.frame_id is not None})
-
-    def _one_query_from(self, request: Request, hi: int) -> int:
-        return request.num_prompt_tokens if self.limits.batch_invariant else hi
 
     def _aligned(self, rows: Sequence[Row]) -> list[Row]:
         if not self.limits.batch_invariant:
@@ -281,7 +299,7 @@ class Scheduler:
         for row in rows:
             request = self.requests[row.request_id]
             if request.frontier is None and row.hi < request.num_tokens:
-                alone = self._one_query_from(request, row.hi)
+                alone = request.num_prompt_tokens
                 row = row._replace(hi=chunk_end(row, request.num_tokens, self.cuts, alone))
             out.append(row)
         return out
@@ -297,6 +315,9 @@ class Scheduler:
                 continue
             request = self.requests[row.request_id]
             need = self.pool.blocks_for(row.hi) - len(request.block_table)
+            if need <= 0:
+                kept.append(row)
+                continue
             if need > self.pool.num_free:
                 keep = frozenset(r.request_id for r in kept) | {row.request_id}
                 for victim in self._victims(view, request, need - self.pool.num_free, keep):
@@ -304,10 +325,11 @@ class Scheduler:
                     gone.add(victim)
             if need > self.pool.num_free:
                 continue
-            if not request.is_admitted:
+            is_new = not request.is_admitted
+            request.block_table += self.pool.take(row.request_id, need)
+            if is_new:
                 request.last_progress_ns = view.now_ns
-            if need > 0:
-                request.block_table += self.pool.take(row.request_id, need)
+                self._touch(request)
             kept.append(row)
         if rows and not kept:
             self._no_kv(plan, self.requests[rows[0].request_id])
@@ -326,7 +348,7 @@ class Scheduler:
         self, view: View, request: Request, need: int, keep: frozenset[RequestId]
     ) -> list[RequestId]:
         try:
-            ranking = self._ranking(view.now_ns)
+            ranking = self._ranked(view.now_ns)
             return victims_for(self.policy, ranking, view, self.requests, request, need, keep)
         except BadVictimError as error:
             raise self._broken(str(error)) from error
@@ -337,9 +359,8 @@ class Scheduler:
 
     def _start(self, plan: Plan, rows: Sequence[Row], now_ns: int) -> Decision:
         if not rows:
-            if self._owed or plan.wait_until_ns is None:
-                return Decision(effects=self._take_owed(), wait_until_ns=now_ns)
-            return self._wait(plan.wait_until_ns, now_ns)
+            until_ns = now_ns if self._owed else plan.wait_until_ns
+            return self._wait(now_ns if until_ns is None else until_ns, now_ns)
         touched = self._touched(rows)
         if len(touched) == 1:
             parked = self.frames[touched[0]]
@@ -352,15 +373,14 @@ class Scheduler:
                 return replace(self._resume(plan, parked), limit=limit)
         splits = [self._split(self.frames[frame_id]) for frame_id in touched]
         requests = [self.requests[row.request_id] for row in rows]
+        alone = [r.num_prompt_tokens for r in requests] if self.limits.batch_invariant else None
         program = compile_program(
-            replace(plan, rows=tuple(rows)),
+            plan if plan.rows == tuple(rows) else replace(plan, rows=tuple(rows)),
             frame_id=self.new_frame_id(),
             samples=[row.hi == r.num_tokens for row, r in zip(rows, requests, strict=True)],
             shape=self.shape,
             cuts=self.cuts,
-            one_query_from=[
-                self._one_query_from(r, row.hi) for row, r in zip(rows, requests, strict=True)
-            ],
+            one_query_from=alone,
         )
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
         return Decision(
@@ -404,24 +424,14 @@ class Scheduler:
         if not isinstance(policy, RankPolicy) or not policy.ride.frac:
             return
         try:
-            ranking = self._ranking(now_ns)
+            ranking = self._ranked(now_ns)
         except Exception as error:  # noqa: BLE001 - reported by the next decision
             self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
             return
         assert ranking is not None
-        if len(ranking.tiers) < 2:
-            self.ride_credit_ns = 0
-            return
-        best = {x.request_id for x in ranking.admitted if x.tier == ranking.tiers[0]}
-        decoding = [self.requests[i] for i in program.request_ids if i in best]
-        if not decoding:
-            self.ride_credit_ns -= elapsed_ns
-        elif done and all(r.is_decoding for r in decoding):
-            allowance = ride_allowance_ns(policy, self.costs, decoding)
-            credit = self.ride_credit_ns + allowance
-            if len(decoding) < len(program.rows):
-                credit -= max(0, elapsed_ns - self.costs.decode(len(decoding)))
-            self.ride_credit_ns = min(credit, RIDE_CAP * allowance)
+        self.ride_credit_ns = ride_credit_ns(
+            self.ride_credit_ns, ranking, self.costs, program, done, elapsed_ns
+        )
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
         """The running program reached its end; `sampled` requests have one more token."""
@@ -484,8 +494,11 @@ class Scheduler:
     def _take_running(self) -> Parked:
         if self.running is None:
             raise InvariantError("no program is running")
+        self._patience.renew()
         return self.running
 
     def check(self) -> None:
         """Check the invariants of the state; called by tests after every step, and when idle."""
         check_state(self.requests, self.frames, self.pool)
+        if self._ranking is not None:
+            self._ranking.check(self.requests.values())

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from heapq import merge
 
-from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
+from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Program, Row
 from qllm.policy import (
     CostTable,
     FrameView,
@@ -45,6 +45,40 @@ def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[R
     return int(predicted * policy.ride.frac)
 
 
+def ride_credit_ns(
+    credit_ns: int,
+    ranking: Ranking,
+    costs: CostTable,
+    program: Program,
+    done: bool,
+    elapsed_ns: int,
+) -> int:
+    """The ride credit after a run: earned by decodes of the best tier, spent by the others.
+
+    Args:
+        credit_ns: Before the run.
+        ranking: The order after it.
+        costs: Predicts what the decodes would have taken alone.
+        program: What ran.
+        done: Whether it reached its end.
+        elapsed_ns: For how long it ran.
+    """
+    tiers = ranking.tiers
+    if len(tiers) < 2:
+        return 0
+    best = {x.request_id: x.request for x in ranking.admitted if x.tier == tiers[0]}
+    decoding = [best[i] for i in program.request_ids if i in best]
+    if not decoding:
+        return credit_ns - elapsed_ns
+    if not done or not all(r.is_decoding for r in decoding):
+        return credit_ns
+    allowance = ride_allowance_ns(ranking.policy, costs, decoding)
+    credit_ns += allowance
+    if len(decoding) < len(program.rows):
+        credit_ns -= max(0, elapsed_ns - costs.decode(len(decoding)))
+    return min(credit_ns, RIDE_CAP * allowance)
+
+
 class _Batch:
     """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
 
@@ -61,13 +95,16 @@ class _Batch:
         return max(0, -(-row.hi // self.view.block_size) - len(request.block_table))
 
     def take(self, request: RequestView, row: Row) -> None:
-        """Add a row; a prefill row pays with tokens."""
+        """Add a row."""
         self.rows.append(row)
         self.seats -= 1
         self.free_blocks -= self.need(request, row)
-        if not request.is_decoding:
-            self.tokens -= row.hi - row.lo
-            self.num_prefills += 1
+
+    def take_prefill(self, request: RequestView, row: Row) -> None:
+        """Add a row that pays with tokens."""
+        self.take(request, row)
+        self.tokens -= row.num_tokens
+        self.num_prefills += 1
 
 
 class _Shaper:
@@ -264,7 +301,7 @@ class _Shaper:
                 if not r.is_admitted or not (force or self.is_first(x)):
                     blocked = True
                     continue
-            batch.take(r, row)
+            batch.take_prefill(r, row)
             self.tier_of[x.request_id] = tier
         if self.policy.groups is not None:
             new = batch.rows[begin:]
@@ -305,7 +342,7 @@ class _Shaper:
         cut, least = self.next_cut(groups, rows), min((row.start_layer for row in rows), default=0)
         for r, row in zip(members, rows, strict=True):
             if batch.seats and (row.start_layer < cut or row.start_layer == least):
-                batch.take(r, row._replace(end_layer=cut))
+                batch.take_prefill(r, row._replace(end_layer=cut))
         return bool(members)
 
     def layered(self) -> Plan:
@@ -427,6 +464,6 @@ def shape_plan(view: View, policy: RankPolicy, ranking: Ranking | None = None) -
     if not view.requests:
         return Plan()
     if ranking is None:
-        ranking = Ranking(policy)
-        ranking.update(view.requests, view.now_ns)
+        ranking = Ranking(policy, view.requests)
+        ranking.update(view.now_ns)
     return _Shaper(view, policy, ranking).best()

@@ -185,15 +185,15 @@ class SimRunner:
         if longest_ns > self.segments.longest_ns:
             self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
         self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
-        for group, first, count in timeline.layers(start, end):
+        for group, first, num_layers in timeline.layers(start, end):
             for r in program.groups[group]:
                 row = program.rows[r]
                 if row.request_id in frame.dead:
                     continue
                 if frame.reached[row.request_id] != first:
                     raise InvariantError(f"{row} runs layer {first} out of order")
-                frame.reached[row.request_id] = first + count
-                self.requests[row.request_id].layer_work += row.num_tokens * count
+                frame.reached[row.request_id] = first + num_layers
+                self.requests[row.request_id].layer_work += row.num_tokens * num_layers
 
     def finish(self, program: Program) -> list[Sampled]:
         """Commit and sample."""

@@ -176,7 +176,7 @@ class Layers(NamedTuple):
 
     group: int
     first: int
-    count: int
+    num_layers: int
 
 
 class Timeline:

@@ -75,21 +75,21 @@ def broken_rule(
 
 
 def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
+    _, lo, hi, start, end = row
     front = request.frontier
     if front is not None:
-        if (row.lo, row.hi, row.start_layer) != front:
+        if (lo, hi, start) != front:
             return f"planned {row}, which does not start at the frontier {front} (I2)"
-    elif row.lo != request.num_computed_tokens or row.start_layer != 0:
+    elif lo != request.num_computed_tokens or start != 0:
         return f"planned {row}, but {request.num_computed_tokens} tokens are computed (I2)"
-    only_head = front is not None and row.start_layer == row.end_layer == num_layers
-    if not row.start_layer < row.end_layer and not only_head:
+    if start >= end and not (front is not None and start == end == num_layers):
         return f"planned {row}, which has no layers"
-    if not row.lo < row.hi <= request.num_tokens or row.end_layer > num_layers:
+    if not lo < hi <= request.num_tokens or end > num_layers:
         return (
             f"planned {row}, which is out of range: {request.num_tokens} tokens, "
             f"{num_layers} layers"
         )
-    if request.is_decoding and row.end_layer < num_layers:
+    if end < num_layers and request.is_decoding:
         return f"planned {row}: a decode row must go full depth (I4)"
     return None
 

@@ -198,7 +198,7 @@ def test_cancel_before_the_start_in_the_middle_and_after_the_end() -> None:
 
 def _watched(engine: QLLMEngine, look: Any, handle: Handle) -> Handle:
     """Called on the engine's thread, so that nothing runs before it watches."""
-    engine._runner.on_segment = lambda *args: look(handle, *args)
+    engine._host.runner.on_segment = lambda *args: look(handle, *args)
     return handle
 
 
@@ -216,10 +216,10 @@ def test_status_passes_through_its_states() -> None:
             elif hits:
                 states.append(handle.status)
 
-        object.__setattr__(engine._runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
         handle = engine.call(lambda: _watched(engine, look, engine.submit(ids(64), "BE", 2)))
         handle.result(60)
-        engine._runner.on_segment = None
+        engine._host.runner.on_segment = None
         assert seen == {RequestStatus.RUNNING}
         assert set(states) == {RequestStatus.PARKED}
         assert handle.status is RequestStatus.FINISHED
@@ -419,7 +419,7 @@ def test_submit_after_close_is_refused() -> None:
 
 
 def test_unknown_names_list_the_known_ones(engine: QLLMEngine) -> None:
-    model = engine._runner.model
+    model = engine._host.runner.model
     with pytest.raises(ConfigError, match=r"'max_num_seq'.*did you mean max_num_seqs.*block_size"):
         QLLMEngine.from_model(model, max_num_seq=3)
     with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'; installed: .*fcfs.*qllm2"):
@@ -536,7 +536,7 @@ def test_defaults_of_the_generation_config_are_honoured() -> None:
     model.generation_config.top_k = 1
     with QLLMEngine.from_model(model, conformance=False, threads=1) as engine:
         handle = engine.submit(ids(8), max_tokens=5)
-        live = engine._loop.live.get(handle.number)
+        live = engine._host.loop.live.get(handle.number)
         greedy = SamplingParams(temperature=0)
         want = engine.submit(ids(8), max_tokens=5, sampling=greedy).result(60).token_ids
         assert handle.result(60).token_ids == want

@@ -263,6 +263,7 @@ def test_a_replay_ends_with_its_window_and_answers_as_alone(model: Path) -> None
         "threads": 1,
         "conformance": False,
         "exactness": "batch-invariant",
+        "host": "thread",
     }
     with QLLMEngine.from_pretrained(model, record=True, **settings) as engine:
         done = replay(engine, arrivals, SMALL.seconds, ticks.append)
@@ -306,3 +307,13 @@ def test_the_demo_prints_its_table_and_writes_its_files(
     assert json.loads((out / "qllm2.perfetto.json").read_text())["traceEvents"]
     assert len(Trace.read_jsonl(out / "qllm2.jsonl")) > 0
     assert runner.invoke(app, ["trace", str(out / "fcfs.jsonl")]).exit_code == 0
+
+
+def test_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qllm.kernels import cpu
+
+    done = runner.invoke(app, ["doctor"])
+    assert done.exit_code == 0
+    assert cpu.kind() in done.stdout
+    monkeypatch.setattr(cpu, "MISSING", "nobody built them")
+    assert "nobody built them" in runner.invoke(app, ["doctor"]).stdout

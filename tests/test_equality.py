@@ -88,7 +88,7 @@ def engine_of(family: str, dtype: str, **settings: Any) -> QLLMEngine:
         "conformance": False,
         "threads": 1,
         "max_kv_tokens": 2048,
-        "packed_decode": False,  # the bits of `generate`; the storms try both
+        "kernels": "reference",  # the bits of `generate`; the storms try both
     }
     return QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**defaults, **settings})
 
@@ -132,7 +132,7 @@ def test_greedy_tokens_are_those_of_generate(
 def test_the_row_rule_holds_for_thousands_of_rows(family: str, dtype: str) -> None:
     """A wrong rule shows in one row of several hundred: few rows prove nothing."""
     runner = TorchRunner(make_model(family, DTYPES[dtype]), batch_invariant=True)
-    rule, generator = runner.row_rule, torch.Generator().manual_seed(1)
+    rule, generator = runner.compute.rule, torch.Generator().manual_seed(1)
     seen, wrong = set(), {}
     with torch.inference_mode():
         for name, module in runner.model.named_modules():
@@ -204,13 +204,13 @@ class Storm:
                     self.rng.choice(live).cancel()
 
         engine.call(lambda: [self.submit("BE") for _ in range(self.num_be)])
-        engine._runner.on_segment = disturb
+        engine._host.runner.on_segment = disturb
         results = [h.result(120) for h, _ in self.handles]
         while len(results) < len(self.handles):
             results = [h.result(120) for h, _ in self.handles]
-        engine._runner.on_segment = None
-        engine.call(engine._loop.scheduler.check)
-        assert engine._loop.scheduler.pool.num_free == engine.config.num_blocks
+        engine._host.runner.on_segment = None
+        engine.call(engine._host.loop.scheduler.check)
+        assert engine._host.loop.scheduler.pool.num_free == engine.config.num_blocks
         return results
 
 
@@ -263,8 +263,8 @@ class Chaos:
 
 def fine(engine: QLLMEngine) -> None:
     """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    engine._runner.cuts = engine._loop.scheduler.cuts = CUTS
-    object.__setattr__(engine._runner._costs, "range_ns", 0.5)
+    engine._host.runner.cuts = engine._host.loop.scheduler.cuts = CUTS
+    object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
 
 
 def same(result: Result, solo: Result) -> bool:
@@ -302,7 +302,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
         "exactness": "batch-invariant",
         "max_kv_tokens": 160,
         "max_step_tokens": 96,
-        "packed_decode": bool(seed % 2),
+        "kernels": ("reference", "fast")[seed % 2],
     }
     made = Chaos(seed) if policy == "chaos" else policy
     with engine_of(family, dtype, policy=made, record=True, **settings) as engine:
@@ -342,15 +342,15 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
 def test_a_storm_in_order_mode_equals_the_replay_of_its_schedule(
     family: str, dtype: str, policy: str, seed: int
 ) -> None:
-    packed = bool(seed % 2)
-    settings = {"max_kv_tokens": 160, "max_step_tokens": 96, "packed_decode": packed}
+    kernels = ("reference", "fast")[seed % 2]
+    settings = {"max_kv_tokens": 160, "max_step_tokens": 96, "kernels": kernels}
     made = Chaos(seed) if policy == "chaos" else policy
     with engine_of(family, dtype, policy=made, record=True, **settings) as engine:
         fine(engine)
         storm = Storm(engine, seed)
         results = storm.run()
         events = list(engine.trace.events)
-    runner = TorchRunner(make_model(family, DTYPES[dtype]), packed_decode=packed)
+    runner = TorchRunner(make_model(family, DTYPES[dtype]), kernels=kernels)
     runner.cuts = CUTS
     object.__setattr__(runner._costs, "range_ns", 0.5)
     torch.set_num_threads(1)

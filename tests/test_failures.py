@@ -18,11 +18,12 @@ from families import VOCAB, make_model
 from test_api import byte_tokenizer
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.check import World
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
 from qllm.handle import Handle
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, Ride, View, next_row
-from qllm.types import Cap, FinishReason, Grain, RequestStatus
+from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, Grain, Priority, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 POISON = 13
@@ -74,7 +75,7 @@ def assert_clean(engine: QLLMEngine) -> None:
     deadline = time.monotonic() + 20
     while engine.stats()["num_live"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    scheduler, runner = engine._loop.scheduler, engine._runner
+    scheduler, runner = engine._host.loop.scheduler, engine._host.runner
     engine.call(scheduler.check)
     assert scheduler.pool.num_free == engine.config.num_blocks
     assert not scheduler.requests
@@ -82,9 +83,9 @@ def assert_clean(engine: QLLMEngine) -> None:
     assert not runner._requests
     assert not runner._frames
     assert not runner._sampler._requests
-    assert not engine._handles
-    assert not engine._loop.metrics._meters
-    assert not engine._loop.metrics._frames
+    assert not engine._host.handles
+    assert not engine._host.loop.metrics._meters
+    assert not engine._host.loop.metrics._frames
 
 
 class LayerError(RuntimeError):
@@ -96,7 +97,7 @@ class LayerError(RuntimeError):
 
 def _poisoned_rows(engine: QLLMEngine, do: Callable[[Any], Any]) -> Callable[[], None]:
     """Call `do` with the output of layer 1's norm, if a poisoned token passed the embedding."""
-    model = engine._runner.model
+    model = engine._host.runner.model
     seen = {"poison": False}
 
     def embedded(module: Any, args: Any, out: Any) -> None:
@@ -148,7 +149,7 @@ def test_an_exception_that_passes_costs_nobody_a_token() -> None:
             if count in (2, 9):
                 raise LayerError(f"call {count}")
 
-        hook = engine._runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
+        hook = engine._host.runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
         got = [h.result(60) for h in submit_all(engine, prompts)]
         hook.remove()
         assert count > 11
@@ -164,13 +165,13 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
         clean = [ids(9, 1), ids(12, 2)]
         want = [h.result(60) for h in submit_all(engine, clean)]
         marker = ids(7, 3)
-        model = engine._runner.model
+        model = engine._host.runner.model
 
         class Spoil:
             """The norm before the head: one request's last row turns into NaN."""
 
             def __call__(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-                runner = engine._runner
+                runner = engine._host.runner
                 out = out.clone()
                 for frame in runner._frames.values():
                     program = frame.program
@@ -351,7 +352,7 @@ def test_a_hook_that_raises_is_named(hook: str) -> None:
         assert all(f"Planner raised in {hook}" in text for text in failed)
         assert failed
         delattr(policy, hook)
-        engine.call(lambda: setattr(engine._loop.scheduler, "_hook_error", None))
+        engine.call(lambda: setattr(engine._host.loop.scheduler, "_hook_error", None))
         assert_serves(engine)
 
 
@@ -373,6 +374,86 @@ def test_a_broken_policy_falls_back_if_so_configured(what: str) -> None:
         assert len(errors) == 1
         assert "policy Planner" in errors[0]
         assert_serves(engine)
+
+
+SLEEP: dict[str, Callable[[View], Plan]] = {
+    "a-little": lambda view: Plan(wait_until_ns=view.now_ns + NS_PER_MS),
+    "for-days": lambda view: Plan(wait_until_ns=view.now_ns + 10**6 * NS_PER_S),
+    "in-the-past": lambda view: Plan(wait_until_ns=0),
+    "drops-for-ever": lambda view: Plan(drop=(view.requests[0].request_id,)),
+}
+
+
+@pytest.mark.parametrize("how", SLEEP)
+def test_a_policy_that_waits_for_ever_is_named_and_its_requests_fail(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("decision", "scheduler"):
+        monkeypatch.setattr(f"qllm.{module}.MAX_IDLE_NS", 500 * NS_PER_MS)
+    world = World(Planner(SLEEP[how]))
+    for _ in range(2):
+        world.submit(Priority.LS, 9, 2, at_ns=5 * NS_PER_MS)
+    for _ in range(10_000):
+        world.step()
+        if world.idle:
+            break
+    assert set(world.finished.values()) == {FinishReason.ERROR}
+    assert "policy Planner stalls: 2 requests wait and nothing ran for 0.5 s" in world.errors[0]
+    assert len(world.loop.policy_errors) == 1
+    assert world.clock.at_ns // NS_PER_MS == 505
+
+
+def test_waiting_now_and_then_is_no_stall() -> None:
+    """Patience begins again whenever something ran, and when nobody waits."""
+    naps = 0
+
+    def plan(view: View) -> Plan:
+        nonlocal naps
+        naps += 1
+        if naps % 2:
+            return Plan(wait_until_ns=view.now_ns + 9 * NS_PER_S)
+        return Plan(rows=(next_row(view.requests[0], view),))
+
+    world = World(Planner(plan))
+    world.submit(Priority.LS, 9, 3)
+    world.submit(Priority.LS, 9, 1, at_ns=10**12)
+    world.submit(Priority.LS, 9, 1, at_ns=10**12, timeout_ns=5 * NS_PER_S)
+    world.submit(Priority.LS, 9, 1, at_ns=2 * 10**12)
+    world.run()
+    assert not world.loop.policy_errors
+    assert [world.finished[i] for i in range(4)].count(FinishReason.LENGTH) == 3
+
+
+def test_an_engine_outlives_a_policy_that_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qllm.decision.MAX_IDLE_NS", 200 * NS_PER_MS)
+    with engine_of(policy=Planner(SLEEP["a-little"])) as engine:
+        for handle in submit_all(engine, [ids(5), ids(6)]):
+            with pytest.raises(RequestFailedError, match="policy Planner stalls"):
+                handle.result(20)
+        engine.policy._plan = lambda view: Plan(rows=(next_row(view.requests[0], view),))
+        assert_serves(engine)
+    with engine_of(policy=Planner(SLEEP["for-days"]), on_policy_error="fcfs") as engine:
+        assert [len(h.result(20).token_ids) for h in submit_all(engine, [ids(5), ids(6)])] == [8, 8]
+        assert ["stalls" in text for text in engine.stats()["policy_errors"]] == [True]
+
+
+def test_a_slow_plan_costs_time_and_nothing_else() -> None:
+    def plan(view: View) -> Plan:
+        time.sleep(0.05)
+        return Plan(rows=(next_row(view.requests[0], view),))
+
+    prompts = [ids(5), ids(30)]
+    with engine_of(policy=Planner(plan)) as slow, engine_of(policy="fcfs") as engine:
+        assert slow.stats()["longest_plan_ms"] < 50
+        got, want = ([h.result(30) for h in submit_all(e, prompts)] for e in (slow, engine))
+        assert [r.token_ids for r in got] == [r.token_ids for r in want]
+        assert slow.stats()["longest_plan_ms"] >= 50
+        late = slow.submit(ids(6), "BE", 500, sampling=GREEDY)
+        gone = slow.submit(ids(7), "BE", 8, sampling=GREEDY, timeout_s=0.12)
+        assert gone.result(10).finish_reason is FinishReason.TIMEOUT
+        late.cancel()
+        assert late.result(10).finish_reason is FinishReason.CANCELLED
+        assert_serves(slow)
 
 
 def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
@@ -403,10 +484,10 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
             if program.layer_at(index) == 1 and len(program.rows) == 2 and not third:
                 third.append(engine.submit(ids(3), -9, 4, sampling=GREEDY))  # stops it
 
-        engine.call(lambda: setattr(engine._runner, "on_segment", look))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
         handles = submit_all(engine, [ids(9), ids(12)], 4)
         got = [h.result(20) for h in handles]
-        engine.call(lambda: setattr(engine._runner, "on_segment", None))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
         assert third
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         third[0].result(20)
@@ -417,14 +498,14 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
 
 def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
-    loop = engine._loop
+    loop = engine._host.loop
     return {
-        "add": (engine._runner, "add"),
-        "remove": (engine._runner, "remove"),
+        "add": (engine._host.runner, "add"),
+        "remove": (engine._host.runner, "remove"),
         "decide": (loop.scheduler, "decide"),
         "done": (loop.scheduler, "done"),
         "emit": (loop, "_emit"),
-        "drain": (engine._ingress, "drain"),
+        "drain": (engine._host.ingress, "drain"),
         "expire": (loop, "_expire"),
     }
 
@@ -434,7 +515,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of() as engine:
-        real = engine._runner.accept
+        real = engine._host.runner.accept
         left = [times]
 
         def accept(program: Any) -> None:
@@ -443,7 +524,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
                 raise MemoryError("no room for a frame")
             real(program)
 
-        monkeypatch.setattr(engine._runner, "accept", accept)
+        monkeypatch.setattr(engine._host.runner, "accept", accept)
         handles = submit_all(engine, [ids(5), ids(6)])
         for handle in handles:
             if times == 1:
@@ -487,6 +568,7 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     engine._host._thread.join(10)
     assert not engine._host._thread.is_alive()
     assert any(h.finish_reason is FinishReason.ERROR for h in handles)
+    assert engine.failure == "the engine crashed: LayerError: the loop is broken"
     with pytest.raises(EngineClosedError, match="crashed") as caught:
         engine.submit(ids(5))
     assert isinstance(caught.value.__cause__, LayerError)
@@ -504,7 +586,7 @@ def test_a_system_exit_in_the_loop_ends_every_handle() -> None:
 
     def start() -> Handle:
         handle = engine.submit(ids(5), "BE", 50)
-        engine._runner.run = lambda *_: leave()  # type: ignore[method-assign]
+        engine._host.runner.run = lambda *_: leave()  # type: ignore[method-assign]
         return handle
 
     handle = engine.call(start)
@@ -656,21 +738,21 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
 
 def test_a_parked_request_times_out() -> None:
     with engine_of(policy_settings={"ride_frac": 0.0, "max_be_stall_ms": None}) as engine:
-        object.__setattr__(engine._runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
         hits: list[Handle] = []
 
         def look(program: Any, index: Any, *_: object) -> None:
             if 0 in program.request_ids and index.pos and not hits:
                 hits.append(engine.submit(ids(5), "LS", 300, sampling=GREEDY))
 
-        engine.call(lambda: setattr(engine._runner, "on_segment", look))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
         parked = engine.submit(ids(60), "BE", 10, timeout_s=0.3)
         result = parked.result(10)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.metrics.preemptions == 1
         assert result.metrics.parked_ms > 0
         assert len(hits[0].result(30).token_ids) == 300
-        engine.call(lambda: setattr(engine._runner, "on_segment", None))
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
         assert_serves(engine)
 
 
@@ -708,13 +790,13 @@ def test_hammer() -> None:
     settings = {"max_kv_tokens": 512, "max_waiting": 64, "record": True, "exactness": "order"}
     finished: dict[int, int] = {}
     with engine_of(**settings) as engine:
-        real = engine.on_finish
+        real = engine._host.on_finish
 
         def on_finish(request_id: int, *rest: Any) -> None:
             finished[request_id] = finished.get(request_id, 0) + 1
             real(request_id, *rest)
 
-        engine.on_finish = on_finish  # type: ignore[method-assign]
+        engine._host.on_finish = on_finish  # type: ignore[method-assign]
         handles: list[Handle] = []
         broken: list[BaseException] = []
         end = time.monotonic() + seconds

@@ -17,13 +17,14 @@ DEVICE = {"accelerate", "cupy", "nixl", "numba", "torch", "transformers", "trito
 
 F0 = {"types", "errors", "config"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
-F1 |= {"compile", "decision", "ranking", "validate", "victims"}
+F1 |= {"compile", "costs", "decision", "ranking", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {"demo", "handle", "host", "plots", "plugins", "portable", "prompts"}
-F5 |= {"random_moe", "scaffold", "simulation", "templates", "workloads"}
+F5 |= {"core", "demo", "engine_process", "handle", "host", "plots", "plugins", "portable"}
+F5 |= {"process_host", "prompts", "random_moe", "scaffold", "simulation", "templates"}
+F5 |= {"thread_host", "workloads"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 
@@ -52,14 +53,18 @@ BENCH = Floor(
     set(),
     {
         "__init__",
-        "metrics",
-        "types",
-        "trace",
-        "plugins",
-        "random_moe",
-        "workloads",
+        "check",
         "config",
+        "ingress",
+        "metrics",
+        "plan",
+        "plugins",
+        "policy",
+        "random_moe",
         "simulation",
+        "trace",
+        "types",
+        "workloads",
     },
     lambda name: True,
 )
@@ -120,7 +125,7 @@ def test_a_module_imports_only_what_its_floor_may(path: str) -> None:
         ("qllm/models/driver.py", "from ..scheduler import plan_step"),
         ("qllm/engine.py", "import qllm.runner"),
         ("qllm/engine.py", "from . import transports"),
-        ("qllm/ingress.py", "from qllm import QLLMEngine"),
+        ("qllm/ingress/shm.py", "from qllm import QLLMEngine"),
         ("qllm/cli/policies.py", "import qllm_policies.fcfs"),
         ("policies/fcfs.py", "from qllm.scheduler import plan_step"),
         ("policies/fcfs.py", "import os"),

@@ -50,8 +50,8 @@ def run(*, disturbed: bool) -> Streams:
     with QLLMEngine.from_model(
         model, conformance=False, threads=1, policy_settings={"ride_frac": 0.0}
     ) as engine:
-        runner = engine._runner
-        runner.cuts = engine._loop.scheduler.cuts = CUTS
+        runner = engine._host.runner
+        runner.cuts = engine._host.loop.scheduler.cuts = CUTS
         object.__setattr__(runner._costs, "range_ns", 0.5)
         handles = []
         count = 0
@@ -116,7 +116,7 @@ def mutant(patch: Patch) -> Patch:
 
 @mutant
 def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
-    real = experts.ExpertBank._matmul
+    real = experts.TorchBank._matmul
 
     def matmul(self: Any, *args: Any) -> None:
         real(self, *args)
@@ -125,7 +125,7 @@ def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
             if unit.expert == 3:
                 out[unit.lo - units[0].lo : unit.hi - units[0].lo] = 0
 
-    patch.setattr(experts.ExpertBank, "_matmul", matmul)
+    patch.setattr(experts.TorchBank, "_matmul", matmul)
 
 
 @mutant

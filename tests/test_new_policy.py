@@ -180,7 +180,8 @@ def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
     assert re.search(r"^ *my-policy +Shortest prompt first", out, re.M), out
     assert out.count("Report(policy=") == 3
     assert "[8, 8, 8, 8]" in out
-    assert re.search(r"BE tokens/s, in \+ out .*\d", out), out
+    assert re.search(r"^ +fcfs +my-policy *$", out, re.M), out
+    assert re.search(r"^ +output tokens/s +\d[\d.]* +\d[\d.]* *$", out, re.M), out
 
 
 @pytest.mark.slow

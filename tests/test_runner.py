@@ -90,7 +90,7 @@ def forward(model: Any, ids: list[int], steps: int = STEPS) -> list[Tensor]:
 
 
 def runner_of(model: Any, **settings: Any) -> tuple[TorchRunner, dict[tuple[int, int], Tensor]]:
-    runner = TorchRunner(model, **{"max_segment_ms": INF, "packed_decode": False, **settings})
+    runner = TorchRunner(model, **{"max_segment_ms": INF, "kernels": "reference", **settings})
     logits: dict[tuple[int, int], Tensor] = {}
     runner.on_logits = lambda request, position, x: logits.update({(request, position): x.clone()})
     return runner, logits
@@ -200,7 +200,7 @@ def test_order_and_ranges_of_experts_change_no_bit(
 ) -> None:
     model, ids = model_of(family, dtype), prompt_of(PROMPT)
     expected = forward(model, ids)
-    real = experts_module.ExpertBank._matmul
+    real = experts_module.TorchBank._matmul
 
     def backwards(self: Any, x: Tensor, *weights: Any) -> None:
         *weights, units, out = weights
@@ -209,7 +209,7 @@ def test_order_and_ranges_of_experts_change_no_bit(
             part = slice(unit.lo - base, unit.hi - base)
             real(self, x[part], *weights, [unit], out[part])
 
-    monkeypatch.setattr(experts_module.ExpertBank, "_matmul", backwards)
+    monkeypatch.setattr(experts_module.TorchBank, "_matmul", backwards)
     runner, logits = runner_of(model)
     object.__setattr__(runner._costs, "range_ns", 0.5)
     add(runner, 1, ids)

@@ -134,6 +134,14 @@ def test_a_body_that_is_no_body_is_400(served: Serving, content: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("content", [b"", b"prompt=a", b"\xff\x00"])
+def test_a_body_of_another_type_is_400(served: Serving, content: bytes) -> None:
+    for headers in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form"}):
+        answer = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+
+
 def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="use 'tiny'") as missing:
         client.completions.create(model="gpt", prompt="a")

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 app = typer.Typer(
     help="Serve Mixture-of-Experts models to people who wait and to jobs that don't.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

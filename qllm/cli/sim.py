@@ -11,13 +11,17 @@ from .app import app, clean, parse_setting, print_table, quiet
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
+    from qllm.simulation.capacity import Answer, Tried
     from qllm.simulation.costs import CostFile
     from qllm.types import Slo
     from qllm.workloads.spec import RequestSpec
 
 Model = Annotated[
     str | None,
-    typer.Option(help="300m, 1m, qwen3-moe, mixtral, olmoe, a folder or a hub id (with --preset)."),
+    typer.Option(
+        help="With --preset: 300m, 1m, qwen3-moe, mixtral, olmoe, a folder or a hub id. With "
+        "--costs it must be the measured one."
+    ),
 ]
 Costs = Annotated[Path | None, typer.Option(help="A file that `qllm calibrate` wrote.")]
 Preset = Annotated[str | None, typer.Option(help="Computed costs: h100, h200 or cpu.")]
@@ -173,6 +177,93 @@ def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: floa
     at_once = sum(s.at_s == 0 for s in specs)
     typer.echo(machine.title + (f" ({machine.note})" if machine.note else ""))
     typer.echo(f"{len(specs)} requests, {at_once} at once; offered after that: {rates}")
+
+
+@app.command()
+@clean
+def plan(
+    slo: Annotated[str, typer.Option(help="Targets of LS requests, like ttft=500ms,tpot=50ms.")],
+    ls_rate: Annotated[float, typer.Option(help="LS requests per second.")],
+    policy: Policy = "qllm2,priority,ls-first,fcfs",
+    model: Model = None,
+    costs: Costs = None,
+    preset: Preset = None,
+    workload: Annotated[
+        str, typer.Option(help="The named workload whose lengths are taken.")
+    ] = "S2",
+    seconds: Annotated[
+        float | None, typer.Option(help="Length of every run; by default 300 LS requests.")
+    ] = None,
+    seed: Seed = 0,
+    setting: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the figure.")] = None,
+) -> None:
+    """Tell how much BE throughput fits beside LS under its targets, policy by policy."""
+    from qllm.simulation.capacity import Question, harvest
+    from qllm.simulation.variants import parse_slo, parse_variants
+
+    variants = parse_variants(policy)
+    machine = _machine(model, costs, preset)
+    config = _config(machine, setting)
+    question = Question(
+        slo=parse_slo(slo), ls_rate=ls_rate, workload=workload, seconds=seconds, seed=seed
+    )
+    typer.echo(machine.title + (f" ({machine.note})" if machine.note else ""))
+    typer.echo(
+        f"{workload} lengths, LS {ls_rate:g}/s under {slo}, {question.window_s:g} s per run, seed "
+        f"{seed}; a load is carried if at least 99 % of the LS requests meet both targets"
+    )
+    answers = harvest(question, machine, variants, config, _say_tried)
+    print_table(_PLAN_HEAD, [_plan_row(answer) for answer in answers])
+    if out is not None:
+        from qllm.simulation.figures import plan_figure
+
+        out.mkdir(parents=True, exist_ok=True)
+        plan_figure(answers, question, out / "plan.png")
+        typer.echo(f"figure     {out / 'plan.png'}")
+
+
+_PLAN_HEAD = (
+    "policy",
+    "BE tokens/s, in + out",
+    "BE load",
+    "SLO met",
+    "LS TTFT p50 / p99, ms",
+    "LS TPOT p50 / p99, ms",
+    "with a full backlog",
+)
+
+
+def _load(be_rate: float | None) -> str:
+    return "full backlog" if be_rate is None else f"{be_rate:.3g}/s"
+
+
+def _say_tried(label: str, tried: "Tried") -> None:
+    found = tried.outcome
+    typer.echo(
+        f"  {label}, BE {_load(tried.be_rate)}: SLO met {found.attainment or 0:.1%}, "
+        f"{found.be_per_s:,.0f} BE tokens/s",
+        err=True,
+    )
+
+
+def _plan_row(answer: "Answer") -> tuple[str, ...]:
+    from qllm.simulation.outcome import pair
+
+    best, full = answer.best, answer.tried[-1].outcome
+    backlog = f"{full.attainment or 0:.1%} met, {full.be_per_s:,.0f} tokens/s"
+    if best is None:
+        return answer.label, "none", "LS alone misses", "-", "-", "-", backlog
+    found = best.outcome
+    return (
+        answer.label,
+        f"{found.be_prompt_per_s:,.0f} + {found.be_output_per_s:,.0f}",
+        _load(best.be_rate),
+        f"{found.attainment or 0:.1%}",
+        pair(found.ls_ttft_p50, found.ls_ttft_p99),
+        pair(found.ls_tpot_p50, found.ls_tpot_p99),
+        backlog,
+    )
 
 
 @app.command()

@@ -12,7 +12,9 @@ along in the keyword arguments.
 
 import copy
 import sys
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qllm.kv_cache import RequestKV
 
 NAME = "qllm"
+KV = tuple[Tensor, Tensor]
+"""Keys and values, [1, G, S, H] each."""
 
 
 class Span(NamedTuple):
@@ -35,6 +39,26 @@ class Span(NamedTuple):
     hi: int
 
 
+class SpanAddresses:
+    """Spans as our kernels read them: 6 integers each (`Span` of kernels/cpu/kernels.h)."""
+
+    BYTES = 6 * 8
+
+    def __init__(
+        self, spans: Sequence[Span], num_kv_heads: int, head_dim: int, like: Tensor
+    ) -> None:
+        self._values = array("q")
+        for kv, at, lo, hi in spans:
+            k, v, stride = kv.base(num_kv_heads, head_dim, like)
+            kv.reach(hi)
+            self._values.extend((k, v, stride, at, lo, hi))
+        self.address = self._values.buffer_info()[0]
+
+    def at(self, span: int) -> int:
+        """Address of one span."""
+        return self.address + span * self.BYTES
+
+
 class Step:
     """What one ATTN op attends: spans in packed order, and their masks once they are made.
 
@@ -42,7 +66,18 @@ class Step:
     rows) leaves zeros there.
     """
 
-    __slots__ = ("latent", "masks", "num_tokens", "packs", "single", "spans")
+    __slots__ = (
+        "_addresses",
+        "_singles",
+        "all_single",
+        "latent",
+        "masks",
+        "num_attended",
+        "num_tokens",
+        "packs",
+        "single",
+        "spans",
+    )
 
     def __init__(
         self, spans: Sequence[Span], num_tokens: int, latent: bool, packs: bool = True
@@ -55,6 +90,11 @@ class Step:
         """Single queries in bf16 take `_packed_query`."""
         self.single = len(self.spans) == num_tokens > 1
         """Every token is a sequence of its own: a decode batch."""
+        self.num_attended = sum(span.hi - span.lo for span in self.spans)
+        """Tokens that a span covers; the others are dead."""
+        self.all_single = self.num_attended == len(self.spans)
+        self._addresses: SpanAddresses | None = None
+        self._singles: list[tuple[int, int]] | None = None
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def update(
@@ -79,6 +119,24 @@ class Step:
         if not parts:
             return k_1GTH[:, :, :0], v_1GTH[:, :, :0]
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def addresses(self, num_kv_heads: int, head_dim: int, like: Tensor) -> SpanAddresses:
+        """The spans for our kernels; the KV of new requests is reserved, of the dtype of `like`."""
+        if self._addresses is None:
+            self._addresses = SpanAddresses(self.spans, num_kv_heads, head_dim, like)
+        return self._addresses
+
+    def singles(self) -> list[tuple[int, int]]:
+        """Runs of spans with one query: the first of each and how many."""
+        if self._singles is None:
+            self._singles = []
+            at = 0
+            for single, run in groupby(self.spans, key=lambda span: span.hi - span.lo == 1):
+                num = sum(1 for _ in run)
+                if single:
+                    self._singles.append((at, num))
+                at += num
+        return self._singles
 
     def sequences(self) -> list[tuple[RequestKV, int]]:
         """The requests of the spans and how far each is attended, in order."""
@@ -124,35 +182,56 @@ def _family_eager(module: nn.Module) -> Attend:
     return found
 
 
+def _visible(span: Span, kv: KV, window: int | None) -> tuple[int, KV, int | None]:
+    """First key in sight, the keys and values from there, and the window if it still hides some."""
+    if window is None or span.hi <= window:
+        return 0, kv, None
+    first = max(0, span.lo - window + 1)
+    if first:
+        kv = (kv[0][:, :, first:], kv[1][:, :, first:])
+    return first, kv, window
+
+
 def _one(
     module: nn.Module,
     step: Step,
     q_1NTH: Tensor,
-    kv: tuple[Tensor, Tensor],
+    kv: KV,
     span: Span,
     scaling: float | None,
     window: int | None,
     eager: Attend | None,
 ) -> Tensor:
     """Attention of one span: out[1, T, N, H]."""
-    k, v = kv
     lo, hi = span.lo, span.hi
-    first = 0
-    if window is not None:
-        if hi <= window:
-            window = None
-        else:
-            first = max(0, lo - window + 1)
-            if first:
-                k, v = k[:, :, first:], v[:, :, first:]
     one_query = hi - lo == 1
     if eager is not None:
+        first, (k, v), window = _visible(span, kv, window)
         mask = None if one_query else step.mask(q_1NTH, first, lo, hi, window)
         out: Tensor = eager(module, q_1NTH, k, v, mask, scaling=scaling)[0]
         return out
-    is_gqa = k.shape[1] != q_1NTH.shape[1]
+    is_gqa = kv[0].shape[1] != q_1NTH.shape[1]
     if one_query and is_gqa and step.packs and q_1NTH.dtype is torch.bfloat16:
-        return _packed_query(q_1NTH, k, v, scaling)
+        return _packed_query(q_1NTH, *_visible(span, kv, window)[1], scaling)
+    return attend_span(q_1NTH, kv, span, step, scaling, window)
+
+
+def attend_span(
+    q_1NTH: Tensor, kv: KV, span: Span, step: Step, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention of the queries of one span by torch: out[1, T, N, H].
+
+    Args:
+        q_1NTH: Queries of the span.
+        kv: Keys and values of positions [0, span.hi).
+        span: Where the queries are.
+        step: Keeps the masks.
+        scaling: Of the scores; None is 1 / sqrt(H).
+        window: Of a sliding attention.
+    """
+    lo, hi = span.lo, span.hi
+    first, (k, v), window = _visible(span, kv, window)
+    one_query = hi - lo == 1
     causal = not one_query and lo == 0 and window is None
     mask = None if one_query or causal else step.mask(q_1NTH, first, lo, hi, window)
     out = F.scaled_dot_product_attention(
@@ -162,7 +241,7 @@ def _one(
         attn_mask=mask,
         is_causal=causal,
         scale=scaling,
-        enable_gqa=is_gqa,
+        enable_gqa=k.shape[1] != q_1NTH.shape[1],
     )
     return out.transpose(1, 2)
 

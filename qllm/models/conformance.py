@@ -5,7 +5,8 @@
 
 A and B have one prompt, so one pass of `model.forward` says what both must give. The model is put
 to the implementations that a runner is equal to (experts: grouped_mm, attention: sdpa where the
-family has it) while it runs, and back.
+family has it) while it runs, and back. A runner with kernels of its own is checked twice: with
+transformers' modules bit by bit, and as it is for closeness.
 """
 
 import inspect
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from qllm.compile import compile_program
 from qllm.errors import ModelError
 from qllm.models.discover import base_model
-from qllm.models.linear import PLAIN
 from qllm.models.loader import EXPERTS_IMPLEMENTATION
 from qllm.plan import NO_STOP, START, Index, Plan, Program, Row
 from qllm.types import Grain, RequestId, SamplingParams
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 NUM_PROMPT = 12
 NUM_DECODE = 2
 CLOSE = {torch.float32: 1e-3}
-"""Level L2 multiplies in other blocks than `model.forward`: close is enough, in units of the
-largest logit; 0.1 for 16-bit dtypes."""
+"""Level L2 multiplies in other blocks than `model.forward`, and our kernels sum in another order:
+close is enough, in units of the largest logit; 0.1 for 16-bit dtypes."""
 _A, _B, _C = -1, -2, -3
 
 
@@ -51,9 +51,13 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
     Raises:
         ModelError: They differ, or a layer cannot be driven; names family, layer and driver.
     """
-    prompt = _prompt(runner.shape.vocab_size)
+    prompt, exact = _prompt(runner.shape.vocab_size), runner.compute.is_exact
     with torch.inference_mode(), _pinned(model):
-        expected = _reference(model, prompt)
+        with runner.as_reference():
+            expected = _reference(model, prompt)
+            if not exact:
+                with _probing(model, runner) as probe:
+                    probe.compare(prompt, expected)
         with _probing(model, runner) as probe:
             probe.compare(prompt, expected)
 
@@ -99,7 +103,6 @@ def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
     """A probe; afterwards the runner is as it was."""
     probe = _Probe(model, runner)
     before = runner.on_logits, runner.on_segment
-    packed_decode, runner.packed_decode = runner.packed_decode, False
     segments = runner.segments
     longest = segments.longest_ns, segments.longest_op
     runner.on_logits, runner.on_segment = probe.take, probe.passed
@@ -107,7 +110,6 @@ def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
         yield probe
     finally:
         runner.on_logits, runner.on_segment = before
-        runner.packed_decode = packed_decode
         segments.longest_ns, segments.longest_op = longest
         for program in probe.programs:
             runner.drop(program)
@@ -124,7 +126,7 @@ class _Probe:
         self.programs: list[Program] = []
         self.logits: dict[tuple[RequestId, int], Tensor] = {}
         self._last: tuple[Program, Index] | None = None
-        self._exact = runner.row_rule is PLAIN
+        self._exact = runner.compute.is_exact
         self._prompt: list[int] = []
         self._expected: list[Tensor] = []
         self._same_tokens = True
@@ -195,7 +197,7 @@ class _Probe:
         expected = self._expected[row.hi - NUM_PROMPT]
         found = self.logits.get((row.request_id, row.hi))
         if not self._same_tokens:
-            return  # level L2 only: close logits, another token
+            return  # close logits, another token
         if found is None or not self._agree(found, expected):
             raise ModelError(self._message(what, found, expected))
         token = int(expected.argmax())

@@ -13,6 +13,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,11 @@ class _Normal(ast.NodeTransformer):
 
 def fingerprint(module: nn.Module) -> str:
     """Digest of the forward of a module's class, names normalised; empty if it has no source."""
-    function = inspect.unwrap(type(module).forward)
+    return source_digest(inspect.unwrap(type(module).forward))
+
+
+def source_digest(function: Callable[..., Any]) -> str:
+    """Digest of the source of a function, names normalised; empty if it has no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

@@ -8,16 +8,20 @@ units, and equal to transformers' `grouped_mm` experts: it multiplies the same r
 matrices and sums in the same order. Consecutive units run as one range of about a millisecond.
 """
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError
+from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
+from qllm.models.native import swiglu
 from qllm.models.packed import pack_all, packed_linear
 
 
@@ -29,7 +33,47 @@ class Unit(NamedTuple):
     hi: int
 
 
-class ExpertBank:
+class Bank(Protocol):
+    """The experts of one layer."""
+
+    kernel: str
+    """What multiplies, for results."""
+    num_experts: int
+    out_width: int
+    dtype: torch.dtype
+    unit_bytes: int
+    """Weights of one expert."""
+
+    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
+        ...
+
+    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum over k of weight times slot, [T, D]; `inverse_S` finds the slot of every (t, k)."""
+        ...
+
+
+class NativeBank:
+    """Experts of the usual kind with our kernels."""
+
+    def __init__(self, experts: Any) -> None:
+        up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        self._experts = cpu.Experts(up, down)
+        self.kernel = f"qllm {cpu.kind()}"
+        self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
+        self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
+
+    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
+        units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
+        self._experts.run(x_TD, work.token_S, units, stop - start, work.slots_SD)
+
+    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum over k of weight times slot."""
+        return cpu.combine(slots_SD, inverse_S, weights_TK)
+
+
+class TorchBank:
     """Weights of one layer's experts, as one [in, out] view per expert, and packed if asked."""
 
     def __init__(
@@ -57,14 +101,8 @@ class ExpertBank:
         self._packed_down = pack_all([w.t() for w in self.down]) if packed else None
         self._in_place = in_place and rule is PLAIN
         """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
-        one = gate_up[0].numel() + down[0].numel()
-        self.unit_bytes = one * gate_up.element_size()
-        self.row_flops = 2 * one
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether its weights were copied in the matrix library's layout."""
-        return self._packed_up is not None
+        self.kernel = "torch mm" if self._packed_up is None else "oneDNN packed"
+        self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def _matmul(
         self,
@@ -91,83 +129,85 @@ class ExpertBank:
             if bias is not None:
                 out.add_(bias[expert])
 
-    def run(self, x_SD: Tensor, units: list[Unit], out_SD: Tensor) -> None:
-        """Run units whose gathered rows are `x_SD` into `out_SD`."""
-        h_SF = x_SD.new_empty((x_SD.shape[0], self.up_width), dtype=self.dtype)
+    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
+        units = work.units[start:stop]
+        lo, hi = units[0].lo, units[-1].hi
+        x_SD = x_TD.index_select(0, work.token_S[lo:hi])
+        h_SF = x_SD.new_empty((hi - lo, self.up_width), dtype=self.dtype)
         self._matmul(x_SD, self.up, self._packed_up, self.up_bias, units, h_SF)
         if self._by_row:
             h_SF = torch.cat([self.gate(row) for row in torch.split(h_SF, 1)])
         else:
             h_SF = self.gate(h_SF)
+        out_SD = work.slots_SD[lo:hi]
         self._matmul(h_SF, self.down, self._packed_down, self.down_bias, units, out_SD)
+
+    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum over k of weight times slot."""
+        num_tokens, top_k = weights_TK.shape
+        weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
+        return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
 
 def expert_banks(
-    parts: ModelParts, rule: RowRule, max_packed_bytes: int
-) -> tuple[ExpertBank | None, ...]:
-    """The experts of every layer, packed if the copies of all take at most so many bytes."""
+    parts: ModelParts, rule: RowRule, packs: bool, native: bool
+) -> tuple[Bank | None, ...]:
+    """The experts of every layer.
+
+    Args:
+        parts: Of the model.
+        rule: In which blocks torch multiplies.
+        packs: Copy weights into a faster layout.
+        native: That of our kernels, for experts that they are made for.
+    """
     modules = [layer.experts for layer in parts.layers]
     weights = [w for m in modules if m is not None for w in m.parameters()]
-    packed = sum(w.numel() * w.element_size() for w in weights) <= max_packed_bytes
     in_place = bool(weights) and weights[0].dtype is torch.bfloat16
-    return tuple(
-        None if m is None else ExpertBank(m, rule, in_place=in_place, packed=packed)
-        for m in modules
-    )
+
+    def bank(module: nn.Module) -> Bank:
+        if native and swiglu(module):
+            return NativeBank(module)
+        return TorchBank(module, rule, in_place=in_place, packed=packs)
+
+    return tuple(None if m is None else bank(m) for m in modules)
 
 
 class Work:
     """The EXPERTS op of one layer: its units, and the slots that are done."""
 
-    __slots__ = ("_inverse", "bank", "done", "ids_TK", "slots_SD", "token_S", "top_k", "units")
+    __slots__ = ("bank", "done", "flat", "ids_TK", "inverse_S", "slots_SD", "token_S", "units")
 
-    def __init__(self, bank: ExpertBank, ids_TK: Tensor, unit_rows: int) -> None:
+    def __init__(self, bank: Bank, ids_TK: Tensor, unit_rows: int) -> None:
         self.bank = bank
         self.ids_TK = ids_TK
-        num_tokens, self.top_k = ids_TK.shape
-        size = num_tokens * self.top_k
-        self.token_S: Tensor | None = None
-        self._inverse: Tensor | None = None
-        if num_tokens == 1:
-            ids = ids_TK[0].tolist()
-            order = sorted(range(size), key=ids.__getitem__)
-            self.units = [Unit(ids[k], k, k + 1) for k in order]
-        else:
-            sorted_ids, perm = torch.sort(ids_TK.reshape(-1), stable=True)
-            self.token_S = perm // self.top_k
-            self._inverse = torch.empty_like(perm)
-            self._inverse[perm] = torch.arange(size, device=perm.device)
-            self.units = _cut(sorted_ids.tolist(), unit_rows)
-        self.slots_SD = torch.empty((size, bank.out_width), dtype=bank.dtype, device=ids_TK.device)
+        top_k, device = ids_TK.shape[1], ids_TK.device
+        flat = ids_TK.reshape(-1).cpu().numpy()
+        order = np.argsort(flat, kind="stable")
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        self.token_S = torch.from_numpy(order // top_k).to(device)
+        self.inverse_S = torch.from_numpy(inverse).to(device)
+        self.units = _cut(flat[order].tolist(), unit_rows)
+        self.flat = array("q", [value for unit in self.units for value in unit])
+        """The units as integers, for kernels that are given an address."""
+        shape = (len(order), bank.out_width)
+        self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
         self.done = bytearray(len(self.units))
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
         """Run units [start, stop); return the slots they filled."""
-        units = self.units[start:stop]
         if self.done.find(1, start, stop) >= 0:
             raise InvariantError(f"an expert unit of [{start}, {stop}) would run twice (I1)")
-        rows = 0
-        if self.token_S is None:  # one token: its slots are written in place, in any order
-            for unit in units:
-                self.bank.run(x_TD, [unit], self.slots_SD[unit.lo : unit.hi])
-            rows = len(units)
-        else:
-            lo, hi = units[0].lo, units[-1].hi
-            x_SD = x_TD.index_select(0, self.token_S[lo:hi])
-            self.bank.run(x_SD, units, self.slots_SD[lo:hi])
-            rows = hi - lo
+        self.bank.run(x_TD, self, start, stop)
         self.done[start:stop] = b"\1" * (stop - start)
-        return rows
+        return self.units[stop - 1].hi - self.units[start].lo
 
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of the slots of tokens [lo, hi)."""
-        a, b = lo * self.top_k, hi * self.top_k
-        if self._inverse is None:
-            slots = self.slots_SD
-        else:
-            slots = self.slots_SD.index_select(0, self._inverse[a:b])
-        weighted = slots * weights_TK[lo:hi].reshape(-1, 1)
-        return weighted.view(hi - lo, self.top_k, -1).sum(dim=1).to(dtype)
+        top_k = self.ids_TK.shape[1]
+        inverse_S = self.inverse_S[lo * top_k : hi * top_k]
+        return self.bank.combine(self.slots_SD, inverse_S, weights_TK[lo:hi]).to(dtype)
 
 
 def _cut(sorted_ids: list[int], unit_rows: int) -> list[Unit]:

@@ -97,13 +97,16 @@ class FastDriver:
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         x = self._post_norm(mid_TD)
         _, weights_TK, ids_TK = self._router(x)
+        return Routed(x, ids_TK, weights_TK, self._shared(x))
+
+    def _shared(self, x_TD: Tensor) -> dict[str, Kept] | None:
         parts = self._parts
         if parts.shared is None:
-            return Routed(x, ids_TK, weights_TK)
-        shared = parts.shared(x)
+            return None
+        shared = parts.shared(x_TD)
         if parts.shared_gate is not None:
-            shared = torch.sigmoid(parts.shared_gate(x)) * shared
-        return Routed(x, ids_TK, weights_TK, {"shared": shared})
+            shared = torch.sigmoid(parts.shared_gate(x_TD)) * shared
+        return {"shared": shared}
 
     def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
         if routed.kept is not None:
@@ -147,10 +150,3 @@ class ReplayDriver:
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
         return self._layer.combine(x_TD, mid_TD, position_embeddings=None, attention_mask=None)
-
-
-def driver_for(parts: LayerParts) -> LayerDriver:
-    """The driver that `discover` chose for a layer; a dense layer of unknown glue is replayed."""
-    if parts.input_layernorm is None:
-        return ReplayDriver(parts)
-    return FastDriver(parts)

@@ -1,6 +1,6 @@
 """The start-up self-test of level L2, on the model's own weights and glue."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,20 @@ ROWS = 37
 
 
 def find_invariance(
-    model: nn.Module, parts: ModelParts, drivers: Sequence[LayerDriver]
+    model: nn.Module,
+    parts: ModelParts,
+    drivers: Sequence[LayerDriver],
+    ours: Container[int] = (),
 ) -> tuple[RowRule, bool]:
     """Find the rule for products, then check routers, norms, sums and gates under it.
 
     Layers under replay are checked by their matrices only.
+
+    Args:
+        model: The model.
+        parts: Its parts.
+        drivers: Who runs each layer.
+        ours: Addresses of weights that kernels multiply whose rows are independent anyway.
 
     Returns:
         The rule, and whether `RowBlocks` must be entered: not if products are invariant as they
@@ -30,7 +39,7 @@ def find_invariance(
         ModelError: No rule holds on this machine, or the glue of a layer breaks it.
     """
     with torch.inference_mode():
-        rule = find_rule(matrices(model))
+        rule = find_rule(w for w in matrices(model) if w.data_ptr() not in ours)
         mode = RowBlocks(rule)
         odd = any(_odd_gate(layer.experts) for layer in parts.layers)
         replay = any(layer.driver is Driver.REPLAY for layer in parts.layers)

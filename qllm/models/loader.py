@@ -98,6 +98,19 @@ def load(
     return _loaded(name, model, tokenizer, _read_json(folder / "generation_config.json"))
 
 
+def load_tokenizer(
+    name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer alone, for a front end whose model is in another process.
+
+    Raises:
+        ConfigError: The name is none that is known.
+        ModelError: The folder is not there or its tokenizer is broken.
+    """
+    name, folder = _locate(os.fspath(name_or_path), weights=False, code=trust_remote_code)
+    return _tokenizer(name, folder, trust_remote_code)
+
+
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
     """Take a model that is loaded already; it is neither copied nor changed.
 

@@ -1,19 +1,24 @@
-"""How weights are multiplied: in the matrix library's own layout, and by the rule of level L2.
+"""How weights are multiplied: by our kernels, or by torch in the matrix library's own layout.
 
 `F.linear` on the CPU reorders its bf16 weights in every call. Measured on one core of a Zen 4
 server: with reordered weights one row takes 0.6 of the time, four rows half. The copies cost
 their bytes again, so they have a budget; weights that change afterwards are not seen.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
+from qllm.models.native import is_usable
+
+Linear = Callable[[Tensor], Tensor]
 
 PROBE_ROWS = (1, 2, 5, 16, 33, 100)
 """Row counts at which a packed product is compared with the plain one."""
@@ -56,51 +61,65 @@ def pack_all(weights: Sequence[Tensor]) -> list[Tensor] | None:
     return [first, *(p for p in rest if p is not None)]
 
 
-class PackedLinears:
-    """The `nn.Linear`s of the layers, packed and following the row rule, until `undo`.
+class Linears:
+    """The `nn.Linear`s of the layers, packed and following the row rule, between `do` and `undo`.
 
-    Only instances are changed. Without a rule the bits stay, so `model.forward` gives what it gave.
+    Only instances are changed. With torch's packed weights and no rule the bits stay.
+
+    Args:
+        parts: Of the model.
+        rule: In which blocks torch multiplies.
+        packs: Copy weights into a faster layout.
+        native: That of our kernels, where they can read a weight.
+        covered: Modules that are never called.
     """
 
-    def __init__(self, parts: ModelParts, rule: RowRule, max_bytes: int) -> None:
-        self._changed: list[nn.Linear] = []
-        self.num_packed = 0
+    def __init__(
+        self,
+        parts: ModelParts,
+        rule: RowRule,
+        packs: bool,
+        native: bool,
+        covered: Container[nn.Module],
+    ) -> None:
+        self._forwards: list[tuple[nn.Linear, Linear]] = []
+        self.kernels: Counter[str] = Counter()
         modules = [m for layer in parts.layers for m in layer.layer.modules()]
         linears = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
-        size = sum(m.weight.numel() * m.weight.element_size() for m in linears)
         exact: dict[tuple[tuple[int, ...], bool], bool] = {}
         for module in linears:
+            if module in covered:
+                continue
             weight = module.weight.detach()
             bias = None if module.bias is None else module.bias.detach()
-            packed = pack(weight) if size <= max_bytes else None
-            key = (tuple(weight.shape), bias is not None)
-            if packed is not None and key not in exact:
-                exact[key] = is_exact(weight, packed, bias)
-            forward: Callable[[Tensor], Tensor] | None = None
-            if packed is not None and exact[key]:
-                forward = _packed_forward(packed, bias, rule)
-                self.num_packed += 1
-            elif rule is not PLAIN:
+            kernel = "torch linear"
+            forward: Linear | None = None
+            if native and is_usable(weight):
+                kernel, forward = f"qllm {cpu.kind()}", cpu.Matrix([weight], [bias]).linear
+            elif packs and (packed := pack(weight)) is not None:
+                key = (tuple(weight.shape), bias is not None)
+                if key not in exact:
+                    exact[key] = is_exact(weight, packed, bias)
+                if exact[key]:
+                    kernel, forward = "oneDNN packed", _packed_forward(packed, bias, rule)
+            if forward is None and rule is not PLAIN:
                 forward = partial(rule.linear, weight=weight, bias=bias)
+            self.kernels[kernel] += 1
             if forward is not None:
-                module.forward = forward  # type: ignore[assignment, method-assign]
-                self._changed.append(module)
+                self._forwards.append((module, forward))
 
-    @property
-    def kernel(self) -> str:
-        """What multiplies, for results."""
-        return f"oneDNN packed ({self.num_packed} modules)" if self.num_packed else "torch linear"
+    def do(self) -> None:
+        """Give the modules our forward."""
+        for module, forward in self._forwards:
+            module.forward = forward  # type: ignore[assignment, method-assign]
 
     def undo(self) -> None:
-        """Give the modules back their own forward."""
-        for module in self._changed:
+        """Give the modules back their own."""
+        for module, _ in self._forwards:
             vars(module).pop("forward", None)
-        self._changed.clear()
 
 
-def _packed_forward(
-    packed: Tensor, bias_N: Tensor | None, rule: RowRule
-) -> Callable[[Tensor], Tensor]:
+def _packed_forward(packed: Tensor, bias_N: Tensor | None, rule: RowRule) -> Linear:
     linear = torch.ops.mkldnn._linear_pointwise
 
     def forward(x: Tensor) -> Tensor:
@@ -113,7 +132,7 @@ def _packed_forward(
 class Head:
     """The output head as vocabulary blocks, so that a segment can be a part of it."""
 
-    def __init__(self, lm_head: nn.Linear, rule: RowRule, max_bytes: int) -> None:
+    def __init__(self, lm_head: nn.Linear, rule: RowRule, packs: bool, native: bool) -> None:
         self._rule = rule
         weight = lm_head.weight.detach()
         bias = None if lm_head.bias is None else lm_head.bias.detach()
@@ -121,16 +140,25 @@ class Head:
         starts = range(0, vocab, HEAD_BLOCK)
         self._weights = [weight[a : a + HEAD_BLOCK] for a in starts]
         self._biases = [None if bias is None else bias[a : a + HEAD_BLOCK] for a in starts]
+        self.num_blocks = len(self._weights)
+        self.kernel = "torch linear"
         self._packed: list[Tensor] | None = None
-        if weight.numel() * weight.element_size() <= max_bytes and bias is None:
+        self._native: list[cpu.Matrix] | None = None
+        if native and is_usable(weight):
+            pairs = zip(self._weights, self._biases, strict=True)
+            self._native = [cpu.Matrix([w], [b]) for w, b in pairs]
+            self.kernel = f"qllm {cpu.kind()}"
+        elif packs and bias is None:
             packed = pack_all(self._weights[:-1]) if len(self._weights) > 1 else []
             last = pack_all(self._weights[-1:])
-            self._packed = None if packed is None or last is None else packed + last
-        self.num_blocks = len(self._weights)
-        self.kernel = "torch linear" if self._packed is None else "oneDNN packed"
+            if packed is not None and last is not None:
+                self._packed = packed + last
+                self.kernel = "oneDNN packed"
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
         """Logits [B, up to HEAD_BLOCK] of one block."""
+        if self._native is not None:
+            return self._native[block].linear(x_BD)
         if self._packed is None:
             return self._rule.linear(x_BD, self._weights[block], self._biases[block])
         return self._rule.apply(x_BD, partial(packed_linear, packed=self._packed[block]))

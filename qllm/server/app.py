@@ -9,11 +9,13 @@ from starlette.middleware.cors import CORSMiddleware
 import qllm
 from qllm.llm import QLLMEngine
 
-from . import chat, completions, errors, probes, tools
+from . import batches, chat, completions, errors, probes, tools, ui
 from .config import ServerConfig, read_api_keys
 from .front import Front
 from .guard import Guard, Keys, Limits
 from .metrics import Metrics
+from .store import Store
+from .worker import Worker
 
 
 def create_app(engine: QLLMEngine, config: ServerConfig) -> FastAPI:
@@ -25,20 +27,32 @@ def create_app(engine: QLLMEngine, config: ServerConfig) -> FastAPI:
     metrics = Metrics(config.model_name)
     front = Front(engine, config, metrics)
 
+    store = None if config.state_dir is None else Store(config.state_dir)
+    worker = None if store is None else Worker(front, store)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if worker is not None:
+            await worker.start()
         try:
             yield
         finally:
+            if worker is not None:
+                await worker.close()
             await front.close()
+            if store is not None:
+                store.close()
 
     app = FastAPI(
         title="qllm", version=qllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.front = front
     errors.install(app)
-    for part in (chat, completions, tools, probes):
+    for part in (chat, completions, tools, probes, ui):
         app.include_router(part.routes(front))
+    if store is not None and worker is not None:
+        app.include_router(batches.file_routes(store))
+        app.include_router(batches.batch_routes(store, worker))
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
     app.add_middleware(Guard, config=config, keys=keys, limits=limits, refuse=metrics.refuse)

@@ -41,6 +41,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         401: "No API key, or a wrong one",
         404: "There is no such thing",
         408: "The body did not come in time",
+        409: "It cannot be done in the present state",
         413: "The body is too large",
         422: "Not used; wrong bodies are 400",
         429: "A queue or a limit is full; see Retry-After",
@@ -159,6 +160,8 @@ def install(app: FastAPI) -> None:
         text = str(error.detail)
         if error.status_code == 404:
             text = f"there is no {request.method} {request.url.path}; see /openapi.json"
+            if request.url.path.startswith(("/v1/files", "/v1/batches")):
+                text += " (the batch API needs --state-dir)"
         wrapped = ApiError(error.status_code, text)
         wrapped.headers = error.headers
         return wrapped.response()

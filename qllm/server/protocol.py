@@ -26,6 +26,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data  # the wrong type: pydantic says so
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

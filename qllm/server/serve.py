@@ -1,6 +1,7 @@
 """Load a model and serve it until SIGTERM or SIGINT."""
 
 import asyncio
+import signal
 import socket
 import sys
 
@@ -48,4 +49,9 @@ def serve(config: ServerConfig) -> None:
         host, port = sock.getsockname()[:2]
         sys.stderr.write(f"qllm: {config.model_name} at http://{host}:{port}\n")
         sys.stderr.flush()
-        asyncio.run(server.serve(sockets=[sock]))
+        # uvicorn drains at SIGTERM, then raises it again: by now there is nothing left to end
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            asyncio.run(server.serve(sockets=[sock]))
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qllm.config import EngineConfig
+from qllm.core import torch_threads
 from qllm.engine import EngineLoop
-from qllm.host import torch_threads
 from qllm.ingress import InprocIngress, Submission
 from qllm.metrics import RequestMetrics
 from qllm.models.loader import load
@@ -201,6 +201,15 @@ def nonnegative_fit(features: Any, times: Any) -> Any:
     return best
 
 
+def _centred_fit(features: Any, times: Any) -> Any:
+    """The fit, scaled so that half of the times are longer than fitted.
+
+    Relative errors alone pull a fit of noisy times down: too long costs more than too short.
+    """
+    found = nonnegative_fit(features, times)
+    return found * float(np.median(np.asarray(times) / (np.asarray(features) @ found)))
+
+
 Features = Callable[[Work], tuple[float, ...]]
 _LINEAR: dict[tuple[OpKind, bool], tuple[tuple[str, ...], Features]] = {
     (OpKind.EMBED, True): (("embed_ns", "embed_token_ns"), lambda w: (1.0, w.tokens)),
@@ -222,7 +231,7 @@ def fit(samples: Sequence[Sample], shape: ModelShape) -> tuple[SimCosts, dict[st
     for (kind, is_moe), (names, features) in _LINEAR.items():
         chosen = [s for s in samples if s.kind is kind and (s.is_moe == is_moe or kind in _SAME)]
         if chosen:
-            found = nonnegative_fit([features(s.work) for s in chosen], [s.ns for s in chosen])
+            found = _centred_fit([features(s.work) for s in chosen], [s.ns for s in chosen])
             values.update(zip(names, found.tolist(), strict=True))
     experts = [s for s in samples if s.kind is OpKind.EXPERTS]
     if experts:
@@ -254,7 +263,7 @@ def _fit_experts(samples: Sequence[Sample], shape: ModelShape) -> dict[str, floa
                 for s in samples
             ]
         )
-        found = nonnegative_fit(features, times)
+        found = _centred_fit(features, times)
         error = float(((features @ found / times - 1) ** 2).sum())
         if error < least:
             names = ("experts_ns", "expert_ns", "expert_token_ns")
@@ -327,7 +336,7 @@ def calibrate(
             loaded.model,
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
-            packed_decode=config.packed_decode,
+            kernels=config.kernels,
         )
         probe = _Probe(runner, config)
         gc.collect()

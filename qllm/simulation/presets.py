@@ -8,9 +8,11 @@ Where the machine is at hand, `qllm calibrate` measures instead.
 """
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from qllm.errors import ConfigError, ModelError
+from qllm.models.aliases import ALIASES
 from qllm.random_moe import MAX_POSITION, SIZES
 from qllm.sim import SimCosts
 from qllm.simulation.costs import CostFile, FileShape
@@ -74,7 +76,7 @@ KNOWN: dict[str, ModelSpec] = {
         name: ModelSpec(**sizes, max_position_embeddings=MAX_POSITION)
         for name, sizes in SIZES.items()
     },
-    "qwen3-moe": ModelSpec(
+    "qwen3-30b-a3b": ModelSpec(
         num_hidden_layers=48,
         hidden_size=2048,
         num_attention_heads=32,
@@ -86,7 +88,7 @@ KNOWN: dict[str, ModelSpec] = {
         vocab_size=151936,
         max_position_embeddings=40960,
     ),
-    "mixtral": ModelSpec(
+    "mixtral-8x7b-instruct-v0.1": ModelSpec(
         num_hidden_layers=32,
         hidden_size=4096,
         num_attention_heads=32,
@@ -98,7 +100,7 @@ KNOWN: dict[str, ModelSpec] = {
         vocab_size=32000,
         max_position_embeddings=32768,
     ),
-    "olmoe": ModelSpec(
+    "olmoe-1b-7b-0924-instruct": ModelSpec(
         num_hidden_layers=16,
         hidden_size=2048,
         num_attention_heads=16,
@@ -111,8 +113,8 @@ KNOWN: dict[str, ModelSpec] = {
         max_position_embeddings=4096,
     ),
 }
-"""Models known without a download. Source: the config.json of Qwen/Qwen3-30B-A3B,
-mistralai/Mixtral-8x7B-Instruct-v0.1, allenai/OLMoE-1B-7B-0924; `qllm.random_moe` for the others."""
+"""Models known without a download, by the last part of their hub id in small letters. Source:
+their config.json; `qllm.random_moe` for the sizes of random weights."""
 
 _NAMES = {
     "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
@@ -129,14 +131,14 @@ def model_spec(name: str) -> ModelSpec:
         ConfigError: The config lacks a size, or its layers are not all alike.
         ModelError: There is no such model.
     """
-    if name in KNOWN:
-        return KNOWN[name]
+    hub_id = ALIASES.get(name) or name
+    known = KNOWN.get(hub_id.rsplit("/", 1)[-1].lower())
+    if known is not None and not Path(name).exists():
+        return known
     from transformers import AutoConfig
 
-    from qllm.models.aliases import ALIASES
-
     try:
-        config = AutoConfig.from_pretrained(ALIASES.get(name) or name)
+        config = AutoConfig.from_pretrained(hub_id)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no config of {name!r} ({str(error).splitlines()[0]}); give a folder, a hub id, or "

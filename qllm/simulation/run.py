@@ -167,6 +167,14 @@ class _World:
                 on_step(self.clock.at_ns)
         return turns
 
+    def close(self) -> None:
+        """End what is unfinished, and what arrived while the last program ran."""
+        self.loop.close()
+        for item in self.ingress.drain():
+            if isinstance(item, Submission):
+                self.loop.meet(item)
+                self.loop.end(item.request_id, FinishReason.CANCELLED, None)
+
 
 def limits_of(config: EngineConfig) -> Limits:
     """What decisions depend on of the settings."""
@@ -244,7 +252,7 @@ def simulate(
     with _no_collector():
         decisions = world.serve(end_ns, on_step)
         end_ns = world.clock.at_ns if end_ns is None else end_ns
-        world.loop.close()
+        world.close()
     return Simulated(
         trace=world.record,
         start_ns=0,

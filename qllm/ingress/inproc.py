@@ -1,20 +1,11 @@
-"""How requests get in: the `Ingress` protocol, the stop word, and the in-process transport.
-
-Many threads put, the engine loop takes. A put costs the loop nothing until it looks: a running
-program only compares the stop word with its threshold at each boundary.
-"""
+"""The transport between threads of one process: a queue and a word."""
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
 
+from qllm.ingress.protocol import CONTROL, Item, Submission
 from qllm.plan import ANY_ARRIVAL
-from qllm.types import RequestId, SamplingParams, Slo
-
-CONTROL = -(2**30)
-"""The stop word of a cancellation or a call: smaller than every priority."""
 
 
 class StopWord:
@@ -41,55 +32,6 @@ class StopWord:
         """Called by the loop just before it drains, so that no arrival is missed."""
         with self._lock:
             self.word = ANY_ARRIVAL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A request that passed every check at the door."""
-
-    request_id: RequestId
-    name: str
-    priority: int
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    """With a seed: `submit` draws one where the caller gave none."""
-    stop_ids: frozenset[int]
-    """Ids that end it: EOS (unless ignored) and `stop_token_ids`."""
-    max_tokens: int
-    slo: Slo
-    arrival_ns: int
-    deadline_ns: int | None
-    """`timeout_s` as engine time."""
-
-
-class Cancel(NamedTuple):
-    """The caller no longer wants this request."""
-
-    request_id: RequestId
-
-
-class Call(NamedTuple):
-    """Run a function on the loop's thread, between two programs."""
-
-    function: Callable[[], Any]
-    answer: Callable[[Any, BaseException | None], None]
-
-
-Item = Submission | Cancel | Call
-
-
-class Ingress(Protocol):
-    """What the engine loop takes requests from."""
-
-    stop: StopWord
-
-    def drain(self) -> list[Item]:
-        """Take everything that has arrived, in order of arrival within a class."""
-        ...
-
-    def wait(self, timeout_ns: int | None) -> None:
-        """Sleep until something arrives or the time has passed."""
-        ...
 
 
 class InprocIngress:

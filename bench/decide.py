@@ -1,0 +1,112 @@
+"""CPU time of a decision: ranks, plan, rules, KV and the compiled program. No model runs.
+
+    python bench/decide.py [--policies chunked,qllm2] [--layers 12,48] [--decisions 4000]
+
+A backlog of long BE prompts keeps the number of live requests constant; LS requests arrive among
+them. The engine loop, scheduler and policies are the real ones, the runner counts instead of
+computing (`qllm.check.World`). Time is CPU time of this process, measured around `decide` alone,
+the garbage collector included. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+from common import machine
+
+from qllm.check import LIMITS, World
+from qllm.plan import CutRule, ModelShape
+from qllm.plugins import installed_policies, load_policy
+from qllm.policy import RankPolicy
+from qllm.types import Priority, Slo
+
+CUTS = CutRule(
+    max_cost=92.75,
+    attn_cost_per_kv=0.003836,
+    glue_block=256,
+    dense_block=1024,
+    expert_block=128,
+)
+"""What the torch runner uses for the model of `common` at `max_segment_ms=5`."""
+BE_PROMPT, BE_OUTPUT = (1000, 2000), (32, 256)
+LS_PROMPT, LS_OUTPUT, LS_SHARE = (64, 128), (16, 48), 0.1
+WARM_UP = 400
+"""Decisions before the seats are full of decodes and costs are fitted."""
+
+
+def decisions_ns(
+    policy: Any, layers: int, live: int, seats: int, count: int, seed: int
+) -> list[int]:
+    """CPU time of each decision after the warm-up."""
+    rng = random.Random(seed)
+    limits = replace(LIMITS, max_num_seqs=seats, max_step_tokens=2048, num_blocks=live * 160)
+    shape = ModelShape(layers, 24, 4, (True,) * layers, 16384, 8192)
+    world = World(policy, limits, shape=shape, cuts=CUTS)
+    world.loop.record = None
+    decide, times = world.scheduler.decide, list[int]()
+
+    def timed(now_ns: int) -> Any:
+        begin = time.process_time_ns()
+        decision = decide(now_ns)
+        times.append(time.process_time_ns() - begin)
+        return decision
+
+    world.scheduler.decide = timed  # type: ignore[method-assign]
+    num_live = 0
+    while len(times) < WARM_UP + count:
+        for _ in range(live - num_live):
+            if rng.random() < LS_SHARE:
+                slo = Slo(ttft_ms=500.0, tpot_ms=100.0)
+                world.submit(Priority.LS, rng.randint(*LS_PROMPT), rng.randint(*LS_OUTPUT), slo=slo)
+            else:
+                world.submit(Priority.BE, rng.randint(*BE_PROMPT), rng.randint(*BE_OUTPUT))
+        world.loop.step()
+        num_live = len(world.loop.live)
+    if world.loop.policy_errors:
+        raise SystemExit(f"the policy broke: {world.loop.policy_errors[0]}")
+    return sorted(times[WARM_UP:])
+
+
+def row(name: str, layers: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One policy on one depth."""
+    policy = load_policy(name)
+    times = decisions_ns(policy, layers, args.live, args.seats, args.decisions, args.seed)
+    return {
+        "policy": name,
+        "layers": layers,
+        "rank_policy": isinstance(policy, RankPolicy),
+        "p50_us": times[len(times) // 2] / 1000,
+        "p99_us": times[len(times) * 99 // 100] / 1000,
+        "max_us": times[-1] / 1000,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", help="names, by commas; all installed ones by default")
+    parser.add_argument("--layers", default="12,48")
+    parser.add_argument("--decisions", type=int, default=4000)
+    parser.add_argument("--live", type=int, default=256)
+    parser.add_argument("--seats", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    names = args.policies.split(",") if args.policies else sorted(installed_policies())
+    rows = []
+    for name in names:
+        for layers in map(int, args.layers.split(",")):
+            rows.append(row(name, layers, args))
+            r = rows[-1]
+            print(
+                f"{name:18} {layers:3} layers   p50 {r['p50_us']:7.0f}   p99 {r['p99_us']:7.0f}   "
+                f"max {r['max_us']:7.0f} us",
+                flush=True,
+            )
+    print(json.dumps({"bench": "decide", "args": vars(args), "machine": machine(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

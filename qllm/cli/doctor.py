@@ -1,0 +1,51 @@
+"""`qllm doctor`: what this machine and this installation can do."""
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from .app import app, clean, print_table, quiet
+
+LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "numpy")
+OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
+
+
+@app.command()
+@clean
+def doctor() -> None:
+    """Say what is installed, which kernels compute, and what is missing and why."""
+    quiet()
+    import torch
+
+    from qllm.kernels import cpu
+
+    missing = cpu.MISSING
+    kernels = f"{cpu.kind()} ({', '.join(cpu.native.available())})" if missing is None else "torch"
+    rows = [
+        ("qllm-runtime", _version("qllm-runtime")),
+        ("python", f"{platform.python_version()} on {platform.machine()}, {sys.platform}"),
+        *((name, _version(name)) for name in LIBRARIES),
+        *((f"{name} (optional)", _version(name)) for name in OPTIONAL),
+        ("cores", f"{len(os.sched_getaffinity(0))}, torch uses {torch.get_num_threads()}"),
+        ("CPU kernels", kernels),
+        ("CUDA", _cuda()),
+    ]
+    if missing is not None:
+        rows.append(("why torch", missing))
+    print_table(("what", "found"), rows)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cuda() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no device; qllm runs on the CPU"
+    return f"{torch.cuda.get_device_name()}; not used by this version"

@@ -1,0 +1,163 @@
+"""What every host runs: a model, its runner, a scheduler and the loop over them."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qllm.config import EngineConfig
+from qllm.decision import Limits
+from qllm.engine import EngineLoop, Sink
+from qllm.errors import EngineClosedError
+from qllm.host import ModelInfo
+from qllm.ingress import Call, Ingress, Submission
+from qllm.models.conformance import check as check_conformance
+from qllm.models.loader import LoadedModel
+from qllm.plugins import cap_names, degraded, load_policy
+from qllm.runner import TorchRunner
+from qllm.scheduler import Scheduler
+from qllm.trace import Trace
+from qllm.types import NS_PER_MS, FinishReason, RequestId
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with `count` threads; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def freeze_garbage() -> None:
+    """Keep what is loaded out of collections: a full one stops every thread for 0.2-0.4 s."""
+    gc.collect()
+    gc.freeze()
+
+
+class Core:
+    """One engine, ready to serve.
+
+    Args:
+        loaded: The model.
+        policy: A policy object.
+        config: Settings.
+        ingress: Where requests come from.
+        sink: Where tokens go.
+        now_ns: The engine's clock.
+        threads: Threads torch computes with; None leaves torch's choice.
+        decided: See `EngineLoop`.
+
+    Raises:
+        ModelError: The model cannot be driven safely.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        policy: Any,
+        config: EngineConfig,
+        *,
+        ingress: Ingress,
+        sink: Sink,
+        now_ns: Callable[[], int],
+        threads: int | None,
+        decided: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = config
+        self._threads = threads
+        with torch_threads(threads):
+            self.runner = TorchRunner(
+                loaded.model,
+                max_segment_ms=config.max_segment_ms,
+                batch_invariant=config.batch_invariant,
+                kernels=config.kernels,
+            )
+            if config.conformance:
+                check_conformance(loaded.model, self.runner)
+        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            grain=config.grain,
+            max_segment_ns=int(segment_ns),
+            batch_invariant=config.batch_invariant,
+        )
+        meta = {"model": loaded.name, "policy": repr(policy)}
+        if degraded(policy):
+            meta["degraded_without"] = cap_names(degraded(policy))
+        self.trace = Trace(meta=meta)
+        self.loop = EngineLoop(
+            ingress,
+            Scheduler(policy, self.runner.shape, self.runner.cuts, limits),
+            self.runner,
+            sink,
+            now_ns,
+            record=self.trace if config.record else None,
+            fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+            decided=decided,
+        )
+        self.info = ModelInfo(
+            name=loaded.name,
+            shape=self.runner.shape,
+            eos_token_ids=loaded.eos_token_ids,
+            sampling_defaults=loaded.generation_defaults,
+            drivers=tuple(str(driver) for driver in self.runner.drivers),
+            kernels=self.runner.compute.names,
+        )
+
+    def serve(self) -> BaseException | None:
+        """Serve on this thread until the loop is closed; return what it crashed with."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            self.loop.serve()
+        except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
+            return error
+        return None
+
+    def end_all(self, open_requests: Iterable[RequestId], crash: BaseException | None) -> None:
+        """Whatever is still open ends now: the loop will not come back."""
+        reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
+        text = None if crash is None else crash_text(crash)
+        open_ids = dict.fromkeys(open_requests)
+        for item in (*self.loop.pending, *self.loop.ingress.drain()):
+            if isinstance(item, Call):
+                item.answer(None, EngineClosedError("the engine was closed; make a new one"))
+            elif isinstance(item, Submission):
+                self.loop.meet(item)
+                open_ids[item.request_id] = None
+        for request_id in open_ids:
+            self.loop.end(request_id, reason, text)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the run so far. Callable from any thread."""
+        longest_ms, kind = self.loop.longest_segment()
+        return {
+            "longest_segment_ms": longest_ms,
+            "longest_segment_kind": kind,
+            "max_segment_ms": self.config.max_segment_ms,
+            "preempt_latencies_ms": [
+                ns / 1e6
+                for ns in list(self.loop.preempt_latencies_ns)  # the loop's thread appends
+            ],
+            "expert_bytes": self.runner.expert_bytes,
+            "num_preemptions": self.loop.num_preemptions,
+            "kv_blocks_used": self.config.num_blocks - self.loop.scheduler.pool.num_free,
+            "kv_blocks": self.config.num_blocks,
+            "policy_errors": list(self.loop.policy_errors),
+            "longest_plan_ms": self.loop.longest_plan_ns / NS_PER_MS,
+            "num_live": len(self.loop.live),
+        }
+
+
+def crash_text(crash: BaseException) -> str:
+    """How a crash of the loop is told to those who wait."""
+    return f"the engine crashed: {type(crash).__name__}: {crash}"

@@ -1,0 +1,431 @@
+"""The engine's process, as the process host starts it.
+
+The loop runs on the main thread; a thread per front end answers what is rare. Requests and tokens
+go through rings alone. The connection to a front end carries start-up, checkpoints, statistics
+and the trace; when it breaks, the front end is gone and its requests are freed. The first front
+end owns the engine: without it the engine ends.
+"""
+
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from transformers.utils.logging import disable_progress_bar
+
+from qllm import portable
+from qllm.config import EngineConfig
+from qllm.core import Core, crash_text, freeze_garbage
+from qllm.errors import ConfigError, EngineClosedError, QllmError
+from qllm.host import ModelInfo
+from qllm.ingress import Call, Cancel
+from qllm.ingress.front_end import ring_bytes
+from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.models.loader import load
+from qllm.plugins import load_policy
+from qllm.trace import Event
+from qllm.types import RequestId, RequestStatus, Sampled, SamplingParams
+
+OWNER = 0
+GRACE_S = 5.0
+"""How long an engine without its owner, or with tokens that nobody takes, goes on."""
+
+
+class Start(NamedTuple):
+    """What the engine's process is told first."""
+
+    model: str
+    load: dict[str, Any]
+    """Keywords of `loader.load`."""
+    policy: str | bytes
+    """A name, or a pickled object."""
+    policy_settings: Mapping[str, Any] | None
+    config: EngineConfig
+    threads: int | None
+    listen: str | None
+    """Path of a socket at which further front ends may attach."""
+    quiet: bool
+    """No progress bars and warnings of the libraries below."""
+
+
+class Hello(NamedTuple):
+    """What a front end is told; four descriptors follow (see `send_hello`)."""
+
+    info: ModelInfo
+    config: EngineConfig
+    trace_meta: dict[str, Any]
+    model: str
+    trust_remote_code: bool
+
+
+@dataclass(slots=True)
+class Restored:
+    """A request of a checkpoint on its way to the front end."""
+
+    number: RequestId
+    name: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    sampled: list[Sampled] = field(default_factory=list)
+
+    def on_token(self, sampled: Sampled) -> bool:
+        """Take one of the tokens that it had already."""
+        self.sampled.append(sampled)
+        return False
+
+
+def main(fd: int) -> None:
+    """Run an engine for the front end at the other end of a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    owner = Connection(fd)
+    try:
+        start: Start = owner.recv()
+    except EOFError:
+        os._exit(1)
+    engine = EngineProcess(owner, start)
+    code = engine.run()
+    os._exit(code)  # torch's threads may not survive the interpreter's end
+
+
+class EngineProcess:
+    """One engine and its front ends."""
+
+    def __init__(self, owner: Connection, start: Start) -> None:
+        self._owner = owner
+        self._start = start
+        self._zero_ns = time.monotonic_ns()
+        self._control = ControlBlock.create(self._zero_ns)
+        self._ingress = ShmIngress(
+            self._control, Doorbell.create(), self._now_ns, self._close, self._broken
+        )
+        self._core: Core | None = None
+        self._ended = threading.Event()
+        self._num_front_ends = 0
+        self._front_end_lock = threading.Lock()
+        self._connections: dict[int, Connection] = {OWNER: owner}
+
+    def _now_ns(self) -> int:
+        return time.monotonic_ns() - self._zero_ns
+
+    @property
+    def core(self) -> Core:
+        """The engine, once it is loaded."""
+        if self._core is None:
+            raise EngineClosedError("the engine has not loaded its model yet")
+        return self._core
+
+    # -- the main thread
+
+    def run(self) -> int:
+        """Load, serve until closed, and return the exit code."""
+        attendant = self._attend(self._owner, OWNER)
+        try:
+            listener = _listener(self._start.listen)
+            self._core = core = self._load()
+        except Exception as error:  # noqa: BLE001 - raised again in the front end
+            self._owner.send(("failed", portable_error(error)))
+            return 1
+        freeze_garbage()
+        self._ingress.attach(self._welcome(self._owner))
+        if listener is not None:
+            threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        crash = core.serve()
+        if crash is not None:
+            self._control.error = crash_text(crash)
+            traceback.print_exception(crash)
+        core.end_all(list(core.loop.live), crash)
+        self._send_rest()
+        self._ended.set()
+        if crash is None:
+            attendant.join(GRACE_S)
+        return 0 if crash is None else 1
+
+    def _load(self) -> Core:
+        start = self._start
+        if start.quiet:
+            warnings.simplefilter("ignore")
+            disable_progress_bar()  # type: ignore[no-untyped-call]
+        if isinstance(start.policy, bytes):
+            policy = _unpickled_policy(start.policy)
+        else:
+            policy = load_policy(start.policy, start.policy_settings)
+        return Core(
+            load(start.model, **start.load),
+            policy,
+            start.config,
+            ingress=self._ingress,
+            sink=RingSink(self._ingress.lanes),
+            now_ns=self._now_ns,
+            threads=start.threads,
+            decided=self._ingress.decided,
+        )
+
+    def _send_rest(self) -> None:
+        """Wait until slow front ends have room for the last records."""
+        deadline = time.monotonic() + GRACE_S
+        while any([lane.flush() for lane in self._ingress.lanes.values()]):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+
+    def _close(self) -> None:
+        self.core.loop.close()
+
+    # -- front ends
+
+    def _welcome(self, connection: Connection) -> Lane:
+        """Make a front end's rings and tell it where they are."""
+        core, config = self.core, self._start.config
+        with self._front_end_lock:
+            number = self._num_front_ends
+            self._num_front_ends += 1
+        shape = core.runner.shape
+        max_prompt = min(config.max_kv_tokens, shape.max_position)
+        block = FrontEndBlock.create(number, ring_bytes(max_prompt, shape.vocab_size))
+        doorbell = Doorbell.create()
+        hello = Hello(
+            core.info,
+            config,
+            core.trace.meta,
+            self._start.model,
+            bool(self._start.load.get("trust_remote_code")),
+        )
+        control, engine = self._control.segment, self._ingress.doorbell
+        try:
+            connection.send(("hello", hello))
+            with socket.socket(fileno=os.dup(connection.fileno())) as link:
+                fds = [control.fd, block.segment.fd, engine.fd, doorbell.fd]
+                socket.send_fds(link, [b"f"], fds)
+        except OSError:
+            doorbell.close()
+            raise
+        finally:
+            block.segment.close_fd()
+        return Lane(block, doorbell)
+
+    def _listen(self, listener: socket.socket) -> None:
+        while not self._ended.is_set():
+            link, _ = listener.accept()
+            if _peer(link)[1] != os.getuid():
+                link.close()
+                continue
+            connection = Connection(link.detach())
+            try:
+                lane = self._welcome(connection)
+            except OSError:  # it left already
+                connection.close()
+                continue
+            self._connections[lane.number] = connection
+            self._ingress.put(Call(partial(self._ingress.attach, lane), _ignore))
+            self._attend(connection, lane.number)
+
+    def _attend(self, connection: Connection, number: int) -> threading.Thread:
+        thread = threading.Thread(target=self._serve_front_end, args=(connection, number))
+        thread.daemon = True
+        thread.start()
+        return thread
+
+    def _serve_front_end(self, connection: Connection, number: int) -> None:
+        """Answer what a front end asks until it is gone."""
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        with socket.socket(fileno=os.dup(connection.fileno())) as link:
+            pidfd = _pidfd(_peer(link)[0])
+        if pidfd is not None:
+            poll.register(pidfd, select.POLLIN)
+        try:
+            while connection.fileno() in dict(poll.poll()):
+                op, args = connection.recv()
+                self._answer(connection, op, args)
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._left(number)
+            self._connections.pop(number).close()
+            if pidfd is not None:
+                os.close(pidfd)
+
+    def _answer(self, connection: Connection, op: str, args: tuple[Any, ...]) -> None:
+        try:
+            answer = ("ok", getattr(self, f"_op_{op}")(*args))
+        except Exception as error:  # noqa: BLE001 - raised again in the front end
+            answer = ("error", portable_error(error))
+        try:
+            connection.send(answer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            text = f"the answer of {op} cannot leave the engine's process: {error}; {THREAD}"
+            connection.send(("error", ConfigError(text)))
+
+    def _broken(self, number: int, why: str) -> None:
+        """The rings of a front end make no sense: it is told so by the end of its connection."""
+        sys.stderr.write(f"qllm: front end {number} is cut off: {why}\n")
+        if number == OWNER:
+            self._control.error = why
+        with (
+            suppress(OSError),
+            socket.socket(fileno=os.dup(self._connections[number].fileno())) as link,
+        ):
+            link.shutdown(socket.SHUT_RDWR)
+
+    def _left(self, number: int) -> None:
+        """A front end is gone: nobody waits for its requests."""
+        if number != OWNER:
+            self._ingress.put(Call(partial(self._free, number), _ignore))
+        elif self._core is None:
+            os._exit(1)
+        else:
+            timer = threading.Timer(GRACE_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
+            self._ingress.put(Call(self._close, _ignore))
+
+    def _free(self, number: int) -> None:
+        self._ingress.detach(number)
+        for request_id in list(self.core.loop.live):
+            if front_end_of(request_id) == number:
+                self._ingress.put(Cancel(request_id))
+
+    # -- what front ends may ask, on their threads
+
+    def _on_loop(self, function: Callable[[], Any]) -> Any:
+        done = threading.Event()
+        box: list[Any] = [None, EngineClosedError("the engine was closed; make a new one")]
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            box[:] = [result, error]
+            done.set()
+
+        self._ingress.put(Call(function, answer))
+        while not done.wait(0.2) and not self._ended.is_set():
+            pass
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def _op_status(self, request_id: RequestId) -> RequestStatus | None:
+        live = self.core.loop.live.get(request_id)
+        return None if live is None else live.request.status
+
+    def _op_stats(self) -> dict[str, Any]:
+        return self.core.stats()
+
+    def _op_events(self, since: int) -> list[Event]:
+        return self.core.trace.events[since:]
+
+    def _op_last_events(self, since: int) -> list[Event]:
+        self._ended.wait()
+        return self.core.trace.events[since:]
+
+    def _op_call(self, function: bytes) -> Any:
+        return self._on_loop(pickle.loads(function))
+
+    def _op_checkpoint(self, path: str) -> int:
+        core = self.core
+        return int(self._on_loop(lambda: portable.save(core.loop, core.runner, path)))
+
+    def _op_restore(self, path: str, first: RequestId) -> list[Restored]:
+        core = self.core
+        count = 0
+
+        def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Restored:
+            nonlocal count
+            count += 1
+            return Restored(first + count - 1, name, prompt, sampling)
+
+        def restore() -> list[Restored]:
+            found = portable.load(core.loop, core.runner, path, adopt, self._now_ns())
+            for request in found:
+                request.priority = core.loop.live[request.number].request.priority
+            return found
+
+        restored: list[Restored] = self._on_loop(restore)
+        return restored
+
+
+THREAD = "with host='thread' nothing has to be pickled"
+
+
+def portable_error(error: Exception) -> Exception:
+    """The error if it survives the way to another process, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its pickling does
+        return QllmError(f"{type(error).__name__}: {error}")
+    error.add_note(f"In the engine's process:\n{''.join(traceback.format_exception(error))}")
+    return error
+
+
+def _listener(path: str | None) -> socket.socket | None:
+    if path is None:
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"listen={path!r} cannot be used: {error}; give a path that does not exist yet, in a "
+            "folder that does"
+        ) from error
+    return listener
+
+
+def pickled_policy(policy: Any) -> bytes:
+    """Make a policy object ready for the engine's process.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
+    try:
+        return pickle.dumps(policy)
+    except Exception as error:
+        raise ConfigError(
+            f"policy {policy!r} cannot be pickled ({error}), so it cannot reach the engine's "
+            "process; pass host='thread', or give it a name (see docs/policies.md)"
+        ) from error
+
+
+def _unpickled_policy(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ConfigError(
+            f"the policy object cannot be made again in the engine's process ({error!r}); put its "
+            f"class into a module that can be imported there, or pass host='thread'"
+        ) from error
+
+
+def _ignore(result: Any, error: BaseException | None) -> None:
+    """For calls that nobody waits for."""
+
+
+def _peer(link: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", data)
+    return pid, uid
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that is readable once the process is gone; None where it cannot be seen."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,302 @@
+"""Between values and the bodies of records. Nothing is pickled."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qllm.ingress import layout
+from qllm.ingress.layout import body_struct
+from qllm.ingress.protocol import Cancel, Submission
+from qllm.ingress.ring import Record
+from qllm.metrics import MetricsBuilder, RequestMetrics
+from qllm.trace import Arrived, Finished, Token
+from qllm.types import FinishReason, Logprobs, RequestId, Sampled, SamplingParams, Slo
+
+_REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
+_TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
+_REASONS = tuple(FinishReason(reason) for reason in layout.REASONS)
+MAX_TEXT_BYTES = 16_384
+"""Of an error in a finish."""
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _optional(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+class _Arrays:
+    """Reads the arrays behind the fixed fields, one after the other."""
+
+    def __init__(self, body: bytes, offset: int) -> None:
+        self._body, self._at = body, offset
+
+    def take(self, dtype: str, count: int) -> Any:
+        array = np.frombuffer(self._body, dtype, count, self._at)
+        self._at += array.nbytes
+        return array.tolist()
+
+    def take_text(self, count: int) -> str:
+        self._at += count
+        return _text(self._body[self._at - count : self._at])
+
+
+def encode_submission(item: Submission) -> tuple[int, bytes]:
+    """The flags and the body of a request."""
+    sampling, name = item.sampling, _utf8(item.name)
+    stops = [_utf8(stop) for stop in sampling.stop]
+    flags = layout.IGNORE_EOS * sampling.ignore_eos
+    if item.deadline_ns is not None:
+        flags |= layout.HAS_DEADLINE
+    fixed = _REQUEST.pack(
+        item.request_id,
+        item.arrival_ns,
+        item.deadline_ns or 0,
+        sampling.seed,
+        min(sampling.top_k, 2**63 - 1),
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        _float(item.slo.ttft_ms),
+        _float(item.slo.tpot_ms),
+        item.priority,
+        -1 if sampling.logprobs is None else sampling.logprobs,
+        item.max_tokens,
+        len(item.stop_ids),
+        len(sampling.stop_token_ids),
+        len(sampling.logit_bias),
+        len(item.token_ids),
+        len(stops),
+        len(name),
+        sum(len(stop) for stop in stops),
+    )
+    arrays = (
+        np.array(sorted(item.stop_ids), "<i8"),
+        np.array(sampling.stop_token_ids, "<i8"),
+        np.array(list(sampling.logit_bias.values()), "<f8"),
+        np.array(list(sampling.logit_bias), "<u4"),
+        np.array(item.token_ids, "<u4"),
+        np.array([len(stop) for stop in stops], "<u4"),
+    )
+    return flags, b"".join((fixed, *(a.tobytes() for a in arrays), name, *stops))
+
+
+def decode_submission(record: Record) -> Submission:
+    """The inverse of `encode_submission`."""
+    (
+        request_id,
+        arrival_ns,
+        deadline_ns,
+        seed,
+        top_k,
+        temperature,
+        top_p,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        ttft_ms,
+        tpot_ms,
+        priority,
+        logprobs,
+        max_tokens,
+        num_stop_ids,
+        num_stop_token_ids,
+        num_bias,
+        num_prompt,
+        num_stops,
+        num_name_bytes,
+        _,
+    ) = _REQUEST.unpack_from(record.body)
+    arrays = _Arrays(record.body, _REQUEST.size)
+    stop_ids = frozenset(arrays.take("<i8", num_stop_ids))
+    stop_token_ids = tuple(arrays.take("<i8", num_stop_token_ids))
+    values = arrays.take("<f8", num_bias)
+    bias = dict(zip(arrays.take("<u4", num_bias), values, strict=True))
+    prompt = tuple(arrays.take("<u4", num_prompt))
+    lengths = arrays.take("<u4", num_stops)
+    name = arrays.take_text(num_name_bytes)
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(arrays.take_text(length) for length in lengths),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(record.flags & layout.IGNORE_EOS),
+        logprobs=None if logprobs < 0 else logprobs,
+        logit_bias=bias,
+    )
+    return Submission(
+        request_id=request_id,
+        name=name,
+        priority=priority,
+        token_ids=prompt,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        max_tokens=max_tokens,
+        slo=Slo(_optional(ttft_ms), _optional(tpot_ms)),
+        arrival_ns=arrival_ns,
+        deadline_ns=deadline_ns if record.flags & layout.HAS_DEADLINE else None,
+    )
+
+
+def encode_cancel(item: Cancel) -> bytes:
+    """The body of a cancel record."""
+    return _CANCEL.pack(item.request_id, _REASONS.index(item.reason), 0)
+
+
+def decode_cancel(record: Record) -> Cancel:
+    """The inverse of `encode_cancel`."""
+    request_id, reason, _ = _CANCEL.unpack_from(record.body)
+    return Cancel(request_id, _REASONS[reason])
+
+
+def encode_token(sampled: Sampled, at_ns: int) -> tuple[int, bytes]:
+    """The flags and the body of a token."""
+    logprobs = sampled.logprobs
+    if logprobs is None:
+        return 0, _TOKEN.pack(sampled.request_id, at_ns, 0.0, sampled.token_id, 0)
+    top = logprobs.top
+    fixed = _TOKEN.pack(sampled.request_id, at_ns, logprobs.chosen, sampled.token_id, len(top))
+    values, ids = np.array([x for _, x in top], "<f8"), np.array([i for i, _ in top], "<u4")
+    return layout.HAS_LOGPROBS, fixed + values.tobytes() + ids.tobytes()
+
+
+def decode_token(record: Record) -> tuple[Sampled, int]:
+    """The inverse of `encode_token`."""
+    request_id, at_ns, chosen, token_id, num_top = _TOKEN.unpack_from(record.body)
+    if not record.flags & layout.HAS_LOGPROBS:
+        return Sampled(request_id, token_id), at_ns
+    arrays = _Arrays(record.body, _TOKEN.size)
+    values = arrays.take("<f8", num_top)
+    top = tuple(zip(arrays.take("<u4", num_top), values, strict=True))
+    return Sampled(request_id, token_id, Logprobs(chosen, top)), at_ns
+
+
+class End(NamedTuple):
+    """How a request ended, as the engine says it."""
+
+    request_id: RequestId
+    reason: FinishReason
+    error: str | None
+    metrics: "EngineMetrics | None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """The part of RequestMetrics that the times of the tokens do not tell."""
+
+    arrival_ns: int
+    queue_ms: float | None
+    parked_ms: float
+    max_stall_ms: float
+    priority: int
+    num_prompt_tokens: int
+    num_prefilled_tokens: int
+    preemptions: int
+    evictions: int
+    evict_recomputed_tokens: int
+    retry_recomputed_tokens: int
+    preempt_recomputed_tokens: int
+
+    @classmethod
+    def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
+        """Of a request whose engine is gone: what the front end knows, zeros for the rest."""
+        values: dict[str, Any] = dict.fromkeys((f.name for f in fields(cls)), 0)
+        values |= {"arrival_ns": arrival_ns, "priority": priority, "queue_ms": None}
+        return cls(**{**values, "num_prompt_tokens": num_prompt_tokens})
+
+    def complete(
+        self, request_id: RequestId, name: str, reason: FinishReason, token_ns: Sequence[int]
+    ) -> RequestMetrics:
+        """Add what the tokens tell that reached the front end."""
+        builder = MetricsBuilder()
+        builder.feed(
+            Arrived(
+                at_ns=self.arrival_ns,
+                request_id=request_id,
+                priority=self.priority,
+                num_prompt_tokens=self.num_prompt_tokens,
+                max_tokens=len(token_ns),
+                name=name,
+            )
+        )
+        for at_ns in token_ns:
+            builder.feed(Token(at_ns=at_ns, request_id=request_id, token_id=0))
+        end_ns = token_ns[-1] if token_ns else self.arrival_ns
+        metrics = builder.feed(Finished(at_ns=end_ns, request_id=request_id, reason=reason))
+        assert metrics is not None
+        return replace(metrics, **{f.name: getattr(self, f.name) for f in fields(self)})
+
+
+def encode_finish(
+    request_id: RequestId,
+    reason: FinishReason,
+    error: str | None,
+    metrics: RequestMetrics | None,
+) -> tuple[int, bytes]:
+    """The flags and the body of a finish."""
+    text = b"" if error is None else _utf8(error)[:MAX_TEXT_BYTES]
+    flags = layout.HAS_ERROR * (error is not None)
+    values: tuple[Any, ...] = (0, 0.0, 0.0, 0.0, _REASONS.index(reason), *[0] * 8)
+    if metrics is not None:
+        flags |= layout.HAS_METRICS
+        values = (
+            metrics.arrival_ns,
+            _float(metrics.queue_ms),
+            metrics.parked_ms,
+            metrics.max_stall_ms,
+            _REASONS.index(reason),
+            metrics.priority,
+            metrics.num_prompt_tokens,
+            metrics.num_prefilled_tokens,
+            metrics.preemptions,
+            metrics.evictions,
+            metrics.evict_recomputed_tokens,
+            metrics.retry_recomputed_tokens,
+            metrics.preempt_recomputed_tokens,
+        )
+    return flags, _FINISH.pack(request_id, *values, len(text)) + text
+
+
+def decode_finish(record: Record) -> End:
+    """The inverse of `encode_finish`."""
+    request_id, *values, num_error_bytes = _FINISH.unpack_from(record.body)
+    arrival_ns, queue_ms, parked_ms, max_stall_ms, reason, priority, *counts = values
+    error = None
+    if record.flags & layout.HAS_ERROR:
+        end = _FINISH.size + num_error_bytes
+        error = record.body[_FINISH.size : end].decode("utf-8", "replace")
+    metrics = None
+    if record.flags & layout.HAS_METRICS:
+        names = [f.name for f in fields(EngineMetrics)][5:]
+        metrics = EngineMetrics(
+            arrival_ns=arrival_ns,
+            queue_ms=_optional(queue_ms),
+            parked_ms=parked_ms,
+            max_stall_ms=max_stall_ms,
+            priority=priority,
+            **dict(zip(names, counts, strict=True)),
+        )
+    return End(request_id, _REASONS[reason], error, metrics)

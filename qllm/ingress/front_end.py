@@ -1,0 +1,131 @@
+"""The transport between processes of one machine: a front end's end of its rings."""
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from qllm.errors import InvalidRequestError, InvariantError, QueueFullError
+from qllm.ingress.codec import (
+    End,
+    decode_finish,
+    decode_token,
+    encode_cancel,
+    encode_submission,
+)
+from qllm.ingress.layout import CANCEL_KIND, REQUEST_KIND, TOKEN_KIND
+from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.protocol import Cancel, Submission
+from qllm.ingress.ring import RingReader, RingWriter, record_bytes
+from qllm.ingress.shm import NUMBER_BITS, Doorbell
+from qllm.types import Priority, Sampled
+
+_MASK = 0xFFFF_FFFF
+MIN_REQUEST_BYTES, TOKEN_BYTES = 4 << 20, 1 << 20
+MAX_OPEN = 32_767
+"""Requests that one front end may have open. Its cancel ring has two places for each (a stop
+string, then the caller), so that a cancel always finds one."""
+CANCEL_BYTES = 2 * (MAX_OPEN + 1) * record_bytes(16)
+SPARE_BYTES = 64 << 10
+"""Room for a request's name and strings beside its largest prompt and bias."""
+
+
+def ring_bytes(max_prompt: int, vocab_size: int) -> tuple[int, int, int, int]:
+    """Capacities of the LS, BE, cancel and token rings; untouched pages cost nothing."""
+    largest = 4 * max_prompt + 20 * vocab_size + SPARE_BYTES
+    request = max(MIN_REQUEST_BYTES, 2 * largest)
+    return request, request, CANCEL_BYTES, TOKEN_BYTES
+
+
+class TokenAt(NamedTuple):
+    """A token that came out of the ring."""
+
+    sampled: Sampled
+    at_ns: int
+
+
+class FrontEnd:
+    """Puts requests and cancels, takes tokens.
+
+    `submit` and `cancel` may be called from any thread, `receive` from one.
+    """
+
+    def __init__(
+        self, block: FrontEndBlock, control: ControlBlock, engine: Doorbell, ours: Doorbell
+    ) -> None:
+        self.number = block.number
+        self.control = control
+        self.doorbell = ours
+        """What the engine rings when it has written tokens."""
+        self._engine = engine
+        self._words = block.segment.words
+        self._ls = RingWriter(*block.rings["ls"])
+        self._be = RingWriter(*block.rings["be"])
+        self._cancels = RingWriter(*block.rings["cancel"])
+        self._tokens = RingReader(*block.rings["token"])
+        self._lock = threading.Lock()
+        self._num_rung = 0
+        self._num_submitted = 0
+
+    def submit(self, item: Submission) -> None:
+        """Put a request into the ring of its class.
+
+        Raises:
+            QueueFullError: The ring has no room now.
+            InvalidRequestError: The request would never fit.
+        """
+        flags, body = encode_submission(item)
+        is_ls = item.priority < Priority.BE
+        with self._lock:
+            self._num_submitted += 1  # before the engine can have counted it
+            try:
+                done = (self._ls if is_ls else self._be).write(REQUEST_KIND, flags, body)
+            except ValueError as error:
+                self._num_submitted -= 1
+                raise InvalidRequestError(f"the request is too large: {error}") from error
+            if not done:
+                self._num_submitted -= 1
+                raise QueueFullError(
+                    f"the ring for {'LS' if is_ls else 'BE'} requests is full: the engine has not "
+                    "looked at it since they came; try again later"
+                )
+            self._ring()
+
+    def cancel(self, item: Cancel) -> None:
+        """Put a cancel; at most two per open request, of which there are at most MAX_OPEN."""
+        with self._lock:
+            if not self._cancels.write(CANCEL_KIND, 0, encode_cancel(item)):
+                raise InvariantError(f"more than two cancels for each of {MAX_OPEN} requests")
+            self._ring()
+
+    def stop(self) -> None:
+        """Ask the engine to end."""
+        with self._lock:
+            self.control.stop = True
+            self._ring()
+
+    def _ring(self) -> None:
+        """A number that nobody wrote before, then the doorbell: a sleeping engine wakes."""
+        self._num_rung += 1
+        bell = (self.number + 1) << NUMBER_BITS | self._num_rung
+        self.control.words[ControlBlock.BELL] = bell
+        self._engine.ring()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not taken yet, and those taken that hold no KV."""
+        progress = self._words[FrontEndBlock.PROGRESS]
+        return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
+
+    def receive(self) -> Iterator[TokenAt | End]:
+        """Take what is in the token ring."""
+        self.doorbell.clear()
+        while (record := self._tokens.read()) is not None:
+            if record.kind == TOKEN_KIND:
+                yield TokenAt(*decode_token(record))
+            else:
+                yield decode_finish(record)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._engine.close()
+        self.doorbell.close()

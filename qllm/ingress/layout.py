@@ -1,0 +1,223 @@
+"""The bytes that front ends and the engine share, said once: numpy dtypes, and C from them.
+
+Every record starts with HEADER and ends with TRAILER; both hold its sequence number. Between
+them lie its fixed fields and then arrays whose lengths are among the fields. All numbers are
+little-endian, every field lies at a multiple of its size.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+MAGIC = 0x716C_6C6D_5249_4E47
+"""First word of every shared segment ("qllmRING")."""
+VERSION = 1
+"""Of everything in this file. A segment of another version is refused."""
+LINE = 64
+"""Bytes of a cache line: a record is a multiple, and no two writers share one."""
+
+Dtype = np.dtype[Any]
+
+HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("flags", "<u2")])
+"""`length` counts bytes from header to trailer, both included; a multiple of LINE."""
+TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
+"""`crc` is the CRC-32 (zlib) of everything before the trailer. `seq` is written last."""
+
+REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND = 1, 2, 3, 4
+
+HAS_DEADLINE, IGNORE_EOS = 1, 2
+"""Flags of a request."""
+REQUEST: Dtype = np.dtype(
+    [
+        ("header", HEADER),
+        ("request_id", "<u8"),
+        ("arrival_ns", "<i8"),
+        ("deadline_ns", "<i8"),
+        ("seed", "<u8"),
+        ("top_k", "<u8"),
+        ("temperature", "<f8"),
+        ("top_p", "<f8"),
+        ("min_p", "<f8"),
+        ("repetition_penalty", "<f8"),
+        ("presence_penalty", "<f8"),
+        ("frequency_penalty", "<f8"),
+        ("slo_ttft_ms", "<f8"),
+        ("slo_tpot_ms", "<f8"),
+        ("priority", "<i4"),
+        ("logprobs", "<i4"),
+        ("max_tokens", "<u4"),
+        ("num_stop_ids", "<u4"),
+        ("num_stop_token_ids", "<u4"),
+        ("num_logit_bias", "<u4"),
+        ("num_prompt", "<u4"),
+        ("num_stops", "<u4"),
+        ("num_name_bytes", "<u4"),
+        ("num_stop_bytes", "<u4"),
+    ]
+)
+"""NaN is "no target"; logprobs = -1 is "none". After it, in this order: i8 stop_ids, i8
+stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 bytes per stop string, name, stop
+strings (UTF-8). The engine does not look for stop strings; they are for checkpoints."""
+
+CANCEL: Dtype = np.dtype(
+    [("header", HEADER), ("request_id", "<u8"), ("reason", "<u4"), ("reserved", "<u4")]
+)
+"""`reason` is an index into REASONS."""
+
+HAS_LOGPROBS = 1
+"""Flag of a token."""
+TOKEN: Dtype = np.dtype(
+    [
+        ("header", HEADER),
+        ("request_id", "<u8"),
+        ("at_ns", "<i8"),
+        ("logprob", "<f8"),
+        ("token_id", "<u4"),
+        ("num_top", "<u4"),
+    ]
+)
+"""After it: f8 log-probabilities and u4 ids of the alternatives, most likely first."""
+
+HAS_METRICS, HAS_ERROR = 1, 2
+"""Flags of a finish."""
+FINISH: Dtype = np.dtype(
+    [
+        ("header", HEADER),
+        ("request_id", "<u8"),
+        ("arrival_ns", "<i8"),
+        ("queue_ms", "<f8"),
+        ("parked_ms", "<f8"),
+        ("max_stall_ms", "<f8"),
+        ("reason", "<u4"),
+        ("priority", "<i4"),
+        ("num_prompt_tokens", "<u4"),
+        ("num_prefilled_tokens", "<u4"),
+        ("preemptions", "<u4"),
+        ("evictions", "<u4"),
+        ("evict_recomputed_tokens", "<u4"),
+        ("retry_recomputed_tokens", "<u4"),
+        ("preempt_recomputed_tokens", "<u4"),
+        ("num_error_bytes", "<u4"),
+    ]
+)
+"""After it: the error (UTF-8). What follows from the times of tokens is not sent again."""
+
+REASONS = ("stop", "length", "cancelled", "timeout", "error")
+
+MAX_ERROR_BYTES = 2000
+
+CONTROL_BLOCK: Dtype = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u4"),
+        ("pid", "<u4"),
+        ("zero_ns", "<i8"),
+        ("reserved0", "u1", (LINE - 24,)),
+        ("bell", "<u8"),
+        ("reserved1", "u1", (LINE - 8,)),
+        ("drain", "<u8"),
+        ("stop", "<u8"),
+        ("reserved2", "u1", (LINE - 16,)),
+        ("heartbeat_ns", "<i8"),
+        ("stats_version", "<u8"),
+        ("num_steps", "<u8"),
+        ("num_live", "<u8"),
+        ("num_waiting", "<u8"),
+        ("reserved3", "u1", (LINE - 40,)),
+        ("num_error_bytes", "<u8"),
+        ("error", "u1", (MAX_ERROR_BYTES,)),
+        ("reserved4", "u1", (40,)),
+    ]
+)
+"""One per engine. `zero_ns`: CLOCK_MONOTONIC at engine time 0. `bell`: written by whoever put
+something, each time with a number never used before, so that two at once still change it.
+`drain`, `stop`: written by front ends. The rest is the engine's; `stats_version` is odd while
+the statistics change. `error` says why the engine ended."""
+
+FRONT_END: Dtype = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u4"),
+        ("number", "<u4"),
+        ("capacity", "<u8", (4,)),
+        ("reserved0", "u1", (LINE - 48,)),
+        ("ls_tail", "<u8"),
+        ("be_tail", "<u8"),
+        ("cancel_tail", "<u8"),
+        ("progress", "<u8"),
+        ("reserved1", "u1", (LINE - 32,)),
+        ("token_tail", "<u8"),
+        ("reserved2", "u1", (LINE - 8,)),
+    ]
+)
+"""One per front end; its four rings follow (LS, BE, cancel, token), `capacity` bytes each. A tail
+counts the bytes its reader has taken. `progress`: requests taken << 32 | requests waiting."""
+
+STRUCTS = {
+    "qllm_header": HEADER,
+    "qllm_trailer": TRAILER,
+    "qllm_request": REQUEST,
+    "qllm_cancel": CANCEL,
+    "qllm_token": TOKEN,
+    "qllm_finish": FINISH,
+    "qllm_control": CONTROL_BLOCK,
+    "qllm_front_end": FRONT_END,
+}
+
+_C = {"u1": "uint8_t", "u2": "uint16_t", "u4": "uint32_t", "u8": "uint64_t"}
+_C |= {"i4": "int32_t", "i8": "int64_t", "f8": "double"}
+_PACK = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q", "f8": "d"}
+
+
+def body_struct(record: Dtype) -> struct.Struct:
+    """Packs the fixed fields of a record, in order, without its header."""
+    codes = (_PACK[field.str[1:]] for name, field in _fields(record) if name != "header")
+    return struct.Struct("<" + "".join(codes))
+
+
+def cell(block: Dtype, name: str) -> int:
+    """The index of an 8-byte field in a view of 8-byte words."""
+    assert block.fields is not None
+    field, offset = block.fields[name][:2]
+    assert field.itemsize == 8
+    assert offset % 8 == 0
+    return int(offset) // 8
+
+
+def _fields(dtype: Dtype) -> Iterator[tuple[str, Dtype]]:
+    assert dtype.fields is not None
+    assert dtype.names is not None
+    for name in dtype.names:
+        yield name, dtype.fields[name][0]
+
+
+def emit_header() -> str:
+    """Return a C header (C99) with a struct per record and block, for a front end in C."""
+    lines = ["#ifndef QLLM_RINGS_H", "#define QLLM_RINGS_H", "#include <stdint.h>", ""]
+    numbers = {
+        "MAGIC": f"{MAGIC:#x}ULL",
+        "VERSION": VERSION,
+        "LINE": LINE,
+        "REQUEST_KIND": REQUEST_KIND,
+        "CANCEL_KIND": CANCEL_KIND,
+        "TOKEN_KIND": TOKEN_KIND,
+        "FINISH_KIND": FINISH_KIND,
+        "HAS_DEADLINE": HAS_DEADLINE,
+        "IGNORE_EOS": IGNORE_EOS,
+        "HAS_LOGPROBS": HAS_LOGPROBS,
+        "HAS_METRICS": HAS_METRICS,
+        "HAS_ERROR": HAS_ERROR,
+    }
+    numbers |= {f"REASON_{reason.upper()}": i for i, reason in enumerate(REASONS)}
+    lines += [f"#define QLLM_{name} {value}" for name, value in numbers.items()]
+    known = {dtype: name for name, dtype in STRUCTS.items()}
+    for struct_name, dtype in STRUCTS.items():
+        lines += ["", f"struct {struct_name} {{"]
+        for name, field in _fields(dtype):
+            base, shape = field.subdtype or (field, ())
+            kind = f"struct {known[base]}" if base in known else _C[base.str[1:]]
+            lines.append(f"    {kind} {name}{''.join(f'[{n}]' for n in shape)};")
+        lines.append("};")
+    return "\n".join([*lines, "", "#endif", ""])

@@ -1,0 +1,194 @@
+"""Shared memory without a name: whoever holds the descriptor may map it.
+
+Nothing lies in /dev/shm, and when the last process that maps it is gone, however it went, so is
+the memory.
+"""
+
+import fcntl
+import mmap
+import os
+import select
+from typing import NamedTuple, Self
+
+from qllm.errors import ConfigError
+from qllm.ingress.layout import CONTROL_BLOCK, FRONT_END, MAGIC, MAX_ERROR_BYTES, VERSION, cell
+
+_PAGE = 4096
+_ERROR_AT = int(CONTROL_BLOCK.fields["error"][1]) if CONTROL_BLOCK.fields else 0
+
+
+def available() -> bool:
+    """Whether this system has what the process host needs: Linux has."""
+    return hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(select, "poll")
+
+
+class Segment:
+    """Bytes that several processes map."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.bytes = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+        self.words = self.bytes[: len(self.bytes) // 8 * 8].cast("Q")
+
+    @classmethod
+    def create(cls, name: str, size: int) -> Self:
+        """Make `size` zero bytes; pages cost nothing until they are written."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls(fd)
+
+    def close_fd(self) -> None:
+        """Give the descriptor back; the mapping stays until the object is gone."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+def _check(segment: Segment, what: str) -> None:
+    magic, version = segment.words[0], segment.words[1] & 0xFFFF_FFFF
+    if (magic, version) != (MAGIC, VERSION):
+        raise ConfigError(
+            f"{what} has magic {magic:#x} and version {version}, this is version {VERSION}; run "
+            "the same release of qllm on both sides"
+        )
+
+
+class EngineStats(NamedTuple):
+    """What the engine shows of itself after every decision."""
+
+    num_steps: int
+    num_live: int
+    num_waiting: int
+
+
+class ControlBlock:
+    """CONTROL_BLOCK of `layout`: one per engine, seen by all its front ends."""
+
+    BELL = cell(CONTROL_BLOCK, "bell")
+    _ZERO, _DRAIN, _STOP, _BEAT, _VERSION, _STEPS, _LIVE, _WAITING, _ERROR = (
+        cell(CONTROL_BLOCK, name)
+        for name in (
+            "zero_ns",
+            "drain",
+            "stop",
+            "heartbeat_ns",
+            "stats_version",
+            "num_steps",
+            "num_live",
+            "num_waiting",
+            "num_error_bytes",
+        )
+    )
+
+    def __init__(self, segment: Segment) -> None:
+        _check(segment, "the control block")
+        self.segment = segment
+        self.words = segment.words
+
+    @classmethod
+    def create(cls, zero_ns: int) -> Self:
+        """Make one; `zero_ns` is CLOCK_MONOTONIC at engine time 0."""
+        segment = Segment.create("qllm-control", -(-CONTROL_BLOCK.itemsize // _PAGE) * _PAGE)
+        segment.words[0], segment.words[1] = MAGIC, VERSION | os.getpid() << 32
+        segment.words[cls._ZERO] = zero_ns
+        return cls(segment)
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self.words[1] >> 32
+
+    @property
+    def zero_ns(self) -> int:
+        """CLOCK_MONOTONIC at engine time 0."""
+        return self.words[self._ZERO]
+
+    @property
+    def draining(self) -> bool:
+        """Front ends take no new requests."""
+        return bool(self.words[self._DRAIN])
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self.words[self._DRAIN] = value
+
+    @property
+    def stop(self) -> bool:
+        """The engine ends at its next look."""
+        return bool(self.words[self._STOP])
+
+    @stop.setter
+    def stop(self, value: bool) -> None:
+        self.words[self._STOP] = value
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """Engine time at which the loop last looked at its rings; also idle, every second."""
+        return self.words[self._BEAT]
+
+    @heartbeat_ns.setter
+    def heartbeat_ns(self, value: int) -> None:
+        self.words[self._BEAT] = value
+
+    @property
+    def error(self) -> str | None:
+        """Why the engine ended by itself; None if it did not."""
+        size = self.words[self._ERROR]
+        if not size:
+            return None
+        return bytes(self.segment.bytes[_ERROR_AT : _ERROR_AT + size]).decode("utf-8", "replace")
+
+    @error.setter
+    def error(self, text: str) -> None:
+        data = text.encode("utf-8", "replace")[:MAX_ERROR_BYTES]
+        self.segment.bytes[_ERROR_AT : _ERROR_AT + len(data)] = data
+        self.words[self._ERROR] = len(data)
+
+    def write_stats(self, stats: EngineStats) -> None:
+        """Called by the engine's loop alone."""
+        words = self.words
+        words[self._VERSION] += 1
+        words[self._STEPS], words[self._LIVE], words[self._WAITING] = stats
+        words[self._VERSION] += 1
+
+    def read_stats(self) -> EngineStats:
+        """A consistent copy."""
+        words = self.words
+        while True:
+            version = words[self._VERSION]
+            stats = EngineStats(words[self._STEPS], words[self._LIVE], words[self._WAITING])
+            if not version & 1 and version == words[self._VERSION]:
+                return stats
+
+
+class FrontEndBlock:
+    """FRONT_END of `layout` and the four rings behind it."""
+
+    PROGRESS = cell(FRONT_END, "progress")
+    RINGS = ("ls", "be", "cancel", "token")
+    _CAPACITY = 2
+    """The word at which `capacity` starts."""
+
+    def __init__(self, segment: Segment) -> None:
+        _check(segment, "a front end's segment")
+        self.segment = segment
+        self.number = segment.words[1] >> 32
+        self.rings: dict[str, tuple[memoryview, memoryview]] = {}
+        """Per name the bytes of the ring and the word of its reader."""
+        at = _PAGE
+        for i, name in enumerate(self.RINGS):
+            size, tail = segment.words[self._CAPACITY + i], cell(FRONT_END, f"{name}_tail")
+            self.rings[name] = segment.bytes[at : at + size], segment.words[tail : tail + 1]
+            at += size
+
+    @classmethod
+    def create(cls, number: int, capacities: tuple[int, int, int, int]) -> Self:
+        """Make one; capacities in bytes, in the order of `RINGS`, rounded up to pages."""
+        sizes = [-(-size // _PAGE) * _PAGE for size in capacities]
+        segment = Segment.create(f"qllm-front-end-{number}", _PAGE + sum(sizes))
+        words = segment.words
+        words[0], words[1] = MAGIC, VERSION | number << 32
+        for i, size in enumerate(sizes):
+            words[cls._CAPACITY + i] = size
+        return cls(segment)

@@ -1,0 +1,76 @@
+"""What the engine loop takes, and what it asks of a transport.
+
+Many put, the engine loop takes. A put costs the loop nothing until it looks: a running program
+only compares the stop word with its threshold at each boundary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from qllm.plan import Stop
+from qllm.types import FinishReason, RequestId, SamplingParams, Slo
+
+CONTROL = -(2**30)
+"""The stop word of a cancellation or a call: smaller than every priority."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request that passed every check at the door."""
+
+    request_id: RequestId
+    name: str
+    priority: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    """With a seed: `submit` draws one where the caller gave none."""
+    stop_ids: frozenset[int]
+    """Ids that end it: EOS (unless ignored) and `stop_token_ids`."""
+    max_tokens: int
+    slo: Slo
+    arrival_ns: int
+    deadline_ns: int | None
+    """`timeout_s` as engine time."""
+
+
+class Cancel(NamedTuple):
+    """The front end no longer wants this request."""
+
+    request_id: RequestId
+    reason: FinishReason = FinishReason.CANCELLED
+    """STOP where the front end found a stop string, ERROR where its text failed."""
+
+
+class Call(NamedTuple):
+    """Run a function on the loop's thread, between two programs."""
+
+    function: Callable[[], Any]
+    answer: Callable[[Any, BaseException | None], None]
+
+
+Item = Submission | Cancel | Call
+
+
+class ArrivalWord(Stop, Protocol):
+    """The stop word of a transport: what a running program polls, and since when it is down."""
+
+    lowered_ns: int
+    """When the word last went down, in engine time."""
+
+
+class Ingress(Protocol):
+    """What the engine loop takes requests from."""
+
+    @property
+    def stop(self) -> ArrivalWord:
+        """The word that arrivals lower."""
+        ...
+
+    def drain(self) -> list[Item]:
+        """Take everything that has arrived, in order of arrival within a class."""
+        ...
+
+    def wait(self, timeout_ns: int | None) -> None:
+        """Sleep until something arrives or the time has passed."""
+        ...

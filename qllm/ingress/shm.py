@@ -1,0 +1,313 @@
+"""The transport between processes of one machine: rings in shared memory, the engine's end.
+
+Each front end has four rings of its own. A put is a record, then a new number in the `bell` word
+that all of them share, then the engine's doorbell (an eventfd), which matters only while the
+engine sleeps. A running program compares the bell with the number it saw last: one load. Only
+when that has changed does it look into the rings, and takes what is there.
+"""
+
+import os
+import select
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from qllm.ingress.codec import decode_cancel, decode_submission, encode_finish, encode_token
+from qllm.ingress.layout import FINISH_KIND, TOKEN_KIND
+from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
+from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
+from qllm.ingress.ring import RingError, RingReader, RingWriter
+from qllm.metrics import RequestMetrics
+from qllm.plan import ANY_ARRIVAL
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
+
+T = TypeVar("T", Submission, Cancel)
+
+NUMBER_BITS = 40
+"""A request id is (front end << NUMBER_BITS) | (count of that front end)."""
+BEAT_NS = NS_PER_S
+"""An idle engine wakes this often to show that it lives."""
+BACKLOG_NS = NS_PER_MS
+"""A sleeping engine looks this often whether a full token ring has room again."""
+
+
+def front_end_of(request_id: RequestId) -> int:
+    """The number of the front end that a request came from."""
+    return request_id >> NUMBER_BITS
+
+
+class Doorbell:
+    """An eventfd that one side rings and the other sleeps on."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def create(cls) -> "Doorbell":
+        """Make one."""
+        return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+    def ring(self) -> None:
+        """Wake the other side."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Forget the rings so far; call it before looking at what they announced."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Give the descriptor back. Twice is once."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class Lane:
+    """The engine's ends of one front end's rings. Used by the loop's thread alone."""
+
+    def __init__(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+        self.number = block.number
+        self._requests = (RingReader(*block.rings["ls"]), RingReader(*block.rings["be"]))
+        self._cancels = RingReader(*block.rings["cancel"])
+        self._tokens = RingWriter(*block.rings["token"])
+        self._words = block.segment.words
+        self._doorbell = doorbell
+        self._backlog: deque[tuple[int, int, bytes]] = deque()
+        self._has_news = False
+        self.num_taken = 0
+        """Requests handed to the loop."""
+
+    def take(self) -> tuple[list[Submission], list[Cancel]]:
+        """Take what is in the rings.
+
+        Cancels are read first: the request of one that is there is there too.
+
+        Raises:
+            RingError: A ring is broken, or holds what no front end writes.
+        """
+        cancels: list[Cancel] = []
+        submissions: list[Submission] = []
+        try:
+            while (record := self._cancels.read()) is not None:
+                cancels.append(self._own(decode_cancel(record)))
+            for ring in self._requests:
+                while (record := ring.read()) is not None:
+                    submissions.append(self._own(decode_submission(record)))
+        except (ValueError, IndexError, struct.error) as error:
+            raise RingError(f"a record that is no request or cancel: {error}") from error
+        return submissions, cancels
+
+    def _own(self, item: T) -> T:
+        if front_end_of(item.request_id) != self.number:
+            raise RingError(f"front end {self.number} used id {item.request_id:#x} of another")
+        return item
+
+    def show_progress(self, num_waiting: int) -> None:
+        """Tell the front end how many of its requests were taken, and how many wait."""
+        self._words[FrontEndBlock.PROGRESS] = (self.num_taken & 0xFFFF_FFFF) << 32 | num_waiting
+
+    def send(self, kind: int, flags: int, body: bytes) -> None:
+        """Write a record; a full ring costs memory here, never a record."""
+        if self._backlog or not self._tokens.write(kind, flags, body):
+            self._backlog.append((kind, flags, body))
+        self._has_news = True
+
+    def flush(self) -> bool:
+        """Wake the front end if there is something new; whether a backlog remains."""
+        while self._backlog and self._tokens.write(*self._backlog[0]):
+            self._backlog.popleft()
+            self._has_news = True
+        if self._has_news:
+            self._has_news = False
+            self._doorbell.ring()
+        return bool(self._backlog)
+
+    def close(self) -> None:
+        """The front end is gone."""
+        self._backlog.clear()
+        self._doorbell.close()
+
+
+class ShmStop:
+    """The stop word over shared memory.
+
+    `word` compares the bell with the number seen last (one load); see docs/rings.md for what
+    that costs beside a plain attribute.
+    """
+
+    __slots__ = ("_bell", "_look", "lowered_ns", "now_ns", "seen", "stop_at_ns", "value")
+
+    def __init__(
+        self, bell: memoryview, look: Callable[[], None], now_ns: Callable[[], int]
+    ) -> None:
+        self.stop_at_ns: int | None = None
+        self.now_ns = now_ns
+        self.lowered_ns = 0
+        """When what lowered the word last was put."""
+        self.seen = 0
+        self.value = ANY_ARRIVAL
+        self._bell, self._look = bell, look
+
+    @property
+    def word(self) -> int:
+        """Smallest priority that has arrived and was not drained."""
+        if self._bell[0] != self.seen:
+            self._look()
+        return self.value
+
+    @word.setter
+    def word(self, value: int) -> None:
+        self.value = value
+
+    def lower(self, priority: int, at_ns: int) -> None:
+        """An arrival of this class, put at `at_ns`."""
+        if priority < self.value:
+            self.value, self.lowered_ns = priority, at_ns
+
+
+class ShmIngress:
+    """The engine's end. All but `put` is called by the loop's thread alone.
+
+    Args:
+        control: The engine's control block.
+        doorbell: What the loop sleeps on.
+        now_ns: The engine's clock.
+        close: Ends the loop; called on its thread, between two programs, after `control.stop`.
+        broken: Told the number of a front end that was detached for a broken ring, and why.
+    """
+
+    def __init__(
+        self,
+        control: ControlBlock,
+        doorbell: Doorbell,
+        now_ns: Callable[[], int],
+        close: Callable[[], None],
+        broken: Callable[[int, str], None],
+    ) -> None:
+        self.control, self.doorbell = control, doorbell
+        self.lanes: dict[int, Lane] = {}
+        self._bell = control.words[control.BELL : control.BELL + 1]
+        self.stop = ShmStop(self._bell, self._look, now_ns)
+        self._close, self._broken = close, broken
+        self._now_ns = now_ns
+        self._items: list[Item] = []
+        self._local: deque[Item] = deque()
+        self._local_lock = threading.Lock()
+        self._num_local = 0
+        self._num_steps = 0
+        self._closing = False
+
+    def put(self, item: Item) -> None:
+        """Hand over an item of this process. Callable from any thread."""
+        with self._local_lock:
+            self._local.append(item)
+            self._num_local += 1
+            self._bell[0] = self._num_local
+        self.doorbell.ring()
+
+    def drain(self) -> list[Item]:
+        """Take everything that has arrived, and send what the last step produced."""
+        self._flush()
+        self._num_steps += 1
+        self.control.heartbeat_ns = self._now_ns()
+        self._look()
+        items, self._items = self._items, []
+        self.stop.word = ANY_ARRIVAL
+        for item in items:
+            if isinstance(item, Submission):
+                self.lanes[front_end_of(item.request_id)].num_taken += 1
+        return items
+
+    def attach(self, lane: Lane) -> None:
+        """Serve one more front end."""
+        self.lanes[lane.number] = lane
+
+    def wait(self, timeout_ns: int | None) -> None:
+        """Sleep until something arrives or the time has passed; at most `BEAT_NS`."""
+        limit_ns = BACKLOG_NS if self._flush() else BEAT_NS
+        if timeout_ns is not None:
+            limit_ns = min(limit_ns, max(0, timeout_ns))
+        if self._bell[0] == self.stop.seen:
+            select.select((self.doorbell.fd,), (), (), limit_ns / NS_PER_S)
+        self.doorbell.clear()
+
+    def decided(self, num_live: int, num_waiting: int) -> None:
+        """Show the front ends what the engine holds now."""
+        self.control.write_stats(EngineStats(self._num_steps, num_live, num_waiting))
+        for lane in self.lanes.values():
+            lane.show_progress(num_waiting)
+
+    def detach(self, number: int) -> None:
+        """Forget a front end and what is in its rings."""
+        lane = self.lanes.pop(number, None)
+        if lane is not None:
+            lane.close()
+        self._items = [
+            item
+            for item in self._items
+            if isinstance(item, Call) or front_end_of(item.request_id) != number
+        ]
+
+    def _flush(self) -> bool:
+        backlogs = [lane.flush() for lane in self.lanes.values()]
+        return any(backlogs)
+
+    def _look(self) -> None:
+        """Move what is in the rings to `_items`, and lower the word by it."""
+        self.stop.seen = self._bell[0]
+        submissions: list[Submission] = []
+        cancels: list[Cancel] = []
+        for lane in list(self.lanes.values()):
+            try:
+                more, gone = lane.take()
+            except RingError as error:
+                self.detach(lane.number)
+                self._broken(lane.number, str(error))
+                continue
+            submissions += more
+            cancels += gone
+        submissions.sort(key=lambda item: item.arrival_ns)
+        for item in submissions:
+            self.stop.lower(item.priority, item.arrival_ns)
+        if self.control.stop and not self._closing:
+            self._closing = True
+            self._local.append(Call(self._close, lambda *_: None))
+        if cancels or self._local:
+            self.stop.lower(CONTROL, self._now_ns())
+        self._items += (*submissions, *cancels)
+        while self._local:
+            self._items.append(self._local.popleft())
+
+
+class RingSink:
+    """Writes tokens and ends into the token ring of the front end they belong to."""
+
+    def __init__(self, lanes: dict[int, Lane]) -> None:
+        self._lanes = lanes
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Write one token; the front end is woken by the next `drain`."""
+        lane = self._lanes.get(front_end_of(sampled.request_id))
+        if lane is not None:
+            flags, body = encode_token(sampled, at_ns)
+            lane.send(TOKEN_KIND, flags, body)
+        return False
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """Write the end of a request and wake its front end."""
+        lane = self._lanes.get(front_end_of(request_id))
+        if lane is not None:
+            flags, body = encode_finish(request_id, reason, error, metrics)
+            lane.send(FINISH_KIND, flags, body)
+            lane.flush()

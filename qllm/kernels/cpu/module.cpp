@@ -1,0 +1,145 @@
+// The Python module: functions over raw addresses. Who calls it owns the memory; the GIL is free
+// while a kernel runs.
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <string.h>
+
+#include <tuple>
+#include <utility>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace {
+
+using namespace qllm;
+
+const Kernels* kernels = &kPortable;
+
+template <class T>
+struct Argument {  // integers
+  static T of(PyObject* x) { return T(PyLong_AsLongLong(x)); }
+};
+template <class T>
+struct Argument<T*> {  // addresses, 0 is null
+  static T* of(PyObject* x) { return (T*)PyLong_AsLongLong(x); }
+};
+template <class T>
+struct Argument<const T&> {  // addresses of structs
+  static const T& of(PyObject* x) { return *(const T*)PyLong_AsLongLong(x); }
+};
+template <>
+struct Argument<float> {
+  static float of(PyObject* x) { return float(PyFloat_AsDouble(x)); }
+};
+
+template <auto Member, class Type>
+struct Function;
+
+template <auto Member, class... A>
+struct Function<Member, void (*Kernels::*)(A...)> {
+  static PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t num) {
+    if (num != Py_ssize_t(sizeof...(A)))
+      return PyErr_Format(PyExc_TypeError, "%d arguments, not %d", int(sizeof...(A)), int(num));
+    return run(args, std::index_sequence_for<A...>());
+  }
+
+ private:
+  template <size_t... I>
+  static PyObject* run(PyObject* const* args, std::index_sequence<I...>) {
+    std::tuple<A...> values{Argument<A>::of(args[I])...};
+    if (PyErr_Occurred()) return nullptr;
+    PyThreadState* state = PyEval_SaveThread();
+    (kernels->*Member)(std::get<I>(values)...);
+    PyEval_RestoreThread(state);
+    Py_RETURN_NONE;
+  }
+};
+
+bool supported(const Kernels* k) {
+#if defined(__x86_64__)
+  bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (k == &kAvx512Bf16) return wide && __builtin_cpu_supports("avx512bf16");
+  if (k == &kAvx512) return wide;
+  if (k == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return k == &kPortable;
+}
+
+const Kernels* const kAll[] = {
+#if defined(__x86_64__)
+    &kAvx512Bf16, &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
+PyObject* available(PyObject*, PyObject*) {
+  PyObject* names = PyList_New(0);
+  for (const Kernels* k : kAll) {
+    if (!names || !supported(k)) continue;
+    PyObject* name = PyUnicode_FromString(k->name);
+    if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+    Py_XDECREF(name);
+  }
+  return names;
+}
+
+PyObject* use(PyObject*, PyObject* name) {
+  PyObject* bytes = PyUnicode_AsUTF8String(name);
+  if (!bytes) return nullptr;
+  const char* text = PyBytes_AsString(bytes);
+  bool found = false;
+  for (const Kernels* k : kAll)
+    if (text && !strcmp(k->name, text) && supported(k)) {
+      kernels = k;
+      found = true;
+    }
+  Py_DECREF(bytes);
+  if (!found) return PyErr_Format(PyExc_ValueError, "this machine has no %R kernels", name);
+  Py_RETURN_NONE;
+}
+
+PyObject* threads(PyObject*, PyObject* number) {
+  long count = PyLong_AsLong(number);
+  if (PyErr_Occurred()) return nullptr;
+  if (count < 1) return PyErr_Format(PyExc_ValueError, "%ld threads; at least 1", count);
+  PyThreadState* state = PyEval_SaveThread();
+  set_threads(int(count));
+  PyEval_RestoreThread(state);
+  Py_RETURN_NONE;
+}
+
+#define QLLM_KERNEL(name)                                                                    \
+  {#name,                                                                                    \
+   (PyCFunction)(void (*)())Function<&Kernels::name, decltype(&Kernels::name)>::call,        \
+   METH_FASTCALL, "See kernels.h."}
+
+PyMethodDef methods[] = {
+    {"available", available, METH_NOARGS, "Names of what this machine can run, best first."},
+    {"use", use, METH_O, "Choose kernels by name."},
+    {"threads", threads, METH_O, "Set the number of threads."},
+    QLLM_KERNEL(pack),
+    QLLM_KERNEL(linear),
+    QLLM_KERNEL(rms_norm),
+    QLLM_KERNEL(attend_in),
+    QLLM_KERNEL(attend_one),
+    QLLM_KERNEL(route),
+    QLLM_KERNEL(experts),
+    QLLM_KERNEL(combine),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "CPU kernels over raw addresses.", -1,
+                      methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+  for (const Kernels* k : kAll)
+    if (supported(k)) {
+      kernels = k;
+      break;
+    }
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,106 @@
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "pool.h"
+
+namespace qllm {
+namespace {
+
+class Pool {
+ public:
+  void resize(int threads) {
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      stopping_ = true;
+      round_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+    workers_.clear();
+    stopping_ = false;
+    for (int i = 1; i < threads; i++)
+      workers_.emplace_back([this, seen = round_.load()] { work(seen); });
+  }
+
+  // Run tasks [0, count) on all threads; returns when all are done. While another caller
+  // has the threads, the tasks run on the caller's own.
+  void run(int64_t count, Task task, const void* context) {
+    bool alone = workers_.empty() || count < 2 || taken_.exchange(true);
+    if (alone) {
+      for (int64_t i = 0; i < count; i++) task(context, i);
+      return;
+    }
+    task_ = task;
+    context_ = context;
+    count_ = count;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(int(workers_.size()), std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      round_.fetch_add(1, std::memory_order_release);
+    }
+    if (sleepers_.load(std::memory_order_acquire)) wake_.notify_all();
+    drain();
+    for (int spins = 0; busy_.load(std::memory_order_acquire); spins++) pause(spins);
+    taken_.store(false);
+  }
+
+ private:
+  static void pause(int spins) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+    if (spins > 2000) std::this_thread::yield();
+  }
+
+  void drain() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;)
+      task_(context_, i);
+  }
+
+  void work(uint64_t seen) {
+    while (true) {
+      int spins = 0;
+      while (round_.load(std::memory_order_acquire) == seen && spins < 4000) pause(spins++);
+      if (round_.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> hold(mutex_);
+        sleepers_.fetch_add(1);
+        wake_.wait(hold, [&] { return round_.load() != seen; });
+        sleepers_.fetch_sub(1);
+      }
+      seen = round_.load(std::memory_order_acquire);
+      if (stopping_) return;
+      drain();
+      busy_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int> sleepers_{0}, busy_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> stopping_{false}, taken_{false};
+  int64_t count_ = 0;
+  Task task_ = nullptr;
+  const void* context_ = nullptr;
+};
+
+Pool& pool() {
+  static Pool* instance = new Pool;  // never destroyed: threads may outlive main
+  return *instance;
+}
+
+}  // namespace
+
+void set_threads(int threads) { pool().resize(threads); }
+
+void run_tasks(int64_t count, Task task, const void* context) {
+  pool().run(count, task, context);
+}
+
+}  // namespace qllm

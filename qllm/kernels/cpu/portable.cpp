@@ -1,0 +1,3 @@
+#define QLLM_NAME kPortable
+#define QLLM_TITLE "portable"
+#include "kernels.inc"

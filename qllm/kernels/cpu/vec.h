@@ -1,0 +1,261 @@
+// Sixteen floats at a time, per instruction set. A kernel is written once over one of these.
+//
+//   Pairs   32 bf16 as 16 pairs (k, k + 1); `dot` adds both products of a pair to its lane
+//   F       16 floats
+//
+// The order of additions is fixed by the kernels, so the bits of a result depend on the
+// instruction set and never on the number of rows or threads.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace qllm {
+namespace {  // every instruction set has its own: nothing here may be merged by the linker
+
+using bf16 = uint16_t;
+
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline bf16 narrow(float x) {  // to nearest, ties to even
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(QLLM_AVX512)
+
+struct Vec {
+  using F = __m512;
+  using Pairs = __m512i;
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F load(const bf16* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static float sum(F x) { return _mm512_reduce_add_ps(x); }
+  static float top(F x) { return _mm512_reduce_max_ps(x); }
+  static F round(F x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
+  static Pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
+  static Pairs set_pair(const bf16* p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return _mm512_set1_epi32(pair);
+  }
+#if defined(QLLM_BF16)
+  static F dot(F acc, Pairs a, Pairs b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+  }
+  static void store(bf16* p, F x) {
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+  }
+#else
+  static F dot(F acc, Pairs a, Pairs b) {
+    const __m512i high = _mm512_set1_epi32(int(0xffff0000));
+    acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                          _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+                           _mm512_castsi512_ps(_mm512_and_si512(b, high)), acc);
+  }
+  static void store(bf16* p, F x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i out = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    out = _mm512_mask_mov_epi32(out, nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(out, 16)));
+  }
+#endif
+};
+
+#elif defined(QLLM_AVX2)
+
+struct Vec {
+  struct F {
+    __m256 a, b;
+  };
+  struct Pairs {
+    __m256i a, b;
+  };
+#define QLLM_BOTH(op) {_mm256_##op(x.a, y.a), _mm256_##op(x.b, y.b)}
+  static F zero() { return set(0.0f); }
+  static F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+  }
+  static __m256 half(const bf16* p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  static F load(const bf16* p) { return {half(p), half(p + 8)}; }
+  static F add(F x, F y) { return QLLM_BOTH(add_ps); }
+  static F sub(F x, F y) { return QLLM_BOTH(sub_ps); }
+  static F mul(F x, F y) { return QLLM_BOTH(mul_ps); }
+  static F div(F x, F y) { return QLLM_BOTH(div_ps); }
+  static F max(F x, F y) { return QLLM_BOTH(max_ps); }
+  static F min(F x, F y) { return QLLM_BOTH(min_ps); }
+#undef QLLM_BOTH
+  static F fma(F x, F y, F c) {
+    return {_mm256_fmadd_ps(x.a, y.a, c.a), _mm256_fmadd_ps(x.b, y.b, c.b)};
+  }
+  static float sum(F x) {
+    float lanes[16], out = 0;
+    store(lanes, x);
+    for (int step = 8; step; step /= 2)
+      for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+    out = lanes[0];
+    return out;
+  }
+  static float top(F x) {
+    float lanes[16];
+    store(lanes, x);
+    float out = lanes[0];
+    for (int i = 1; i < 16; i++) out = lanes[i] > out ? lanes[i] : out;
+    return out;
+  }
+  static F round(F x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  static __m256 power(__m256 n) {
+    __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+  }
+  static F scale2(F x, F n) {
+    return {_mm256_mul_ps(x.a, power(n.a)), _mm256_mul_ps(x.b, power(n.b))};
+  }
+  static Pairs load_pairs(const bf16* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 16))};
+  }
+  static Pairs set_pair(const bf16* p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
+  }
+  static __m256 dot(__m256 acc, __m256i a, __m256i b) {
+    const __m256i high = _mm256_set1_epi32(int(0xffff0000));
+    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)),
+                           _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
+  }
+  static F dot(F acc, Pairs x, Pairs y) { return {dot(acc.a, x.a, y.a), dot(acc.b, x.b, y.b)}; }
+  static void store(bf16* p, F x) {
+    float lanes[16];
+    store(lanes, x);
+    for (int i = 0; i < 16; i++) p[i] = narrow(lanes[i]);
+  }
+};
+
+#else
+
+struct Vec {
+  struct F {
+    float v[16];
+  };
+  struct Pairs {
+    bf16 v[32];
+  };
+#define QLLM_EACH(expr)                     \
+  {                                         \
+    F out;                                  \
+    for (int i = 0; i < 16; i++) out.v[i] = expr; \
+    return out;                             \
+  }
+  static F zero() QLLM_EACH(0.0f)
+  static F set(float x) QLLM_EACH(x)
+  static F load(const float* p) QLLM_EACH(p[i])
+  static F load(const bf16* p) QLLM_EACH(widen(p[i]))
+  static F add(F a, F b) QLLM_EACH(a.v[i] + b.v[i])
+  static F sub(F a, F b) QLLM_EACH(a.v[i] - b.v[i])
+  static F mul(F a, F b) QLLM_EACH(a.v[i] * b.v[i])
+  static F div(F a, F b) QLLM_EACH(a.v[i] / b.v[i])
+  static F fma(F a, F b, F c) QLLM_EACH(a.v[i] * b.v[i] + c.v[i])
+  static F max(F a, F b) QLLM_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+  static F min(F a, F b) QLLM_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+  static F round(F a) QLLM_EACH(nearbyintf(a.v[i]))
+  static F scale2(F a, F n) QLLM_EACH(ldexpf(a.v[i], int(n.v[i])))
+  static F dot(F acc, Pairs a, Pairs b)
+      QLLM_EACH(acc.v[i] + widen(a.v[2 * i]) * widen(b.v[2 * i]) +
+                widen(a.v[2 * i + 1]) * widen(b.v[2 * i + 1]))
+#undef QLLM_EACH
+  static void store(float* p, F x) { memcpy(p, x.v, sizeof x.v); }
+  static void store(bf16* p, F x) {
+    for (int i = 0; i < 16; i++) p[i] = narrow(x.v[i]);
+  }
+  static float sum(F x) {
+    for (int step = 8; step; step /= 2)
+      for (int i = 0; i < step; i++) x.v[i] += x.v[i + step];
+    return x.v[0];
+  }
+  static float top(F x) {
+    float out = x.v[0];
+    for (int i = 1; i < 16; i++) out = x.v[i] > out ? x.v[i] : out;
+    return out;
+  }
+  static Pairs load_pairs(const bf16* p) {
+    Pairs out;
+    memcpy(out.v, p, sizeof out.v);
+    return out;
+  }
+  static Pairs set_pair(const bf16* p) {
+    Pairs out;
+    for (int i = 0; i < 16; i++) memcpy(out.v + 2 * i, p, 4);
+    return out;
+  }
+};
+
+#endif
+
+// Rounded to bf16 and back: where transformers' modules round, so do the kernels.
+inline Vec::F rounded(Vec::F x) {
+  bf16 half[16];
+  Vec::store(half, x);
+  return Vec::load(half);
+}
+
+// exp(x), about 1 ulp, x <= 88; 0 below -87.
+inline Vec::F exp(Vec::F x) {
+  using V = Vec;
+  x = V::min(V::max(x, V::set(-87.0f)), V::set(88.0f));
+  V::F n = V::round(V::mul(x, V::set(1.44269504f)));
+  V::F r = V::fma(n, V::set(-0.693145752f), x);
+  r = V::fma(n, V::set(-1.42860677e-6f), r);
+  V::F y = V::set(1.98756915e-4f);
+  y = V::fma(y, r, V::set(1.39819995e-3f));
+  y = V::fma(y, r, V::set(8.33345188e-3f));
+  y = V::fma(y, r, V::set(4.16657963e-2f));
+  y = V::fma(y, r, V::set(1.66666657e-1f));
+  y = V::fma(y, r, V::set(5.00000000e-1f));
+  y = V::fma(V::mul(r, r), y, V::add(r, V::set(1.0f)));
+  return V::scale2(y, n);
+}
+
+}  // namespace
+}  // namespace qllm

@@ -1,0 +1,143 @@
+"""Who computes: the drivers, experts, products and head of one runner, chosen once.
+
+    fast        our CPU kernels where they are made for a part (bf16); else torch, with a faster
+                attention for single queries. Last bits may differ from transformers'.
+    reference   transformers' own modules: the bits of `model.forward`.
+
+Level L2 asks for rows that do not depend on each other. Our kernels are made so; for what torch
+multiplies a rule is found at start (`models.linear`).
+"""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.discover import LayerParts, ModelParts
+from qllm.models.experts import expert_banks
+from qllm.models.fast import FastDriver, LayerDriver, ReplayDriver
+from qllm.models.invariance import find_invariance
+from qllm.models.linear import PLAIN, RowRule
+from qllm.models.native import NativeDriver, is_usable, swiglu
+from qllm.models.packed import Head, Linears
+
+_log = logging.getLogger("qllm")
+
+
+class Compute:
+    """What a runner computes with.
+
+    Args:
+        model: The model, on one device.
+        parts: Its parts.
+        kind: "fast" or "reference".
+        batch_invariant: Level L2.
+        max_packed_bytes: Weights are copied into a faster layout when the copies of the experts
+            (of the rest) take at most this; weights changed afterwards are not seen.
+
+    Raises:
+        ModelError: Level L2 is not possible here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: ModelParts,
+        kind: str,
+        *,
+        batch_invariant: bool = False,
+        max_packed_bytes: int = 0,
+    ) -> None:
+        sizes = _sizes(parts)
+        packs = {name: 0 < size <= max_packed_bytes for name, size in sizes.items()}
+        native = kind == "fast" and cpu.MISSING is None
+        if kind == "fast" and cpu.MISSING is not None:
+            _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
+        self._native = {name: native and fits for name, fits in packs.items()}
+        self.drivers = tuple(driver_for(p, self._native["linears"]) for p in parts.layers)
+        self.packs = kind == "fast"
+        """Single queries that torch attends take the heads of a KV head as one matrix."""
+        covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
+        rule, self.enters_rule = PLAIN, False
+        if batch_invariant:
+            ours = self._ours(parts, covered)
+            rule, self.enters_rule = find_invariance(model, parts, self.drivers, ours)
+        self.rule: RowRule = rule
+        self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
+        self._linears = Linears(parts, rule, packs["linears"], self._native["linears"], covered)
+        self.head = Head(parts.lm_head, rule, packs["head"], self._native["head"])
+        tuned = kind == "fast" and parts.lm_head.weight.dtype is torch.bfloat16
+        self.is_exact = not tuned and rule is PLAIN
+        """Results have the bits of `model.forward`."""
+
+    def enter(self) -> None:
+        """Make the model's modules compute our way."""
+        self._linears.do()
+
+    def leave(self) -> None:
+        """Give the modules back what they had."""
+        self._linears.undo()
+
+    def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
+        """Addresses of the weights that our kernels multiply."""
+        weights: list[Any] = [m.weight for m in covered]
+        if self._native["linears"]:
+            modules = [m for layer in parts.layers for m in layer.layer.modules()]
+            weights += [m.weight for m in modules if type(m) is nn.Linear]
+        if self._native["experts"]:
+            for layer in parts.layers:
+                if layer.experts is not None and swiglu(layer.experts):
+                    weights += layer.experts.parameters()
+        if self._native["head"]:
+            weights.append(parts.lm_head.weight)
+        return {w.data_ptr() for w in weights if is_usable(w)}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What computes what, for results."""
+        native = [d for d in self.drivers if isinstance(d, NativeDriver)]
+        fused = Counter(part for driver in native for part in driver.names)
+        sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
+        decode = "packed heads" if self.packs else "as attention"
+        ours = f"qllm {cpu.kind()}" if native else ""
+        total = len(self.drivers)
+        return {
+            "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
+            "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
+            "linear": _listed(self._linears.kernels.elements()) or "in attention",
+            "head": self.head.kernel,
+            "attention": sdpa,
+            "decode_attention": (
+                f"{ours} ({fused['attention']} of {total} layers)" if fused["attention"] else decode
+            ),
+            "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
+            "missing": cpu.MISSING or "none",
+        }
+
+
+def _listed(names: Any) -> str:
+    counts = Counter(names)
+    return ", ".join(f"{name} ({num})" for name, num in sorted(counts.items()))
+
+
+def _sizes(parts: ModelParts) -> dict[str, int]:
+    """Bytes of what may be packed."""
+    experts = [m for layer in parts.layers if layer.experts for m in layer.experts.parameters()]
+    modules = [m for layer in parts.layers for m in layer.layer.modules()]
+    linears = [m.weight for m in modules if type(m) is nn.Linear]
+    found: dict[str, list[Tensor]] = {
+        "experts": [*experts],
+        "linears": [*linears],
+        "head": [parts.lm_head.weight],
+    }
+    return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
+
+
+def driver_for(parts: LayerParts, native: bool) -> LayerDriver:
+    """The driver that `discover` chose for a layer; a dense layer of unknown glue is replayed."""
+    if parts.input_layernorm is None:
+        return ReplayDriver(parts)
+    return NativeDriver(parts) if native else FastDriver(parts)

@@ -1,0 +1,187 @@
+"""The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
+
+What a part computes is known by the fingerprint of its module's forward; a part that is not in
+the tables below, or whose shape the kernels are not made for, stays with torch. Results round
+where the modules round and differ from theirs only by the order of fp32 sums.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.attention import Step, attend_span
+from qllm.models.discover import LayerParts, fingerprint, source_digest
+from qllm.models.fast import FastDriver, Rope, Routed
+
+ATTENTION = {
+    "ce1772849260": "plain",  # mixtral
+    "7d221b620ce4": "plain",  # qwen2_moe, granitemoe, phimoe
+    "9b8e69f64c3f": "qk_norm",  # qwen3_moe: per head
+    "4d62a8e741c1": "qk_norm",  # olmoe: over all heads
+}
+"""Fingerprint of Attention.forward -> whether queries and keys are normed."""
+ROTATION = ("d7bb227c7094", "b59dbfffe0ee")
+"""Digests of `apply_rotary_pos_emb` and `rotate_half`: in halves, in the dtype of the model."""
+NORM = "5cf66a5b73d6"
+"""Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
+ROUTER = {
+    "3b47be678984": "wide",  # mixtral: renormalised, weights stay fp32
+    "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, olmoe: `norm_topk_prob`
+}
+"""Fingerprint of Router.forward: softmax over all experts, then top-k."""
+
+
+def is_usable(tensor: Tensor) -> bool:
+    """Whether the kernels can read a weight."""
+    in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
+    return in_memory and tensor.shape[-1] % 2 == 0 and cpu.MISSING is None
+
+
+def _is_norm(module: Any) -> bool:
+    return fingerprint(module) == NORM and is_usable(module.weight)
+
+
+def _rotates_in_halves(module: nn.Module) -> bool:
+    names = vars(sys.modules[type(module).__module__])
+    found: list[Any] = [names.get(name) for name in ("apply_rotary_pos_emb", "rotate_half")]
+    if not all(inspect.isfunction(f) for f in found):
+        return False
+    return tuple(source_digest(f) for f in found) == ROTATION
+
+
+def swiglu(experts: Any) -> bool:
+    """Whether experts are gate, up and down of the usual kind, without biases."""
+    return (
+        not experts.is_transposed
+        and not experts.has_bias
+        and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+        and type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
+        and is_usable(experts.gate_up_proj)
+        and is_usable(experts.down_proj)
+    )
+
+
+class NativeDriver(FastDriver):
+    """A layer of known glue; each part with our kernels if it can be."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        super().__init__(parts)
+        self._attention: cpu.Attention | None = None
+        self._router_kernel: cpu.Router | None = None
+        self.covered: tuple[nn.Module, ...] = ()
+        """Linear modules and routers that are never called."""
+        attn: Any = parts.self_attn
+        if self._knows_attention(attn):
+            self._make_attention(attn)
+        if parts.router is not None and self._knows_router(parts.router):
+            self._make_router(parts.router)
+
+    # -- what is known
+
+    def _knows_attention(self, attn: Any) -> bool:
+        kind = ATTENTION.get(fingerprint(attn))
+        normed = kind == "qk_norm"
+        linears = [getattr(attn, f"{x}_proj", None) for x in "qkvo"]
+        return (
+            kind is not None
+            and attn.head_dim in cpu.HEAD_DIMS
+            and getattr(attn.config, "clip_qkv", None) is None
+            and all(type(x) is nn.Linear and is_usable(x.weight) for x in linears)
+            and _rotates_in_halves(attn)
+            and _is_norm(self._norm)
+            and (not normed or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
+        )
+
+    def _knows_router(self, router: Any) -> bool:
+        return (
+            fingerprint(router) in ROUTER
+            and is_usable(router.weight)
+            and router.top_k <= cpu.MAX_TOP_K
+            and _is_norm(self._post_norm)
+        )
+
+    def _make_attention(self, attn: Any) -> None:
+        qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
+        norm: Any = self._norm
+        qk_norm = None
+        if ATTENTION[fingerprint(attn)] == "qk_norm":
+            eps = attn.q_norm.variance_epsilon
+            qk_norm = (attn.q_norm.weight.detach(), attn.k_norm.weight.detach(), eps)
+        self._heads = attn.q_proj.out_features // attn.head_dim
+        self._kv_heads = attn.k_proj.out_features // attn.head_dim
+        self._head_dim = attn.head_dim
+        self._attention = cpu.Attention(
+            cpu.Matrix([x.weight.detach() for x in qkv], [x.bias for x in qkv]),
+            norm.weight.detach(),
+            norm.variance_epsilon,
+            num_heads=self._heads,
+            num_kv_heads=self._kv_heads,
+            head_dim=attn.head_dim,
+            scale=attn.scaling,
+            qk_norm=qk_norm,
+        )
+        self._out = cpu.Matrix([attn.o_proj.weight.detach()], [attn.o_proj.bias])
+        self._index = attn.layer_idx
+        self.covered += (*qkv, attn.o_proj)
+
+    def _make_router(self, router: Any) -> None:
+        wide = ROUTER[fingerprint(router)] == "wide"
+        norm: Any = self._post_norm
+        self._router_kernel = cpu.Router(
+            router.weight.detach(),
+            norm.weight.detach(),
+            norm.variance_epsilon,
+            top_k=router.top_k,
+            renormalise=wide or router.norm_topk_prob,
+            wide=wide,
+        )
+        self.covered += (router,)
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The parts that run with our kernels."""
+        if self._attention is not None:
+            yield "attention"
+        if self._router_kernel is not None:
+            yield "router"
+
+    # -- what runs
+
+    def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
+        if self._attention is None:
+            return super().attend(x_TD, rope, step)
+        kernel, index, window = self._attention, self._index, self._parts.window
+        spans = step.addresses(self._kv_heads, self._head_dim, x_TD)
+        q = kernel.enter(x_TD, *rope, index, spans.address, len(step.spans))
+        whole = step.num_attended == step.num_tokens
+        out = torch.empty_like(q) if whole else torch.zeros_like(q)
+        for first, num in step.singles():
+            kernel.one(out, q, index, window, spans.at(first), num)
+        if not step.all_single:
+            self._blocks(q, out, step)
+        return self._add(x_TD, self._out.linear(out))
+
+    def _blocks(self, q: Tensor, out: Tensor, step: Step) -> None:
+        """Spans of several queries, each by torch's attention."""
+        q_1NTH = q.view(1, -1, self._heads, self._head_dim).transpose(1, 2)
+        out_1TNH = out.view(1, -1, self._heads, self._head_dim)
+        attn: Any = self._parts.self_attn
+        for span in step.spans:
+            num = span.hi - span.lo
+            if num > 1:
+                part = slice(span.at, span.at + num)
+                kv = span.kv.read(self._index, 0, span.hi)
+                out_1TNH[:, part] = attend_span(
+                    q_1NTH[:, :, part], kv, span, step, attn.scaling, self._parts.window
+                )
+
+    def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
+        if self._router_kernel is None:
+            return super().route(x_TD, mid_TD)
+        x, ids_TK, weights_TK = self._router_kernel(mid_TD)
+        return Routed(x, ids_TK, weights_TK, self._shared(x))

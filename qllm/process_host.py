@@ -1,0 +1,408 @@
+"""The engine loop in a process of its own: the front end's side.
+
+Tokenising, detokenising and stop strings stay in the caller's process, away from the engine's
+core. Requests, cancels and tokens go through shared memory; start-up, statistics, trace and
+checkpoints through a connection, whose end also tells that the other side is gone.
+"""
+
+import atexit
+import itertools
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from qllm.errors import ConfigError, EngineClosedError, QueueFullError
+from qllm.handle import Handle
+from qllm.host import Host, MakeHandle
+from qllm.ingress import Cancel, Submission
+from qllm.ingress.codec import End, EngineMetrics
+from qllm.ingress.front_end import MAX_OPEN, FrontEnd
+from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
+from qllm.ingress.shm import NUMBER_BITS, Doorbell
+from qllm.trace import Trace
+from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
+
+if TYPE_CHECKING:  # imports torch
+    from qllm.engine_process import Hello, Restored, Start
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qllm.engine_process import main; main(int(sys.argv[2]))"
+)
+CLOSE_S = 30.0
+"""An engine that is told to end and has not after this is killed."""
+
+
+class _Open:
+    """What the receiver keeps of a request beside its handle."""
+
+    def __init__(self, handle: Handle, arrival_ns: int, priority: int) -> None:
+        self.handle = handle
+        self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
+        self.token_ns: list[int] = []
+        self.ended: tuple[FinishReason, str | None] | None = None
+        """Set once its text ended it, before the engine knew."""
+
+
+class ProcessHost(Host):
+    """An engine in another process, reached over a connection.
+
+    Args:
+        connection: To the engine's process, which has been told to start.
+        process: The engine's process if it is ours; closing ends it then.
+        listen: Path of the socket at which the engine takes further front ends.
+
+    Raises:
+        QllmError: What kept the engine from starting, as its process raised it.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        process: "subprocess.Popen[bytes] | None" = None,
+        listen: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._connection, self._process, self._listen = connection, process, listen
+        self._closing = False
+        self._over: str | None = None
+        """Why nothing more comes from the engine."""
+        try:
+            self.hello = self._receive_hello()
+            control, block, engine, ours = self._receive_memory()
+        except BaseException:
+            connection.close()
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise
+        self.info = self.hello.info
+        self._trace = Trace(meta=self.hello.trace_meta)
+        self._control = control
+        self._front_end = FrontEnd(block, control, engine, ours)
+        self._numbers = itertools.count(block.number << NUMBER_BITS)
+        self._open: dict[RequestId, _Open] = {}
+        self._ask_lock = threading.Lock()
+        self._receiver = threading.Thread(target=self._receive, name="qllm-receiver", daemon=True)
+        self._receiver.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def spawn(cls, start: "Start") -> "ProcessHost":
+        """Start an engine's process and wait until it serves.
+
+        Raises:
+            ConfigError: The system has no memfd and eventfd, or the policy cannot be pickled.
+            QllmError: What kept the engine from starting.
+        """
+        if not available():
+            raise ConfigError("host='process' needs Linux; pass host='thread'")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            command = [
+                sys.executable,
+                "-c",
+                _BOOT,
+                json.dumps(list(map(str, sys.path))),
+                str(theirs.fileno()),
+            ]
+            process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
+        connection = Connection(ours.detach())
+        with suppress(BrokenPipeError):  # it is gone already: receiving says how
+            connection.send(start)
+        return cls(connection, process, start.listen)
+
+    @classmethod
+    def attach(cls, path: str) -> "ProcessHost":
+        """Become a further front end of an engine that listens at `path`.
+
+        Raises:
+            ConfigError: Nobody listens there.
+        """
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(path)
+        except OSError as error:
+            link.close()
+            raise ConfigError(f"no engine listens at {path!r}: {error}") from error
+        return cls(Connection(link.detach()))
+
+    def _receive_hello(self) -> "Hello":
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise EngineClosedError(f"{self._how_it_went()} before it could serve") from error
+        if kind == "failed":
+            raise value
+        hello: Hello = value
+        return hello
+
+    def _receive_memory(self) -> tuple[ControlBlock, FrontEndBlock, Doorbell, Doorbell]:
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+            _, fds, _, _ = socket.recv_fds(link, 1, 4, socket.MSG_CMSG_CLOEXEC)
+        if len(fds) != 4:
+            raise EngineClosedError(f"{self._how_it_went()} before it could serve")
+        segments = [Segment(fd) for fd in fds[:2]]
+        for segment in segments:
+            segment.close_fd()
+        control, block = ControlBlock(segments[0]), FrontEndBlock(segments[1])
+        return control, block, Doorbell(fds[2]), Doorbell(fds[3])
+
+    # -- the receiver's thread
+
+    def _receive(self) -> None:
+        """Take tokens until the engine is gone, then end what is left."""
+        poll = select.poll()
+        poll.register(self._front_end.doorbell.fd, select.POLLIN)
+        poll.register(self._connection.fileno(), 0)  # hang-up alone: answers are others' to read
+        pidfd = None if self._process is None else os.pidfd_open(self._process.pid)
+        if pidfd is not None:
+            poll.register(pidfd, select.POLLIN)
+        over, why = False, None
+        while not over:
+            over = any(fd != self._front_end.doorbell.fd for fd, _ in poll.poll())
+            try:
+                self._take()
+            except Exception as error:  # noqa: BLE001 - a broken ring, and whatever it holds
+                over, why = True, f"what the engine sends cannot be read: {error!r}"
+        if pidfd is not None:
+            os.close(pidfd)
+        self._hang_up()
+        self._end_all(why)
+
+    def _hang_up(self) -> None:
+        """The engine sees that we are gone, and the receiver that nothing more comes."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)
+
+    def _take(self) -> None:
+        for item in self._front_end.receive():
+            if isinstance(item, End):
+                self._on_finish(item)
+            else:
+                self._on_token(item.sampled, item.at_ns)
+
+    def _entry(self, request_id: RequestId) -> _Open | None:
+        entry = self._open.get(request_id)
+        if entry is None:
+            with self.door:  # it may be one that `restore` is about to register
+                entry = self._open.get(request_id)
+        return entry
+
+    def _on_token(self, sampled: Sampled, at_ns: int) -> None:
+        entry = self._entry(sampled.request_id)
+        if entry is None or entry.ended is not None:
+            return
+        entry.token_ns.append(at_ns)
+        try:
+            if not entry.handle.on_token(sampled):
+                return
+            entry.ended = FinishReason.STOP, None
+        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the host
+            entry.ended = FinishReason.ERROR, f"{type(error).__name__}: {error}"
+        self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
+
+    def _on_finish(self, end: End) -> None:
+        entry = self._entry(end.request_id)
+        if entry is None:
+            return
+        reason, error = entry.ended or (end.reason, end.error)
+        self._finish(end.request_id, entry, reason, error, end.metrics or entry.unknown)
+
+    def _finish(
+        self,
+        request_id: RequestId,
+        entry: _Open,
+        reason: FinishReason,
+        error: str | None,
+        known: EngineMetrics,
+    ) -> None:
+        self._forget(request_id)
+        name = entry.handle.request_id
+        metrics = known.complete(request_id, name, reason, entry.token_ns)
+        entry.handle.on_finish(reason, error, metrics)
+
+    def _forget(self, request_id: RequestId) -> None:
+        del self._open[request_id]
+        del self.handles[request_id]
+
+    def _end_all(self, why: str | None) -> None:
+        with self.door:
+            self._over = why or self._why()
+        for request_id, entry in list(self._open.items()):
+            reason, error = entry.ended or (FinishReason.ERROR, self._over)
+            self._finish(request_id, entry, reason, error, entry.unknown)
+
+    def _why(self) -> str:
+        return self._over or self._control.error or self._how_it_went()
+
+    def _how_it_went(self) -> str:
+        process = self._process
+        if process is None:
+            return "the engine is gone"
+        who = f"the engine process (pid {process.pid})"
+        try:
+            code = process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"{who} hung up, did not end in {CLOSE_S:.0f} s and was killed"
+        if code >= 0:
+            return f"{who} exited with code {code}"
+        note = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"{who} was killed by {signal.Signals(-code).name}{note}"
+
+    # -- host
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() - self._control.zero_ns
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._closing else self._over or self._control.error
+
+    def raise_if_closed(self) -> None:
+        if self._closing:
+            raise EngineClosedError("the engine was closed; make a new one")
+        if self.failure is not None:
+            raise EngineClosedError(f"{self.failure}; make a new one")
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        if self._control.draining:
+            raise EngineClosedError("the engine drains: it takes no new requests")
+        if len(self._open) >= MAX_OPEN:
+            raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
+        request_id = submission.request_id
+        entry = _Open(handle, submission.arrival_ns, submission.priority)
+        self._open[request_id], self.handles[request_id] = entry, handle
+        try:
+            self._front_end.submit(submission)
+        except BaseException:
+            self._forget(request_id)
+            raise
+
+    def cancel(self, request_id: RequestId) -> None:
+        if self._over is None:
+            self._front_end.cancel(Cancel(request_id))
+
+    @property
+    def num_waiting(self) -> int:
+        return self._front_end.num_waiting
+
+    def status(self, request_id: RequestId) -> RequestStatus:
+        try:
+            status: RequestStatus | None = self._ask("status", request_id)
+        except EngineClosedError:
+            return RequestStatus.FINISHED
+        entry = self._open.get(request_id)
+        if status is None:  # not seen yet, or its end is on the way
+            is_new = entry is not None and not entry.token_ns
+            return RequestStatus.WAITING if is_new else RequestStatus.FINISHED
+        return status
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._ask("stats"), "num_waiting": self.num_waiting}
+
+    @property
+    def trace(self) -> Trace:
+        """The events so far: those that are new are fetched from the engine."""
+        if self.hello.config.record and self._over is None:
+            with suppress(EngineClosedError), self._ask_lock:
+                self._trace.events += self._ask_locked("events", len(self._trace.events))
+        return self._trace
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        try:
+            data = pickle.dumps(function)
+        except Exception as error:
+            raise ConfigError(
+                f"{function!r} cannot be pickled ({error}), so it cannot run in the engine's "
+                "process; pass host='thread'"
+            ) from error
+        return self._ask("call", data)
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        return int(self._ask("checkpoint", os.path.abspath(path)))
+
+    def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
+        with self.door:  # the receiver waits here with tokens of requests it does not know yet
+            first = self.new_number()
+            restored: list[Restored] = self._ask("restore", os.path.abspath(path), first)
+            self._numbers = itertools.count(first + max(1, len(restored)))
+            handles = []
+            for request in restored:
+                handle = make(request.number, request.name, request.prompt, request.sampling)
+                for sampled in request.sampled:
+                    handle.on_token(sampled)
+                self._open[request.number] = _Open(handle, self.now_ns(), request.priority)
+                self.handles[request.number] = handle
+                handles.append(handle)
+        return handles
+
+    def drain(self) -> None:
+        self._control.draining = True
+
+    def close(self) -> None:
+        with self.door:
+            if self._closing or threading.current_thread() is self._receiver:
+                return
+            self._closing = True
+        atexit.unregister(self.close)
+        if self._over is None:
+            self._end_engine() if self._process is not None else self._leave()
+        self._hang_up()
+        self._receiver.join()
+        if self._process is not None:
+            self._how_it_went()  # nothing is left of it
+        self._connection.close()
+        self._front_end.close()
+        if self._listen is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._listen)
+
+    def _end_engine(self) -> None:
+        self._front_end.stop()
+        with suppress(EngineClosedError, TimeoutError), self._ask_lock:
+            since = len(self._trace.events)
+            self._trace.events += self._ask_locked("last_events", since, timeout_s=CLOSE_S)
+            return
+        assert self._process is not None
+        self._process.kill()
+
+    def _leave(self) -> None:
+        for handle in list(self.handles.values()):
+            handle.cancel()
+        deadline = time.monotonic() + CLOSE_S
+        while self.handles and time.monotonic() < deadline and self._over is None:
+            time.sleep(0.001)
+
+    def _ask(self, op: str, *args: Any) -> Any:
+        self.raise_if_closed()
+        with self._ask_lock:
+            return self._ask_locked(op, *args)
+
+    def _ask_locked(self, op: str, *args: Any, timeout_s: float | None = None) -> Any:
+        try:
+            self._connection.send((op, args))
+            if not self._connection.poll(timeout_s):
+                raise TimeoutError
+            kind, value = self._connection.recv()
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise EngineClosedError(f"{self._why()}; make a new one") from error
+        if kind == "error":
+            raise value
+        return value

@@ -1,0 +1,119 @@
+"""The live page `/ui` and the stream of events that feeds it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from qllm.metrics import percentile
+from qllm.types import Priority, RequestStatus
+
+from .answers import EventStream, event
+from .errors import RESPONSES, ApiError
+from .front import Front
+from .metrics import STATES
+from .probes import counts
+
+PERIOD_S = 0.25
+MAX_SHOWN = 200
+"""Requests that one event lists."""
+MAX_PREEMPTIONS = 50
+"""Preemptions that one event lists."""
+TYPES = {"icon.svg": "image/svg+xml", "ui.css": "text/css", "ui.js": "text/javascript"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class View:
+    """What one reader of the page sees: the state now, and what is new since last time."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._num_preemptions: int | None = None
+
+    async def look(self) -> dict[str, Any]:
+        """The state now."""
+        front = self._front
+        stats = await asyncio.to_thread(front.engine.stats)
+        total = stats["num_preemptions"]
+        new = 0 if self._num_preemptions is None else total - self._num_preemptions
+        self._num_preemptions = total
+        latest = stats["preempt_latencies_ms"][-min(new, MAX_PREEMPTIONS) :] if new else []
+        return {
+            "time_s": time.time(),
+            "model": front.model_name,
+            "policy": front.config.policy,
+            "classes": self._classes(),
+            "requests": self._requests(),
+            "preemptions": {"total": total, "new_ms": latest},
+            "kv_frac": stats["kv_blocks_used"] / stats["kv_blocks"],
+            "longest_segment_ms": stats["longest_segment_ms"],
+        }
+
+    def _classes(self) -> dict[str, Any]:
+        now = counts(self._front)
+        found: dict[str, Any] = {}
+        for name in Priority.__members__:
+            recent = list(self._front.metrics.recent_ttft_ms[name])
+            ttft = {f"p{p}": percentile(recent, p) for p in (50, 90, 99)} if recent else None
+            states = {state: now.get((name, state), 0) for state in STATES}
+            found[name] = {**states, "ttft_ms": ttft, "num_recent": len(recent)}
+        return found
+
+    def _requests(self) -> list[dict[str, Any]]:
+        rows = []
+        for answer in list(self._front.answers):
+            for handle, num_tokens in zip(answer.handles, answer.num_tokens, strict=True):
+                status = handle.status
+                if status is not RequestStatus.FINISHED:
+                    rows.append(
+                        {
+                            "id": handle.request_id,
+                            "class": answer.served.priority.name,
+                            "status": status.value,
+                            "prompt_tokens": len(handle.prompt_token_ids),
+                            "output_tokens": num_tokens,
+                        }
+                    )
+        rows.sort(key=lambda row: (row["class"] != "LS", STATES.index(row["status"]), row["id"]))
+        return rows[:MAX_SHOWN]
+
+
+async def events(front: Front) -> AsyncIterator[str]:
+    """The state, again and again, until the server drains."""
+    view = View(front)
+    while not front.draining.is_set():
+        yield event(await view.look())
+        await asyncio.sleep(PERIOD_S)
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["ui"])
+    static = files("qllm.server") / "static"
+    pages = {name: (static / name).read_bytes() for name in ("ui.html", *TYPES)}
+
+    @router.get("/ui", include_in_schema=False)
+    async def page() -> Response:
+        """The page; it shows nothing of anybody before it has a key."""
+        return Response(pages["ui.html"], media_type="text/html", headers=HEADERS)
+
+    @router.get("/ui/static/{name}", include_in_schema=False)
+    async def part(name: str) -> Response:
+        """The page's script and style."""
+        if name not in TYPES:
+            raise ApiError(404, f"there is no {name!r:.80}")
+        return Response(pages[name], media_type=TYPES[name], headers=HEADERS)
+
+    @router.get("/ui/events", include_in_schema=False, responses=RESPONSES)
+    async def live(_: Request) -> Response:
+        """Server-sent events: the state four times a second."""
+        return EventStream(events(front), lambda: None, {})
+
+    return router

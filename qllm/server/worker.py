@@ -1,0 +1,299 @@
+"""Runs batches: every line is one BE request. What it has not finished, the next server does.
+
+validating -> in_progress -> finalizing -> completed
+    |              |  (time over)     `--> expired
+    `-> failed     `-> cancelling -------> cancelled
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Coroutine, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from qllm.errors import QllmError
+from qllm.types import Priority
+
+from . import chat, completions
+from .answers import Writer, complete
+from .errors import ApiError, from_engine, parse
+from .front import Ask, Front
+from .protocol import Body, ChatRequest, CompletionRequest
+from .store import UNFINISHED, Row, Store, now
+
+MAX_LINES = 50_000
+MAX_ERRORS = 100
+"""Most errors of a wrong file that are told."""
+LINES_AT_ONCE = 64
+"""Read from a file at a time."""
+RETRY_S = 0.5
+"""Between two tries when the engine's queue is full."""
+
+_log = logging.getLogger("qllm.server.batch")
+
+
+class Line(Body):
+    """One line of an input file."""
+
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+class Problem(NamedTuple):
+    """Why a file cannot be a batch."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class _LeaveForLaterError(Exception):
+    """The engine ends: the next server goes on with the batch."""
+
+
+def problems(lines: Iterator[bytes], endpoint: str) -> tuple[int, list[Problem]]:
+    """The number of lines of a file, and what is wrong with them."""
+    found: list[Problem] = []
+    seen: set[str] = set()
+    total = 0
+    for total, text in enumerate(lines, 1):
+        if len(found) >= MAX_ERRORS or total > MAX_LINES:
+            break
+        problem = _problem(text, endpoint, seen, total)
+        if problem is not None:
+            found.append(problem)
+    if total > MAX_LINES:
+        found.append(Problem("too_many_lines", f"a batch has at most {MAX_LINES} lines"))
+    if not total:
+        found.append(Problem("empty_file", "the file has no lines"))
+    return total, found
+
+
+def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> Problem | None:
+    try:
+        line: Line = parse(Line, json.loads(text))
+    except ApiError as error:
+        return Problem("invalid_line", error.message, number, error.param)
+    except (ValueError, RecursionError) as error:
+        return Problem("invalid_json_line", f"not JSON: {error}", number)
+    if line.method != "POST" or line.url != endpoint:
+        text_ = f"{line.method} {line.url} must be POST {endpoint}, the batch's endpoint"
+        return Problem("mismatched_url", text_, number, "url")
+    if line.custom_id in seen:
+        text_ = f"custom_id {line.custom_id!r:.80} is not unique"
+        return Problem("duplicate_custom_id", text_, number, "custom_id")
+    seen.add(line.custom_id)
+    return None
+
+
+def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Writer]:
+    """A line's body as work for the engine.
+
+    Raises:
+        ApiError: It is wrong.
+    """
+    if body.get("stream"):
+        raise ApiError(400, "a batch line cannot be a stream; leave stream out", param="stream")
+    if endpoint == chat.ENDPOINT:
+        asked: ChatRequest = parse(ChatRequest, body)
+        front.check_model(asked.model)
+        chat_writer = chat.ChatWriter(front)
+        return chat.ask_of(asked, chat_writer.answer_id, None), chat_writer
+    wanted: CompletionRequest = parse(CompletionRequest, body)
+    front.check_model(wanted.model)
+    writer = completions.CompletionWriter(front)
+    return completions.ask_of(wanted, writer.answer_id, None), writer
+
+
+class Worker:
+    """Answers the lines of all unfinished batches. Lives on one event loop."""
+
+    def __init__(self, front: Front, store: Store) -> None:
+        self._front = front
+        self._store = store
+        self._seats = asyncio.Semaphore(front.config.batch_concurrency)
+        self._batches: dict[str, asyncio.Task[None]] = {}
+        self._stopper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Go on with what the server before this one has not finished."""
+        self._stopper = asyncio.create_task(self._stop_at_drain())
+        for batch_id in await asyncio.to_thread(self._store.unfinished):
+            self.begin(batch_id)
+
+    async def _stop_at_drain(self) -> None:
+        await self._front.draining.wait()
+        for task in self._batches.values():
+            task.cancel()
+
+    async def close(self) -> None:
+        """Stop at once. Lines without an answer stay for the next server."""
+        tasks = [*self._batches.values(), *([self._stopper] if self._stopper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def begin(self, batch_id: str) -> None:
+        """Work on a batch."""
+        if not self._front.draining.is_set():
+            task = asyncio.create_task(self._run(batch_id))
+            self._batches[batch_id] = task
+            task.add_done_callback(lambda _: self._batches.pop(batch_id, None))
+
+    def cancel(self, batch_id: str) -> None:
+        """The batch is `cancelling`: stop its lines and end it."""
+        task = self._batches.get(batch_id)
+        if task is None:
+            self.begin(batch_id)
+        else:
+            task.cancel()
+            task.add_done_callback(lambda _: self.begin(batch_id))
+
+    async def _run(self, batch_id: str) -> None:
+        try:
+            await self._advance(batch_id)
+        except _LeaveForLaterError:
+            _log.warning("batch %s stays for the next server", batch_id)
+        except Exception:  # noqa: BLE001 - logged; the other batches go on
+            _log.exception("batch %s stopped; the next server goes on with it", batch_id)
+
+    async def _advance(self, batch_id: str) -> None:
+        """From whatever status to the end."""
+        store = self._store
+        batch = await asyncio.to_thread(store.batch, batch_id)
+        if batch["status"] == "validating":
+            await asyncio.to_thread(self._validate, batch)
+        elif batch["status"] == "cancelling":
+            await asyncio.to_thread(store.finish, batch_id, "cancelled")
+        elif batch["status"] == "in_progress":
+            await self._answer_all(batch)
+            await asyncio.to_thread(store.move, batch_id, "finalizing", only_from=("in_progress",))
+        elif batch["status"] == "finalizing":
+            has_all = batch["num_ok"] + batch["num_failed"] == batch["total"]
+            if not has_all:
+                await asyncio.to_thread(self._expire, batch)
+            await asyncio.to_thread(store.finish, batch_id, "completed" if has_all else "expired")
+        if batch["status"] in UNFINISHED:
+            await self._advance(batch_id)
+
+    def _validate(self, batch: Row) -> None:
+        with open(self._store.path(batch["input_file_id"]), "rb") as lines:
+            total, found = problems(iter(lines), batch["endpoint"])
+        if found:
+            errors = json.dumps({"object": "list", "data": [p._asdict() for p in found]})
+            self._store.move(batch["id"], "failed", only_from=("validating",), errors=errors)
+        else:
+            self._store.move(batch["id"], "in_progress", only_from=("validating",), total=total)
+
+    async def _answer_all(self, batch: Row) -> None:
+        """Answer the lines that have none, until the batch's time is over."""
+        done = await asyncio.to_thread(self._store.answered, batch["id"])
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async with asyncio.timeout(max(0, batch["expires_at"] - now())):
+                with open(self._store.path(batch["input_file_id"]), "rb") as file:
+                    lines = enumerate(file)
+                    while some := await asyncio.to_thread(lambda: [*islice(lines, LINES_AT_ONCE)]):
+                        for number, text in some:
+                            if number not in done:
+                                await self._start_line(batch, number, text, running)
+                await _all(running)
+        except TimeoutError:
+            pass
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _start_line(
+        self, batch: Row, number: int, text: bytes, running: set[asyncio.Task[None]]
+    ) -> None:
+        await self._seats.acquire()
+        task = asyncio.create_task(self._line(batch, number, text))
+        task.add_done_callback(lambda _: self._seats.release())
+        failed = [t for t in running if t.done()]
+        running.difference_update(failed)
+        running.add(task)
+        for old in failed:
+            old.result()
+
+    async def _line(self, batch: Row, number: int, text: bytes) -> None:
+        line = json.loads(text)
+        request_id = f"batch_req_{secrets.token_hex(12)}"
+        try:
+            status, body = 200, await self._ask(batch["endpoint"], line["body"])
+        except ApiError as error:
+            if error.status_code == 503:
+                raise _LeaveForLaterError from error
+            status, body = error.status_code, error.body()
+        except Exception as error:  # noqa: BLE001 - logged; it is the answer of this line
+            _log.exception("a line of batch %s failed", batch["id"])
+            failed = ApiError(500, f"the server failed: {type(error).__name__}")
+            status, body = failed.status_code, failed.body()
+        record = {
+            "id": request_id,
+            "custom_id": line["custom_id"],
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+            "error": None,
+        }
+        await _uncancelled(
+            asyncio.to_thread(self._store.answer, batch["id"], number, status == 200, record)
+        )
+        self._front.metrics.batch_line(status)
+
+    async def _ask(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        ask, writer = prepare(self._front, endpoint, body)
+        while True:
+            try:
+                answer = await self._front.open(ask, Priority.BE)
+                break
+            except QllmError as error:
+                wrapped = from_engine(error)
+                if wrapped.status_code != 429:
+                    raise wrapped from error
+                await asyncio.sleep(RETRY_S)
+        try:
+            writer.serve(answer.served, None)
+            return await complete(answer, writer)
+        finally:
+            answer.close()
+
+    def _expire(self, batch: Row) -> None:
+        """Every line without an answer gets an error."""
+        done = self._store.answered(batch["id"])
+        error = {"code": "batch_expired", "message": "the batch's completion window is over"}
+        with open(self._store.path(batch["input_file_id"]), "rb") as file:
+            for number, text in enumerate(file):
+                if number not in done:
+                    record = {
+                        "id": f"batch_req_{secrets.token_hex(12)}",
+                        "custom_id": json.loads(text)["custom_id"],
+                        "response": None,
+                        "error": error,
+                    }
+                    self._store.answer(batch["id"], number, False, record)
+
+
+async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work` even when cancelled: what comes next must find its effect."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+async def _all(tasks: set[asyncio.Task[None]]) -> None:
+    """Wait for all; the first failure is raised at once."""
+    if tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()

@@ -1,0 +1,165 @@
+"""The engine loop on a thread of the caller's process."""
+
+import atexit
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from qllm import portable
+from qllm.config import EngineConfig
+from qllm.core import Core, crash_text, freeze_garbage
+from qllm.errors import EngineClosedError
+from qllm.handle import Handle
+from qllm.host import Host, MakeHandle
+from qllm.ingress import Call, Cancel, InprocIngress, Submission
+from qllm.metrics import RequestMetrics
+from qllm.models.loader import LoadedModel
+from qllm.trace import Trace
+from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, SamplingParams
+
+
+class ThreadHost(Host):
+    """Runs a loop on a thread of its own.
+
+    Args:
+        loaded: The model.
+        policy: A policy object.
+        config: Settings.
+        threads: Threads torch computes with; None leaves torch's choice.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
+    ) -> None:
+        super().__init__()
+        self._zero_ns = time.monotonic_ns()
+        self.ingress = InprocIngress(self.now_ns)
+        self._core = Core(
+            loaded,
+            policy,
+            config,
+            ingress=self.ingress,
+            sink=self,
+            now_ns=self.now_ns,
+            threads=threads,
+        )
+        self.info = self._core.info
+        self.loop, self.runner = self._core.loop, self._core.runner
+        self._closed = self._draining = False
+        self._crash: BaseException | None = None
+        freeze_garbage()
+        self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # torch aborts when a thread of it outlives the interpreter
+
+    def _serve(self) -> None:
+        self._crash = self._core.serve()
+        with self.door:
+            self._closed = True
+        self._core.end_all(self.handles, self._crash)
+
+    # -- sink of the loop
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Called by the loop."""
+        return self.handles[sampled.request_id].on_token(sampled)
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """Called by the loop."""
+        self.handles.pop(request_id).on_finish(reason, error, metrics)
+
+    # -- host
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() - self._zero_ns
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._crash is None else crash_text(self._crash)
+
+    def raise_if_closed(self) -> None:
+        if self._crash is not None:
+            raise EngineClosedError(
+                f"the engine crashed ({type(self._crash).__name__}); make a new one"
+            ) from self._crash
+        if self._closed:
+            raise EngineClosedError("the engine was closed; make a new one")
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        if self._draining:
+            raise EngineClosedError("the engine drains: it takes no new requests")
+        self.handles[submission.request_id] = handle
+        self.ingress.put(submission)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.ingress.put(Cancel(request_id))
+
+    @property
+    def num_waiting(self) -> int:
+        known = self.loop.live
+        unseen = sum(1 for number in list(self.handles) if number not in known)
+        return unseen + self.loop.num_waiting
+
+    def status(self, request_id: RequestId) -> RequestStatus:
+        live = self.loop.live.get(request_id)
+        return RequestStatus.WAITING if live is None else live.request.status
+
+    @property
+    def trace(self) -> Trace:
+        return self._core.trace
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._core.stats(), "num_waiting": self.num_waiting}
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        self.raise_if_closed()
+        done = threading.Event()
+        box: list[Any] = [None, EngineClosedError("the engine was closed; make a new one")]
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            box[:] = [result, error]
+            done.set()
+
+        self.ingress.put(Call(function, answer))
+        while not done.wait(0.2) and self._thread.is_alive():
+            pass
+        if box[1] is not None:
+            self.raise_if_closed()
+            raise box[1]
+        return box[0]
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        return int(self.call(lambda: portable.save(self.loop, self.runner, path)))
+
+    def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
+        def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
+            with self.door:
+                number = self.new_number()
+                handle = make(number, name, prompt, sampling)
+                self.handles[number] = handle
+            return handle
+
+        return list(
+            self.call(lambda: portable.load(self.loop, self.runner, path, adopt, self.now_ns()))
+        )
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def close(self) -> None:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            atexit.unregister(self.close)
+            self.ingress.put(Call(self.loop.close, lambda *_: None))
+            self._thread.join()
+            gc.unfreeze()
+        self._closed = True
+        self.runner.close()

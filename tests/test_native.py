@@ -1,0 +1,337 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import make_model
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from qllm.kernels import cpu
+from qllm.kv_cache import RequestKV
+from qllm.models import compute
+from qllm.models.attention import Span, Step, install
+from qllm.models.discover import discover
+from qllm.models.experts import NativeBank, TorchBank, Work
+from qllm.models.fast import FastDriver
+from qllm.models.linear import PLAIN
+from qllm.models.native import NativeDriver
+from qllm.models.rope import RopeTable
+from qllm.runner import TorchRunner
+
+assert cpu.MISSING is None, cpu.MISSING
+KINDS = tuple(cpu.native.available())
+WIDTH, HEADS, GROUPS, HEAD = 128, 4, 2, 32
+COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": HEAD,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    cpu.native.use(request.param)
+    with torch.inference_mode():
+        yield request.param
+    cpu.native.use(KINDS[0])
+    cpu.set_threads(1)
+
+
+def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+
+def close(found: Tensor, expected: Tensor, ulps: float = 1.0) -> None:
+    """Within so many bf16 steps of the value, or of the tensor's size where values cancel."""
+    expected, found = expected.double(), found.double()
+    size = expected.abs().clamp(min=float(expected.abs().mean()) / 8 + 1e-30)
+    assert ((found - expected).abs() <= ulps * size / 128).all()
+
+
+def qwen3(**more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **{**COMMON, **more}, num_experts=8, moe_intermediate_size=80, norm_topk_prob=True
+    )
+    return Qwen3MoeForCausalLM(config).bfloat16().eval()
+
+
+def mixtral(**more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = MixtralConfig(**{**COMMON, **more}, num_local_experts=8, intermediate_size=80)
+    return MixtralForCausalLM(config).bfloat16().eval()
+
+
+# -- products
+
+
+@pytest.mark.parametrize("num_out", [1, 15, 16, 17, 64, 65, 100, 200])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 97, 100])
+def test_linear_is_the_rounded_product(num_out: int, rows: int) -> None:
+    weight, x = rand(num_out, 70, seed=1), rand(rows, 70, seed=2)
+    close(cpu.Matrix([weight]).linear(x), x.double() @ weight.double().t(), 0.6)
+
+
+def test_linear_stacks_weights_and_adds_biases() -> None:
+    weights, biases = [rand(20, 64), rand(7, 64, seed=1)], [rand(20, seed=2), rand(7, seed=3)]
+    x = rand(2, 3, 64, seed=4)
+    expected = torch.cat(
+        [
+            F.linear(x.double(), w.double(), b.double())
+            for w, b in zip(weights, biases, strict=True)
+        ],
+        -1,
+    )
+    close(cpu.Matrix(weights, biases).linear(x), expected, 0.6)
+
+
+def test_a_transposed_weight_is_packed_by_its_strides() -> None:
+    weight, x = rand(64, 40), rand(3, 64, seed=1)
+    packed = cpu.Matrix([weight.t()]).linear(x)
+    assert torch.equal(packed, cpu.Matrix([weight.t().contiguous()]).linear(x))
+
+
+def test_rows_do_not_depend_on_their_number_or_the_threads() -> None:
+    matrix, x = cpu.Matrix([rand(150, 96)]), rand(211, 96, seed=1)
+    whole = matrix.linear(x)
+    assert len(set(whole.flatten().tolist())) > 100
+    for rows in (1, 2, 3, 5, 6, 7, 64, 97):
+        assert torch.equal(matrix.linear(x[-rows:]), whole[-rows:])
+    cpu.set_threads(3)
+    for _ in range(20):
+        assert torch.equal(matrix.linear(x), whole)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot pack"):
+        cpu.Matrix([torch.zeros(4, 6)])
+    with pytest.raises(ValueError, match="cannot pack"):
+        cpu.Matrix([rand(4, 5)])
+    with pytest.raises(ValueError, match="does not hold"):
+        cpu.pack(rand(4, 6), rand(4, 6))
+    with pytest.raises(ValueError, match="no 'MMX' kernels"):
+        cpu.native.use("MMX")
+    with pytest.raises(TypeError, match="arguments"):
+        cpu.native.linear(1, 2)
+    with pytest.raises(TypeError):
+        cpu.native.linear("a", 2, 3, 4)
+
+
+# -- rows
+
+
+@pytest.mark.parametrize("width", [16, 70, 128])
+def test_rms_norm_is_that_of_the_modules(width: int) -> None:
+    norm: Any = discover(qwen3()).norm
+    norm = type(norm)(width, eps=1e-6).bfloat16()
+    norm.weight.data.copy_(rand(width, seed=3))
+    x = rand(9, width, seed=1, scale=30)
+    found = cpu.rms_norm(x, norm.weight.detach(), 1e-6)
+    close(found, norm(x))
+    assert (found == norm(x)).float().mean() > 0.98
+    assert torch.equal(cpu.rms_norm(x[4:5], norm.weight.detach(), 1e-6), found[4:5])
+
+
+@pytest.mark.parametrize("make", [qwen3, mixtral])
+def test_the_router_chooses_and_weighs_as_the_module(make: Any) -> None:
+    parts = discover(make()).layers[0]
+    ours, theirs = NativeDriver(parts), FastDriver(parts)
+    mid = rand(50, WIDTH, seed=5)
+    found, expected = ours.route(mid, mid), theirs.route(mid, mid)
+    same = (found.ids_TK == expected.ids_TK).all(1)
+    assert same.float().mean() > 0.9  # else two experts are closer than a rounding
+    assert found.weights_TK.dtype is expected.weights_TK.dtype
+    torch.testing.assert_close(
+        found.weights_TK[same], expected.weights_TK[same], rtol=0.03, atol=0.003
+    )
+    for row in (0, 17, 49):
+        alone = ours.route(mid[row : row + 1], mid[row : row + 1])
+        assert torch.equal(alone.ids_TK[0], found.ids_TK[row])
+        assert torch.equal(alone.weights_TK[0], found.weights_TK[row])
+
+
+def test_weights_that_are_not_renormalised_stay_probabilities() -> None:
+    router = cpu.Router(
+        rand(8, 64), torch.ones(64).bfloat16(), 1e-6, top_k=3, renormalise=False, wide=True
+    )
+    x, ids, weights = router(rand(5, 64, seed=1))
+    logits = F.linear(x.double(), rand(8, 64).double()).bfloat16().double()
+    expected = logits.softmax(-1).gather(1, ids)
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-2, atol=1e-4)
+    assert (weights.sum(1) < 0.999).any()
+
+
+# -- attention
+
+
+def attend_both(model: nn.Module, spans: list[tuple[int, int]], warm: int) -> tuple[Tensor, Tensor]:
+    """Both drivers on requests that hold `warm` tokens; spans are (lo, hi) of one request each."""
+    parts = discover(model)
+    layer = parts.layers[1]
+    rope = RopeTable(parts.rotary_emb, torch.device("cpu"), torch.bfloat16)
+    num = sum(hi - lo for lo, hi in spans)
+    outs = []
+    for driver in (NativeDriver(layer), FastDriver(layer)):
+        install([p.self_attn for p in parts.layers])
+        made, at = [], 0
+        for i, (lo, hi) in enumerate(spans):
+            kv = RequestKV(2, 400)
+            if warm:
+                kv.write(1, rand(1, GROUPS, warm, HEAD, seed=i), rand(1, GROUPS, warm, HEAD), 0)
+            made.append(Span(kv, at, lo, hi))
+            at += hi - lo
+        step = Step(made, num, latent=False, packs=False)
+        outs.append(driver.attend(rand(num, WIDTH, seed=9), rope.of(spans), step))
+        assert all(s.kv.written == max(warm, s.hi) for s in made)
+    return outs[0], outs[1]
+
+
+@pytest.mark.parametrize(("make", "window"), [(qwen3, None), (mixtral, None), (mixtral, 40)])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(200, 201)],
+        [(200, 201), (7, 8), (130, 131)],
+        [(0, 20)],
+        [(16, 48), (200, 201), (3, 4), (0, 5)],
+    ],
+)
+def test_attention_is_that_of_the_modules(
+    make: Any, window: int | None, spans: list[tuple[int, int]]
+) -> None:
+    found, expected = attend_both(
+        make(**({"sliding_window": window} if window else {})), spans, 210
+    )
+    close(found, expected, 4)
+
+
+def test_one_query_attends_all_keys_and_no_others() -> None:
+    model = qwen3()
+    driver = NativeDriver(discover(model).layers[0])
+    kernel: Any = driver._attention
+    kv = RequestKV(2, 300)
+    k, v = rand(1, GROUPS, 280, HEAD, seed=1), rand(1, GROUPS, 280, HEAD, seed=2)
+    kv.write(0, k, v, 0)
+    q = rand(1, HEADS * HEAD, seed=3)
+    for hi, window in ((1, None), (15, None), (16, None), (128, None), (257, None), (257, 100)):
+        step = Step([Span(kv, 0, hi - 1, hi)], 1, latent=False)
+        spans = step.addresses(GROUPS, HEAD, q)
+        out = torch.empty_like(q)
+        kernel.one(out, q, 0, window, spans.address, 1)
+        first = 0 if window is None else hi - window
+        keys, values = (t[0, :, first:hi].double().repeat_interleave(2, 0) for t in (k, v))
+        heads = q.view(HEADS, 1, HEAD).double()
+        scores = (heads @ keys.transpose(1, 2)) * HEAD**-0.5
+        close(out.view(HEADS, HEAD), (scores.softmax(-1) @ values)[:, 0], 0.7)
+
+
+def test_dead_tokens_give_zeros_to_the_projection() -> None:
+    model = qwen3()
+    driver = NativeDriver(discover(model).layers[0])
+    parts = discover(model)
+    rope = RopeTable(parts.rotary_emb, torch.device("cpu"), torch.bfloat16)
+    x = rand(3, WIDTH)
+    alive = Step([Span(RequestKV(2, 64), 1, 5, 6)], 3, latent=False)
+    out = driver.attend(x, rope.of([(5, 6)] * 3), alive)
+    assert torch.equal(out[0], x[0])
+    assert torch.equal(out[2], x[2])
+    assert not torch.equal(out[1], x[1])
+
+
+# -- experts
+
+
+def bank_of(model: nn.Module) -> tuple[NativeBank, TorchBank]:
+    experts: Any = discover(model).layers[0].experts
+    return NativeBank(experts), TorchBank(experts, PLAIN, in_place=False)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 60])
+def test_experts_are_those_of_the_modules(num_tokens: int) -> None:
+    ours, theirs = bank_of(qwen3())
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.stack([torch.randperm(8, generator=generator)[:4] for _ in range(num_tokens)])
+    x, weights = rand(num_tokens, WIDTH, seed=6, scale=4), rand(num_tokens, 4, seed=7).abs()
+    outs = []
+    for bank in (ours, theirs):
+        work = Work(bank, ids, 1024)
+        work.run(x, 0, len(work.units))
+        outs.append((work.slots_SD, work.combine(0, num_tokens, weights, torch.bfloat16)))
+    close(outs[0][0], outs[1][0], 3)
+    close(outs[0][1], outs[1][1], 4)
+    again = theirs.combine(outs[0][0], work.inverse_S, weights)
+    assert torch.equal(ours.combine(outs[0][0], work.inverse_S, weights), again)
+
+
+def test_any_partition_of_the_units_gives_the_same_bits() -> None:
+    bank, _ = bank_of(qwen3())
+    ids = torch.arange(40).reshape(10, 4) % 8
+    x = rand(10, WIDTH, seed=6)
+    whole = Work(bank, ids, 1024)
+    whole.run(x, 0, len(whole.units))
+    for rows in (1, 3):
+        cut = Work(bank, ids, rows)
+        for i in reversed(range(len(cut.units))):
+            cut.run(x, i, i + 1)
+        assert torch.equal(cut.slots_SD, whole.slots_SD)
+    cpu.set_threads(2)
+    for _ in range(10):
+        again = Work(bank, ids, 1024)
+        again.run(x, 0, len(again.units))
+        assert torch.equal(again.slots_SD, whole.slots_SD)
+
+
+# -- the whole
+
+
+def test_a_runner_names_its_kernels(kind: str) -> None:
+    names = TorchRunner(qwen3()).compute.names
+    ours = f"qllm {KINDS[0]}"
+    assert names["experts"] == f"{ours} (2)"
+    assert names["head"] == ours
+    assert names["router"] == names["decode_attention"] == f"{ours} (2 of 2 layers)"
+    assert TorchRunner(qwen3(), kernels="reference").compute.names["router"] == "torch"
+    half = TorchRunner(qwen3(), max_packed_bytes=0).compute.names
+    assert half["experts"] == "torch mm (2)"
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "router"),
+    [
+        ("mixtral", "qllm", 3),
+        ("qwen2_moe", "qllm", 2),
+        ("olmoe", "qllm", 3),
+        ("phimoe", "qllm", 0),
+        ("granitemoe", "qllm", 0),
+        ("deepseek_v3", "qllm", 0),
+        ("gpt_oss", "oneDNN", 0),
+    ],
+)
+def test_what_the_kernels_do_not_cover_stays_with_torch(
+    family: str, experts: str, router: int
+) -> None:
+    names = TorchRunner(make_model(family, torch.bfloat16)).compute.names
+    assert names["experts"].startswith(experts)
+    assert f"({router} of 3 layers)" in names["router"]
+
+
+def test_without_a_build_torch_computes_and_the_names_say_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "MISSING", "no compiler")
+    runner = TorchRunner(qwen3())
+    assert "no compiler" in caplog.text
+    names = runner.compute.names
+    assert names["missing"] == "no compiler"
+    assert names["router"] == "torch"
+    assert "qllm" not in " ".join(names.values())
+    assert compute.cpu is cpu

@@ -1,0 +1,522 @@
+"""The process host keeps the promises of the thread host, and survives what a thread cannot."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import VOCAB, make_model
+from test_api import byte_tokenizer
+
+from qllm import QLLMEngine, QueueFull, SamplingParams
+from qllm.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    ModelError,
+    RequestFailedError,
+)
+from qllm.handle import Result
+from qllm.ingress.shm import NUMBER_BITS
+from qllm.plan import Plan
+from qllm.policy import View, next_row
+from qllm.trace import Finished
+from qllm.types import Cap, FinishReason, RequestStatus, Slo
+
+SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
+LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
+LONG = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class FileGate:
+    """Plans nothing until a file exists; then everything, one by one."""
+
+    needs = Cap.NONE
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def plan(self, view: View) -> Plan:
+        if os.path.exists(self.path):
+            for r in view.requests:
+                row = next_row(r, view, view.max_step_tokens)
+                if view.blocks_needed(row) <= view.num_free_blocks:
+                    return Plan(rows=(row,))
+        return Plan(wait_until_ns=view.now_ns + 2_000_000)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    made = make_model("mixtral")
+    made.config.max_position_embeddings = 2048
+    made.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def socket_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("engine") / "socket")
+
+
+@pytest.fixture(scope="module")
+def engine(model: str, socket_path: str) -> Iterator[QLLMEngine]:
+    with QLLMEngine.from_pretrained(model, record=True, listen=socket_path, **SETTINGS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def threaded(model: str) -> Iterator[QLLMEngine]:
+    with QLLMEngine.from_pretrained(model, host="thread", record=True, **SETTINGS) as made:
+        yield made
+
+
+def pid_of(engine: QLLMEngine) -> int:
+    return int(engine._host._process.pid)  # type: ignore[attr-defined]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def visible(result: Result) -> tuple[Any, ...]:
+    """What does not depend on the clock."""
+    m = result.metrics
+    counts = (m.priority, m.num_prompt_tokens, m.num_prefilled_tokens, m.num_output_tokens)
+    told = (m.name, m.reason, len(m.itl_ms), m.evictions, m.preempt_recomputed_tokens)
+    return (
+        result.request_id, result.prompt_token_ids, result.token_ids, result.text,
+        result.finish_reason, result.logprobs, counts, told,
+    )  # fmt: skip
+
+
+# -- the same promises
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "hello", "max_tokens": 9},
+    {"prompt": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "priority": "BE"},
+    {"prompt": [1, 2, 3], "max_tokens": 7, "priority": -5, "request_id": "Größe"},
+    {"prompt": "x" * 900, "max_tokens": 2, "slo": Slo(100.0, 20.0)},
+    {"sampling": SamplingParams(temperature=0.8, seed=3, logit_bias=LETTERS, logprobs=20)},
+    {"sampling": SamplingParams(temperature=2, seed=4, top_k=10**30, top_p=0.9, min_p=0.01)},
+    {"sampling": SamplingParams(temperature=1, seed=5, presence_penalty=1, frequency_penalty=-1)},
+    {"sampling": SamplingParams(temperature=1, seed=6, repetition_penalty=1.3, logprobs=0)},
+    {"sampling": SamplingParams(temperature=0, logit_bias={7: 99.0}, stop_token_ids=(7,))},
+]
+
+
+def test_answers_are_those_of_the_thread_host(engine: QLLMEngine, threaded: QLLMEngine) -> None:
+    for request in REQUESTS:
+        keywords = {"prompt": "q", "max_tokens": 12, "request_id": "r", **request}
+        want = threaded.submit(**keywords).result(60)
+        assert visible(engine.submit(**keywords).result(60)) == visible(want)
+
+
+def test_stop_strings_end_an_answer_where_they_end_it_on_a_thread(
+    engine: QLLMEngine, threaded: QLLMEngine
+) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5, logit_bias=LETTERS)
+    whole = threaded.submit("q", max_tokens=40, sampling=sampling).result(60)
+    for at in (0, 7, 38):
+        stop = whole.text[at : at + 2]
+        keywords: dict[str, Any] = {"max_tokens": 40, "sampling": sampling, "stop": stop}
+        want = threaded.submit("q", request_id="r", **keywords).result(60)
+        handle = engine.submit("q", request_id="r", **keywords)
+        pieces = "".join(piece.text for piece in handle)
+        got = handle.result(60)
+        assert want.finish_reason is FinishReason.STOP
+        assert pieces == got.text == want.text
+        assert visible(got)[:6] == visible(want)[:6]
+        assert got.metrics.num_output_tokens == len(got.token_ids)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
+
+
+def test_every_way_to_wait(engine: QLLMEngine) -> None:
+    want = engine.submit("hello", max_tokens=9).result(60)
+    handle = engine.submit("hello", max_tokens=9)
+    assert tuple(t for piece in handle for t in piece.token_ids) == want.token_ids
+
+    async def both() -> tuple[tuple[int, ...], Result]:
+        a, b = engine.submit("hello", max_tokens=9), engine.submit("hello", max_tokens=9)
+        return tuple([t async for piece in a for t in piece.token_ids]), await b
+
+    tokens, result = asyncio.run(both())
+    assert len(tokens) == len(result.token_ids) == 9
+
+
+def test_cancel_timeout_and_long_text(engine: QLLMEngine) -> None:
+    handle = engine.submit("abc", max_tokens=1500, sampling=LONG)
+    next(iter(handle))
+    assert handle.status is RequestStatus.RUNNING
+    handle.cancel()
+    assert handle.status is RequestStatus.FINISHED
+    result = handle.result(20)
+    assert result.finish_reason is FinishReason.CANCELLED
+    assert 0 < len(result.token_ids) < 1500
+    late = engine.submit("abc", "BE", max_tokens=1500, sampling=LONG, timeout_s=0.05)
+    assert late.result(20).finish_reason is FinishReason.TIMEOUT
+    wait_for(lambda: engine.stats()["num_live"] == 0)
+    assert engine.num_waiting == 0
+
+
+def test_many_threads_and_no_token_crossed(engine: QLLMEngine) -> None:
+    alone = {}
+    for n in range(6):
+        alone[n] = engine.submit([n + 1], max_tokens=20, sampling=only(n)).result(60).token_ids
+        assert set(alone[n]) == {100 + n}
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        handles = [
+            engine.submit([n + 1], ["LS", "BE"][i % 2], 20, sampling=only(n)) for i in range(12)
+        ]
+        wrong.extend(n for handle in handles if handle.result(60).token_ids != alone[n])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+
+
+def only(n: int) -> SamplingParams:
+    return SamplingParams(temperature=1, seed=n, logit_bias={100 + n: 500.0}, ignore_eos=True)
+
+
+def test_bad_requests_are_refused_here(engine: QLLMEngine) -> None:
+    for wrong in ({"prompt": ""}, {"prompt": [VOCAB]}, {"max_tokens": 0}, {"priority": "XX"}):
+        with pytest.raises(InvalidRequestError):
+            engine.submit(**{"prompt": "a", **wrong})
+    with pytest.raises(InvalidRequestError, match="the request is too large: a record of"):
+        engine.submit("a", request_id="n" * (5 << 20))
+    assert engine.num_waiting == 0
+    assert engine.stats()["num_live"] == 0
+
+
+def test_stats_trace_and_model(engine: QLLMEngine, threaded: QLLMEngine) -> None:
+    handle = engine.submit("abc", max_tokens=3, request_id="traced")
+    handle.result(60)
+    assert engine.stats().keys() == threaded.stats().keys()
+    ends = [e.request_id for e in engine.trace.events if isinstance(e, Finished)]
+    assert ends.count(handle.number) == 1
+    assert len(ends) == len(set(ends))
+    assert len(engine.trace) == len(engine.trace.events)
+    assert engine.trace.meta == threaded.trace.meta
+    assert (engine.drivers, engine.kernels) == (threaded.drivers, threaded.kernels)
+    assert abs(engine.now_ns() - engine.trace.events[-1].at_ns) < 60e9
+    before = engine._host._control.heartbeat_ns  # type: ignore[attr-defined]
+    wait_for(lambda: engine._host._control.heartbeat_ns > before, 5)  # type: ignore[attr-defined]
+
+
+def test_a_call_runs_in_the_engine(engine: QLLMEngine) -> None:
+    assert engine.call(os.getpid) == pid_of(engine) != os.getpid()
+    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
+        engine.call(lambda: 1)
+    with pytest.raises(ConfigError, match="the answer of call cannot leave"):
+        engine.call(threading.Lock)
+    with pytest.raises(FileNotFoundError):
+        engine.call(_missing)
+
+
+def _missing() -> None:
+    os.stat("/nowhere/at/all")
+
+
+def test_checkpoints_go_from_host_to_host(
+    engine: QLLMEngine, threaded: QLLMEngine, tmp_path: Path
+) -> None:
+    keywords: dict[str, Any] = {"max_tokens": 300, "sampling": LONG, "request_id": "moved"}
+    want = threaded.submit("abc", "BE", **keywords).result(60).token_ids
+    for source, target in ((engine, threaded), (threaded, engine), (engine, engine)):
+        handle = source.submit("abc", "BE", **keywords)
+        next(iter(handle))
+        assert source.checkpoint(tmp_path / "file") == 1
+        handle.cancel()
+        (restored,) = target.restore(tmp_path / "file")
+        result = restored.result(60)
+        assert result.request_id == "moved"
+        assert result.token_ids == want
+        assert result.text == "".join(piece.text for piece in restored)
+    with pytest.raises(CheckpointError):
+        engine.restore(tmp_path / "none")
+    assert engine.submit("abc", max_tokens=2).result(60).token_ids == want[:2]
+
+
+def test_ctrl_c_is_not_for_the_engine(engine: QLLMEngine) -> None:
+    os.kill(pid_of(engine), signal.SIGINT)
+    assert len(engine.submit("abc", max_tokens=3).result(60).token_ids) == 3
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_engine_sleeps(engine: QLLMEngine) -> None:
+    wait_for(lambda: engine.stats()["num_live"] == 0)
+    before, mine = cpu_seconds(pid_of(engine)), time.process_time()
+    time.sleep(2.0)
+    assert cpu_seconds(pid_of(engine)) - before <= 0.03
+    assert time.process_time() - mine < 0.05
+
+
+# -- more than one front end
+
+ATTACHED = """
+import os, signal, sys, time
+from qllm import QLLMEngine, SamplingParams
+engine = QLLMEngine.attach(sys.argv[1])
+sampling = SamplingParams(temperature=0, ignore_eos=True)
+handles = [engine.submit("abc", p, 1500, sampling=sampling) for p in ("LS", "BE", "BE")]
+next(iter(handles[0]))
+print(handles[0].number, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_another_front_end_has_its_own_rings(engine: QLLMEngine, socket_path: str) -> None:
+    want = engine.submit("hello", max_tokens=9).result(60)
+    with QLLMEngine.attach(socket_path) as other:
+        assert other.config == engine.config
+        handles = [e.submit("hello", max_tokens=9) for e in (engine, other)]
+        assert [len(h.result(60).token_ids) for h in handles] == [9, 9]
+        assert other.submit("hello", max_tokens=9).result(60).token_ids == want.token_ids
+        assert handles[1].number >> NUMBER_BITS == 1
+        left = other.submit("hello", max_tokens=1500, sampling=LONG)
+        next(iter(left))
+    assert left.result(1).finish_reason is FinishReason.CANCELLED
+    with pytest.raises(EngineClosedError, match="closed"):
+        other.submit("hello")
+    assert len(engine.submit("hello", max_tokens=9).result(60).token_ids) == 9
+    wait_for(lambda: engine.stats()["num_live"] == 0)
+    with pytest.raises(ConfigError, match="no engine listens at"):
+        QLLMEngine.attach(socket_path + "x")
+
+
+@pytest.mark.slow
+def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: str) -> None:
+    command = [sys.executable, "-c", ATTACHED, socket_path]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        number = int(other.stdout.readline())
+        assert number >> NUMBER_BITS > 1
+        mine = engine.submit("hello", max_tokens=400, sampling=LONG)
+        wait_for(lambda: engine.stats()["num_live"] == 4)
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.wait(10) == -signal.SIGKILL
+        wait_for(lambda: engine.stats()["num_live"] <= 1, 10)
+        assert len(mine.result(60).token_ids) == 400
+    ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
+    assert ends[number] is FinishReason.CANCELLED
+
+
+# -- ends
+
+
+@pytest.mark.slow
+def test_closing_leaves_nothing(model: str, tmp_path: Path) -> None:
+    shm, fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    _serve_and_close(model, tmp_path)
+    assert set(os.listdir("/dev/shm")) == shm
+    gc.collect()  # the mapping goes with its last reader
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def _serve_and_close(model: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    engine = QLLMEngine.from_pretrained(
+        model, policy=FileGate(str(tmp_path / "open")), listen=path, max_waiting=3, record=True,
+        **SETTINGS,
+    )  # fmt: skip
+    pid = pid_of(engine)
+    handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE", "BE")]
+    with pytest.raises(QueueFull, match=r"3 requests wait already \(max_waiting=3\)"):
+        engine.submit("abc")
+    assert handles[0].status is RequestStatus.WAITING
+    handles[2].cancel()
+    assert handles[2].result(10).finish_reason is FinishReason.CANCELLED
+    wait_for(lambda: engine.num_waiting == 2)
+    (tmp_path / "open").touch()
+    next(iter(handles[0]))
+    assert not engine.drain(timeout_s=0.1)
+    with pytest.raises(EngineClosedError, match="drains"):
+        engine.submit("abc")
+    engine.close()
+    engine.close()
+    for handle in handles:
+        assert handle.result(0).finish_reason is FinishReason.CANCELLED
+    ends = [e.request_id for e in engine.trace.events if isinstance(e, Finished)]
+    assert sorted(ends) == [handle.number for handle in handles]
+    with pytest.raises(EngineClosedError, match="closed"):
+        engine.submit("abc")
+    with pytest.raises(EngineClosedError, match="closed"):
+        engine.checkpoint(tmp_path / "x")
+    assert not is_alive(pid)
+    assert not os.path.exists(path)
+
+
+@pytest.mark.slow
+def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Path) -> None:
+    shm, path = set(os.listdir("/dev/shm")), str(tmp_path / "socket")
+    with QLLMEngine.from_pretrained(model, listen=path, **SETTINGS) as engine:
+        handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE", "BE")]
+        cancelled = engine.submit("abc", "BE", 1500, sampling=LONG)
+        other = QLLMEngine.attach(path)
+        theirs = other.submit("abc", "BE", 1500, sampling=LONG)
+        seen = next(iter(handles[0])).token_ids
+        read: list[Any] = []
+
+        def read_all() -> None:
+            try:
+                for piece in handles[0]:
+                    read.append(piece)
+            except RequestFailedError as error:
+                read.append(error)
+
+        reader = threading.Thread(target=read_all)
+        reader.start()
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        cancelled.cancel()
+        os.kill(pid_of(engine), signal.SIGKILL)
+        for handle in handles:
+            with pytest.raises(RequestFailedError, match=r"pid \d+. was killed by SIGKILL"):
+                handle.result(10)
+        with pytest.raises(RequestFailedError, match="the engine is gone"):
+            theirs.result(10)
+        reader.join(10)
+        assert read[0].token_ids == seen
+        assert isinstance(read[-1], RequestFailedError)
+        assert cancelled.result(10).finish_reason is FinishReason.CANCELLED
+        for call in (lambda: engine.submit("a"), engine.stats, lambda: engine.checkpoint("x")):
+            with pytest.raises(EngineClosedError, match="was killed by SIGKILL"):
+                call()
+        assert handles[0].status is RequestStatus.FINISHED
+        assert "was killed by SIGKILL" in (engine.failure or "")
+        assert "the engine is gone" in (other.failure or "")
+        other.close()
+        assert other.failure is None
+    assert not os.path.exists(path)
+    assert set(os.listdir("/dev/shm")) == shm
+
+
+class Crash(FileGate):
+    """Ends the loop itself once the file is there."""
+
+    def plan(self, view: View) -> Plan:
+        if os.path.exists(self.path):
+            raise SystemExit("enough")
+        return super().plan(view)
+
+
+@pytest.mark.slow
+def test_a_crashed_loop_ends_every_handle(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = Crash(str(tmp_path / "crash"))
+    with QLLMEngine.from_pretrained(model, policy=policy, **SETTINGS) as engine:
+        handles = [engine.submit("abc", max_tokens=9) for _ in range(3)]
+        wait_for(lambda: engine.stats()["num_live"] == 3)
+        (tmp_path / "crash").touch()
+        for handle in handles:
+            with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
+                handle.result(20)
+        wait_for(lambda: not is_alive(pid_of(engine)))
+        with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
+            engine.submit("abc")
+    assert "SystemExit: enough" in capfd.readouterr().err
+
+
+def test_a_thread_drains_too() -> None:
+    with QLLMEngine.from_model(make_model("mixtral"), **SETTINGS) as engine:
+        handle = engine.submit([1, 2], max_tokens=400, sampling=LONG)
+        assert not engine.drain(timeout_s=0.001)
+        with pytest.raises(EngineClosedError, match="drains"):
+            engine.submit([1, 2])
+        assert engine.drain()
+        assert engine.failure is None
+        assert handle.result(0).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.slow
+def test_the_engine_ends_with_its_front_end(model: str) -> None:
+    code = f"""
+        import os, signal
+        from qllm import QLLMEngine, SamplingParams
+        engine = QLLMEngine.from_pretrained({model!r}, **{SETTINGS!r})
+        engine.submit("a", max_tokens=1900, sampling=SamplingParams(ignore_eos=True))
+        print(engine._host._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout)
+    wait_for(lambda: not is_alive(pid), 10)
+
+
+# -- what keeps it from starting
+
+
+def test_errors_of_loading_are_raised_here(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'"):
+        QLLMEngine.from_pretrained(model, policy="qllm3")
+    with pytest.raises(ConfigError, match=r"host='fork' is unknown; use one of process, thread"):
+        QLLMEngine.from_pretrained(model, host="fork")
+    with pytest.raises(ConfigError, match=r"listen='x' needs host='process'"):
+        QLLMEngine.from_pretrained(model, host="thread", listen="x")
+    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
+        QLLMEngine.from_pretrained(model, policy=Unpicklable())
+    with pytest.raises(ModelError, match=r"has no config\.json") as caught:
+        QLLMEngine.from_pretrained(str(tmp_path), **SETTINGS)
+    assert "In the engine's process" in caught.value.__notes__[0]
+
+
+class Unpicklable(FileGate):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.slow
+def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
+    code = f"""
+        from qllm import QLLMEngine
+        from qllm.errors import ConfigError
+        class Mine:
+            pass
+        try:
+            QLLMEngine.from_pretrained({model!r}, policy=Mine())
+        except ConfigError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert "pass host='thread'" in done.stdout, done.stderr
+    assert done.returncode == 0
