@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY := .venv/.ready
 
-.PHONY: demo test check gpu-check clean
+.PHONY: demo test check gpu-check bench-engine bench-policies bench-peers bench-report clean
 
 demo: $(READY)
 	.venv/bin/qllm demo
@@ -16,6 +16,19 @@ check: $(READY)
 
 gpu-check:  # the machine's own python3 and torch: no .venv
 	python3 scripts/gpu_check.py
+
+# Results land in bench/results, runs in .benchmarks; ARGS="--quick" to try, "--rows S2" for a part.
+bench-engine: $(READY)
+	.venv/bin/python bench/engine.py $(ARGS)
+
+bench-policies: $(READY)
+	.venv/bin/python bench/ablation.py $(ARGS)
+
+bench-peers: $(READY)  # installs vLLM, transformers and llama.cpp under the user's cache first
+	.venv/bin/python bench/peers.py $(ARGS)
+
+bench-report: $(READY)
+	.venv/bin/python bench/report.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -13,9 +13,11 @@ document, also written to `bench/results/peers-cpu.json`.
 import argparse
 import json
 import os
+import signal
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,32 +164,48 @@ def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def measure(bench: Bench, table: Table) -> dict[str, Any]:
-    """Every seed, peers in turn; what cannot run is named once."""
+Runs = dict[str, list[dict[str, Any]]]
+
+
+def measure(
+    bench: Bench, save: Callable[[Runs, dict[str, str]], None]
+) -> tuple[Runs, dict[str, str]]:
+    """Every seed, peers in turn; what cannot run is named once.
+
+    Args:
+        bench: Of this call.
+        save: Given what there is so far, after every run.
+    """
     homes, failed = _install(bench.args)
     cases = [(name, name, False) for name in homes]
-    cases += [(f"LS alone, {name}", name, True) for name in ALONE if name in homes]
-    runs: dict[str, list[dict[str, Any]]] = {}
+    if bench.args.alone:
+        cases += [(f"LS alone, {name}", name, True) for name in ALONE if name in homes]
+    runs: Runs = {}
     for i, seed in enumerate(bench.args.seeds):
         for label, name, alone in cases[i % len(cases) :] + cases[: i % len(cases)]:
             if label in failed:
                 continue
+            begin = time.monotonic()
             try:
                 run = bench.run(PEERS[name], homes[name], seed, alone)
             except Exception as error:  # noqa: BLE001 - the other peers must run
                 failed[label] = without_paths(f"{type(error).__name__}: {error}"[-700:])
-                continue
-            runs.setdefault(label, []).append(run)
-            print(f"  seed {seed}, {label}: done", flush=True)
+            else:
+                runs.setdefault(label, []).append(run)
+            print(f"  seed {seed}, {label}: {time.monotonic() - begin:.0f} s", flush=True)
+            save(runs, failed)
+    return runs, failed
+
+
+def tabulate(table: Table, runs: Runs, failed: dict[str, str]) -> dict[str, Any]:
+    """Pool the runs and add their lines."""
     found = {label: pooled(rs) for label, rs in runs.items()}
     for label, entry in found.items():
         _lines(table, label, entry)
     for label, error in failed.items():
         table.add(f"{label} FAILED", error)
     _ratios(table, runs)
-    for run in (run for rs in runs.values() for run in rs):
-        run.pop("samples")
-    return {"peers": found, "failed": failed, "runs": runs}
+    return found
 
 
 def _install(args: argparse.Namespace) -> tuple[dict[str, Path], dict[str, str]]:
@@ -218,7 +236,7 @@ def _lines(table: Table, label: str, entry: dict[str, Any]) -> None:
         table.add(f"  {label}: requests failed", error[:200])
 
 
-def _ratios(table: Table, runs: dict[str, list[dict[str, Any]]]) -> None:
+def _ratios(table: Table, runs: Runs) -> None:
     """LS TTFT p99 of every peer over ours."""
     ours = [r["samples"]["ttft_ms"] for r in runs.get("qllm", [])]
     for label, rs in runs.items():
@@ -255,6 +273,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--logs", type=Path, default=ROOT / ".benchmarks" / "peers")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--alone", action=argparse.BooleanOptionalAction, default=True, help="serve LS alone too"
+    )
     parser.add_argument("--quick", action="store_true", help="one short seed: to debug")
     args = parser.parse_args()
     args.peers = [p for p in args.peers.split(",") if p]
@@ -269,25 +290,35 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print the table, then the JSON line."""
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives us
     args = arguments()
     args.logs.mkdir(parents=True, exist_ok=True)
-    begin, table = time.time(), Table()
-    found = measure(Bench(args), table)
-    document = plain(
-        {
-            "bench": "peers",
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
-            "took_s": time.time() - begin,
-            "machine": machine(),
-            "config": {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-            | {"model": f"qllm.random_moe {args.size}, seed 0, bfloat16", "slo": SLO._asdict()},
-            **found,
-            "lines": table.lines,
-            "losing": table.losing,
-        }
-    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    begin, table = time.time(), Table()
+    config = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+    config |= {"model": f"qllm.random_moe {args.size}, seed 0, bfloat16", "slo": SLO._asdict()}
+
+    def save(runs: Runs, failed: dict[str, str], **more: Any) -> dict[str, Any]:
+        briefs = {k: [{**r, "samples": None} for r in rs] for k, rs in runs.items()}
+        document: dict[str, Any] = plain(
+            {
+                "bench": "peers",
+                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+                "took_s": time.time() - begin,
+                "machine": machine(),
+                "config": config,
+                "failed": failed,
+                "runs": briefs,
+                "lines": table.lines,
+                "losing": table.losing,
+                **more,
+            }
+        )
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        return document
+
+    runs, failed = measure(Bench(args), save)
+    document = save(runs, failed, peers=tabulate(table, runs, failed))
     print(json.dumps(document, separators=(",", ":")))
 
 
