@@ -130,7 +130,8 @@ def compile_program(
     rows = plan.rows
     num_layers = shape.num_layers
     alone = one_query_from or [row.hi for row in rows]
-    blocks = tuple(_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True))
+    blocks = tuple([_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True)])
+    starts, ends = [row.start_layer for row in rows], [row.end_layer for row in rows]
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
     stretches: list[Stretch] = []
@@ -141,12 +142,10 @@ def compile_program(
             op = Op(kind, layer, groups.setdefault(members, len(groups)), 0, total)
             stretches.append(Stretch(layer, layer + 1, (op,)))
 
-    one_op(OpKind.EMBED, 0, tuple(r for r, row in enumerate(rows) if row.start_layer == 0))
-    edges = sorted({row.start_layer for row in rows} | {row.end_layer for row in rows})
-    for start, end in pairwise(edges):
-        members = tuple(
-            r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
-        )
+    one_op(OpKind.EMBED, 0, tuple([r for r, start in enumerate(starts) if start == 0]))
+    for start, end in pairwise(sorted({*starts, *ends})):
+        both = enumerate(zip(starts, ends, strict=True))
+        members = tuple([r for r, (a, b) in both if a <= start and b >= end])
         if members:
             g = groups.setdefault(members, len(groups))
             if g not in spans:
@@ -154,8 +153,8 @@ def compile_program(
             for first, last in _alike(shape.is_moe, start, end):
                 ops = _layer_ops(first, g, spans[g], shape.is_moe[first], cuts)
                 stretches.append(Stretch(first, last, ops))
-    ends = tuple(r for r, row in enumerate(rows) if row.end_layer == num_layers and samples[r])
-    one_op(OpKind.HEAD, num_layers, ends)
+    complete = [r for r, end in enumerate(ends) if end == num_layers and samples[r]]
+    one_op(OpKind.HEAD, num_layers, tuple(complete))
     return Program(
         frame_id=frame_id,
         rows=rows,
