@@ -349,15 +349,15 @@ class _Shaper:
 
     def layered(self) -> Plan:
         """Decodes of every tier, and the next group of the first cohort that can advance."""
+        prefilling = [t for t in self.tiers if self.prefills[t] or self.ranking.waiting_of(t)]
         for force in (False, True):
-            rows: list[Row] = []
-            for tier in self.tiers:
+            for tier in prefilling:
                 batch = self.batch(self.tiers, cohorts=(tier,), force=force)
                 if batch.num_prefills:
                     return self.finish_plan(batch.rows)
-                rows = batch.rows
-            if rows:
-                return self.finish_plan(rows)
+            decodes = self.batch(self.tiers, cohorts=()).rows
+            if decodes:
+                return self.finish_plan(decodes)
         return Plan()
 
     # -- all tiers
