@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from qllm.plan import CutRule, ModelShape, Op, OpKind, Ops, Plan, Program, Row, Stretch
+from qllm.plan import CutRule, ModelShape, OpKind, Ops, Plan, Program, Row, Stretch
 from qllm.types import FrameId
 
 
@@ -35,10 +35,7 @@ class _Ruler:
 _ruler = lru_cache(maxsize=16)(_Ruler)
 
 
-def _row_blocks(row: Row, cuts: CutRule, one_query_from: int) -> tuple[int, ...]:
-    _, lo, hi, _, _ = row
-    if hi - lo == 1:
-        return lo, hi
+def _row_blocks(lo: int, hi: int, cuts: CutRule, one_query_from: int) -> tuple[int, ...]:
     alone = max(lo, min(hi, one_query_from))
     if lo == alone:
         return tuple(range(lo, hi + 1))
@@ -54,28 +51,30 @@ def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> 
         cuts: The cut rule.
         one_query_from: Position from which every token is a block of its own.
     """
-    marks = _row_blocks(row._replace(hi=num_tokens), cuts, one_query_from)
+    marks = _row_blocks(row.lo, num_tokens, cuts, one_query_from)
     return marks[max(1, bisect_right(marks, row.hi) - 1)]
 
 
 def _attn_cuts(
-    group: Sequence[int], blocks: Sequence[tuple[int, ...]], cuts: CutRule
+    group: Sequence[int], costs: Sequence[list[tuple[int, float]]], max_cost: float
 ) -> list[tuple[int, int]]:
-    """Pack the blocks of a group's rows, in order, into as few ops as `max_cost` allows."""
-    most, per_kv = cuts.max_cost, cuts.attn_cost_per_kv
+    """Pack the blocks of a group's rows, in order, into as few ops as `max_cost` allows.
+
+    Args:
+        group: Rows.
+        costs: Per row, tokens and cost of each of its blocks.
+        max_cost: Most per op.
+    """
     spans: list[tuple[int, int]] = []
     begin = at = 0
-    cost = 0.0
+    total = 0.0
     for r in group:
-        lo, *marks = blocks[r]
-        for hi in marks:
-            extra = (hi - lo) * (1.0 + per_kv * hi)
-            if cost + extra > most and at > begin:
+        for num, cost in costs[r]:
+            if total + cost > max_cost and at > begin:
                 spans.append((begin, at))
-                begin, cost = at, 0.0
-            at += hi - lo
-            cost += extra
-            lo = hi
+                begin, total = at, 0.0
+            at += num
+            total += cost
     spans.append((begin, at))
     return spans
 
@@ -94,17 +93,15 @@ def _alike(is_moe: Sequence[bool], start: int, end: int) -> Iterator[tuple[int, 
         start = last
 
 
-def _layer_ops(
-    layer: int, group: int, attn: Sequence[tuple[int, int]], is_moe: bool, cuts: CutRule
-) -> tuple[Op, ...]:
+def _stretch(
+    start: int, end: int, group: int, attn: Sequence[tuple[int, int]], is_moe: bool, cuts: CutRule
+) -> Stretch:
     total = attn[-1][1]
-    ops = [Op(OpKind.ATTN, layer, group, lo, hi) for lo, hi in attn]
     glue = _even_cuts(total, cuts.glue_block if is_moe else cuts.dense_block)
-    if is_moe:
-        ops += [Op(OpKind.ROUTE, layer, group, lo, hi) for lo, hi in glue]
-        ops.append(Op(OpKind.EXPERTS, layer, group, 0, total))
-    ops += [Op(OpKind.COMBINE, layer, group, lo, hi) for lo, hi in glue]
-    return tuple(ops)
+    if not is_moe:
+        return Stretch(start, end, group, ((OpKind.ATTN, attn), (OpKind.COMBINE, glue)))
+    experts = ((OpKind.ROUTE, glue), (OpKind.EXPERTS, ((0, total),)), (OpKind.COMBINE, glue))
+    return Stretch(start, end, group, ((OpKind.ATTN, attn), *experts))
 
 
 def compile_program(
@@ -128,9 +125,15 @@ def compile_program(
             (level L2: what was decoded one by one is recomputed one by one).
     """
     rows = plan.rows
-    num_layers = shape.num_layers
+    num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv
     alone = one_query_from or [row.hi for row in rows]
-    blocks = tuple(_row_blocks(row, cuts, a) for row, a in zip(rows, alone, strict=True))
+    blocks: list[tuple[int, ...]] = []
+    costs: list[list[tuple[int, float]]] = []
+    for (_, lo, hi, _, _), a in zip(rows, alone, strict=True):
+        marks = (lo, hi) if hi - lo == 1 else _row_blocks(lo, hi, cuts, a)
+        blocks.append(marks)
+        costs.append([(y - x, (y - x) * (1.0 + per_kv * y)) for x, y in pairwise(marks)])
+    starts, ends = [row.start_layer for row in rows], [row.end_layer for row in rows]
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
     stretches: list[Stretch] = []
@@ -138,24 +141,21 @@ def compile_program(
     def one_op(kind: OpKind, layer: int, members: tuple[int, ...]) -> None:
         if members:
             total = sum([rows[r].hi - rows[r].lo for r in members])
-            op = Op(kind, layer, groups.setdefault(members, len(groups)), 0, total)
-            stretches.append(Stretch(layer, layer + 1, (op,)))
+            g = groups.setdefault(members, len(groups))
+            stretches.append(Stretch(layer, layer + 1, g, ((kind, ((0, total),)),)))
 
-    one_op(OpKind.EMBED, 0, tuple(r for r, row in enumerate(rows) if row.start_layer == 0))
-    edges = sorted({row.start_layer for row in rows} | {row.end_layer for row in rows})
-    for start, end in pairwise(edges):
-        members = tuple(
-            r for r, row in enumerate(rows) if row.start_layer <= start and row.end_layer >= end
-        )
+    one_op(OpKind.EMBED, 0, tuple([r for r, start in enumerate(starts) if start == 0]))
+    for start, end in pairwise(sorted({*starts, *ends})):
+        both = enumerate(zip(starts, ends, strict=True))
+        members = tuple([r for r, (a, b) in both if a <= start and b >= end])
         if members:
             g = groups.setdefault(members, len(groups))
             if g not in spans:
-                spans[g] = _attn_cuts(members, blocks, cuts)
+                spans[g] = _attn_cuts(members, costs, cuts.max_cost)
             for first, last in _alike(shape.is_moe, start, end):
-                ops = _layer_ops(first, g, spans[g], shape.is_moe[first], cuts)
-                stretches.append(Stretch(first, last, ops))
-    ends = tuple(r for r, row in enumerate(rows) if row.end_layer == num_layers and samples[r])
-    one_op(OpKind.HEAD, num_layers, ends)
+                stretches.append(_stretch(first, last, g, spans[g], shape.is_moe[first], cuts))
+    complete = [r for r, end in enumerate(ends) if end == num_layers and samples[r]]
+    one_op(OpKind.HEAD, num_layers, tuple(complete))
     return Program(
         frame_id=frame_id,
         rows=rows,
@@ -165,5 +165,5 @@ def compile_program(
         stop_below=plan.stop_below,
         samples=tuple(samples),
         num_layers=num_layers,
-        row_blocks=blocks,
+        row_blocks=tuple(blocks),
     )

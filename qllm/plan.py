@@ -97,8 +97,21 @@ class Stretch(NamedTuple):
 
     start: int
     end: int
-    ops: tuple[Op, ...]
-    """Those of the first layer; the others differ in `layer` alone."""
+    group: int
+    parts: tuple[tuple[OpKind, Sequence[tuple[int, int]]], ...]
+    """The kinds of ops of one layer in order, each with the token ranges it is cut into."""
+
+    @property
+    def num_ops(self) -> int:
+        """Ops of one layer."""
+        return sum([len(spans) for _, spans in self.parts])
+
+    def in_layer(self, layer: int) -> tuple[Op, ...]:
+        """Spell out one of its layers."""
+        group = self.group
+        return tuple(
+            [Op(kind, layer, group, lo, hi) for kind, spans in self.parts for lo, hi in spans]
+        )
 
 
 class Ops(Sequence[Op]):
@@ -112,7 +125,7 @@ class Ops(Sequence[Op]):
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self.stretches = tuple(stretches)
-        self._ends = list(accumulate(len(s.ops) * (s.end - s.start) for s in stretches))
+        self._ends = list(accumulate(s.num_ops * (s.end - s.start) for s in stretches))
         """Per stretch, the index after its last op."""
         self._seen: tuple[int, int, tuple[Op, ...]] = (0, 0, ())
         """The layer looked at last: the indexes it spans, and its ops."""
@@ -138,15 +151,15 @@ class Ops(Sequence[Op]):
             raise IndexError(f"op {index} of {len(self)}")
         at = bisect_right(self._ends, index)
         stretch, begin = self.stretches[at], self._ends[at - 1] if at else 0
-        num = len(stretch.ops)
+        num = stretch.num_ops
         nth = (index - begin) // num
         first = begin + nth * num
-        return first, first + num, tuple(_in_layer(stretch, stretch.start + nth))
+        return first, first + num, stretch.in_layer(stretch.start + nth)
 
     def __iter__(self) -> Iterator[Op]:
         for stretch in self.stretches:
             for layer in range(stretch.start, stretch.end):
-                yield from _in_layer(stretch, layer)
+                yield from stretch.in_layer(layer)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Ops) and self.stretches == other.stretches:
@@ -158,10 +171,6 @@ class Ops(Sequence[Op]):
 
     def __repr__(self) -> str:
         return f"Ops({self.stretches!r})"
-
-
-def _in_layer(stretch: Stretch, layer: int) -> Iterator[Op]:
-    return (Op(kind, layer, group, lo, hi) for kind, _, group, lo, hi in stretch.ops)
 
 
 class Index(NamedTuple):

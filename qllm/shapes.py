@@ -83,7 +83,7 @@ class _Batch:
     """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
 
     def __init__(self, view: View, tokens: int) -> None:
-        self.view = view
+        self.block_size = view.block_size
         self.rows: list[Row] = []
         self.seats = view.max_num_seqs
         self.tokens = tokens
@@ -92,13 +92,15 @@ class _Batch:
 
     def need(self, request: RequestView, row: Row) -> int:
         """Blocks that the row takes beyond those its request holds."""
-        return max(0, -(-row.hi // self.view.block_size) - len(request.block_table))
+        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
 
     def take(self, request: RequestView, row: Row) -> None:
         """Add a row."""
         self.rows.append(row)
         self.seats -= 1
-        self.free_blocks -= self.need(request, row)
+        need = -(-row.hi // self.block_size) - len(request.block_table)
+        if need > 0:
+            self.free_blocks -= need
 
     def take_prefill(self, request: RequestView, row: Row) -> None:
         """Add a row that pays with tokens."""
@@ -347,15 +349,15 @@ class _Shaper:
 
     def layered(self) -> Plan:
         """Decodes of every tier, and the next group of the first cohort that can advance."""
+        prefilling = [t for t in self.tiers if self.prefills[t] or self.ranking.waiting_of(t)]
         for force in (False, True):
-            rows: list[Row] = []
-            for tier in self.tiers:
+            for tier in prefilling:
                 batch = self.batch(self.tiers, cohorts=(tier,), force=force)
                 if batch.num_prefills:
                     return self.finish_plan(batch.rows)
-                rows = batch.rows
-            if rows:
-                return self.finish_plan(rows)
+            decodes = self.batch(self.tiers, cohorts=()).rows
+            if decodes:
+                return self.finish_plan(decodes)
         return Plan()
 
     # -- all tiers

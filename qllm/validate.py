@@ -97,10 +97,13 @@ def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
 def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View) -> str | None:
     if all(requests[row.request_id].frame_id is not None for row in plan.rows):
         return None
-    new = [row for row in plan.rows if requests[row.request_id].frontier is None]
-    tokens = sum(row.num_tokens for row in new if not requests[row.request_id].is_decoding)
+    tokens = sum(
+        row.num_tokens
+        for row in plan.rows
+        if (request := requests[row.request_id]).frontier is None and not request.is_decoding
+    )
     if tokens > view.max_step_tokens:
-        return f"planned {tokens} prefill tokens; max_step_tokens is {view.max_step_tokens}"
+        return f"planned {tokens} new prefill tokens; max_step_tokens is {view.max_step_tokens}"
     if len(plan.rows) > view.max_num_seqs:
         return f"planned {len(plan.rows)} rows; max_num_seqs is {view.max_num_seqs}"
     return None
