@@ -1,3 +1,4 @@
+# Over 500 lines: one law of one policy per test.
 """The policies that plan by themselves: flow, mlfq, laps, rota."""
 
 import copy
