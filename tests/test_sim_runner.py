@@ -126,6 +126,10 @@ def test_the_first_stop_is_found_without_stepping(
     assert timeline.loads_at(program.end) == timeline.loads
     steps = [timeline.at(b) - timeline.at(a) for a, b in itertools.pairwise([START, *allowed])]
     assert min(steps) > 0
+    if grain is Grain.EXPERT:
+        for a, b in itertools.pairwise([START, *allowed]):
+            reads = timeline.loads_at(b) - timeline.loads_at(a)
+            assert reads == (program.ops[a.op].kind is OpKind.EXPERTS)
     after = data.draw(st.sampled_from([START, *allowed[:-1]]))
     at_ns = data.draw(st.integers(-5, timeline.total_ns + 5))
     later = [b for b in allowed if b > after and timeline.at(b) >= at_ns]

@@ -296,6 +296,13 @@ def test_the_fit_of_noisy_times_predicts_their_sums() -> None:
         assert error.p50_percent < 15, kind
 
 
+def test_a_fit_of_noisy_times_is_in_their_middle() -> None:
+    noisy = [s for s in samples(noise=0.4) if s.kind is OpKind.ATTN]
+    costs, _ = fit(noisy, SHAPE)
+    ratios = [s.ns / costs.of(s.kind, s.work, SHAPE, is_moe=True) for s in noisy]
+    assert np.median(ratios) == pytest.approx(1.0, abs=1e-9)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=3, max_size=3), st.integers(0, 2**32 - 1))
 def test_a_fit_is_never_negative_and_no_worse_than_the_truth(true: list[float], seed: int) -> None:
