@@ -201,6 +201,19 @@ def test_a_preemption_is_counted_from_the_arrival_to_the_boundary() -> None:
     assert 0 < parked.at_ns - 5_500_000 <= world.runner.segments.longest_ns
 
 
+def test_a_stopped_program_reads_every_expert_once() -> None:
+    loads = set()
+    for at_ns in (None, 2_000_000, 3_300_000, 5_500_000):
+        world = World(Qllm2(), costs=SimCosts(expert_ns=NS_PER_MS))
+        world.submit(Priority.BE, 300, 2)
+        if at_ns is not None:
+            world.submit(Priority.LS, 10, 1, at_ns=at_ns)
+        world.run()
+        of_ls = 0 if at_ns is None else 2 * round(expert_coverage(10, 4, 2))
+        loads.add(world.runner.expert_loads - of_ls)
+    assert loads == {2 * 4 + 2 * 2}  # two layers with experts: a prefill, then one decode
+
+
 def test_time_between_runs_is_no_part_of_them() -> None:
     world = World(Qllm2(), costs=SimCosts(step_ns=3 * NS_PER_MS, step_row_ns=500_000))
     world.submit(Priority.BE, 30, 3)
