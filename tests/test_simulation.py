@@ -146,6 +146,11 @@ def test_a_policy_that_breaks_or_stalls_is_named() -> None:
         run("nope")
 
 
+def test_a_policy_that_waits_for_ever_has_stalled() -> None:
+    with pytest.raises(PolicyError, match=r"Lazy stalls with 24 requests live"):
+        simulate(mixed(), Lazy(), H100, config=CONFIG)
+
+
 def test_a_policy_that_waits_with_work_there_comes_to_the_end_of_the_window() -> None:
     found = simulate(mixed(), Lazy(), H100, config=CONFIG, seconds=0.2)
     assert found.summary().classes[LS].ttft_ms is None
