@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from common import Job, busy_cores, machine, make_jobs, make_prompt
 from mixed import GREEDY, Flood
+from transformers.utils import logging
 
 from qllm import QLLMEngine
 from qllm.config import engine_config
@@ -223,6 +224,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Calibrate, serve, predict, compare."""
     warnings.simplefilter("ignore")
+    logging.disable_progress_bar()
     args = arguments()
     begin, before = time.monotonic(), busy_cores()
     if args.costs:
