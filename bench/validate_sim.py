@@ -169,6 +169,7 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(1, len(NUMBERS), figsize=(10, 4.6), layout="constrained")
     for ax, (name, title) in zip(axes, NUMBERS.items(), strict=True):
@@ -194,6 +195,10 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
             ylabel="predicted",
             title=f"{title} (band: {BOUND:.0%})",
         )
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=160)
 
 
