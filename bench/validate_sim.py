@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from common import Job, busy_cores, machine, make_jobs, make_prompt
 from mixed import GREEDY, Flood
+from transformers.utils import logging
 
 from qllm import QLLMEngine
 from qllm.config import engine_config
@@ -168,6 +169,7 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(1, len(NUMBERS), figsize=(10, 4.6), layout="constrained")
     for ax, (name, title) in zip(axes, NUMBERS.items(), strict=True):
@@ -193,6 +195,10 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
             ylabel="predicted",
             title=f"{title} (band: {BOUND:.0%})",
         )
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=160)
 
 
@@ -223,6 +229,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Calibrate, serve, predict, compare."""
     warnings.simplefilter("ignore")
+    logging.disable_progress_bar()
     args = arguments()
     begin, before = time.monotonic(), busy_cores()
     if args.costs:

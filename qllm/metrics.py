@@ -359,13 +359,14 @@ class Distribution:
         """None when there are no values."""
         if not values:
             return None
+        ordered = sorted(values)
         return cls(
             count=len(values),
             mean=sum(values) / len(values),
-            p50=percentile(values, 50),
-            p90=percentile(values, 90),
-            p99=percentile(values, 99),
-            max=max(values),
+            p50=percentile(ordered, 50),
+            p90=percentile(ordered, 90),
+            p99=percentile(ordered, 99),
+            max=ordered[-1],
         )
 
 

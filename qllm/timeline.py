@@ -299,7 +299,7 @@ class Timeline:
         if at_ns <= 0:
             return START
         part = self._parts[bisect_left(self._ends_ns, at_ns)]
-        layer = (at_ns - part.begin_ns - 1) // part.ends_ns[-1]
+        layer = (at_ns - part.begin_ns) // part.ends_ns[-1]
         left_ns = at_ns - part.begin_ns - layer * part.ends_ns[-1]
         place = bisect_left(part.ends_ns, left_ns)
         left_ns -= part.ends_ns[place - 1] if place else 0

@@ -126,6 +126,10 @@ def test_the_first_stop_is_found_without_stepping(
     assert timeline.loads_at(program.end) == timeline.loads
     steps = [timeline.at(b) - timeline.at(a) for a, b in itertools.pairwise([START, *allowed])]
     assert min(steps) > 0
+    if grain is Grain.EXPERT:
+        for a, b in itertools.pairwise([START, *allowed]):
+            reads = timeline.loads_at(b) - timeline.loads_at(a)
+            assert reads == (program.ops[a.op].kind is OpKind.EXPERTS)
     after = data.draw(st.sampled_from([START, *allowed[:-1]]))
     at_ns = data.draw(st.integers(-5, timeline.total_ns + 5))
     later = [b for b in allowed if b > after and timeline.at(b) >= at_ns]
@@ -195,6 +199,19 @@ def test_a_preemption_is_counted_from_the_arrival_to_the_boundary() -> None:
     (parked,) = [e for e in world.record if isinstance(e, Parked) and e.preempted]
     assert parked.arrival_ns == 5_500_000
     assert 0 < parked.at_ns - 5_500_000 <= world.runner.segments.longest_ns
+
+
+def test_a_stopped_program_reads_every_expert_once() -> None:
+    loads = set()
+    for at_ns in (None, 2_000_000, 3_300_000, 5_500_000):
+        world = World(Qllm2(), costs=SimCosts(expert_ns=NS_PER_MS))
+        world.submit(Priority.BE, 300, 2)
+        if at_ns is not None:
+            world.submit(Priority.LS, 10, 1, at_ns=at_ns)
+        world.run()
+        of_ls = 0 if at_ns is None else 2 * round(expert_coverage(10, 4, 2))
+        loads.add(world.runner.expert_loads - of_ls)
+    assert loads == {2 * 4 + 2 * 2}  # two layers with experts: a prefill, then one decode
 
 
 def test_time_between_runs_is_no_part_of_them() -> None:

@@ -44,7 +44,13 @@ class Outcome:
     @classmethod
     def of(cls, run: Replayed, slo: Slo | None = None) -> "Outcome":
         """Of a run, simulated or real."""
-        requests = request_metrics(run.events)
+        return cls.of_requests(run, slo, request_metrics(run.events))
+
+    @classmethod
+    def of_requests(
+        cls, run: Replayed, slo: Slo | None, requests: Sequence[RequestMetrics]
+    ) -> "Outcome":
+        """Of a run whose request metrics are known."""
         ls = [r for r in requests if r.priority <= Priority.LS]
         be = [r for r in requests if r.priority > Priority.LS]
         ttft = Waits.of(ls, run.end_ns).all
@@ -100,8 +106,9 @@ def rows(
     """A row per policy, under `HEAD`."""
     table: list[tuple[str, ...]] = []
     for name, run in runs.items():
-        found = Outcome.of(run, slo)
-        done = sum(r.reason in _WHOLE for r in request_metrics(run.events))
+        requests = request_metrics(run.events)
+        found = Outcome.of_requests(run, slo, requests)
+        done = sum(r.reason in _WHOLE for r in requests)
         read_gb = run.expert_loads * costs.expert_bytes / 1e9
         table.append(
             (

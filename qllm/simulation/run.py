@@ -29,8 +29,8 @@ from qllm.workloads.replay import Replayed
 from qllm.workloads.spec import RequestSpec
 
 _SAMPLING = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-_IDLE_STEPS = 1000
-"""A policy that lets the engine idle this often in a row with work waiting has stalled."""
+_IDLE_TURNS = 10_000
+"""A policy that idles this often in a row with work waiting and nobody to come has stalled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +154,12 @@ class _World:
         while self.loop.live or self.ingress.due or self.loop.pending:
             if end_ns is not None and self.clock.at_ns >= end_ns:
                 break
-            before_ns = self.clock.at_ns
             ran = self.loop.step()
             turns += 1
-            idle = 0 if ran or not self.loop.live or self.clock.at_ns > before_ns else idle + 1
+            idle = 0 if ran or self.ingress.due else idle + 1
             if self.loop.policy_errors and self.loop.fallback is None:
                 raise PolicyError(self.loop.policy_errors[0])
-            if idle > _IDLE_STEPS:
+            if idle > _IDLE_TURNS:
                 name = type(self.loop.scheduler.policy).__name__
                 raise PolicyError(f"policy {name} stalls with {len(self.loop.live)} requests live")
             if on_step is not None:
