@@ -316,15 +316,24 @@ def test_a_server_is_measured_from_when_requests_were_due(fake: FakeServer) -> N
     body = next(b for b in fake.bodies if len(b["prompt"]) == 9)
     assert body["priority"] == 10
     assert body["ignore_eos"] is True
-    assert body["min_tokens"] == body["max_tokens"] == 4
+    assert body["max_tokens"] == 4
 
 
 def test_the_body_of_a_class_has_the_last_word() -> None:
-    bodies = {10: {"priority": 7, "min_tokens": None}}
-    server = Server(url="", model="m", bodies=bodies, text_of=lambda ids: f"{len(ids)} ids")
+    bodies = {10: {"priority": 7, "temperature": None}}
+    server = Server(
+        url="",
+        model="m",
+        bodies=bodies,
+        fixed=("min_tokens",),
+        text_of=lambda ids: f"{len(ids)} ids",
+    )
     body = server.body(arrival(0.0, 9, Priority.BE))
     assert body["priority"] == 7
-    assert "min_tokens" not in body
+    assert body["min_tokens"] == 4
+    assert not {"temperature", "ignore_eos"} & body.keys()
+    with pytest.raises(ConfigError, match=r"\['eos'\]; known: ignore_eos, min_tokens"):
+        Server(url="", model="m", fixed=("eos",))
     assert body["prompt"] == "9 ids"
     assert class_bodies("service_tier")[0] == {"service_tier": "priority"}
     assert class_bodies("none") == {}
