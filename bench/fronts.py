@@ -22,6 +22,7 @@ SETTINGS = (
     "chunked-priority:step_tokens=128",
     "chunked-priority:step_tokens=256",
     "chunked-priority:step_tokens=512",
+    "chunked-priority:step_tokens=1024",
     "qllm2",
     "qllm2:ride_frac=1",
     "qllm2:ride_frac=4",
