@@ -33,13 +33,13 @@ from qllm.workloads.spec import RequestSpec
 
 POLICIES = "fcfs,priority,qllm2,chunked-priority"
 MODEL = "300m"
-LS_PROMPT, LS_OUTPUT = (64, 128), (16, 32)
+LS_PROMPT, LS_OUTPUT = (64, 128), (4, 12)
 BE_PROMPT, BE_OUTPUT = (128, 768), (16, 96)
 LS_LOAD = 0.35
 """LS rate over what the machine could complete of it alone."""
 DEPTH = 12
 """BE requests that are unfinished at any time: more than seats."""
-SETTINGS = {"max_num_seqs": 8, "max_step_tokens": 1024}
+SETTINGS = {"max_num_seqs": 8, "max_step_tokens": 512}
 BOUND = 0.2
 NUMBERS = {"ls_ttft_p50": "LS TTFT p50, ms", "be_per_s": "BE tokens/s"}
 """What is compared."""

@@ -93,9 +93,7 @@ def behind_all(view: View, keep: Collection[RequestId]) -> list[RequestView]:
     return [
         r
         for r in view.requests
-        if r.is_admitted
-        and r.request_id not in keep
-        and (r.priority > last.priority if has_newcomer else age(r) > age(last))
+        if r.is_admitted and (r.priority > last.priority if has_newcomer else age(r) > age(last))
     ]
 
 

@@ -19,16 +19,15 @@ from qllm.kernels import cpu
 from qllm.kv_cache import RequestKV
 from qllm.models import attention
 from qllm.models.attention import Span
-from qllm.models.compute import Compute
+from qllm.models.compute import Compute, RunOp
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import Work
 from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
-from qllm.models.linear import RowBlocks
 from qllm.models.rope import RopeTable
 from qllm.plan import Index, Longest, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
-from qllm.types import Driver, Grain, RequestId, Sampled, SamplingParams
+from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 OnSegment = Callable[[Program, Index, int, int], None]
 OnLogits = Callable[[RequestId, int, Tensor], None]
@@ -102,7 +101,7 @@ class TorchRunner:
         self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
         self.drivers = tuple(driver.kind for driver in self._drivers)
         """Who runs each layer."""
-        self._ops: dict[OpKind, Callable[[Frame, Op, int], int]] = {
+        self._ops: dict[OpKind, RunOp] = {
             OpKind.EMBED: self._embed,
             OpKind.ATTN: self._attn,
             OpKind.ROUTE: self._route,
@@ -110,10 +109,7 @@ class TorchRunner:
             OpKind.COMBINE: self._combine,
             OpKind.HEAD: self._logits,
         }
-        if compute.enters_rule:
-            replays = Driver.REPLAY in self.drivers
-            for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if replays else ())):
-                self._ops[kind] = self._under_rule(self._ops[kind])
+        compute.follow_rule(self._ops)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -124,15 +120,6 @@ class TorchRunner:
             yield
         finally:
             self._use(ours)
-
-    def _under_rule(self, run: Callable[[Frame, Op, int], int]) -> Callable[[Frame, Op, int], int]:
-        """Ops that call glue of the model; the others follow the rule by themselves."""
-
-        def ruled(frame: Frame, op: Op, pos: int) -> int:
-            with RowBlocks(self.compute.rule):
-                return run(frame, op, pos)
-
-        return ruled
 
     def close(self) -> None:
         """Give the model's modules back what they had."""

@@ -24,7 +24,7 @@ from qllm.plan import (
     Segments,
     Stop,
 )
-from qllm.timeline import SimCosts, Timeline
+from qllm.timeline import Prices, SimCosts, Timeline
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 __all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
@@ -93,6 +93,7 @@ class SimRunner:
         self.segments: Segments = Longest()
         self.clock = clock
         self.costs = costs or SimCosts()
+        self._prices = Prices(self.costs, shape)
         self.arrivals = arrivals
         self.on_boundary: Callable[[], None] | None = None
         """Called at every boundary that a program's grain allows; then none is jumped."""
@@ -123,7 +124,7 @@ class SimRunner:
 
     def accept(self, program: Program) -> None:
         """Make the frame of a program."""
-        frame = _SimFrame(Timeline(program, self.costs, self.shape))
+        frame = _SimFrame(Timeline(program, self._prices))
         for row in program.rows:
             request = self.requests[row.request_id]
             if row.lo != request.num_computed or row.hi > request.num_tokens:

@@ -141,6 +141,55 @@ class SimCosts:
         return max(read_ns, compute_ns) if self.overlap else read_ns + compute_ns
 
 
+def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Work:
+    """What the tokens [lo, hi) of a group's packed rows ask of an op."""
+    members = program.groups[group]
+    if kind is not OpKind.ATTN:
+        return Work(hi - lo, len(members), 0, 0)
+    at = num_rows = kv_tokens = pairs = 0
+    for r in members:
+        row = program.rows[r]
+        first = row.lo + max(0, lo - at)
+        last = row.lo + min(row.num_tokens, hi - at)
+        at += row.num_tokens
+        if first >= last:
+            continue
+        num_rows += 1
+        if row.num_tokens == 1:
+            kv_tokens += row.hi
+        else:
+            pairs += (last - first) * (first + last + 1) // 2
+    return Work(hi - lo, num_rows, kv_tokens, pairs)
+
+
+class Prices:
+    """Units and unit times of ops under one cost model, kept for the sizes that were seen."""
+
+    def __init__(self, costs: SimCosts, shape: ModelShape) -> None:
+        self._costs = costs
+        self._shape = shape
+        self._known: dict[tuple[OpKind, int, int, bool], tuple[int, int]] = {}
+
+    def of(self, program: Program, op: Op) -> tuple[int, int]:
+        """How many boundaries an op takes to its end, and the time between two of them."""
+        kind, layer, group, lo, hi = op
+        is_moe = kind is not OpKind.HEAD and self._shape.is_moe[layer]
+        if kind is OpKind.ATTN:
+            return self._price(kind, work_of(program, group, lo, hi, kind), is_moe)
+        num_rows = len(program.groups[group])
+        key = kind, hi - lo, num_rows, is_moe
+        price = self._known.get(key)
+        if price is None:
+            price = self._known[key] = self._price(kind, Work(hi - lo, num_rows, 0, 0), is_moe)
+        return price
+
+    def _price(self, kind: OpKind, work: Work, is_moe: bool) -> tuple[int, int]:
+        costs, shape = self._costs, self._shape
+        total_ns = costs.op_ns + costs.of(kind, work, shape, is_moe=is_moe)
+        units = costs.distinct_experts(work.tokens, shape) if kind is OpKind.EXPERTS else 1
+        return units, max(1, round(total_ns / units))
+
+
 class _Part(NamedTuple):
     """A stretch of layers with the same ops, in time."""
 
@@ -188,13 +237,13 @@ class Timeline:
 
     __slots__ = ("_end_ops", "_ends_ns", "_parts", "loads", "num_ops", "total_ns")
 
-    def __init__(self, program: Program, costs: SimCosts, shape: ModelShape) -> None:
+    def __init__(self, program: Program, prices: Prices) -> None:
         if not isinstance(program.ops, Ops):
             raise InvariantError("a timeline is made of a whole program")
         parts: list[_Part] = []
         op = at_ns = loads = 0
         for stretch in program.ops.stretches:
-            part = _part(program, stretch, costs, shape, op, at_ns, loads)
+            part = _part(program, stretch, prices, op, at_ns, loads)
             op, at_ns = part.end_op, part.end_ns
             loads += part.layer_loads * part.num_layers
             parts.append(part)
@@ -299,29 +348,17 @@ def _loads(part: _Part, place: int) -> int:
 
 
 def _part(
-    program: Program,
-    stretch: Stretch,
-    costs: SimCosts,
-    shape: ModelShape,
-    first_op: int,
-    begin_ns: int,
-    loads: int,
+    program: Program, stretch: Stretch, prices: Prices, first_op: int, begin_ns: int, loads: int
 ) -> _Part:
-    units, unit_ns = [], []
-    for op in stretch.ops:
-        work = work_of(program, op.group, op.lo, op.hi, op.kind)
-        is_moe = op.kind is not OpKind.HEAD and shape.is_moe[op.layer]
-        total_ns = costs.op_ns + costs.of(op.kind, work, shape, is_moe=is_moe)
-        num = costs.distinct_experts(work.tokens, shape) if op.kind is OpKind.EXPERTS else 1
-        units.append(num)
-        unit_ns.append(max(1, round(total_ns / num)))
+    found = [prices.of(program, op) for op in stretch.ops]
+    units, unit_ns = zip(*found, strict=True)
     return _Part(
         first_op=first_op,
         begin_ns=begin_ns,
         loads=loads,
         ops=stretch.ops,
-        units=tuple(units),
-        unit_ns=tuple(unit_ns),
+        units=units,
+        unit_ns=unit_ns,
         ends_ns=tuple(accumulate(map(mul, units, unit_ns))),
         layer_loads=sum(
             num for op, num in zip(stretch.ops, units, strict=True) if op.kind is OpKind.EXPERTS
@@ -329,24 +366,3 @@ def _part(
         start=stretch.start,
         num_layers=stretch.end - stretch.start,
     )
-
-
-def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Work:
-    """What the tokens [lo, hi) of a group's packed rows ask of an op."""
-    members = program.groups[group]
-    if kind is not OpKind.ATTN:
-        return Work(hi - lo, len(members), 0, 0)
-    at = num_rows = kv_tokens = pairs = 0
-    for r in members:
-        row = program.rows[r]
-        first = row.lo + max(0, lo - at)
-        last = row.lo + min(row.num_tokens, hi - at)
-        at += row.num_tokens
-        if first >= last:
-            continue
-        num_rows += 1
-        if row.num_tokens == 1:
-            kv_tokens += row.hi
-        else:
-            pairs += (last - first) * (first + last + 1) // 2
-    return Work(hi - lo, num_rows, kv_tokens, pairs)

@@ -4,7 +4,7 @@
 Each front end sends LS and BE requests of random sizes through rings that are far too small, and
 now and then a cancel; the engine answers each request with tokens and an end. Both sides pause at
 random, so rings run full and empty. Any record that is lost, doubled, changed or out of order
-within its class fails the run. Usage: scripts/soak_rings.py [--records 1000000]
+within its class fails the run. Usage: scripts/soak_rings.py [--records 1000000] [--over tcp]
 """
 
 import argparse
@@ -15,12 +15,15 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from qllm.errors import QueueFullError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.codec import End
-from qllm.ingress.front_end import FrontEnd
+from qllm.ingress.front_end import FrontEnd, FrontEndRings
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import NUMBER_BITS, Doorbell, Lane, RingSink, ShmIngress, front_end_of
 from qllm.types import FinishReason, Logprobs, Priority, Sampled, SamplingParams, Slo
@@ -30,6 +33,7 @@ CAPACITY = 1 << 15
 RECORDS_PER_REQUEST = 3.5
 """A request, 1.5 tokens, an end, a tenth of a cancel."""
 IN_FLIGHT = 200
+Child = tuple[int, Connection]
 SAMPLING = SamplingParams(seed=1, stop=("a", "bc"), logit_bias={5: 1.5})
 
 
@@ -60,7 +64,7 @@ def check(condition: bool, what: str, *values: object) -> None:
 class Sender:
     """One front end's process."""
 
-    def __init__(self, front_end: FrontEnd, num_requests: int) -> None:
+    def __init__(self, front_end: FrontEndRings, num_requests: int) -> None:
         self.front_end, self.num_requests = front_end, num_requests
         self.rng = random.Random(front_end.number)
         self.expected: dict[int, list[Sampled]] = {}
@@ -173,18 +177,70 @@ class Answerer:
         self.num_records += 1
 
 
-def fork(work: Callable[[], int]) -> tuple[int, int]:
-    """Run `work` in a child; return its pid and a pipe with its result."""
-    read, write = os.pipe()
+def fork(work: Callable[[Connection], int]) -> tuple[int, Connection]:
+    """Run `work` in a child that stays until its connection is closed; pid and connection."""
+    ours, theirs = Pipe()
     pid = os.fork()
     if pid == 0:
+        ours.close()
         try:
-            os.write(write, str(work()).encode())
+            theirs.send(work(theirs))
+            theirs.poll(None)
             os._exit(0)
         except BaseException as error:  # noqa: BLE001 - the run fails with it
             check(False, repr(error))
-    os.close(write)
-    return pid, read
+    theirs.close()
+    return pid, ours
+
+
+def over_shm(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, list[Child]]:
+    """Start the front ends; memory and doorbells are inherited."""
+    control, bell, children = ControlBlock.create(0), Doorbell.create(), []
+    ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, cut_off)
+    for number in range(args.front_ends):
+        block, doorbell = FrontEndBlock.create(number, (CAPACITY,) * 4), Doorbell.create()
+        sender = Sender(FrontEnd(block, control, bell, doorbell), per_front_end)
+        children.append(fork(lambda _, sender=sender: sender.run()))
+        ingress.attach(Lane(block, doorbell))
+    return ingress, children
+
+
+def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, list[Child]]:
+    """Start the front ends; each has memory of its own and a link to ours."""
+    from qllm.transports.nixl import Link, NixlFrontEnd, NixlIngress
+
+    def work(connection: Connection, number: int) -> int:
+        block = FrontEndBlock.create(number, (CAPACITY,) * 4)
+        link = Link(f"front-end-{number}", args.over, block.segment)
+        connection.send(link.offer)
+        link.connect(connection.recv())
+        return Sender(NixlFrontEnd(block, link), per_front_end).run()
+
+    children = [fork(partial(work, number=number)) for number in range(args.front_ends)]
+    ingress = NixlIngress(
+        ControlBlock.create(0), Doorbell.create(), time.monotonic_ns, lambda: None, cut_off
+    )
+    for number, (_, connection) in enumerate(children):
+        block = FrontEndBlock.create(number, (CAPACITY,) * 4)
+        link = Link(f"engine-{number}", args.over, block.segment)
+        link.connect(connection.recv())
+        connection.send(link.offer)
+        ingress.attach_over(block, link)
+        print(f"front end {number}: {link.profile.says}", file=sys.stderr)
+    return ingress, children
+
+
+def cut_off(number: int, why: str) -> None:
+    """No front end here breaks its rings."""
+    check(False, f"front end {number} was cut off: {why}")
+
+
+def receive(connection: Connection) -> int:
+    """What a front end counted; 0 if it failed."""
+    try:
+        return int(connection.recv())
+    except EOFError:
+        return 0
 
 
 def main() -> None:
@@ -192,35 +248,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--front-ends", type=int, default=2)
+    parser.add_argument(
+        "--over",
+        choices=("memory", "shm", "tcp", "rdma"),
+        default="memory",
+        help="shared memory, or NIXL with a profile of qllm.transports.nixl",
+    )
     args = parser.parse_args()
     per_front_end = int(args.records / RECORDS_PER_REQUEST / args.front_ends) + 1
-    control, bell = ControlBlock.create(0), Doorbell.create()
-    ingress = ShmIngress(
-        control, bell, time.monotonic_ns, lambda: None, lambda *w: check(False, str(w))
-    )
-    start, children = time.monotonic(), []
-    for number in range(args.front_ends):
-        block, doorbell = FrontEndBlock.create(number, (CAPACITY,) * 4), Doorbell.create()
-        sender = Sender(FrontEnd(block, control, bell, doorbell), per_front_end)
-        children.append(fork(sender.run))
-        ingress.attach(Lane(block, doorbell))
+    start = time.monotonic()
+    begin = over_shm if args.over == "memory" else over_nixl
+    ingress, children = begin(args, per_front_end)
     num_records = Answerer(ingress, args.front_ends, per_front_end).run()
     deadline = time.monotonic() + 60
-    while any(
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        for pid, _ in children
-    ):
+    while not all(connection.poll() for _, connection in children):
         ingress.drain()  # the rest of the tokens
         check(time.monotonic() < deadline, "a front end waits for a record that does not come")
         time.sleep(0.001)
+    refused = [receive(connection) for _, connection in children]
+    for _, connection in children:
+        connection.close()
     codes = [os.waitpid(pid, 0)[1] for pid, _ in children]
-    refused = [os.read(read, 99).decode() for _, read in children]
     print(
         json.dumps(
             {
+                "over": args.over,
                 "records": num_records,
                 "requests": args.front_ends * per_front_end,
-                "ring_full": sum(int(x or 0) for x in refused),
+                "ring_full": sum(refused),
                 "seconds": round(time.monotonic() - start, 1),
                 "ok": not any(codes),
             }

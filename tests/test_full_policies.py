@@ -24,6 +24,7 @@ from qllm.types import NS_PER_MS, Cap, Evict, Grain, Priority, RequestId, Slo
 from qllm_policies.flow import Flow
 from qllm_policies.laps import Laps
 from qllm_policies.mlfq import Mlfq
+from qllm_policies.parts import behind_all, fill
 from qllm_policies.rota import Rota
 
 LS, BE = Priority.LS, Priority.BE
@@ -228,6 +229,32 @@ def test_flow_decodes_when_a_target_would_be_missed_and_no_sooner() -> None:
     assert all(80 <= gap <= 115 for gap in gaps[:-1]), gaps  # a layer takes about 13 ms
 
 
+def test_flow_gives_a_prefill_what_time_the_decodes_can_spare() -> None:
+    world = world_of(Flow(tpot_ms=100))
+    world.submit(BE, 10, 6)
+    while not world.tokens[0]:
+        world.step()
+    world.submit(BE, 400, 1)
+    world.loop._take()
+    world.scheduler.costs = CostTable((30 * NS_PER_MS,), NS_PER_MS)
+    told_ns = world.clock.at_ns
+    plan = world.scheduler.policy.plan(world.scheduler.view(told_ns + 10 * NS_PER_MS))
+    assert [row.request_id for row in plan.rows] == [1]
+    assert plan.slice_ns == (100 - 30 - 10) * NS_PER_MS
+    plan = world.scheduler.policy.plan(world.scheduler.view(told_ns + 70 * NS_PER_MS))
+    assert [row.request_id for row in plan.rows] == [0]
+
+
+def test_flow_resumes_a_prefill_before_one_that_is_due_later() -> None:
+    world = world_of(Flow())
+    world.submit(BE, 500, 1)
+    world.submit(BE, 500, 1, at_ns=3 * NS_PER_MS)
+    world.run()
+    assert [e.request_id for e in world.record if isinstance(e, trace.Finished)] == [0, 1]
+    assert next(e.request_ids for e in world.record if isinstance(e, trace.Parked)) == (0,)
+    assert [rows[0].request_id for rows in planned(world)] == [0, 1]
+
+
 def test_flow_takes_turns_when_no_target_can_be_met() -> None:
     world = world_of(Flow(tpot_ms=1))
     world.submit(BE, 10, 40)
@@ -277,6 +304,18 @@ def test_mlfq_lets_a_short_prompt_pass_a_long_one_that_came_first() -> None:
     world.submit(BE, 10, 1)
     world.run()
     assert [r.request_id for rows in planned(world) for r in rows] == [1, 0]
+
+
+def test_mlfq_evicts_from_the_worst_level_first() -> None:
+    world = world_of(Mlfq())
+    world.scheduler.costs = COSTS
+    for tokens in (10, 400, 30, 100):
+        world.submit(BE, tokens, 9)
+    world.step()
+    view = world.scheduler.view(world.clock.at_ns)
+    assert all(r.is_admitted for r in view.requests)
+    order = [i for i, _ in world.scheduler.policy.victims(view, 1, frozenset({0}))]
+    assert order == [1, 3, 2]
 
 
 def test_mlfq_demotes_by_doubling_quanta() -> None:
@@ -349,6 +388,15 @@ def test_laps_never_mixes_kinds_and_lets_nobody_starve() -> None:
     assert "".join(kinds).rstrip("s") == "lsds" * 8 + "ds" * 5 + "d"
 
 
+def test_laps_runs_one_long_prompt_at_a_time() -> None:
+    world = world_of(Laps(chunk_tokens=512))
+    for _ in range(2):
+        world.submit(BE, 300, 1)
+    world.run()
+    steps = [tuple(row.request_id for row in rows) for rows in planned(world)]
+    assert steps == [(0,), (1,)]
+
+
 # -- rota
 
 
@@ -358,6 +406,36 @@ def test_rota_is_first_come_first_served_while_everything_fits() -> None:
         world.submit(BE, 20, 3)
     world.run()
     assert decoded(world) == [(0, 1, 2), (0, 1, 2)]
+
+
+def test_rota_lets_the_longest_running_go_first() -> None:
+    world = world_of(Rota(), seats=2)
+    for _ in range(3):
+        world.submit(BE, 20, 40, slo=Slo(ttft_ms=1.0))
+    policy, scheduler = world.scheduler.policy, world.scheduler
+    while len(world.tokens) < 3:
+        world.step()
+    for _ in range(6):
+        lags = {
+            r.request_id: policy.lag_ns(r, world.clock.at_ns) for r in scheduler.requests.values()
+        }
+        ran = {row.request_id for row in planned(world)[-1]}
+        assert all((lag < 0) == (i in ran) for i, lag in lags.items()), (lags, ran)
+        (left_out,) = set(lags) - ran
+        first = min(ran, key=lambda i: (lags[i], -i))
+        world.step()
+        now = {row.request_id for row in planned(world)[-1]}
+        assert left_out in now
+        assert first not in now
+
+
+def test_rota_keeps_the_order_of_arrival_while_everything_fits() -> None:
+    world = world_of(Rota(ttft_share=0), seats=3, max_step_tokens=100)
+    world.submit(BE, 100, 9)
+    world.submit(BE, 100, 9, at_ns=NS_PER_MS)
+    world.submit(BE, 100, 9, at_ns=2 * NS_PER_MS)
+    world.run()
+    assert [rows[0].request_id for rows in planned(world)[:3]] == [0, 0, 0]
 
 
 def test_rota_admits_a_newcomer_once_it_lags() -> None:
@@ -372,6 +450,57 @@ def test_rota_admits_a_newcomer_once_it_lags() -> None:
         first[ttft_ms] = token.at_ns / NS_PER_MS
     assert 50 < first[100.0] < 150
     assert 200 < first[400.0] < 450
+
+
+# -- filling a batch
+
+
+def some_view(blocks: int, requests: list[tuple[int, int, bool]]) -> View:
+    """Requests by class, prompt tokens, and whether their prompt is done."""
+    world = world_of(Mlfq(), num_blocks=blocks, max_step_tokens=4096)
+    for priority, tokens, _ in requests:
+        world.submit(priority, tokens, 4)
+    world.loop._take()
+    for request, (_, tokens, is_done) in zip(
+        world.scheduler.requests.values(), requests, strict=True
+    ):
+        if is_done:
+            need = world.scheduler.pool.blocks_for(tokens)
+            request.block_table = world.scheduler.pool.take(request.request_id, need)
+            request.commit(tokens, 0, sampled=True)
+    return world.scheduler.view(0)
+
+
+def filled(view: View) -> list[RequestId]:
+    return [row.request_id for row in fill(view, view.requests)]
+
+
+def test_a_batch_takes_no_more_kv_than_there_is() -> None:
+    assert filled(some_view(20, [(BE, 160, False), (BE, 160, False)])) == [0, 1]
+    assert filled(some_view(19, [(BE, 160, False), (BE, 160, False)])) == [0]
+
+
+def test_a_newcomer_without_kv_holds_up_the_newcomers_behind_it() -> None:
+    view = some_view(20, [(BE, 156, True), (BE, 300, False), (BE, 16, False), (BE, 12, True)])
+    assert filled(view) == [0, 3]
+
+
+def test_kv_of_a_worse_class_counts_and_that_of_equals_only_for_who_holds_some() -> None:
+    assert filled(some_view(10, [(LS, 100, False), (BE, 160, True)])) == [0]
+    assert filled(some_view(10, [(BE, 100, False), (BE, 156, True)])) == [1]
+    assert filled(some_view(10, [(BE, 16, True), (BE, 144, True)]))[0] == 0
+
+
+def test_victims_are_behind_everyone_who_is_kept() -> None:
+    requests = [(BE, 16, True), (LS, 16, True), (BE, 16, False), (BE, 16, True), (LS, 16, False)]
+    view = some_view(10, requests)
+
+    def victims(*keep: RequestId) -> list[RequestId]:
+        return [r.request_id for r in behind_all(view, keep)]
+
+    assert victims(0) == [3]
+    assert victims(1) == victims(4) == victims(1, 4) == [0, 3]
+    assert victims(2) == victims(0, 2) == victims(3) == []
 
 
 # -- optional capabilities

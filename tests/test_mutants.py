@@ -6,13 +6,15 @@ that the suite runs anyway. Mutants of the tensors are in `test_mutants_torch.py
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import test_scheduler as laws
+import test_shapes as shapes
 
 from qllm.blocks import BlockPool
-from qllm.decision import Decision, Parked
+from qllm.decision import Decision, Drop, Parked
 from qllm.engine import EngineLoop
 from qllm.errors import PolicyError
 from qllm.ingress import Cancel, InprocIngress
@@ -182,12 +184,61 @@ def chunk_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_aligned", lambda self, rows: list(rows))
 
 
+def evict_a_cohort_for_its_equal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("qllm.victims._is_between_groups", lambda request: False)
+
+
+def join_a_cohort_under_way(patch: pytest.MonkeyPatch) -> None:
+    go_on = _Shaper.go_on
+
+    def and_more(self: _Shaper, *args: Any) -> bool:
+        go_on(self, *args)
+        return False
+
+    patch.setattr(_Shaper, "go_on", and_more)
+
+
+def fill_the_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Shaper, "prefill_tokens", lambda self, tiers: self.view.max_step_tokens)
+
+
+def wait_for_the_whole_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Shaper, "margin_ns", lambda self, bound_ns: -2 * bound_ns)
+
+
+def keep_ranks_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("qllm.ranking.Reads", SimpleNamespace(PROGRESS=3, TIME=3))
+
+
+def lose_who_waits_in_a_frame(patch: pytest.MonkeyPatch) -> None:
+    def abort(self: Scheduler) -> None:
+        for parked in [p for p in self.frames.values() if not p.live_rows()]:
+            for row in parked.held_rows():
+                self.requests[row.request_id].abort_row()
+            self._owed.append(Drop(parked.program))
+            del self.frames[parked.program.frame_id]
+
+    patch.setattr(Scheduler, "_let_go", abort)
+
+
 def poisoned_alone() -> None:
     laws.test_who_fails_twice_fails_alone(laws.Fcfs(), 400)
 
 
 def any_plan() -> None:
     laws.test_any_plan_within_the_rules_gives_every_request_its_tokens(1)
+
+
+def budget_of_a_step() -> None:
+    shapes.test_a_step_has_no_more_tokens_than_its_budget(shapes.Chunked(step_tokens=24))
+
+
+def bound_of_a_cohort() -> None:
+    shapes.test_a_parked_cohort_never_stands_still_longer_than_its_bound(8)
+
+
+def kept_ranks() -> None:
+    shapes.test_a_kept_ranking_is_the_ranking("edf", 0)
 
 
 MUTANTS = [
@@ -212,6 +263,19 @@ MUTANTS = [
     Mutant(count_a_dead_row, laws.test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks),
     Mutant(finish_twice, laws.test_all_blocks_come_back),
     Mutant(ride_for_free, laws.test_be_rides_along_no_longer_than_its_share),
+    Mutant(evict_a_cohort_for_its_equal, shapes.test_a_cohort_is_not_evicted_for_its_equals),
+    Mutant(
+        join_a_cohort_under_way,
+        shapes.test_a_layered_prefill_is_one_pass_with_all_decodes_in_every_step,
+    ),
+    Mutant(fill_the_step, budget_of_a_step),
+    Mutant(fill_the_step, shapes.test_the_chunk_of_edf_is_what_the_tightest_decode_can_wait_for),
+    Mutant(wait_for_the_whole_bound, bound_of_a_cohort),
+    Mutant(keep_ranks_for_ever, kept_ranks),
+    Mutant(
+        lose_who_waits_in_a_frame,
+        shapes.test_rows_that_wait_in_a_frame_keep_their_layers_when_it_dies_inside_one,
+    ),
     Mutant(chunk_anywhere, laws.test_chunks_end_on_cuts_in_the_batch_invariant_mode),
 ]
 

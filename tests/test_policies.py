@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,12 +14,25 @@ from qllm.plan import NO_STOP, Plan, Row
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy, View, next_row
 from qllm.sim import SimCosts
-from qllm.types import NS_PER_MS, Cap, Grain, Priority
+from qllm.types import NS_PER_MS, Cap, Grain, Priority, Slo
 from qllm_policies.qllm import Qllm
 from qllm_policies.qllm2 import Qllm2
 
 LS, BE = Priority.LS, Priority.BE
-NAMES = ["fcfs", "ls-first", "priority", "qllm", "qllm2"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunked": {"step_tokens": 64},
+    "chunked-priority": {"step_tokens": 64},
+    "edf": {},
+    "fcfs": {},
+    "layered": {"group_tokens": 64},
+    "ls-first": {},
+    "priority": {},
+    "priority-layered": {"group_tokens": 64},
+    "qllm": {},
+    "qllm2": {},
+}
+"""Settings at which a small world shows what is peculiar to a policy."""
+NAMES = sorted(SETTINGS)
 
 
 @pytest.mark.parametrize("name", sorted(set(installed_policies()) | set(NAMES)))
@@ -31,9 +45,22 @@ def test_a_shipped_policy_passes_check_policy(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("settings", [{"chunk_tokens": 48}, {"max_be_stall_ms": None}])
-def test_their_settings_pass_too(settings: dict[str, Any]) -> None:
-    check_policy(load_policy("qllm2", settings), num_states=1000, seed=1)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qllm2", {"chunk_tokens": 48}),
+        ("qllm2", {"max_be_stall_ms": None}),
+        ("chunked", {"step_tokens": 24}),
+        ("chunked-priority", {"step_tokens": 7, "chunk_tokens": 5}),
+        ("layered", {"group_tokens": 20}),
+        ("layered", {"group_tokens": 1, "chunk_tokens": 33}),
+        ("priority-layered", {"group_tokens": 20, "max_be_stall_ms": 100}),
+        ("priority-layered", {"group_tokens": 90, "max_groups": 2, "max_be_stall_ms": None}),
+        ("edf", {"min_chunk_tokens": 3, "tpot_ms": 20}),
+    ],
+)
+def test_their_settings_pass_too(name: str, settings: dict[str, Any]) -> None:
+    check_policy(load_policy(name, settings), num_states=1000, seed=1)
 
 
 # -- what each does and no other
@@ -47,7 +74,8 @@ class Steps:
             policy, replace(LIMITS, max_num_seqs=4), costs=SimCosts(expert_ns=NS_PER_MS)
         )
         for i in range(6):
-            self.world.submit(BE, 200, 20, at_ns=i * 7 * NS_PER_MS)
+            soon = Slo(ttft_ms=300.0) if i == 5 else None
+            self.world.submit(BE, 200, 20, at_ns=i * 7 * NS_PER_MS, slo=soon)
             self.world.submit(LS, 30, 6, at_ns=(20 + i * 45) * NS_PER_MS)
         for i in range(3):
             self.world.submit(LS, 30, 6, at_ns=(26 + i * 45) * NS_PER_MS)
@@ -77,6 +105,40 @@ class Steps:
         arrivals = [self.world.submitted[i].arrival_ns for i in order]
         return arrivals != sorted(arrivals)
 
+    def hurries_a_be_deadline(self) -> bool:
+        """The one BE request with a target starts before older ones of its class."""
+        order = list(dict.fromkeys(r.request_id for rows in self.programs() for r in rows))
+        be = [i for i in order if self.world.submitted[i].priority == BE]
+        return any(
+            self.world.submitted[b].arrival_ns < self.world.submitted[a].arrival_ns
+            for a, b in pairwise(be)
+            if self.world.submitted[a].slo.ttft_ms is not None
+        )
+
+    def largest_step(self) -> int:
+        return max(sum(row.num_tokens for row in rows) for rows in self.programs())
+
+    def layers_passed(self) -> set[tuple[int, int]]:
+        """Layers that prefill rows pass in one step, where it is not all of them."""
+        layers = self.world.runner.shape.num_layers
+        rows = {(r.start_layer, r.end_layer) for rows in self.programs() for r in rows}
+        return {(a, b) for a, b in rows if b < layers or (a, b - a) == (layers, 0)}
+
+    def ls_passes_a_parked_cohort(self) -> bool:
+        """An LS prefill runs while a BE prefill stands between two groups of layers."""
+        parked: set[int] = set()
+        for rows in self.programs():
+            here = {r.request_id for r in rows}
+            if parked - here and any(self.priority(r) == LS and self.is_prefill(r) for r in rows):
+                return True
+            parked -= here
+            parked |= {
+                r.request_id
+                for r in rows
+                if self.priority(r) == BE and r.end_layer < self.world.runner.shape.num_layers
+            }
+        return False
+
     def parks(self) -> bool:
         return any(isinstance(e, trace.Parked) for e in self.events)
 
@@ -85,8 +147,19 @@ class Steps:
 
 
 PROPERTIES: dict[str, Callable[[Steps], bool]] = {
-    "fcfs": lambda s: not s.ls_overtakes(),
-    "ls-first": lambda s: s.ls_overtakes() and "decode" in s.mates_of_ls_prefills(),
+    "chunked": lambda s: not s.ls_overtakes() and s.largest_step() == 64,
+    "chunked-priority": lambda s: s.ls_overtakes() and s.largest_step() == 64,
+    "edf": lambda s: s.hurries_a_be_deadline(),
+    "fcfs": lambda s: not s.ls_overtakes() and not s.layers_passed() and s.largest_step() > 64,
+    "layered": lambda s: not s.ls_overtakes() and bool(s.layers_passed()),
+    "ls-first": lambda s: (
+        s.ls_overtakes()
+        and "decode" in s.mates_of_ls_prefills()
+        and s.largest_step() > 64
+        and not s.layers_passed()
+        and not s.hurries_a_be_deadline()
+    ),
+    "priority-layered": lambda s: s.ls_passes_a_parked_cohort(),
     "qllm": lambda s: s.parks_inside_layers() and s.mates_of_ls_prefills() == {"prefill"},
     "priority": lambda s: not s.parks() and s.ls_overtakes() and not s.mates_of_ls_prefills(),
     "qllm2": lambda s: s.parks_inside_layers() and not s.mates_of_ls_prefills(),
@@ -95,7 +168,7 @@ PROPERTIES: dict[str, Callable[[Steps], bool]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_has_a_trace_property_that_no_other_has(name: str) -> None:
-    steps = Steps(load_policy(name))
+    steps = Steps(load_policy(name, SETTINGS[name]))
     assert [other for other, holds in PROPERTIES.items() if holds(steps)] == [name]
 
 

@@ -1,68 +1,44 @@
 """The process host keeps the promises of the thread host, and survives what a thread cannot."""
 
 import asyncio
-import gc
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import VOCAB, make_model
-from test_api import byte_tokenizer
+from families import VOCAB
+from hosts import (
+    LONG,
+    SETTINGS,
+    pid_of,
+    save_model,
+    wait_for,
+)
 
-from qllm import QLLMEngine, QueueFull, SamplingParams
+from qllm import QLLMEngine, SamplingParams
 from qllm.errors import (
     CheckpointError,
     ConfigError,
     EngineClosedError,
     InvalidRequestError,
-    ModelError,
-    RequestFailedError,
 )
 from qllm.handle import Result
 from qllm.ingress.shm import NUMBER_BITS
-from qllm.plan import Plan
-from qllm.policy import View, next_row
 from qllm.trace import Finished
-from qllm.types import Cap, FinishReason, RequestStatus, Slo
+from qllm.types import FinishReason, RequestStatus, Slo
 
-SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
 LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
-LONG = SamplingParams(temperature=0, ignore_eos=True)
-
-
-class FileGate:
-    """Plans nothing until a file exists; then everything, one by one."""
-
-    needs = Cap.NONE
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def plan(self, view: View) -> Plan:
-        if os.path.exists(self.path):
-            for r in view.requests:
-                row = next_row(r, view, view.max_step_tokens)
-                if view.blocks_needed(row) <= view.num_free_blocks:
-                    return Plan(rows=(row,))
-        return Plan(wait_until_ns=view.now_ns + 2_000_000)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    made = make_model("mixtral")
-    made.config.max_position_embeddings = 2048
-    made.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -80,24 +56,6 @@ def engine(model: str, socket_path: str) -> Iterator[QLLMEngine]:
 def threaded(model: str) -> Iterator[QLLMEngine]:
     with QLLMEngine.from_pretrained(model, host="thread", record=True, **SETTINGS) as made:
         yield made
-
-
-def pid_of(engine: QLLMEngine) -> int:
-    return int(engine._host._process.pid)  # type: ignore[attr-defined]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def visible(result: Result) -> tuple[Any, ...]:
@@ -334,189 +292,3 @@ def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: 
         assert len(mine.result(60).token_ids) == 400
     ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
     assert ends[number] is FinishReason.CANCELLED
-
-
-# -- ends
-
-
-@pytest.mark.slow
-def test_closing_leaves_nothing(model: str, tmp_path: Path) -> None:
-    shm, fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
-    _serve_and_close(model, tmp_path)
-    assert set(os.listdir("/dev/shm")) == shm
-    gc.collect()  # the mapping goes with its last reader
-    assert len(os.listdir("/proc/self/fd")) == fds
-
-
-def _serve_and_close(model: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    engine = QLLMEngine.from_pretrained(
-        model, policy=FileGate(str(tmp_path / "open")), listen=path, max_waiting=3, record=True,
-        **SETTINGS,
-    )  # fmt: skip
-    pid = pid_of(engine)
-    handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE", "BE")]
-    with pytest.raises(QueueFull, match=r"3 requests wait already \(max_waiting=3\)"):
-        engine.submit("abc")
-    assert handles[0].status is RequestStatus.WAITING
-    handles[2].cancel()
-    assert handles[2].result(10).finish_reason is FinishReason.CANCELLED
-    wait_for(lambda: engine.num_waiting == 2)
-    (tmp_path / "open").touch()
-    next(iter(handles[0]))
-    assert not engine.drain(timeout_s=0.1)
-    with pytest.raises(EngineClosedError, match="drains"):
-        engine.submit("abc")
-    engine.close()
-    engine.close()
-    for handle in handles:
-        assert handle.result(0).finish_reason is FinishReason.CANCELLED
-    ends = [e.request_id for e in engine.trace.events if isinstance(e, Finished)]
-    assert sorted(ends) == [handle.number for handle in handles]
-    with pytest.raises(EngineClosedError, match="closed"):
-        engine.submit("abc")
-    with pytest.raises(EngineClosedError, match="closed"):
-        engine.checkpoint(tmp_path / "x")
-    assert not is_alive(pid)
-    assert not os.path.exists(path)
-
-
-@pytest.mark.slow
-def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Path) -> None:
-    shm, path = set(os.listdir("/dev/shm")), str(tmp_path / "socket")
-    with QLLMEngine.from_pretrained(model, listen=path, **SETTINGS) as engine:
-        handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE", "BE")]
-        cancelled = engine.submit("abc", "BE", 1500, sampling=LONG)
-        other = QLLMEngine.attach(path)
-        theirs = other.submit("abc", "BE", 1500, sampling=LONG)
-        seen = next(iter(handles[0])).token_ids
-        read: list[Any] = []
-
-        def read_all() -> None:
-            try:
-                for piece in handles[0]:
-                    read.append(piece)
-            except RequestFailedError as error:
-                read.append(error)
-
-        reader = threading.Thread(target=read_all)
-        reader.start()
-        os.kill(pid_of(engine), signal.SIGSTOP)
-        cancelled.cancel()
-        os.kill(pid_of(engine), signal.SIGKILL)
-        for handle in handles:
-            with pytest.raises(RequestFailedError, match=r"pid \d+. was killed by SIGKILL"):
-                handle.result(10)
-        with pytest.raises(RequestFailedError, match="the engine is gone"):
-            theirs.result(10)
-        reader.join(10)
-        assert read[0].token_ids == seen
-        assert isinstance(read[-1], RequestFailedError)
-        assert cancelled.result(10).finish_reason is FinishReason.CANCELLED
-        for call in (lambda: engine.submit("a"), engine.stats, lambda: engine.checkpoint("x")):
-            with pytest.raises(EngineClosedError, match="was killed by SIGKILL"):
-                call()
-        assert handles[0].status is RequestStatus.FINISHED
-        assert "was killed by SIGKILL" in (engine.failure or "")
-        assert "the engine is gone" in (other.failure or "")
-        other.close()
-        assert other.failure is None
-    assert not os.path.exists(path)
-    assert set(os.listdir("/dev/shm")) == shm
-
-
-class Crash(FileGate):
-    """Ends the loop itself once the file is there."""
-
-    def plan(self, view: View) -> Plan:
-        if os.path.exists(self.path):
-            raise SystemExit("enough")
-        return super().plan(view)
-
-
-@pytest.mark.slow
-def test_a_crashed_loop_ends_every_handle(
-    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    policy = Crash(str(tmp_path / "crash"))
-    with QLLMEngine.from_pretrained(model, policy=policy, **SETTINGS) as engine:
-        handles = [engine.submit("abc", max_tokens=9) for _ in range(3)]
-        wait_for(lambda: engine.stats()["num_live"] == 3)
-        (tmp_path / "crash").touch()
-        for handle in handles:
-            with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
-                handle.result(20)
-        wait_for(lambda: not is_alive(pid_of(engine)))
-        with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
-            engine.submit("abc")
-    assert "SystemExit: enough" in capfd.readouterr().err
-
-
-def test_a_thread_drains_too() -> None:
-    with QLLMEngine.from_model(make_model("mixtral"), **SETTINGS) as engine:
-        handle = engine.submit([1, 2], max_tokens=400, sampling=LONG)
-        assert not engine.drain(timeout_s=0.001)
-        with pytest.raises(EngineClosedError, match="drains"):
-            engine.submit([1, 2])
-        assert engine.drain()
-        assert engine.failure is None
-        assert handle.result(0).finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.slow
-def test_the_engine_ends_with_its_front_end(model: str) -> None:
-    code = f"""
-        import os, signal
-        from qllm import QLLMEngine, SamplingParams
-        engine = QLLMEngine.from_pretrained({model!r}, **{SETTINGS!r})
-        engine.submit("a", max_tokens=1900, sampling=SamplingParams(ignore_eos=True))
-        print(engine._host._process.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pid = int(done.stdout)
-    wait_for(lambda: not is_alive(pid), 10)
-
-
-# -- what keeps it from starting
-
-
-def test_errors_of_loading_are_raised_here(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'"):
-        QLLMEngine.from_pretrained(model, policy="qllm3")
-    with pytest.raises(ConfigError, match=r"host='fork' is unknown; use one of process, thread"):
-        QLLMEngine.from_pretrained(model, host="fork")
-    with pytest.raises(ConfigError, match=r"listen='x' needs host='process'"):
-        QLLMEngine.from_pretrained(model, host="thread", listen="x")
-    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
-        QLLMEngine.from_pretrained(model, policy=Unpicklable())
-    with pytest.raises(ModelError, match=r"has no config\.json") as caught:
-        QLLMEngine.from_pretrained(str(tmp_path), **SETTINGS)
-    assert "In the engine's process" in caught.value.__notes__[0]
-
-
-class Unpicklable(FileGate):
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-
-@pytest.mark.slow
-def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
-    code = f"""
-        from qllm import QLLMEngine
-        from qllm.errors import ConfigError
-        class Mine:
-            pass
-        try:
-            QLLMEngine.from_pretrained({model!r}, policy=Mine())
-        except ConfigError as error:
-            print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
-    assert "pass host='thread'" in done.stdout, done.stderr
-    assert done.returncode == 0

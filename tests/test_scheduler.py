@@ -24,9 +24,14 @@ from qllm.policy import CostTable, RankPolicy, View, next_row
 from qllm.shapes import ride_allowance_ns, shape_plan
 from qllm.sim import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
+from qllm_policies.chunked import Chunked
+from qllm_policies.chunked_priority import ChunkedPriority
+from qllm_policies.edf import Edf
 from qllm_policies.fcfs import Fcfs
+from qllm_policies.layered import Layered
 from qllm_policies.ls_first import LsFirst
 from qllm_policies.priority import PriorityPolicy
+from qllm_policies.priority_layered import PriorityLayered
 from qllm_policies.qllm import Qllm
 from qllm_policies.qllm2 import Qllm2
 
@@ -92,7 +97,10 @@ class Fuzz:
 
 
 def shipped() -> list[Any]:
-    return [Fcfs(), PriorityPolicy(), LsFirst(), Qllm(), Qllm2()]
+    policies = [Fcfs(), PriorityPolicy(), LsFirst(), Qllm(), Qllm2()]
+    policies += [Chunked(step_tokens=24), ChunkedPriority(step_tokens=24)]
+    policies += [Edf(min_chunk_tokens=10), Layered(group_tokens=30)]
+    return [*policies, PriorityLayered(group_tokens=30, max_be_stall_ms=100)]
 
 
 def finished_well(world: World) -> None:
@@ -128,7 +136,7 @@ def work_is_exact(world: World) -> None:
         mirror = world.runner.requests[request_id]
         assert mirror.num_computed == request.num_computed_tokens
         assert mirror.num_tokens == request.num_tokens
-        work = request.num_computed_tokens * LAYERS
+        work = request.num_computed_tokens * world.runner.shape.num_layers
         if request.frontier is not None:
             work += request.frontier.layer * (request.frontier.hi - request.frontier.lo)
         assert mirror.layer_work == work, f"request {request_id}"
@@ -283,11 +291,14 @@ def test_nobody_is_evicted_for_a_request_that_cannot_start() -> None:
     finished_well(world)
 
 
-@pytest.mark.parametrize("policy", [PriorityPolicy(), LsFirst(), Qllm(), Qllm2()])
+BY_CLASS = [p for p in shipped() if not isinstance(p, Fcfs)]
+
+
+@pytest.mark.parametrize("policy", BY_CLASS)
 def test_ls_gets_the_kv_of_a_be_request(policy: Any) -> None:
     world = World(policy, replace(LIMITS, num_blocks=16))
     batch = world.submit(BE, 200, 40)
-    for _ in range(4):
+    while world.tokens[batch] < 3:
         world.step()
     chat = world.submit(LS, 100, 3)
     world.run()
@@ -297,7 +308,7 @@ def test_ls_gets_the_kv_of_a_be_request(policy: Any) -> None:
     assert ends == [chat, batch]
 
 
-@pytest.mark.parametrize("policy", [PriorityPolicy(), LsFirst(), Qllm(), Qllm2()])
+@pytest.mark.parametrize("policy", BY_CLASS)
 def test_ls_gets_the_seat_of_a_be_request(policy: Any) -> None:
     world = World(policy, replace(LIMITS, max_num_seqs=2))
     batch = [world.submit(BE, 20, 60), world.submit(BE, 20, 60)]

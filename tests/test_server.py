@@ -354,6 +354,25 @@ def test_a_client_that_leaves_cancels(served: Serving, engine: QLLMEngine, strea
     assert not served.front.answers
 
 
+def test_a_client_that_leaves_before_its_request_is_submitted(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, go, handles = engine.submit, threading.Event(), []
+
+    def late(*args: Any, **keywords: Any) -> Any:
+        go.wait(10)
+        handles.append(submit(*args, **keywords))
+        return handles[-1]
+
+    monkeypatch.setattr(engine, "submit", late)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/v1/completions", json=ENDLESS, timeout=0.3)
+    until(lambda: served.front._num_ls == 0, 10)
+    go.set()
+    until(lambda: handles and handles[0].finish_reason == "cancelled", 10)
+    until(lambda: is_idle(engine), 10)
+
+
 def test_a_request_over_its_time_is_504(engine: QLLMEngine) -> None:
     with serving(engine, request_timeout_s=0.3) as served:
         answer = served.post("/v1/completions", ENDLESS)

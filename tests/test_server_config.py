@@ -1,3 +1,6 @@
+import json
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ from typer.testing import CliRunner
 from qllm.cli import app
 from qllm.errors import ConfigError
 from qllm.server.config import ServerConfig, load_config, read_api_keys
+from qllm.server.run import log_config
 from qllm.server.serve import bound_socket
 
 
@@ -113,3 +117,20 @@ def test_a_taken_port_is_named() -> None:
         port = sock.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             bound_socket("127.0.0.1", port)
+
+
+def test_logs_as_json_are_one_object_per_line() -> None:
+    formatter = log_config("json")["formatters"]["ours"]["()"]()
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.getLogger("qllm.x").makeRecord(
+            "qllm.x", logging.WARNING, "f", 1, "it is %s", ("wrong",), sys.exc_info()
+        )
+    text = formatter.format(record)
+    found = json.loads(text)
+    assert "\n" not in text
+    assert (found["level"], found["logger"], found["message"]) == (
+        "warning", "qllm.x", "it is wrong",
+    )  # fmt: skip
+    assert "ValueError: two" in found["traceback"]

@@ -125,6 +125,22 @@ def test_preemptions_are_shown_as_they_happen(served: Serving) -> None:
     assert min(new) > 0
 
 
+def test_pages_are_counted(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qllm.server.ui.MAX_READERS", 1)
+
+    def is_free() -> bool:
+        with httpx.stream("GET", f"{served.url}/ui/events", timeout=20) as stream:
+            return stream.status_code == 200
+
+    with serving(engine) as served:
+        with httpx.stream("GET", f"{served.url}/ui/events", timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            second = served.get("/ui/events")
+            assert (second.status_code, second.headers["retry-after"]) == (429, "5")
+        until(is_free)
+
+
 def test_an_open_page_does_not_hold_the_drain(engine: QLLMEngine) -> None:
     with (
         serving(engine) as served,

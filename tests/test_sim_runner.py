@@ -15,7 +15,7 @@ from qllm.errors import InvariantError
 from qllm.plan import NO_CUTS, START, Index, ModelShape, OpKind, Plan, Program, Row
 from qllm.policy import View, next_row
 from qllm.sim import SimRunner, VirtualClock
-from qllm.timeline import SimCosts, Timeline, Work, expert_coverage, work_of
+from qllm.timeline import Prices, SimCosts, Timeline, Work, expert_coverage, work_of
 from qllm.trace import Parked, Ran
 from qllm.types import NS_PER_MS, Cap, Grain, Priority, SamplingParams
 from qllm_policies.qllm2 import Qllm2
@@ -120,7 +120,7 @@ def test_the_first_stop_is_found_without_stepping(
 ) -> None:
     rows = [Row(i, lo, lo + n, 0, 4) for i, (n, lo) in enumerate(sizes)]
     program = make(rows, glue_block=glue, max_block=32, max_cost=64.0)
-    timeline = Timeline(program, UNEVEN, SHAPE)
+    timeline = Timeline(program, Prices(UNEVEN, SHAPE))
     allowed = boundaries(timeline, program, grain)
     assert timeline.at(program.end) == timeline.total_ns
     assert timeline.loads_at(program.end) == timeline.loads

@@ -1,5 +1,6 @@
 """`qllm serve`: the HTTP server."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ def serve(
     are in docs/serving.md.
     """
     try:
-        from qllm.server.config import environment, load_config
+        from qllm.server.config import load_config
         from qllm.server.serve import serve as run
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -64,7 +65,7 @@ def serve(
     }
     flags: dict[str, Any] = dict(parse_setting(text) for text in server or ())
     flags |= {name: value for name, value in named.items() if value is not None}
-    loaded = load_config(config, environment(), flags)
+    loaded = load_config(config, os.environ, flags)
     quiet()
     run(loaded)
 

@@ -1,6 +1,7 @@
 """The transport between processes of one machine: a front end's end of its rings."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,28 +44,25 @@ class TokenAt(NamedTuple):
     at_ns: int
 
 
-class FrontEnd:
+class FrontEndRings(ABC):
     """Puts requests and cancels, takes tokens.
 
     `submit` and `cancel` may be called from any thread, `receive` from one.
     """
 
-    def __init__(
-        self, block: FrontEndBlock, control: ControlBlock, engine: Doorbell, ours: Doorbell
-    ) -> None:
+    def __init__(self, block: FrontEndBlock) -> None:
         self.number = block.number
-        self.control = control
-        self.doorbell = ours
-        """What the engine rings when it has written tokens."""
-        self._engine = engine
         self._words = block.segment.words
-        self._ls = RingWriter(*block.rings["ls"])
-        self._be = RingWriter(*block.rings["be"])
-        self._cancels = RingWriter(*block.rings["cancel"])
+        self.ls = RingWriter(*block.rings["ls"])
+        self.be = RingWriter(*block.rings["be"])
+        self.cancels = RingWriter(*block.rings["cancel"])
         self._tokens = RingReader(*block.rings["token"])
         self._lock = threading.Lock()
-        self._num_rung = 0
         self._num_submitted = 0
+
+    @abstractmethod
+    def _ring(self) -> None:
+        """Tell the engine that there is something new. The caller holds the lock."""
 
     def submit(self, item: Submission) -> None:
         """Put a request into the ring of its class.
@@ -78,7 +76,7 @@ class FrontEnd:
         with self._lock:
             self._num_submitted += 1  # before the engine can have counted it
             try:
-                done = (self._ls if is_ls else self._be).write(REQUEST_KIND, flags, body)
+                done = (self.ls if is_ls else self.be).write(REQUEST_KIND, flags, body)
             except ValueError as error:
                 self._num_submitted -= 1
                 raise InvalidRequestError(f"the request is too large: {error}") from error
@@ -93,9 +91,37 @@ class FrontEnd:
     def cancel(self, item: Cancel) -> None:
         """Put a cancel; at most two per open request, of which there are at most MAX_OPEN."""
         with self._lock:
-            if not self._cancels.write(CANCEL_KIND, 0, encode_cancel(item)):
+            if not self.cancels.write(CANCEL_KIND, 0, encode_cancel(item)):
                 raise InvariantError(f"more than two cancels for each of {MAX_OPEN} requests")
             self._ring()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not taken yet, and those taken that hold no KV."""
+        progress = self._words[FrontEndBlock.PROGRESS]
+        return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
+
+    def receive(self) -> Iterator[TokenAt | End]:
+        """Take what is in the token ring."""
+        while (record := self._tokens.read()) is not None:
+            if record.kind == TOKEN_KIND:
+                yield TokenAt(*decode_token(record))
+            else:
+                yield decode_finish(record)
+
+
+class FrontEnd(FrontEndRings):
+    """The front end's end of shared memory."""
+
+    def __init__(
+        self, block: FrontEndBlock, control: ControlBlock, engine: Doorbell, ours: Doorbell
+    ) -> None:
+        super().__init__(block)
+        self.control = control
+        self.doorbell = ours
+        """What the engine rings when it has written tokens."""
+        self._engine = engine
+        self._num_rung = 0
 
     def stop(self) -> None:
         """Ask the engine to end."""
@@ -110,20 +136,9 @@ class FrontEnd:
         self.control.words[ControlBlock.BELL] = bell
         self._engine.ring()
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests not taken yet, and those taken that hold no KV."""
-        progress = self._words[FrontEndBlock.PROGRESS]
-        return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
-
     def receive(self) -> Iterator[TokenAt | End]:
-        """Take what is in the token ring."""
         self.doorbell.clear()
-        while (record := self._tokens.read()) is not None:
-            if record.kind == TOKEN_KIND:
-                yield TokenAt(*decode_token(record))
-            else:
-                yield decode_finish(record)
+        yield from super().receive()
 
     def close(self) -> None:
         """Give the descriptors back."""

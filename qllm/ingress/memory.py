@@ -176,9 +176,12 @@ class FrontEndBlock:
         self.number = segment.words[1] >> 32
         self.rings: dict[str, tuple[memoryview, memoryview]] = {}
         """Per name the bytes of the ring and the word of its reader."""
+        self.offsets: dict[str, int] = {}
+        """Per name where the ring starts in the segment."""
         at = _PAGE
         for i, name in enumerate(self.RINGS):
             size, tail = segment.words[self._CAPACITY + i], cell(FRONT_END, f"{name}_tail")
+            self.offsets[name] = at
             self.rings[name] = segment.bytes[at : at + size], segment.words[tail : tail + 1]
             at += size
 

@@ -69,6 +69,11 @@ class RingWriter:
         self._head = self._seq = 0
 
     @property
+    def head(self) -> int:
+        """Bytes written so far."""
+        return self._head
+
+    @property
     def num_used(self) -> int:
         """Bytes that the reader has not given back."""
         return int(self._head - self._tail[0])
@@ -118,6 +123,11 @@ class RingReader:
         self._capacity = len(buffer)
         self._at = self._seq = 0
         self._wrong_since_ns: int | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next record, or its beginning, is there."""
+        return bool(self._words[self._at % self._capacity // 8] == self._seq + 1)
 
     def read(self) -> Record | None:
         """Take the next record; None while there is none that is whole.

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from qllm.ingress.codec import decode_cancel, decode_submission, encode_finish, encode_token
 from qllm.ingress.layout import FINISH_KIND, TOKEN_KIND
@@ -67,14 +67,26 @@ class Doorbell:
         self.fd = -1
 
 
+class Announcer(Protocol):
+    """How a front end learns of something new in its token ring."""
+
+    def ring(self) -> None:
+        """There is something new."""
+        ...
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        ...
+
+
 class Lane:
     """The engine's ends of one front end's rings. Used by the loop's thread alone."""
 
-    def __init__(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+    def __init__(self, block: FrontEndBlock, doorbell: Announcer) -> None:
         self.number = block.number
         self._requests = (RingReader(*block.rings["ls"]), RingReader(*block.rings["be"]))
         self._cancels = RingReader(*block.rings["cancel"])
-        self._tokens = RingWriter(*block.rings["token"])
+        self.tokens = RingWriter(*block.rings["token"])
         self._words = block.segment.words
         self._doorbell = doorbell
         self._backlog: deque[tuple[int, int, bytes]] = deque()
@@ -107,19 +119,24 @@ class Lane:
             raise RingError(f"front end {self.number} used id {item.request_id:#x} of another")
         return item
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a ring has a further record, or the beginning of one."""
+        return self._cancels.has_news or any(ring.has_news for ring in self._requests)
+
     def show_progress(self, num_waiting: int) -> None:
         """Tell the front end how many of its requests were taken, and how many wait."""
         self._words[FrontEndBlock.PROGRESS] = (self.num_taken & 0xFFFF_FFFF) << 32 | num_waiting
 
     def send(self, kind: int, flags: int, body: bytes) -> None:
         """Write a record; a full ring costs memory here, never a record."""
-        if self._backlog or not self._tokens.write(kind, flags, body):
+        if self._backlog or not self.tokens.write(kind, flags, body):
             self._backlog.append((kind, flags, body))
         self._has_news = True
 
     def flush(self) -> bool:
         """Wake the front end if there is something new; whether a backlog remains."""
-        while self._backlog and self._tokens.write(*self._backlog[0]):
+        while self._backlog and self.tokens.write(*self._backlog[0]):
             self._backlog.popleft()
             self._has_news = True
         if self._has_news:

@@ -10,6 +10,7 @@ multiplies a rule is found at start (`models.linear`).
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.experts import expert_banks
 from qllm.models.fast import FastDriver, LayerDriver, ReplayDriver
 from qllm.models.invariance import find_invariance
-from qllm.models.linear import PLAIN, RowRule
+from qllm.models.linear import PLAIN, RowBlocks, RowRule
 from qllm.models.native import NativeDriver, is_usable, swiglu
 from qllm.models.packed import Head, Linears
+from qllm.plan import Op, OpKind
+from qllm.types import Driver
 
+RunOp = Callable[[Any, Op, int], int]
+"""Runs one op of a frame from a position; returns the next position, 0 when it is done."""
 _log = logging.getLogger("qllm")
 
 
@@ -61,10 +66,10 @@ class Compute:
         self.packs = kind == "fast"
         """Single queries that torch attends take the heads of a KV head as one matrix."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
-        rule, self.enters_rule = PLAIN, False
+        rule, self._enters_rule = PLAIN, False
         if batch_invariant:
             ours = self._ours(parts, covered)
-            rule, self.enters_rule = find_invariance(model, parts, self.drivers, ours)
+            rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
         self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
         self._linears = Linears(parts, rule, packs["linears"], self._native["linears"], covered)
@@ -80,6 +85,22 @@ class Compute:
     def leave(self) -> None:
         """Give the modules back what they had."""
         self._linears.undo()
+
+    def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
+        """Run those ops under the rule that call glue of the model; the others follow it anyway."""
+        if not self._enters_rule:
+            return
+
+        def ruled(run: RunOp) -> RunOp:
+            def call(frame: Any, op: Op, pos: int) -> int:
+                with RowBlocks(self.rule):
+                    return run(frame, op, pos)
+
+            return call
+
+        replays = any(driver.kind is Driver.REPLAY for driver in self.drivers)
+        for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if replays else ())):
+            ops[kind] = ruled(ops[kind])
 
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
         """Addresses of the weights that our kernels multiply."""

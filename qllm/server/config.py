@@ -1,6 +1,6 @@
 """Settings of the server, from a TOML file, the environment and flags; the later wins."""
 
-import os
+import json
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -145,8 +145,6 @@ def _file(path: Path | None) -> dict[str, Any]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    import json
-
     found: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
@@ -178,8 +176,3 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
             raise ConfigError(f"{config.api_key_file} holds no API key")
         keys += found
     return tuple(key for key in keys if key)
-
-
-def environment() -> dict[str, str]:
-    """The environment of this process."""
-    return dict(os.environ)

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from qllm.metrics import percentile
 from qllm.types import Priority, RequestStatus
 
 from .answers import EventStream, event
-from .errors import RESPONSES, ApiError
+from .errors import ApiError
 from .front import Front
 from .metrics import STATES
 from .probes import counts
@@ -22,6 +22,8 @@ MAX_SHOWN = 200
 """Requests that one event lists."""
 MAX_PREEMPTIONS = 50
 """Preemptions that one event lists."""
+MAX_READERS = 16
+"""Open pages; each looks at the engine four times a second."""
 TYPES = {"icon.svg": "image/svg+xml", "ui.css": "text/css", "ui.js": "text/javascript"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -111,9 +113,15 @@ def routes(front: Front) -> APIRouter:
             raise ApiError(404, f"there is no {name!r:.80}")
         return Response(pages[name], media_type=TYPES[name], headers=HEADERS)
 
-    @router.get("/ui/events", include_in_schema=False, responses=RESPONSES)
-    async def live(_: Request) -> Response:
+    readers: set[object] = set()
+
+    @router.get("/ui/events", include_in_schema=False)
+    async def live() -> Response:
         """Server-sent events: the state four times a second."""
-        return EventStream(events(front), lambda: None, {})
+        if len(readers) >= MAX_READERS:
+            raise ApiError(429, f"{MAX_READERS} pages are open already", retry_after_s=5)
+        reader = object()
+        readers.add(reader)
+        return EventStream(events(front), lambda: readers.discard(reader), {})
 
     return router

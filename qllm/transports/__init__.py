@@ -1,0 +1,1 @@
+"""Transports that need a library of their own."""

@@ -1,0 +1,77 @@
+"""What the tests of the process host share; policies here can be imported by an engine."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from families import make_model
+from test_api import byte_tokenizer
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.plan import Plan
+from qllm.policy import View, next_row
+from qllm.types import Cap
+
+SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
+LONG = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class FileGate:
+    """Plans nothing until a file exists; then everything, one by one."""
+
+    needs = Cap.NONE
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def plan(self, view: View) -> Plan:
+        if os.path.exists(self.path):
+            for r in view.requests:
+                row = next_row(r, view, view.max_step_tokens)
+                if view.blocks_needed(row) <= view.num_free_blocks:
+                    return Plan(rows=(row,))
+        return Plan(wait_until_ns=view.now_ns + 2_000_000)
+
+
+class Crash(FileGate):
+    """Ends the loop itself once the file is there."""
+
+    def plan(self, view: View) -> Plan:
+        if os.path.exists(self.path):
+            raise SystemExit("enough")
+        return super().plan(view)
+
+
+class Unpicklable(FileGate):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def save_model(folder: Path) -> str:
+    """A tiny model with room for long answers, and a tokenizer."""
+    made = make_model("mixtral")
+    made.config.max_position_embeddings = 2048
+    made.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def pid_of(engine: QLLMEngine) -> int:
+    return int(engine._host._process.pid)  # type: ignore[attr-defined]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,217 @@
+"""How engines in processes of their own end, and what keeps them from starting."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import make_model
+from hosts import (
+    LONG,
+    SETTINGS,
+    Crash,
+    FileGate,
+    Unpicklable,
+    is_alive,
+    pid_of,
+    save_model,
+    wait_for,
+)
+
+from qllm import QLLMEngine, QueueFull
+from qllm.errors import (
+    ConfigError,
+    EngineClosedError,
+    ModelError,
+    RequestFailedError,
+)
+from qllm.trace import Finished
+from qllm.types import FinishReason, RequestStatus
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.slow
+def test_closing_leaves_nothing(model: str, tmp_path: Path) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    pid = _serve_and_close(model, tmp_path)
+    assert left_in_shm(pid) == []
+    gc.collect()  # the mapping goes with its last reader
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def _serve_and_close(model: str, tmp_path: Path) -> int:
+    path = str(tmp_path / "socket")
+    engine = QLLMEngine.from_pretrained(
+        model, policy=FileGate(str(tmp_path / "open")), listen=path, max_waiting=3, record=True,
+        **SETTINGS,
+    )  # fmt: skip
+    pid = pid_of(engine)
+    handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE", "BE")]
+    with pytest.raises(QueueFull, match=r"3 requests wait already \(max_waiting=3\)"):
+        engine.submit("abc")
+    assert handles[0].status is RequestStatus.WAITING
+    handles[2].cancel()
+    assert handles[2].result(10).finish_reason is FinishReason.CANCELLED
+    wait_for(lambda: engine.num_waiting == 2)
+    (tmp_path / "open").touch()
+    next(iter(handles[0]))
+    assert not engine.drain(timeout_s=0.1)
+    with pytest.raises(EngineClosedError, match="drains"):
+        engine.submit("abc")
+    engine.close()
+    engine.close()
+    for handle in handles:
+        assert handle.result(0).finish_reason is FinishReason.CANCELLED
+    ends = [e.request_id for e in engine.trace.events if isinstance(e, Finished)]
+    assert sorted(ends) == [handle.number for handle in handles]
+    with pytest.raises(EngineClosedError, match="closed"):
+        engine.submit("abc")
+    with pytest.raises(EngineClosedError, match="closed"):
+        engine.checkpoint(tmp_path / "x")
+    assert not is_alive(pid)
+    assert not os.path.exists(path)
+    return pid
+
+
+def left_in_shm(*pids: int) -> list[str]:
+    """Files of ours; other programs have theirs there too."""
+    marks = ["qllm", *(str(pid) for pid in (os.getpid(), *pids))]
+    return [name for name in os.listdir("/dev/shm") if any(mark in name for mark in marks)]
+
+
+@pytest.mark.slow
+def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with QLLMEngine.from_pretrained(model, listen=path, **SETTINGS) as engine:
+        handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE", "BE")]
+        cancelled = engine.submit("abc", "BE", 1500, sampling=LONG)
+        other = QLLMEngine.attach(path)
+        theirs = other.submit("abc", "BE", 1500, sampling=LONG)
+        seen = next(iter(handles[0])).token_ids
+        read: list[Any] = []
+
+        def read_all() -> None:
+            try:
+                for piece in handles[0]:
+                    read.append(piece)
+            except RequestFailedError as error:
+                read.append(error)
+
+        reader = threading.Thread(target=read_all)
+        reader.start()
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        cancelled.cancel()
+        os.kill(pid_of(engine), signal.SIGKILL)
+        for handle in handles:
+            with pytest.raises(RequestFailedError, match=r"pid \d+. was killed by SIGKILL"):
+                handle.result(10)
+        with pytest.raises(RequestFailedError, match="the engine is gone"):
+            theirs.result(10)
+        reader.join(10)
+        assert read[0].token_ids == seen
+        assert isinstance(read[-1], RequestFailedError)
+        assert cancelled.result(10).finish_reason is FinishReason.CANCELLED
+        for call in (lambda: engine.submit("a"), engine.stats, lambda: engine.checkpoint("x")):
+            with pytest.raises(EngineClosedError, match="was killed by SIGKILL"):
+                call()
+        assert handles[0].status is RequestStatus.FINISHED
+        assert "was killed by SIGKILL" in (engine.failure or "")
+        assert "the engine is gone" in (other.failure or "")
+        other.close()
+        assert other.failure is None
+        pid = pid_of(engine)
+    assert not os.path.exists(path)
+    assert left_in_shm(pid) == []
+
+
+@pytest.mark.slow
+def test_a_crashed_loop_ends_every_handle(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = Crash(str(tmp_path / "crash"))
+    with QLLMEngine.from_pretrained(model, policy=policy, **SETTINGS) as engine:
+        handles = [engine.submit("abc", max_tokens=9) for _ in range(3)]
+        wait_for(lambda: engine.stats()["num_live"] == 3)
+        (tmp_path / "crash").touch()
+        for handle in handles:
+            with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
+                handle.result(20)
+        wait_for(lambda: not is_alive(pid_of(engine)))
+        with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
+            engine.submit("abc")
+    assert "SystemExit: enough" in capfd.readouterr().err
+
+
+def test_a_thread_drains_too() -> None:
+    with QLLMEngine.from_model(make_model("mixtral"), **SETTINGS) as engine:
+        handle = engine.submit([1, 2], max_tokens=400, sampling=LONG)
+        assert not engine.drain(timeout_s=0.001)
+        with pytest.raises(EngineClosedError, match="drains"):
+            engine.submit([1, 2])
+        assert engine.drain()
+        assert engine.failure is None
+        assert handle.result(0).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.slow
+def test_the_engine_ends_with_its_front_end(model: str) -> None:
+    code = f"""
+        import os, signal
+        from qllm import QLLMEngine, SamplingParams
+        engine = QLLMEngine.from_pretrained({model!r}, **{SETTINGS!r})
+        engine.submit("a", max_tokens=1900, sampling=SamplingParams(ignore_eos=True))
+        print(engine._host._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout)
+    wait_for(lambda: not is_alive(pid), 10)
+
+
+# -- what keeps it from starting
+
+
+def test_errors_of_loading_are_raised_here(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'"):
+        QLLMEngine.from_pretrained(model, policy="qllm3")
+    with pytest.raises(ConfigError, match=r"host='fork' is unknown; use one of process, thread"):
+        QLLMEngine.from_pretrained(model, host="fork")
+    with pytest.raises(ConfigError, match=r"listen='x' needs host='process'"):
+        QLLMEngine.from_pretrained(model, host="thread", listen="x")
+    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
+        QLLMEngine.from_pretrained(model, policy=Unpicklable())
+    with pytest.raises(ModelError, match=r"has no config\.json") as caught:
+        QLLMEngine.from_pretrained(str(tmp_path), **SETTINGS)
+    assert "In the engine's process" in caught.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
+    code = f"""
+        from qllm import QLLMEngine
+        from qllm.errors import ConfigError
+        class Mine:
+            pass
+        try:
+            QLLMEngine.from_pretrained({model!r}, policy=Mine())
+        except ConfigError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert "pass host='thread'" in done.stdout, done.stderr
+    assert done.returncode == 0
