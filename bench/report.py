@@ -26,6 +26,17 @@ Made by `python bench/report.py` from the files in [bench/results](../bench/resu
 comes from runs that alternate in one call. Intervals are 95 % bootstrap intervals. Open loop,
 fixed output lengths, greedy; a request that was not served in its window counts as a TTFT of at
 least its wait.
+
+```
+make bench-policies    every policy on one engine and in the simulator, about half an hour
+make bench-peers       the same trace against vLLM, transformers, llama.cpp and ours
+make bench-engine      the engine by itself
+make bench-report      this page and its figure
+qllm bench 300m --workload S2 --policy qllm2,chunked-priority:step_tokens=256/512
+qllm bench --url http://127.0.0.1:8000 --model NAME --trace azure.csv --scale be_share=0.8
+```
+
+`ARGS="--quick"` tries any of them in a few minutes; `ARGS="--rows S2"` measures a part again.
 """
 
 ENGINE_NOTES = """
