@@ -102,7 +102,7 @@ def _simulate(workload: Workload, seed: int, setting: Setting) -> dict[str, Any]
     )
     window = Window(start_s=WARMUP_S, end_s=workload.seconds - DRAIN_S, stop_s=workload.seconds)
     judged = {Priority.LS: SLO._replace(tpot_ms=100.0)}
-    found = engine_report(run.events, requests, window, slos=judged)
+    found = engine_report(run.trace, requests, window, slos=judged)
     offered = offered_rates(requests, workload.seconds)
     return {
         "classes": {name: found[name] for name in ("LS", "BE") if name in found},

@@ -164,6 +164,15 @@ def test_prefill_counts_by_layers_and_by_the_part_in_the_window() -> None:
     assert found["BE"]["prefill_tokens_per_s"] == pytest.approx(8 * 3 / 4 / 2)
 
 
+def test_a_program_under_way_at_the_stop_counts_for_its_part_alone() -> None:
+    requests = [spec(0.0, 10, name="be"), spec(0.9, 0, name="ls")]
+    stopped = Window(start_s=0.0, end_s=2.1, stop_s=2.1)  # 1 s of the last 2 is done
+    found = engine_report(events_of(), requests, stopped)
+    assert found["BE"]["prefill_tokens_per_s"] == pytest.approx((2 + 3) / 2.1)
+    assert found["BE"]["no_first_token"] == 1  # its token came after the stop
+    assert found["BE"]["ttft_ms"]["max"] == pytest.approx(2100.0)
+
+
 def test_a_trace_says_what_a_client_cannot() -> None:
     requests = [spec(0.0, 10, name="be"), spec(0.9, 0, name="ls"), spec(0.95, 0, name="refused")]
     found = engine_report(events_of(), requests, Window(start_s=0.0, end_s=4.0, stop_s=4.0))

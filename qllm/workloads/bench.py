@@ -157,7 +157,7 @@ def bench_engine(
             run = replay(serving, arrivals, load.total_s)
             shown = repr(serving.policy)
         slos: dict[int, Slo] = {Priority.LS: load.slo}
-        found = engine_report(run.events, requests, load.window, slos=slos, start_ns=run.start_ns)
+        found = engine_report(run.trace, requests, load.window, slos=slos, start_ns=run.start_ns)
         reports[variant.label] = found | {"policy": shown, "refused": run.refused}
     return {"model": model, **about, **_capacity(capacity), "runs": reports}
 
