@@ -73,7 +73,7 @@ class Run:
     def timing(self) -> Timing:
         """Of a window of S2, S3 and S7."""
         if self.quick:
-            return Timing(warmup_s=0.5, window_s=2.0, drain_s=0.2)
+            return Timing(warmup_s=0.3, window_s=1.5, drain_s=0.2)
         return Timing(warmup_s=2.0, window_s=self.args.seconds, drain_s=1.0)
 
     @property
@@ -131,10 +131,11 @@ def _held(name: str) -> Row:
         if not run.quick:
             timing = Timing(warmup_s=3.0, window_s=8.0, drain_s=1.0)
         found = held_row(run.bench, name, run.capacity, run.seeds, timing)
+        scarce = ", ".join(f"{key}={value}" for key, value in HELD[name].items())
         for setting, ratio in found["over_alone"].items():
             own = setting == "qllm2"
             table.add(
-                f"{name} ({HELD[name]}): LS TTFT p99 / LS alone, {setting}",
+                f"{name} ({scarce}): LS TTFT p99 / LS alone, {setting}",
                 ratio.text(),
                 f"<= {HELD_TARGET[name]}" if own else "",
                 ratio.value <= HELD_TARGET[name] if own else None,

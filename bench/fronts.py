@@ -22,6 +22,7 @@ SETTINGS = (
     "chunked-priority:step_tokens=128",
     "chunked-priority:step_tokens=256",
     "chunked-priority:step_tokens=512",
+    "chunked-priority:step_tokens=1024",
     "qllm2",
     "qllm2:ride_frac=1",
     "qllm2:ride_frac=4",
@@ -149,9 +150,9 @@ def pooled(
         out["be_ttft_p50_ms"] = float(np.median(waits)) if waits else None
         out["be_max_stall_ms"] = max(b["max_stall_ms"] for b in be)
         alone = [r["classes"]["BE"] for r in runs.get("BE alone", []) if "error" not in r]
-        if alone:
-            best = np.mean([b["prefill_tokens_per_s"] + b["output_tokens_per_s"] for b in alone])
-            out["be_harvest"] = out["be_tokens_per_s"] / float(best)
+        best = sum(b["prefill_tokens_per_s"] + b["output_tokens_per_s"] for b in alone)
+        if best:
+            out["be_harvest"] = out["be_tokens_per_s"] * len(alone) / best
     engine = [r["engine"] for r in served]
     latency = [e["preempt_latency_ms"]["p99"] for e in engine if e["preempt_latency_ms"]]
     out["preempt_latency_p99_ms"] = max(latency, default=None)

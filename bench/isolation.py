@@ -48,7 +48,12 @@ def _longest_program(engine: QLLMEngine, be: set[int]) -> float:
 
 
 def _decode_beside(
-    bench: Bench, setting: Setting, num_tokens: int, count: int, slo: Slo | None
+    bench: Bench,
+    setting: Setting,
+    num_tokens: int,
+    count: int,
+    slo: Slo | None,
+    solo_s: float,
 ) -> dict[str, list[float]]:
     """Gaps of LS decodes alone and while BE prompts run one after the other."""
     with bench.engine(setting) as engine:
@@ -57,9 +62,9 @@ def _decode_beside(
             for ids in prompts(bench, DECODERS, 64, 9000)
         ]
         numbers = [h.number for h in handles]
-        time.sleep(1.0)
+        time.sleep(solo_s / 3)
         start_ns = engine.now_ns()
-        time.sleep(3.0)
+        time.sleep(solo_s)
         turn_ns = engine.now_ns()
         for ids in prompts(bench, count, num_tokens, 0):
             engine.submit(ids, "BE", 1, sampling=GREEDY).result(600)
@@ -85,7 +90,8 @@ def decode_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
     """TBT p99 of LS decodes beside BE prefills of 2,048 tokens, against what is allowed."""
     num_tokens, count = (1024, 1) if quick else (2048, 4)
     out: dict[str, Any] = {"prompt_tokens": num_tokens, "decoders": DECODERS, "settings": {}}
-    solo = _decode_beside(bench, Setting("qllm2"), 64, 1, None)["solo_ms"]
+    solo_s = 1.0 if quick else 3.0
+    solo = _decode_beside(bench, Setting("qllm2"), 64, 1, None, solo_s)["solo_ms"]
     target_ms = TARGET * float(np.median(solo))
     for name in DECODE_SETTINGS:
         setting = Setting.parse(name)
@@ -93,7 +99,7 @@ def decode_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
             out["settings"][name] = {"missing": True}
             continue
         slo = Slo(tpot_ms=target_ms) if name == "qllm2" else None
-        found = _decode_beside(bench, setting, num_tokens, count, slo)
+        found = _decode_beside(bench, setting, num_tokens, count, slo, solo_s)
         entry: dict[str, Any] = {
             "solo_tbt_p50_ms": float(np.median(found["solo_ms"])),
             "solo_tbt_p99_ms": float(np.percentile(found["solo_ms"], 99)),

@@ -164,7 +164,7 @@ def run_requests(
         bound = getattr(engine.policy, "max_be_stall_ms", None)
     window = timing.window
     found = engine_report(
-        run.events, requests, window, slos={Priority.LS: slo}, start_ns=run.start_ns
+        run.trace, requests, window, slos={Priority.LS: slo}, start_ns=run.start_ns
     )
     served = served_of(run.events, requests, run.start_ns)
     offered = offered_rates(requests, timing.total_s)

@@ -106,6 +106,7 @@ class Bench:
             url=f"http://127.0.0.1:{place.port}",
             model=peer.served_model.format(model=self.model),
             bodies=peer.bodies,
+            fixed=peer.fixed,
             text_of=self.tokenizer.decode if peer.text else None,
             force_close=peer.force_close,
         )

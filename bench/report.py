@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fronts import points_of
+from fronts import ALONE, points_of
 from pareto import draw
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +26,17 @@ Made by `python bench/report.py` from the files in [bench/results](../bench/resu
 comes from runs that alternate in one call. Intervals are 95 % bootstrap intervals. Open loop,
 fixed output lengths, greedy; a request that was not served in its window counts as a TTFT of at
 least its wait.
+
+```
+make bench-policies    every policy on one engine and in the simulator, about half an hour
+make bench-peers       the same trace against vLLM, transformers, llama.cpp and ours
+make bench-engine      the engine by itself
+make bench-report      this page and its figure
+qllm bench 300m --workload S2 --policy qllm2,chunked-priority:step_tokens=256/512
+qllm bench --url http://127.0.0.1:8000 --model NAME --trace azure.csv --scale be_share=0.8
+```
+
+`ARGS="--quick"` tries any of them in a few minutes; `ARGS="--rows S2"` measures a part again.
 """
 
 ENGINE_NOTES = """
@@ -178,24 +189,19 @@ def _number(entry: dict[str, Any], key: str) -> str:
         return "-"
     if key in ("ls_slo_attainment", "be_harvest"):
         return f"{value:.0%}"
+    if key == "class_inversions":
+        return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) < 10 else f"{value:,.0f}"
 
 
+def _rates(rates: dict[str, float]) -> str:
+    return ", ".join(f"{name} {rate:.2f}/s" for name, rate in rates.items())
+
+
 def _front(result: dict[str, Any]) -> list[str]:
-    rates = result["nominal_per_s"]
-    shown = ", ".join(f"{name} {rate:.2f}/s" for name, rate in rates.items())
-    offered = next(
-        (
-            e["offered_per_s"]
-            for e in result["settings"].values()
-            if "BE" in (e.get("offered_per_s") or {})
-            and e["offered_per_s"]["BE"]
-            and e["offered_per_s"]["LS"]
-        ),
-        {},
-    )
-    came = ", ".join(f"{name} {rate:.2f}/s" for name, rate in offered.items())
-    lines = ["", f"Nominal {shown}; offered {came}.", ""]
+    mixed = [e["offered_per_s"] for name, e in result["settings"].items() if _is_mixed(name, e)]
+    offered = f"; offered {_rates(mixed[0])}, mean of the seeds" if mixed else ""
+    lines = ["", f"Nominal {_rates(result['nominal_per_s'])}{offered}.", ""]
     lines += ["| setting | " + " | ".join(title for title, _ in FRONT) + " |"]
     lines += ["|---|" + "---|" * len(FRONT)]
     for label, entry in result["settings"].items():
@@ -205,6 +211,10 @@ def _front(result: dict[str, Any]) -> list[str]:
         cells = [" / ".join(_number(entry, key) for key in keys) for _, keys in FRONT]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _is_mixed(name: str, entry: dict[str, Any]) -> bool:
+    return name not in ALONE and "offered_per_s" in entry
 
 
 SIM = (
@@ -222,8 +232,7 @@ def _simulated(result: dict[str, Any]) -> list[str]:
     config = json.dumps(result["config"])
     lines = ["", f"{result['model']} on {result['hardware']} ({result['note']}); engine {config}."]
     for title, entry in result["workloads"].items():
-        rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in entry["nominal_per_s"].items())
-        lines += ["", f"**{title}**: nominal {rates}", ""]
+        lines += ["", f"**{title}**: nominal {_rates(entry['nominal_per_s'])}", ""]
         lines += ["| setting | " + " | ".join(title for title, _ in SIM) + " |"]
         lines += ["|---|" + "---|" * len(SIM)]
         for name, found in entry["settings"].items():

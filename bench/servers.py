@@ -59,6 +59,7 @@ class Peer:
     served_model: str = "moe"
     """What requests call the model; `{model}` is its folder."""
     bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ("ignore_eos",)
     text: bool = False
     """Takes prompts as text only."""
     force_close: bool = False
@@ -192,8 +193,9 @@ PEERS: dict[str, Peer] = {
             command=_transformers_command,
             variables=lambda place: {"HF_HUB_OFFLINE": "1"},
             served_model="{model}",
-            bodies={p: {"ignore_eos": None, "min_tokens": None} for p in CLASSES},
+            fixed=(),  # its random weights end an answer seldom; early ends count as errors
             text=True,
+            force_close=True,
         ),
         Peer(
             name="llama.cpp",

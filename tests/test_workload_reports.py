@@ -164,6 +164,15 @@ def test_prefill_counts_by_layers_and_by_the_part_in_the_window() -> None:
     assert found["BE"]["prefill_tokens_per_s"] == pytest.approx(8 * 3 / 4 / 2)
 
 
+def test_a_program_under_way_at_the_stop_counts_for_its_part_alone() -> None:
+    requests = [spec(0.0, 10, name="be"), spec(0.9, 0, name="ls")]
+    stopped = Window(start_s=0.0, end_s=2.1, stop_s=2.1)  # 1 s of the last 2 is done
+    found = engine_report(events_of(), requests, stopped)
+    assert found["BE"]["prefill_tokens_per_s"] == pytest.approx((2 + 3) / 2.1)
+    assert found["BE"]["no_first_token"] == 1  # its token came after the stop
+    assert found["BE"]["ttft_ms"]["max"] == pytest.approx(2100.0)
+
+
 def test_a_trace_says_what_a_client_cannot() -> None:
     requests = [spec(0.0, 10, name="be"), spec(0.9, 0, name="ls"), spec(0.95, 0, name="refused")]
     found = engine_report(events_of(), requests, Window(start_s=0.0, end_s=4.0, stop_s=4.0))
@@ -316,15 +325,24 @@ def test_a_server_is_measured_from_when_requests_were_due(fake: FakeServer) -> N
     body = next(b for b in fake.bodies if len(b["prompt"]) == 9)
     assert body["priority"] == 10
     assert body["ignore_eos"] is True
-    assert body["min_tokens"] == body["max_tokens"] == 4
+    assert body["max_tokens"] == 4
 
 
 def test_the_body_of_a_class_has_the_last_word() -> None:
-    bodies = {10: {"priority": 7, "min_tokens": None}}
-    server = Server(url="", model="m", bodies=bodies, text_of=lambda ids: f"{len(ids)} ids")
+    bodies = {10: {"priority": 7, "temperature": None}}
+    server = Server(
+        url="",
+        model="m",
+        bodies=bodies,
+        fixed=("min_tokens",),
+        text_of=lambda ids: f"{len(ids)} ids",
+    )
     body = server.body(arrival(0.0, 9, Priority.BE))
     assert body["priority"] == 7
-    assert "min_tokens" not in body
+    assert body["min_tokens"] == 4
+    assert not {"temperature", "ignore_eos"} & body.keys()
+    with pytest.raises(ConfigError, match=r"\['eos'\]; known: ignore_eos, min_tokens"):
+        Server(url="", model="m", fixed=("eos",))
     assert body["prompt"] == "9 ids"
     assert class_bodies("service_tier")[0] == {"service_tier": "priority"}
     assert class_bodies("none") == {}

@@ -24,7 +24,10 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Azure or BurstGPT CSV, Mooncake or our own JSON lines.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Which ones, with commas between.")] = "qllm2",
+    policy: Annotated[
+        str,
+        typer.Option(help="With commas between; settings as NAME:KEY=VALUE, swept by KEY=A/B."),
+    ] = "qllm2",
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     seconds: Annotated[float, typer.Option(help="Length of the measured window.")] = 30.0,
     warmup: Annotated[float, typer.Option(help="Seconds before it.")] = 5.0,
@@ -37,7 +40,7 @@ def bench(
             "workload; be_share, be_where, start_s, rate_scale or limit of a trace.",
         ),
     ] = None,
-    slo: Annotated[str, typer.Option(help="TTFT,TPOT that LS is judged by, in ms.")] = "500,100",
+    slo: Annotated[str, typer.Option(help="What LS is judged by.")] = "ttft=500ms,tpot=100ms",
     capacity: Annotated[
         str | None, typer.Option(help="PREFILL,OUTPUT tokens/s; by default measured.")
     ] = None,
@@ -48,6 +51,10 @@ def bench(
     by: Annotated[
         str, typer.Option(help="How a server is told the class: priority, service_tier or none.")
     ] = "priority",
+    fixed: Annotated[
+        str,
+        typer.Option(help="How a server is told to answer in full: ignore_eos, min_tokens."),
+    ] = "ignore_eos",
     ls_body: Annotated[str, typer.Option(help="JSON added to LS requests; null removes.")] = "{}",
     be_body: Annotated[str, typer.Option(help="JSON added to BE requests; null removes.")] = "{}",
     text: Annotated[bool, typer.Option("--text", help="Send prompts as text, not ids.")] = False,
@@ -63,9 +70,9 @@ def bench(
     With --url, MODEL is only the tokenizer that prompts are made with.
     """
     quiet()
+    from qllm.simulation.variants import parse_slo, parse_variants
     from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
 
-    ttft_ms, tpot_ms = _two_numbers("--slo", slo)
     load = Load(
         name=workload,
         file=trace,
@@ -74,7 +81,7 @@ def bench(
         warmup_s=warmup,
         window_s=seconds,
         drain_s=drain,
-        slo=_slo(ttft_ms, tpot_ms),
+        slo=parse_slo(slo),
     )
     if url is None:
         if model is None:
@@ -82,17 +89,23 @@ def bench(
         document = bench_engine(
             model,
             load,
-            [name.strip() for name in policy.split(",") if name.strip()],
+            parse_variants(policy),
             threads=threads,
             capacity=_capacity(capacity),
             settings=dict(parse_setting(item) for item in setting or ()),
             say=_say,
         )
     else:
-        bodies = {"LS": ls_body, "BE": be_body}
         tokenizer = None if model is None else _tokenizer(model)
         document = bench_server(
-            _server(url, served_model or model, by, bodies, tokenizer if text else None, api_key),
+            _server(
+                url=url,
+                model=served_model or model,
+                bodies=_bodies(by, {"LS": ls_body, "BE": be_body}),
+                fixed=tuple(filter(None, fixed.split(","))),
+                text_of=tokenizer.decode if text and tokenizer is not None else None,
+                api_key=api_key,
+            ),
             load,
             capacity=_capacity(capacity),
             tokenizer=tokenizer,
@@ -112,26 +125,15 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _two_numbers(name: str, text: str) -> tuple[float, float]:
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{name} {text!r} must be two numbers with a comma between") from None
-    return first, second
-
-
-def _slo(ttft_ms: float, tpot_ms: float) -> Any:
-    from qllm.types import Slo
-
-    return Slo(ttft_ms, tpot_ms)
-
-
 def _capacity(text: str | None) -> "Capacity | None":
     from qllm.workloads.capacity import Capacity
 
     if text is None:
         return None
-    prefill, output = _two_numbers("--capacity", text)
+    try:
+        prefill, output = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--capacity {text!r} must be PREFILL,OUTPUT in tokens/s") from None
     return Capacity(prefill_tokens_per_s=prefill, output_tokens_per_s=output)
 
 
@@ -144,30 +146,24 @@ def _tokenizer(model: str) -> Any:
     return make(make_random_moe(size=model) if model in SIZES else model)
 
 
-def _server(
-    url: str,
-    name: str | None,
-    by: str,
-    class_body: dict[str, str],
-    tokenizer: Any,
-    api_key: str | None,
-) -> Any:
-    from qllm.types import Priority
-    from qllm.workloads.client import Server, class_bodies
+def _server(*, model: str | None, **fields: Any) -> Any:
+    from qllm.workloads.client import Server
 
-    if name is None:
+    if model is None:
         raise ConfigError("give --model, what the server calls its model")
+    return Server(model=model, **fields)
+
+
+def _bodies(by: str, more: dict[str, str]) -> dict[int, dict[str, Any]]:
+    """What is added to the requests of each class."""
+    from qllm.types import Priority
+    from qllm.workloads.client import class_bodies
+
     bodies = class_bodies(by)
     for priority in Priority:
         try:
-            more = json.loads(class_body[priority.name])
+            added = json.loads(more[priority.name])
         except ValueError as error:
             raise ConfigError(f"the body of {priority.name} is not JSON: {error}") from None
-        bodies[int(priority)] = {**bodies.get(int(priority), {}), **more}
-    return Server(
-        url=url,
-        model=name,
-        bodies=bodies,
-        text_of=None if tokenizer is None else tokenizer.decode,
-        api_key=api_key,
-    )
+        bodies[int(priority)] = {**bodies.get(int(priority), {}), **added}
+    return bodies

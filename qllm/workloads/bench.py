@@ -8,6 +8,7 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.random_moe import SIZES, make_random_moe, source_text
+from qllm.simulation.variants import Variant
 from qllm.types import Priority, Slo
 from qllm.workloads.capacity import Capacity, measure_capacity
 from qllm.workloads.client import Server, replay_http
@@ -103,14 +104,14 @@ def corpus_of(tokenizer: Any) -> Sequence[int]:
         rng = random.Random(0)
         return [rng.randrange(10, ANY_VOCABULARY) for _ in range(20_000)]
     text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
 def bench_engine(
     model: str,
     load: Load,
-    policies: Sequence[str],
+    policies: Sequence[Variant],
     *,
     threads: int | None,
     capacity: Capacity | None = None,
@@ -122,7 +123,7 @@ def bench_engine(
     Args:
         model: Alias, folder, hub id, or a size of `qllm.random_moe`.
         load: What arrives.
-        policies: Names of policies.
+        policies: With their settings.
         threads: That torch computes with.
         capacity: Of the machine; None measures it, if the load needs it.
         settings: Of every engine.
@@ -134,7 +135,7 @@ def bench_engine(
     loaded = load_model(make_random_moe(size=model) if model in SIZES else model)
     corpus = corpus_of(loaded.tokenizer)
 
-    def engine(policy: str) -> QLLMEngine:
+    def engine(policy: Any) -> QLLMEngine:
         return QLLMEngine.from_model(
             loaded.model,
             loaded.tokenizer,
@@ -150,14 +151,14 @@ def bench_engine(
     requests, about = load.requests(capacity)
     arrivals = with_tokens(requests, corpus, load.seed)
     reports: dict[str, Any] = {}
-    for policy in policies:
-        say(f"{policy}: {load.total_s:.0f} s, {len(arrivals)} requests")
-        with engine(policy) as serving:
+    for variant in policies:
+        say(f"{variant.label}: {load.total_s:.0f} s, {len(arrivals)} requests")
+        with engine(variant.make()) as serving:
             run = replay(serving, arrivals, load.total_s)
             shown = repr(serving.policy)
         slos: dict[int, Slo] = {Priority.LS: load.slo}
-        found = engine_report(run.events, requests, load.window, slos=slos, start_ns=run.start_ns)
-        reports[policy] = found | {"policy": shown, "refused": run.refused}
+        found = engine_report(run.trace, requests, load.window, slos=slos, start_ns=run.start_ns)
+        reports[variant.label] = found | {"policy": shown, "refused": run.refused}
     return {"model": model, **about, **_capacity(capacity), "runs": reports}
 
 

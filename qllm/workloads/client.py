@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 TIERS = {Priority.LS: "priority", Priority.BE: "flex"}
 """`service_tier` of the classes."""
 BY = ("priority", "service_tier", "none")
+FIXED: Mapping[str, Callable[[int], Any]] = {
+    "ignore_eos": lambda max_tokens: True,
+    "min_tokens": lambda max_tokens: max_tokens,
+}
+"""Fields, by `max_tokens`, that keep an answer from ending early."""
 
 
 def class_bodies(by: str) -> dict[int, dict[str, Any]]:
@@ -51,11 +56,17 @@ class Server:
     model: str
     bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Fields added to the requests of a class, over all others; None removes one."""
+    fixed: tuple[str, ...] = ("ignore_eos",)
+    """Names of `FIXED`: how this server is told to produce all `max_tokens`."""
     text_of: Callable[[Sequence[int]], str] | None = None
     """Sends prompts as text; without it as token ids."""
     api_key: str | None = None
     force_close: bool = False
     """A fresh connection per request, for servers that close kept ones."""
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.fixed) - set(FIXED):
+            raise ConfigError(f"fixed lengths by {sorted(unknown)}; known: {', '.join(FIXED)}")
 
     def body(self, arrival: Arrival) -> dict[str, Any]:
         """The JSON of one request: greedy, streamed, exactly `max_tokens` out."""
@@ -64,11 +75,10 @@ class Server:
             "model": self.model,
             "prompt": ids if self.text_of is None else self.text_of(ids),
             "max_tokens": arrival.max_tokens,
-            "min_tokens": arrival.max_tokens,
-            "ignore_eos": True,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **{name: FIXED[name](arrival.max_tokens) for name in self.fixed},
             **self.bodies.get(arrival.priority, {}),
         }
         return {key: value for key, value in body.items() if value is not None}

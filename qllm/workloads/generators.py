@@ -206,8 +206,10 @@ class Workload:
         share = self.ls_share
         if share is not None and (base.ls_share is None or not 0 <= share <= 1):
             raise ConfigError(f"ls_share={share!r} must be in [0, 1], and only S1, S8, S9 take it")
-        if self.cv is not None and not isinstance(base.ls.arrivals, Gamma):
-            raise ConfigError(f"cv={self.cv!r}: the LS arrivals of {self.name} are not Gamma")
+        if self.cv is not None:
+            Gamma(cv=self.cv)
+            if not isinstance(base.ls.arrivals, Gamma):
+                raise ConfigError(f"cv={self.cv!r}: the LS arrivals of {self.name} are not Gamma")
         for name in ("seconds", "load", "length_scale", "ls_scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -43,18 +43,21 @@ def engine_report(
     """`report` of a trace by class, and what only a trace can say, the latter under "engine" too.
 
     Prefill is counted as it is computed, a part of the layers as that part; stalls, preemptions
-    and recomputed tokens are those of the whole run.
+    and recomputed tokens are those of the whole run, until it was stopped.
 
     Args:
-        events: All events of the run, in order.
+        events: All events in order, those after the stop included: a program that was under way
+            has its work counted up to the end of the window.
         requests: The workload, by whose names the events are told apart.
         window: What is measured.
         slos: Targets by priority.
         start_ns: When the run started, on the clock of the events.
     """
-    events = tuple(events)
+    everything = tuple(events)
+    prefilled = _Prefill(window, start_ns).of(everything)
+    stop_ns = start_ns + round(window.stop_s * NS_PER_S)
+    events = [e for e in everything if e.at_ns <= stop_ns]
     out = report(served_of(events, requests, start_ns), window, slos)
-    prefilled = _Prefill(window, start_ns).of(events)
     for priority, of_class in _by_class(events).items():
         entry = out.get(class_name(priority))
         if entry is None:
