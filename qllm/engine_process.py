@@ -136,6 +136,18 @@ class EngineProcess:
         attendant = self._attend(self._owner, OWNER)
         try:
             listener = _listener(self._start.listen)
+        except ConfigError as error:
+            self._owner.send(("failed", error))
+            return 1
+        try:
+            return self._run(attendant, listener)
+        finally:
+            if self._start.listen is not None:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._start.listen)
+
+    def _run(self, attendant: threading.Thread, listener: socket.socket | None) -> int:
+        try:
             self._core = core = self._load()
         except Exception as error:  # noqa: BLE001 - raised again in the front end
             self._owner.send(("failed", portable_error(error)))
