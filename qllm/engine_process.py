@@ -140,16 +140,9 @@ class EngineProcess:
             self._owner.send(("failed", error))
             return 1
         try:
-            return self._run(attendant, listener)
-        finally:
-            if self._start.listen is not None:
-                with suppress(FileNotFoundError):
-                    os.unlink(self._start.listen)
-
-    def _run(self, attendant: threading.Thread, listener: socket.socket | None) -> int:
-        try:
             self._core = core = self._load()
         except Exception as error:  # noqa: BLE001 - raised again in the front end
+            self._unlink()
             self._owner.send(("failed", portable_error(error)))
             return 1
         freeze_garbage()
@@ -161,11 +154,18 @@ class EngineProcess:
             self._control.error = crash_text(crash)
             traceback.print_exception(crash)
         core.end_all(list(core.loop.live), crash)
+        self._unlink()
         self._send_rest()
         self._ended.set()
         if crash is None:
             attendant.join(GRACE_S)
         return 0 if crash is None else 1
+
+    def _unlink(self) -> None:
+        """Nobody else attaches."""
+        if self._start.listen is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._start.listen)
 
     def _load(self) -> Core:
         start = self._start
