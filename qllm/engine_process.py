@@ -288,10 +288,10 @@ class EngineProcess:
         sys.stderr.write(f"qllm: front end {number} is cut off: {why}\n")
         if number == OWNER:
             self._control.error = why
-        with (
-            suppress(OSError),
-            socket.socket(fileno=os.dup(self._connections[number].fileno())) as link,
-        ):
+        connection = self._connections.get(number)
+        if connection is None:  # it has left
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
 
     def _left(self, number: int) -> None:
