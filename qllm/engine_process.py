@@ -35,6 +35,7 @@ from qllm.ingress import Call, Cancel
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
 from qllm.plugins import load_policy
 from qllm.trace import Event
@@ -214,7 +215,7 @@ class EngineProcess:
             core.info,
             config,
             core.trace.meta,
-            self._start.model,
+            _found_anywhere(self._start.model),
             bool(self._start.load.get("trust_remote_code")),
         )
         control, engine = self._control.segment, self._ingress.doorbell
@@ -380,6 +381,12 @@ def portable_error(error: Exception) -> Exception:
         return QllmError(f"{type(error).__name__}: {error}")
     error.add_note(f"In the engine's process:\n{''.join(traceback.format_exception(error))}")
     return error
+
+
+def _found_anywhere(model: str) -> str:
+    """The name of a model for a process that may have another working directory."""
+    is_folder = model not in ("tiny", *ALIASES) and os.path.isdir(model)
+    return os.path.abspath(model) if is_folder else model
 
 
 def _listener(path: str | None) -> socket.socket | None:
