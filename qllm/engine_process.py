@@ -35,6 +35,7 @@ from qllm.ingress import Call, Cancel
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
 from qllm.plugins import load_policy
 from qllm.trace import Event
@@ -136,8 +137,13 @@ class EngineProcess:
         attendant = self._attend(self._owner, OWNER)
         try:
             listener = _listener(self._start.listen)
+        except ConfigError as error:
+            self._owner.send(("failed", error))
+            return 1
+        try:
             self._core = core = self._load()
         except Exception as error:  # noqa: BLE001 - raised again in the front end
+            self._unlink()
             self._owner.send(("failed", portable_error(error)))
             return 1
         freeze_garbage()
@@ -149,11 +155,18 @@ class EngineProcess:
             self._control.error = crash_text(crash)
             traceback.print_exception(crash)
         core.end_all(list(core.loop.live), crash)
+        self._unlink()
         self._send_rest()
         self._ended.set()
         if crash is None:
             attendant.join(GRACE_S)
         return 0 if crash is None else 1
+
+    def _unlink(self) -> None:
+        """Nobody else attaches."""
+        if self._start.listen is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._start.listen)
 
     def _load(self) -> Core:
         start = self._start
@@ -202,7 +215,7 @@ class EngineProcess:
             core.info,
             config,
             core.trace.meta,
-            self._start.model,
+            _found_anywhere(self._start.model),
             bool(self._start.load.get("trust_remote_code")),
         )
         control, engine = self._control.segment, self._ingress.doorbell
@@ -276,10 +289,10 @@ class EngineProcess:
         sys.stderr.write(f"qllm: front end {number} is cut off: {why}\n")
         if number == OWNER:
             self._control.error = why
-        with (
-            suppress(OSError),
-            socket.socket(fileno=os.dup(self._connections[number].fileno())) as link,
-        ):
+        connection = self._connections.get(number)
+        if connection is None:  # it has left
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
 
     def _left(self, number: int) -> None:
@@ -368,6 +381,12 @@ def portable_error(error: Exception) -> Exception:
         return QllmError(f"{type(error).__name__}: {error}")
     error.add_note(f"In the engine's process:\n{''.join(traceback.format_exception(error))}")
     return error
+
+
+def _found_anywhere(model: str) -> str:
+    """The name of a model for a process that may have another working directory."""
+    is_folder = model not in ("tiny", *ALIASES) and os.path.isdir(model)
+    return os.path.abspath(model) if is_folder else model
 
 
 def _listener(path: str | None) -> socket.socket | None:

@@ -240,10 +240,11 @@ class ProcessHost(Host):
         del self.handles[request_id]
 
     def _end_all(self, why: str | None) -> None:
+        why = why or self._why()
         with self.door:
-            self._over = why or self._why()
+            self._over = why
         for request_id, entry in list(self._open.items()):
-            reason, error = entry.ended or (FinishReason.ERROR, self._over)
+            reason, error = entry.ended or (FinishReason.ERROR, why)
             self._finish(request_id, entry, reason, error, entry.unknown)
 
     def _why(self) -> str:

@@ -108,7 +108,11 @@ def test_stop_strings_end_an_answer_where_they_end_it_on_a_thread(
         assert pieces == got.text == want.text
         assert visible(got)[:6] == visible(want)[:6]
         assert got.metrics.num_output_tokens == len(got.token_ids)
+    long = engine.submit("q", max_tokens=1500, sampling=sampling, stop=whole.text[:2])
+    assert long.result(60).text == ""
     wait_for(lambda: engine.stats()["num_live"] == 0)
+    ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
+    assert ends[long.number] is FinishReason.STOP, "the engine went on to the end"
 
 
 def test_every_way_to_wait(engine: QLLMEngine) -> None:

@@ -193,9 +193,15 @@ def test_errors_of_loading_are_raised_here(model: str, tmp_path: Path) -> None:
         QLLMEngine.from_pretrained(model, host="thread", listen="x")
     with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
         QLLMEngine.from_pretrained(model, policy=Unpicklable())
+    path = tmp_path / "socket"
     with pytest.raises(ModelError, match=r"has no config\.json") as caught:
-        QLLMEngine.from_pretrained(str(tmp_path), **SETTINGS)
+        QLLMEngine.from_pretrained(str(tmp_path), listen=str(path), **SETTINGS)
     assert "In the engine's process" in caught.value.__notes__[0]
+    assert not path.exists()
+    path.touch()
+    with pytest.raises(ConfigError, match="give a path that does not exist yet"):
+        QLLMEngine.from_pretrained(model, listen=str(path), **SETTINGS)
+    assert path.exists(), "it is not ours"
 
 
 @pytest.mark.slow

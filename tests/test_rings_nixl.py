@@ -119,6 +119,7 @@ def _fill(pair: Pair) -> None:
 
 
 def test_an_idle_engine_naps_and_sees_what_comes(pair: Pair) -> None:
+    assert pair.ingress.drain() == []
     start = time.monotonic()
     pair.ingress.wait(20_000_000)
     assert 0.02 <= time.monotonic() - start < 2

@@ -194,6 +194,21 @@ def test_front_ends_do_not_mix(make_rig: Callable[..., Rig]) -> None:
     assert list(rig.front_ends[1].receive()) == []
 
 
+def test_what_was_put_before_its_front_end_was_attached_is_seen(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(front_ends=2)
+    lane = rig.ingress.lanes.pop(1)
+    number = rig.submit(0, front_end=1)
+    assert rig.ingress.drain() == []
+    rig.ingress.attach(lane)
+    start = time.monotonic()
+    rig.ingress.wait(None)
+    assert time.monotonic() - start < 0.5
+    assert rig.ingress.stop.word == 0
+    assert ids_of(rig.ingress.drain()) == [number]
+
+
 def test_detaching_forgets_what_was_taken_and_not_drained(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(front_ends=2)
     rig.submit(0, front_end=1)
@@ -278,6 +293,7 @@ def test_statistics_are_read_whole(make_rig: Callable[..., Rig]) -> None:
 
 def test_waiting_ends_at_an_arrival_or_at_its_time(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
+    assert rig.ingress.drain() == []
     start = time.monotonic()
     rig.ingress.wait(5_000_000)
     assert 0.004 < time.monotonic() - start < 1

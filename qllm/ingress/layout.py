@@ -177,13 +177,17 @@ def body_struct(record: Dtype) -> struct.Struct:
     return struct.Struct("<" + "".join(codes))
 
 
+def offset(block: Dtype, name: str) -> int:
+    """Where a field starts, in bytes."""
+    assert block.fields is not None
+    return int(block.fields[name][1])
+
+
 def cell(block: Dtype, name: str) -> int:
     """The index of an 8-byte field in a view of 8-byte words."""
-    assert block.fields is not None
-    field, offset = block.fields[name][:2]
-    assert field.itemsize == 8
-    assert offset % 8 == 0
-    return int(offset) // 8
+    assert block[name].itemsize == 8
+    assert offset(block, name) % 8 == 0
+    return offset(block, name) // 8
 
 
 def _fields(dtype: Dtype) -> Iterator[tuple[str, Dtype]]:

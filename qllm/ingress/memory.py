@@ -11,10 +11,18 @@ import select
 from typing import NamedTuple, Self
 
 from qllm.errors import ConfigError
-from qllm.ingress.layout import CONTROL_BLOCK, FRONT_END, MAGIC, MAX_ERROR_BYTES, VERSION, cell
+from qllm.ingress.layout import (
+    CONTROL_BLOCK,
+    FRONT_END,
+    MAGIC,
+    MAX_ERROR_BYTES,
+    VERSION,
+    cell,
+    offset,
+)
 
 _PAGE = 4096
-_ERROR_AT = int(CONTROL_BLOCK.fields["error"][1]) if CONTROL_BLOCK.fields else 0
+_ERROR_AT = offset(CONTROL_BLOCK, "error")
 
 
 def available() -> bool:

@@ -243,6 +243,7 @@ class ShmIngress:
     def attach(self, lane: Lane) -> None:
         """Serve one more front end."""
         self.lanes[lane.number] = lane
+        self.stop.seen = -1  # what it has put already was seen without it
 
     def wait(self, timeout_ns: int | None) -> None:
         """Sleep until something arrives or the time has passed; at most `BEAT_NS`."""
