@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Serving, serving, tiny_engine, until
+from serving import Broken, Serving, serving, tiny_engine, until
 
-from qllm.errors import InvalidRequestError, RequestFailedError
+from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from qllm.llm import QLLMEngine
 from qllm.prompts import render_chat
 from qllm.server.front import _pump, flat_message
@@ -321,17 +321,15 @@ def test_a_failure_reaches_the_reader(error: Exception) -> None:
     assert str(error) in str(found) or found is error
 
 
-def test_a_request_that_fails_in_the_engine(
-    client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such expert")
-
-    monkeypatch.setattr(engine._runner, "run", fail)
-    with pytest.raises(openai.InternalServerError, match="no such expert"):
-        client.completions.create(model="tiny", prompt="a")
-    with pytest.raises(openai.APIError, match="no such expert"):
-        list(client.completions.create(model="tiny", prompt="a", stream=True))
+def test_a_request_that_fails_in_the_engine() -> None:
+    with tiny_engine(policy=Broken()) as engine, serving(engine) as served:
+        client = served.client()
+        with pytest.raises(openai.InternalServerError, match="no such request"):
+            client.completions.create(model="tiny", prompt="a")
+        with pytest.raises(openai.APIError, match="no such request"):
+            list(client.completions.create(model="tiny", prompt="a", stream=True))
+        labels = {"class": "LS", "finished_reason": "error"}
+        until(lambda: served.metric("qllm:request_success_total", **labels) == 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -420,6 +418,17 @@ def test_probes(served: Serving) -> None:
         answer = other.get("/ready")
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
         assert other.get("/health").status_code == 503
+
+
+def test_metrics_of_an_engine_that_is_gone(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> None:
+        raise EngineClosedError("the engine was closed")
+
+    monkeypatch.setattr(engine, "stats", gone)
+    assert "qllm:request_success_total" in served.get("/metrics").text
+    assert served.get("/ui/events").text == ""
 
 
 def test_only_text_parts() -> None:

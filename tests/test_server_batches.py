@@ -298,11 +298,12 @@ class Process:
     def __init__(self, state: Path) -> None:
         log = state / f"log-{time.monotonic_ns()}"
         code = "from qllm.cli import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", "tiny", "--port", "0", "--threads", "1",
-             "--state-dir", str(state)],
-            stderr=log.open("w"), env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, "serve", "tiny", "--port", "0", "--threads", "1",
+                 "--state-dir", str(state)],
+                stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
         until(lambda: self.process.poll() is not None or "http://" in log.read_text(), 120)
         url = re.search(r"http://\S+", log.read_text())
         assert url, log.read_text()

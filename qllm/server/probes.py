@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -52,9 +53,10 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
-        stats = await asyncio.to_thread(front.engine.stats)
-        front.metrics.observe(stats, counts(front))
+        """For Prometheus; of an engine that has ended, what was counted before."""
+        with suppress(EngineClosedError):
+            stats = await asyncio.to_thread(front.engine.stats)
+            front.metrics.observe(stats, counts(front))
         return Response(front.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Response
 
+from qllm.errors import EngineClosedError
 from qllm.metrics import percentile
 from qllm.types import Priority, RequestStatus
 
@@ -88,11 +90,12 @@ class View:
 
 
 async def events(front: Front) -> AsyncIterator[str]:
-    """The state, again and again, until the server drains."""
+    """The state, again and again, until the server drains or the engine has ended."""
     view = View(front)
-    while not front.draining.is_set():
-        yield event(await view.look())
-        await asyncio.sleep(PERIOD_S)
+    with suppress(EngineClosedError):
+        while not front.draining.is_set():
+            yield event(await view.look())
+            await asyncio.sleep(PERIOD_S)
 
 
 def routes(front: Front) -> APIRouter:
