@@ -350,18 +350,19 @@ def _loads(part: _Part, place: int) -> int:
 def _part(
     program: Program, stretch: Stretch, prices: Prices, first_op: int, begin_ns: int, loads: int
 ) -> _Part:
-    found = [prices.of(program, op) for op in stretch.ops]
+    ops = stretch.in_layer(stretch.start)
+    found = [prices.of(program, op) for op in ops]
     units, unit_ns = zip(*found, strict=True)
     return _Part(
         first_op=first_op,
         begin_ns=begin_ns,
         loads=loads,
-        ops=stretch.ops,
+        ops=ops,
         units=units,
         unit_ns=unit_ns,
         ends_ns=tuple(accumulate(map(mul, units, unit_ns))),
         layer_loads=sum(
-            num for op, num in zip(stretch.ops, units, strict=True) if op.kind is OpKind.EXPERTS
+            num for op, num in zip(ops, units, strict=True) if op.kind is OpKind.EXPERTS
         ),
         start=stretch.start,
         num_layers=stretch.end - stretch.start,
