@@ -25,14 +25,14 @@ from qllm.decision import (
     Patience,
     Split,
 )
-from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
+from qllm.errors import CheckpointError, InvariantError, PolicyError
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.ranking import Ranking
 from qllm.request import Request
 from qllm.shapes import ride_credit_ns, shape_plan
 from qllm.types import NS_PER_S, Cap, FrameId, Frontier, RequestId
-from qllm.validate import broken_rule, check_state, malformed
+from qllm.validate import broken_rule, check_state, malformed, refuse_policy
 from qllm.victims import BadVictimError, victims_for
 
 CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
@@ -43,16 +43,7 @@ class Scheduler:
     """State of the decisions. One owner: the engine loop."""
 
     def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
-        missing = policy.needs & ~CAPABILITIES
-        if missing:
-            raise ConfigError(
-                f"policy {type(policy).__name__} needs {missing}, which this engine does not "
-                f"have; it has {CAPABILITIES}"
-            )
-        if not isinstance(policy, RankPolicy) and not callable(getattr(policy, "plan", None)):
-            raise ConfigError(
-                f"policy {type(policy).__name__} is neither a RankPolicy nor has a plan(view)"
-            )
+        refuse_policy(policy, CAPABILITIES)
         self.policy = policy
         self.shape = shape
         self.cuts = cuts

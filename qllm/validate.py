@@ -5,11 +5,29 @@ from typing import Any
 
 from qllm.blocks import BlockPool
 from qllm.decision import Parked
-from qllm.errors import InvariantError
+from qllm.errors import ConfigError, InvariantError
 from qllm.plan import Plan, Row
-from qllm.policy import View
+from qllm.policy import RankPolicy, View
 from qllm.request import Request
-from qllm.types import FrameId, Grain, RequestId
+from qllm.types import Cap, FrameId, Grain, RequestId
+
+
+def refuse_policy(policy: Any, capabilities: Cap) -> None:
+    """Refuse what cannot be asked for plans (I7).
+
+    Raises:
+        ConfigError: It needs a capability the engine lacks, or plans in neither way.
+    """
+    missing = policy.needs & ~capabilities
+    if missing:
+        raise ConfigError(
+            f"policy {type(policy).__name__} needs {missing}, which this engine does not have; it "
+            f"has {capabilities}"
+        )
+    if not isinstance(policy, RankPolicy) and not callable(getattr(policy, "plan", None)):
+        raise ConfigError(
+            f"policy {type(policy).__name__} is neither a RankPolicy nor has a plan(view)"
+        )
 
 
 def malformed(plan: Any) -> str | None:
