@@ -94,6 +94,15 @@ def test_linear_stacks_weights_and_adds_biases() -> None:
     close(cpu.Matrix(weights, biases).linear(x), expected, 0.6)
 
 
+def test_an_arena_gives_out_memory_once() -> None:
+    arena = cpu.Arena()
+    taken = [arena.take(3, 50), arena.take(7), arena.take(cpu.ARENA_NUMEL), arena.take(64)]
+    for i, part in enumerate(taken):
+        part.fill_(i)
+    assert all((part == i).all() for i, part in enumerate(taken))
+    assert all(part.data_ptr() % 64 == 0 for part in taken)
+
+
 def test_a_transposed_weight_is_packed_by_its_strides() -> None:
     weight, x = rand(64, 40), rand(3, 64, seed=1)
     packed = cpu.Matrix([weight.t()]).linear(x)
@@ -144,7 +153,7 @@ def test_rms_norm_is_that_of_the_modules(width: int) -> None:
 @pytest.mark.parametrize("make", [qwen3, mixtral])
 def test_the_router_chooses_and_weighs_as_the_module(make: Any) -> None:
     parts = discover(make()).layers[0]
-    ours, theirs = NativeDriver(parts), FastDriver(parts)
+    ours, theirs = NativeDriver(parts, cpu.Arena()), FastDriver(parts)
     mid = rand(50, WIDTH, seed=5)
     found, expected = ours.route(mid, mid), theirs.route(mid, mid)
     same = (found.ids_TK == expected.ids_TK).all(1)
@@ -180,7 +189,7 @@ def attend_both(model: nn.Module, spans: list[tuple[int, int]], warm: int) -> tu
     rope = RopeTable(parts.rotary_emb, torch.device("cpu"), torch.bfloat16)
     num = sum(hi - lo for lo, hi in spans)
     outs = []
-    for driver in (NativeDriver(layer), FastDriver(layer)):
+    for driver in (NativeDriver(layer, cpu.Arena()), FastDriver(layer)):
         install([p.self_attn for p in parts.layers])
         made, at = [], 0
         for i, (lo, hi) in enumerate(spans):
@@ -216,7 +225,7 @@ def test_attention_is_that_of_the_modules(
 
 def test_one_query_attends_all_keys_and_no_others() -> None:
     model = qwen3()
-    driver = NativeDriver(discover(model).layers[0])
+    driver = NativeDriver(discover(model).layers[0], cpu.Arena())
     kernel: Any = driver._attention
     kv = RequestKV(2, 300)
     k, v = rand(1, GROUPS, 280, HEAD, seed=1), rand(1, GROUPS, 280, HEAD, seed=2)
@@ -236,7 +245,7 @@ def test_one_query_attends_all_keys_and_no_others() -> None:
 
 def test_dead_tokens_give_zeros_to_the_projection() -> None:
     model = qwen3()
-    driver = NativeDriver(discover(model).layers[0])
+    driver = NativeDriver(discover(model).layers[0], cpu.Arena())
     parts = discover(model)
     rope = RopeTable(parts.rotary_emb, torch.device("cpu"), torch.bfloat16)
     x = rand(3, WIDTH)

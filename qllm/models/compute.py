@@ -56,13 +56,15 @@ class Compute:
         batch_invariant: bool = False,
         max_packed_bytes: int = 0,
     ) -> None:
-        sizes = _sizes(parts)
+        sizes, arena = _sizes(parts), cpu.Arena()
         packs = {name: 0 < size <= max_packed_bytes for name, size in sizes.items()}
         native = kind == "fast" and cpu.MISSING is None
         if kind == "fast" and cpu.MISSING is not None:
             _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
         self._native = {name: native and fits for name, fits in packs.items()}
-        self.drivers = tuple(driver_for(p, self._native["linears"]) for p in parts.layers)
+        self.drivers = tuple(
+            driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
+        )
         self.packs = kind == "fast"
         """Single queries that torch attends take the heads of a KV head as one matrix."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
@@ -72,8 +74,10 @@ class Compute:
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
         self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
-        self._linears = Linears(parts, rule, packs["linears"], self._native["linears"], covered)
-        self.head = Head(parts.lm_head, rule, packs["head"], self._native["head"])
+        self._linears = Linears(
+            parts, rule, packs["linears"], self._native["linears"], covered, arena
+        )
+        self.head = Head(parts.lm_head, rule, packs["head"], self._native["head"], arena)
         tuned = kind == "fast" and parts.lm_head.weight.dtype is torch.bfloat16
         self.is_exact = not tuned and rule is PLAIN
         """Results have the bits of `model.forward`."""
@@ -157,8 +161,11 @@ def _sizes(parts: ModelParts) -> dict[str, int]:
     return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
 
 
-def driver_for(parts: LayerParts, native: bool) -> LayerDriver:
-    """The driver that `discover` chose for a layer; a dense layer of unknown glue is replayed."""
+def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
+    """The driver that `discover` chose for a layer; with our kernels if an arena is given.
+
+    A dense layer of unknown glue is replayed.
+    """
     if parts.input_layernorm is None:
         return ReplayDriver(parts)
-    return NativeDriver(parts) if native else FastDriver(parts)
+    return FastDriver(parts) if arena is None else NativeDriver(parts, arena)

@@ -69,8 +69,9 @@ def swiglu(experts: Any) -> bool:
 class NativeDriver(FastDriver):
     """A layer of known glue; each part with our kernels if it can be."""
 
-    def __init__(self, parts: LayerParts) -> None:
+    def __init__(self, parts: LayerParts, arena: cpu.Arena) -> None:
         super().__init__(parts)
+        self._arena = arena
         self._attention: cpu.Attention | None = None
         self._router_kernel: cpu.Router | None = None
         self.covered: tuple[nn.Module, ...] = ()
@@ -116,7 +117,7 @@ class NativeDriver(FastDriver):
         self._kv_heads = attn.k_proj.out_features // attn.head_dim
         self._head_dim = attn.head_dim
         self._attention = cpu.Attention(
-            cpu.Matrix([x.weight.detach() for x in qkv], [x.bias for x in qkv]),
+            cpu.Matrix([x.weight.detach() for x in qkv], [x.bias for x in qkv], self._arena),
             norm.weight.detach(),
             norm.variance_epsilon,
             num_heads=self._heads,
@@ -125,7 +126,7 @@ class NativeDriver(FastDriver):
             scale=attn.scaling,
             qk_norm=qk_norm,
         )
-        self._out = cpu.Matrix([attn.o_proj.weight.detach()], [attn.o_proj.bias])
+        self._out = cpu.Matrix([attn.o_proj.weight.detach()], [attn.o_proj.bias], self._arena)
         self._index = attn.layer_idx
         self.covered += (*qkv, attn.o_proj)
 

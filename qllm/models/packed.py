@@ -72,6 +72,7 @@ class Linears:
         packs: Copy weights into a faster layout.
         native: That of our kernels, where they can read a weight.
         covered: Modules that are never called.
+        arena: Where weights for our kernels lie.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Linears:
         packs: bool,
         native: bool,
         covered: Container[nn.Module],
+        arena: cpu.Arena,
     ) -> None:
         self._forwards: list[tuple[nn.Linear, Linear]] = []
         self.kernels: Counter[str] = Counter()
@@ -95,7 +97,7 @@ class Linears:
             kernel = "torch linear"
             forward: Linear | None = None
             if native and is_usable(weight):
-                kernel, forward = f"qllm {cpu.kind()}", cpu.Matrix([weight], [bias]).linear
+                kernel, forward = f"qllm {cpu.kind()}", cpu.Matrix([weight], [bias], arena).linear
             elif packs and (packed := pack(weight)) is not None:
                 key = (tuple(weight.shape), bias is not None)
                 if key not in exact:
@@ -132,7 +134,9 @@ def _packed_forward(packed: Tensor, bias_N: Tensor | None, rule: RowRule) -> Lin
 class Head:
     """The output head as vocabulary blocks, so that a segment can be a part of it."""
 
-    def __init__(self, lm_head: nn.Linear, rule: RowRule, packs: bool, native: bool) -> None:
+    def __init__(
+        self, lm_head: nn.Linear, rule: RowRule, packs: bool, native: bool, arena: cpu.Arena
+    ) -> None:
         self._rule = rule
         weight = lm_head.weight.detach()
         bias = None if lm_head.bias is None else lm_head.bias.detach()
@@ -146,7 +150,7 @@ class Head:
         self._native: list[cpu.Matrix] | None = None
         if native and is_usable(weight):
             pairs = zip(self._weights, self._biases, strict=True)
-            self._native = [cpu.Matrix([w], [b]) for w, b in pairs]
+            self._native = [cpu.Matrix([w], [b], arena) for w, b in pairs]
             self.kernel = f"qllm {cpu.kind()}"
         elif packs and bias is None:
             packed = pack_all(self._weights[:-1]) if len(self._weights) > 1 else []
