@@ -51,22 +51,29 @@ def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) ->
 
 
 def _timeline(events: Sequence[Event], be: int) -> dict[str, float]:
-    """Milliseconds in BE programs, in others, between them; and preemptions."""
+    """Milliseconds in BE programs, in others and between them until BE is done; preemptions."""
     frames: set[int] = set()
-    out = {"be_ms": 0.0, "ls_ms": 0.0, "parks": 0.0, "park_ms": 0.0}
-    first = last = ran_ns = 0
+    runs: list[tuple[Ran, bool]] = []
+    parks, park_ns = 0, 0
     for event in events:
         if isinstance(event, Planned) and any(r.request_id == be for r in event.rows):
             frames.add(event.frame_id)
         elif isinstance(event, Ran):
-            kind = "be_ms" if event.frame_id in frames else "ls_ms"
-            out[kind] += (event.at_ns - event.start_ns) / NS_PER_MS
-            first, last, ran_ns = first or event.start_ns, event.at_ns, event.at_ns
+            runs.append((event, event.frame_id in frames))
         elif isinstance(event, Parked):
-            out["parks"] += event.preempted
-            out["park_ms"] += (event.at_ns - ran_ns) / NS_PER_MS
-    out["gap_ms"] = (last - first) / NS_PER_MS - out["be_ms"] - out["ls_ms"]
-    return out
+            parks += event.preempted
+            park_ns += event.at_ns - runs[-1][0].at_ns
+    while not runs[-1][1]:  # what came later waited for nobody
+        runs.pop()
+    spent = {is_be: sum(r.at_ns - r.start_ns for r, b in runs if b == is_be) for is_be in (0, 1)}
+    whole = runs[-1][0].at_ns - runs[0][0].start_ns
+    return {
+        "be_ms": spent[1] / NS_PER_MS,
+        "ls_ms": spent[0] / NS_PER_MS,
+        "gap_ms": (whole - spent[0] - spent[1]) / NS_PER_MS,
+        "parks": float(parks),
+        "park_ms": park_ns / NS_PER_MS,
+    }
 
 
 def _run_be(engine: QLLMEngine, job: Job, every_s: float | None, seed: int) -> dict[str, float]:

@@ -277,6 +277,18 @@ class Program:
         """The requests of the rows, in row order."""
         return tuple(row.request_id for row in self.rows)
 
+    def tokens_of(self, kind: OpKind) -> int:
+        """Tokens of all ops of a kind, layer by layer."""
+        if not isinstance(self.ops, Ops):
+            return sum(op.hi - op.lo for op in self.ops if op.kind is kind)
+        return sum(
+            (stretch.end - stretch.start) * (hi - lo)
+            for stretch in self.ops.stretches
+            for found, spans in stretch.parts
+            if found is kind
+            for lo, hi in spans
+        )
+
     @property
     def end(self) -> Index:
         """The index at which nothing is left to do."""

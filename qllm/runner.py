@@ -226,7 +226,7 @@ class TorchRunner:
     def finish(self, program: Program) -> list[Sampled]:
         frame = self._frames.pop(program.frame_id)
         top_k = self.shape.experts_per_token
-        owed = sum((o.hi - o.lo) * top_k for o in program.ops if o.kind is OpKind.EXPERTS)
+        owed = top_k * program.tokens_of(OpKind.EXPERTS)
         if frame.slots_done != owed:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with torch.inference_mode():
