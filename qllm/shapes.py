@@ -400,22 +400,23 @@ class _Shaper:
         Its decodes join the step: the experts are loaded once for both. Everything else of it
         gets a slice of its own. The two take turns, and each waits until the credit is worth it.
         """
+        decoding = [self.view.by_id[row.request_id] for row in best.rows]
+        allowance = ride_allowance_ns(self.policy, self.view.costs, decoding)
+        slice_ns = self.view.ride_credit_ns
+        if any(r.slo.tpot_ms is not None for r in decoding):  # no gap may be over the target
+            slice_ns = min(slice_ns, max(MIN_SLICE_NS, allowance))
         for tier in worse:
             joining = self.joining(best, tier)
-            other = self.other_work(best, tier, len(joining))
+            other = self.other_work(best, tier, len(joining), slice_ns)
             if not joining and other is None:
                 continue
-            allowance = ride_allowance_ns(
-                self.policy, self.view.costs, [self.view.by_id[r.request_id] for r in best.rows]
-            )
             extra = self.extra_ns(len(best.rows), len(joining))
             price = max(MIN_SLICE_NS, min(extra, RIDE_CAP * allowance)) if joining else MIN_SLICE_NS
             if self.view.ride_credit_ns < price:
                 return best
             if other is None or (joining and self.waits_longer(joining, other)):
                 return self.finish_plan((*best.rows, *joining))
-            slice_ns = min(self.view.ride_credit_ns, other.slice_ns or NO_DEADLINE)
-            return replace(other, slice_ns=slice_ns)
+            return replace(other, slice_ns=min(slice_ns, other.slice_ns or NO_DEADLINE))
         return best
 
     def joining(self, best: Plan, tier: int) -> list[Row]:
@@ -430,14 +431,14 @@ class _Shaper:
             rows.append(row)
         return rows
 
-    def other_work(self, best: Plan, tier: int, num_joining: int) -> Plan | None:
+    def other_work(self, best: Plan, tier: int, num_joining: int, slice_ns: int) -> Plan | None:
         """A parked frame of the tier, or a prefill for which seats are left."""
         for frame in self.view.frames:
             if self.frame_tier(frame) == tier:
                 return self.resume(frame)
         if len(best.rows) + num_joining >= self.view.max_num_seqs:
             return None
-        batch = self.batch([tier], max_tokens=self.slice_tokens(self.view.ride_credit_ns))
+        batch = self.batch([tier], max_tokens=self.slice_tokens(slice_ns))
         rows = [row for row in batch.rows if not self.view.by_id[row.request_id].is_decoding]
         return self.finish_plan(rows) if rows else None
 

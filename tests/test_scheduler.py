@@ -21,7 +21,7 @@ from qllm.errors import ConfigError
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import CostTable, RankPolicy, View, next_row
-from qllm.shapes import ride_allowance_ns, shape_plan
+from qllm.shapes import MIN_CHUNK, ride_allowance_ns, shape_plan
 from qllm.sim import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
@@ -411,6 +411,31 @@ def test_nobody_rides_on_credit_that_is_not_there() -> None:
         plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
         assert [row.request_id for row in plan.rows] == [batch if rides else chat]
         assert plan.slice_ns is None or plan.slice_ns <= max(1, credit_ms) * NS_PER_MS
+    world.run()
+
+
+@pytest.mark.parametrize("grain", [Grain.STEP, Grain.EXPERT])
+def test_a_slice_beside_decodes_with_a_target_fits_the_target(grain: Grain) -> None:
+    world = World(PriorityPolicy() if grain is Grain.STEP else Qllm2(), costs=SLOW)
+    chat = world.submit(LS, 10, 40)
+    for _ in range(3):
+        world.step()
+    scheduler = world.scheduler
+    batch = world.submit(BE, 500, 4)
+    world.step()
+    spare_ns = 30 * NS_PER_MS
+    target_ms = (scheduler.costs.decode(1) + spare_ns) / NS_PER_MS
+    scheduler.ride_credit_ns = 8 * spare_ns
+    for slo, most_ns in ((Slo(), 8 * spare_ns), (Slo(tpot_ms=target_ms), spare_ns)):
+        scheduler.requests[chat].slo = slo
+        plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
+        (row,) = plan.rows
+        assert row.request_id == batch
+        assert plan.slice_ns is not None
+        assert 0.9 * most_ns <= plan.slice_ns <= most_ns
+        if grain is Grain.STEP:
+            price_ns = scheduler.costs.prefill_token_ns
+            assert row.num_tokens <= max(MIN_CHUNK, plan.slice_ns // price_ns)
     world.run()
 
 
