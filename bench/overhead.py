@@ -11,7 +11,7 @@ from common import Job, estimate, make_jobs, make_prompt, paired, quantile
 from mixed import GREEDY, Flood
 
 from qllm import QLLMEngine
-from qllm.trace import Event, Parked, Planned, Ran
+from qllm.trace import Event, Finished, Parked, Planned, Ran
 from qllm.types import NS_PER_MS, Grain
 
 # row 6: arrival to parked
@@ -51,29 +51,34 @@ def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) ->
 
 
 def _timeline(events: Sequence[Event], be: int) -> dict[str, float]:
-    """Milliseconds in BE programs, in others and between them until BE is done; preemptions."""
+    """Milliseconds in BE programs, in parking and resuming them, and all between programs.
+
+    Parking is from the end of a run until the frame is parked, resuming from the end of the last
+    request that overtook until BE runs. What comes after BE is done waited for nobody.
+    """
     frames: set[int] = set()
-    runs: list[tuple[Ran, bool]] = []
-    parks, park_ns = 0, 0
+    out = dict.fromkeys(("be_ms", "between_ms", "park_ms", "resume_ms", "parks"), 0.0)
+    between, last_ns, overtaken_ns = 0.0, None, None
     for event in events:
         if isinstance(event, Planned) and any(r.request_id == be for r in event.rows):
             frames.add(event.frame_id)
         elif isinstance(event, Ran):
-            runs.append((event, event.frame_id in frames))
+            if last_ns is not None:
+                between += (event.start_ns - last_ns) / NS_PER_MS
+            last_ns = event.at_ns
+            if event.frame_id in frames:
+                out["be_ms"] += (event.at_ns - event.start_ns) / NS_PER_MS
+                out["between_ms"] = between
+                if overtaken_ns is not None:
+                    out["resume_ms"] += (event.start_ns - overtaken_ns) / NS_PER_MS
+                    overtaken_ns = None
         elif isinstance(event, Parked):
-            parks += event.preempted
-            park_ns += event.at_ns - runs[-1][0].at_ns
-    while not runs[-1][1]:  # what came later waited for nobody
-        runs.pop()
-    spent = {is_be: sum(r.at_ns - r.start_ns for r, b in runs if b == is_be) for is_be in (0, 1)}
-    whole = runs[-1][0].at_ns - runs[0][0].start_ns
-    return {
-        "be_ms": spent[1] / NS_PER_MS,
-        "ls_ms": spent[0] / NS_PER_MS,
-        "gap_ms": (whole - spent[0] - spent[1]) / NS_PER_MS,
-        "parks": float(parks),
-        "park_ms": park_ns / NS_PER_MS,
-    }
+            assert last_ns is not None
+            out["parks"] += event.preempted
+            out["park_ms"] += (event.at_ns - last_ns) / NS_PER_MS
+        elif isinstance(event, Finished) and event.request_id != be:
+            overtaken_ns = event.at_ns
+    return out
 
 
 def _run_be(engine: QLLMEngine, job: Job, every_s: float | None, seed: int) -> dict[str, float]:
@@ -92,11 +97,14 @@ def _run_be(engine: QLLMEngine, job: Job, every_s: float | None, seed: int) -> d
 def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[str, Any]:
     """A prompt of 1,536 tokens with and without LS prefills of 32 tokens in between.
 
-    Both times are sums over the programs of a trace: slower BE ops (what they find cold), and
-    the time in no program at all (park, admit, decide, resume). One engine runs both, in turns.
+    Sums over the programs of a trace: slower BE ops (what they find cold), parking, resuming. All
+    time in no program (`between_ms`) has the LS request's own admission, decision and end in it.
+    One engine runs both, in turns.
     """
     job = make_jobs(seed, 1, (1536, 1536), (1, 1))[0]
-    cold, between, parks, park = [], [], 0.0, 0.0
+    cold: list[float] = []
+    parts: dict[str, list[float]] = {"park_ms": [], "resume_ms": [], "between_ms": []}
+    parks = 0.0
     with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
         _run_be(engine, job, None, seed)
         for i in range(pairs):
@@ -107,16 +115,16 @@ def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[
             quiet, busy = runs[None], runs[every_s]
             n = max(1.0, busy["parks"])
             cold.append((busy["be_ms"] - quiet["be_ms"]) / n)
-            between.append((busy["gap_ms"] - quiet["gap_ms"]) / n)
+            for name, values in parts.items():
+                values.append((busy[name] - quiet[name]) / n)
             parks += busy["parks"]
-            park += busy["park_ms"]
+    added = zip(cold, parts["park_ms"], parts["resume_ms"], strict=True)
     return {
         "preemptions": parks,
         "pairs": pairs,
-        "added_ms": paired([a + b for a, b in zip(cold, between, strict=True)]),
+        "added_ms": paired([sum(x) for x in added]),
         "cold_ms": paired(cold),
-        "between_ms": paired(between),
-        "park_ms": park / max(1.0, parks),
+        **{name: paired(values) for name, values in parts.items()},
     }
 
 

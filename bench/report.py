@@ -49,14 +49,14 @@ ENGINE_NOTES = """
 - **Capacity** is measured with many LS requests at once. At 40 % of it LS is nearly always
   decoding, one or a few rows at a time, so there is little idle time for BE to harvest: BE gets
   what the budget leaves.
-- **The decode row misses its target.** The step is bound by one-row bf16 products: torch's
-  fastest kernel for them (oneDNN, packed weights) reads 11-14 GB/s here, where a plain read of
-  the same bytes reaches 25-30 GB/s (`LOG.md`). With Hugging Face's own submodules that alone is
-  about twice the floor; the rest is some 40 small ops per layer.
+- **The decode row** is the tuned path: our own bf16 kernels, whose last bits may differ from
+  Hugging Face's. The floor is the fastest read of 2 GiB on huge pages in the same run. With
+  Hugging Face's own submodules (`kernels="reference"`) a step takes 22-25 ms here.
 - **Cuts cost prefill throughput.** The rows on cuts say how much; `max_segment_ms=float("inf")`
   removes them.
-- **Time added per preemption** is a small difference of long runs: its interval says that it is
-  not above a millisecond, not that preempting saves time.
+- **Time added per preemption** is parking, resuming, and what the BE program finds cold afterwards:
+  an LS prefill reads nearly all experts, so nothing of BE's stays in the caches. The LS request's
+  own admission, decision and end are beside it.
 - Random weights: routing and token streams say little about a trained model; times carry over.
 - Nothing here ran on a GPU.
 """

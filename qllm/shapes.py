@@ -30,6 +30,9 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS
 """A slice shorter than this is not worth a switch."""
+GOOD_SLICE_NS = 5 * NS_PER_MS
+"""Credit is saved up to this before it is spent on a slice: switching to one and back takes about
+a millisecond."""
 MIN_CHUNK = 32
 """Tokens of the smallest prefill step made to fit a slice."""
 RIDE_CAP = 8
@@ -411,7 +414,8 @@ class _Shaper:
             if not joining and other is None:
                 continue
             extra = self.extra_ns(len(best.rows), len(joining))
-            price = max(MIN_SLICE_NS, min(extra, RIDE_CAP * allowance)) if joining else MIN_SLICE_NS
+            worth = extra if joining else GOOD_SLICE_NS
+            price = max(MIN_SLICE_NS, min(worth, RIDE_CAP * allowance))
             if self.view.ride_credit_ns < price:
                 return best
             if other is None or (joining and self.waits_longer(joining, other)):
