@@ -12,10 +12,8 @@ instead of a search; the class goes before the deadline.
 
 from dataclasses import dataclass, field
 
-from qllm.policy import RankPolicy, Reads, Ride, Slack
+from qllm.policy import NO_DEADLINE, RankPolicy, Reads, Ride, Slack
 from qllm.types import NS_PER_MS
-
-NO_DEADLINE = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)

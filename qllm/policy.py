@@ -24,6 +24,7 @@ from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row
 from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
+    "NO_DEADLINE",
     "NO_STOP",
     "Cap",
     "CostTable",
@@ -124,6 +125,8 @@ class CostTable(NamedTuple):
         return self.decode(num_decode_rows) + num_prefill_tokens * self.prefill_token_ns
 
 
+NO_DEADLINE = 1 << 62
+"""The deadline that `rank` is given for a request without a target."""
 NO_COSTS = CostTable((1_000_000,), 10_000)
 
 

@@ -6,10 +6,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from qllm.errors import InvariantError
-from qllm.policy import RankPolicy, Reads, RequestView
+from qllm.policy import NO_DEADLINE, RankPolicy, Reads, RequestView
 from qllm.types import RequestId
-
-NO_DEADLINE = 1 << 62
 
 
 class Ranked(NamedTuple):

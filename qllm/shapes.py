@@ -17,6 +17,7 @@ from heapq import merge
 
 from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Program, Row
 from qllm.policy import (
+    NO_DEADLINE,
     CostTable,
     FrameView,
     Groups,
@@ -25,7 +26,7 @@ from qllm.policy import (
     View,
     next_row,
 )
-from qllm.ranking import NO_DEADLINE, Ranked, Ranking
+from qllm.ranking import Ranked, Ranking
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -71,7 +72,6 @@ def test_no_rival_is_no_match(pareto: ModuleType) -> None:
 
 
 def test_forced_routing_is_even_or_skewed_and_follows_the_token(routing: ModuleType) -> None:
-    torch = pytest.importorskip("torch")
     x_TD = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = {}
     for kind in ("uniform", "skewed"):
@@ -89,7 +89,6 @@ def test_forced_routing_is_even_or_skewed_and_follows_the_token(routing: ModuleT
 
 @pytest.mark.slow
 def test_routing_is_forced_inside_the_block_alone(routing: ModuleType, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     from qllm.random_moe import make_random_moe

@@ -22,8 +22,6 @@ from qllm.transports import nixl as transport
 from qllm.transports.nixl import Link, NixlError, NixlFrontEnd, NixlIngress
 from qllm.types import FinishReason, Sampled
 
-pytest.importorskip("nixl", reason="NIXL is in the extra `rdma`")
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -492,7 +492,6 @@ def test_the_window_shows_a_preemption_from_arrival_to_resumption() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_a_figure_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     results = {"LS alone": [1.0, 2.0], "fcfs": [100.0, 250.0, 900.0], "qllm2": []}
     for n, events in enumerate(([], a_preemption())):
         path = tmp_path / f"{n}.png"

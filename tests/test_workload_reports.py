@@ -284,7 +284,6 @@ class FakeServer:
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    pytest.importorskip("aiohttp")
     server = FakeServer()
     yield server
     server.close()
@@ -351,7 +350,6 @@ def test_the_body_of_a_class_has_the_last_word() -> None:
 
 
 def test_no_server_is_one_clear_error() -> None:
-    pytest.importorskip("aiohttp")
     server = Server(url="http://127.0.0.1:9", model="m")
     with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:9"):
         replay_http(server, [arrival(0.0, 8)], 0.1)

@@ -97,6 +97,10 @@ class Writer(ABC):
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
         """A choice of a stream that ends."""
 
+    def choice(self, index: int, item: Piece | FinishReason) -> dict[str, Any]:
+        """A choice of a stream that grows or ends."""
+        return self.chunk(index, item) if isinstance(item, Piece) else self.end(index, item)
+
     @abstractmethod
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
         """A choice at one go, from what `chunk` made of its pieces."""
@@ -135,8 +139,7 @@ async def stream(answer: Answer, writer: Writer, options: StreamOptions) -> Asyn
             if opening := writer.opening(index):
                 yield wrap([opening])
         async for index, item in answer.pieces():
-            is_piece = isinstance(item, Piece)
-            yield wrap([writer.chunk(index, item) if is_piece else writer.end(index, item)])  # type: ignore[arg-type]
+            yield wrap([writer.choice(index, item)])
         if options.include_usage:
             body = writer.envelope(writer.chunk_kind, [])
             yield event({**body, "usage": answer.usage()})

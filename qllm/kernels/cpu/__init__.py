@@ -339,12 +339,3 @@ def combine(slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
         width,
     )
     return out
-
-
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMS norm of bf16 rows, rounded before the weight as transformers' modules do."""
-    x_TD = _dense(x_TD)
-    out = torch.empty_like(x_TD)
-    rows, width = x_TD.numel() // x_TD.shape[-1], x_TD.shape[-1]
-    native.rms_norm(out.data_ptr(), x_TD.data_ptr(), weight_D.data_ptr(), eps, rows, width)
-    return out
