@@ -21,7 +21,7 @@ from qllm.errors import ConfigError
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import CostTable, RankPolicy, View, next_row
-from qllm.shapes import MIN_CHUNK, ride_allowance_ns, shape_plan
+from qllm.shapes import GOOD_SLICE_NS, MIN_CHUNK, ride_allowance_ns, shape_plan
 from qllm.sim import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
@@ -411,6 +411,24 @@ def test_nobody_rides_on_credit_that_is_not_there() -> None:
         plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
         assert [row.request_id for row in plan.rows] == [batch if rides else chat]
         assert plan.slice_ns is None or plan.slice_ns <= max(1, credit_ms) * NS_PER_MS
+    world.run()
+
+
+def test_credit_is_saved_up_to_a_slice_that_is_worth_the_switch() -> None:
+    world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
+    chat = world.submit(LS, 10, 40)
+    for _ in range(3):
+        world.step()
+    batch = world.submit(BE, 500, 4)
+    world.step()
+    scheduler = world.scheduler
+    assert (
+        8 * ride_allowance_ns(Qllm2(), scheduler.costs, [scheduler.requests[chat]]) > GOOD_SLICE_NS
+    )
+    for credit_ns, rides in ((GOOD_SLICE_NS - 1, False), (GOOD_SLICE_NS, True)):
+        scheduler.ride_credit_ns = credit_ns
+        plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
+        assert [row.request_id for row in plan.rows] == [batch if rides else chat]
     world.run()
 
 
