@@ -5,6 +5,7 @@ give is not its solo run but this: every recorded program, compiled again from i
 without an engine, a scheduler or a policy.
 """
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 from qllm import trace
@@ -42,6 +43,7 @@ class Replayer:
         self.runner = runner
         self.batch_invariant = batch_invariant
         self.frames: dict[FrameId, tuple[Program, Index]] = {}
+        self.dead: defaultdict[FrameId, set[RequestId]] = defaultdict(set)
         self.num_prompt: dict[RequestId, int] = {}
         self.sampled: dict[RequestId, list[Sampled]] = {}
         self.counts: dict[str, int] = {}
@@ -97,11 +99,17 @@ class Replayer:
 
     def _split(self, event: trace.Split) -> None:
         program, index = self.frames.pop(event.frame_id)
-        assert index == tuple(event.index)
-        self.runner.split(program, index)
+        back = program.layer_start(index)
+        if event.index != index:  # whoever took part in the begun layer is dead
+            layer, dead = program.layer_at(index), self.dead[event.frame_id]
+            inside = {r.request_id for r in program.rows if r.start_layer <= layer < r.end_layer}
+            assert event.index == back, f"{event} is neither at {index} nor at {back}"
+            assert inside <= dead, f"{event} takes {inside - dead} back into a begun layer"
+        self.runner.split(program, Index(*event.index))
 
     def _killed(self, event: trace.Killed) -> None:
         self.runner.kill(self.frames[event.frame_id][0], event.request_id)
+        self.dead[event.frame_id].add(event.request_id)
 
     def _dropped(self, event: trace.Dropped) -> None:
         self.runner.drop(self.frames.pop(event.frame_id)[0])

@@ -17,9 +17,9 @@ import torch
 from families import DTYPES, FAMILIES, VOCAB, make_model
 from replay_schedule import replay
 
-from qllm import QLLMEngine, SamplingParams
+from qllm import QLLMEngine, SamplingParams, trace
 from qllm.handle import Handle, Result
-from qllm.plan import CutRule, Plan
+from qllm.plan import CutRule, Index, Plan, Program
 from qllm.policy import NO_STOP, View, next_row
 from qllm.runner import TorchRunner
 from qllm.types import Cap, FinishReason, Grain
@@ -361,6 +361,57 @@ def test_a_storm_in_order_mode_equals_the_replay_of_its_schedule(
         assert tuple(s.token_id for s in sampled) == result.token_ids
         assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
     assert found.num_stops > 0
+
+
+class Cohort:
+    """The second request leaves the sweep above layer 0; whoever is parked goes on first."""
+
+    needs = Cap.LAYER_RANGE | Cap.YIELD_EXPERT
+
+    def plan(self, view: View) -> Plan:
+        if view.frames:
+            return Plan(rows=view.frames[0].rows, grain=Grain.EXPERT)
+        rows = [next_row(r, view) for r in view.requests]
+        if len(rows) == 2 and rows[1].start_layer == 0 and not view.requests[1].is_decoding:
+            rows[1] = rows[1]._replace(end_layer=1)
+        return Plan(rows=tuple(rows), grain=Grain.EXPERT, stop_below=5)
+
+
+def test_who_left_the_sweep_loses_nothing_when_the_others_die_inside_a_layer() -> None:
+    """What was done of the layer belonged to the dead; the frame is let go at its start."""
+    handles: list[Handle] = []
+    with engine_of("mixtral", "bf16", policy=Cohort(), record=True) as engine:
+        fine(engine)
+
+        def disturb(program: Program, index: Index, *_: int) -> None:
+            both = len(handles) == 2 and len(program.rows) == 2
+            if both and program.layer_at(index) == 1 and index.pos > 0:
+                handles[0].cancel()
+                handles.append(engine.submit(PROMPTS[2], "LS", 3, sampling=GREEDY))
+
+        engine._host.runner.on_segment = disturb
+        engine.call(
+            lambda: handles.extend(
+                engine.submit(ids, "BE", 4, sampling=GREEDY) for ids in PROMPTS[:2]
+            )
+        )
+        results = [h.result(60) for h in handles[:2]] + [handles[2].result(60)]
+        events = list(engine.trace.events)
+    stopped = next(e for e in events if isinstance(e, trace.Ran) and e.why != "done")
+    split = next(e for e in events if isinstance(e, trace.Split))
+    assert split.frame_id == stopped.frame_id
+    assert split.index < stopped.end
+    assert results[0].finish_reason is FinishReason.CANCELLED
+    runner = TorchRunner(make_model("mixtral", DTYPES["bf16"]), kernels="reference")
+    runner.cuts = CUTS
+    object.__setattr__(runner._costs, "range_ns", 0.5)
+    torch.set_num_threads(1)
+    found = replay(events, runner)
+    for handle, result in zip(handles[1:], results[1:], strict=True):
+        sampled = found.sampled[handle.number]
+        assert tuple(s.token_id for s in sampled) == result.token_ids
+        assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
+        assert len(result.token_ids) > 2
 
 
 def _disturbances(make: Callable[[], QLLMEngine], seed: int) -> set[str]:
