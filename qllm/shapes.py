@@ -31,7 +31,7 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS
 """A slice shorter than this is not worth a switch."""
-GOOD_SLICE_NS = 5 * NS_PER_MS
+GOOD_SLICE_NS = 10 * NS_PER_MS
 """Credit is saved up to this before it is spent on a slice: switching to one and back takes about
 a millisecond."""
 MIN_CHUNK = 32
