@@ -43,14 +43,20 @@ def test_policies_are_compared_on_a_trace_file(
     model = make_random_moe(tmp_path / "model", size="1m")
     out = tmp_path / "out.json"
     arguments = ["bench", str(model), "--trace", str(small_trace(tmp_path)), "--threads", "1"]
-    arguments += ["--policy", "qllm2:ride_frac=0/1,fcfs", "--seconds", "0.85", "--warmup", "0.15"]
+    arguments += ["--policy", "qllm2:ride_frac=0/1,mlfq", "--seconds", "0.85", "--warmup", "0.15"]
     arguments += ["--drain", "3", "--out", str(out)]
     done = runner.invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
-    for text in ("TTFT p50 / p90 / p99 / max, ms", "qllm2:ride_frac=0", "SLO attainment", "BE"):
+    for text in (
+        "TTFT p50 / p90 / p99 / max, ms",
+        "qllm2:ride_frac=0",
+        "SLO attainment",
+        "BE",
+        "mlfq runs degraded",
+    ):
         assert text in done.stdout
     document = json.loads(out.read_text())
-    assert list(document["runs"]) == ["qllm2:ride_frac=0", "qllm2:ride_frac=1", "fcfs"]
+    assert list(document["runs"]) == ["qllm2:ride_frac=0", "qllm2:ride_frac=1", "mlfq"]
     assert document["offered_per_s"].keys() == {"LS", "BE"}
     for run in document["runs"].values():
         assert run["LS"]["arrived"] == run["LS"]["finished"] == 4  # 0.2, 0.4, 0.6, 0.8

@@ -416,13 +416,14 @@ def qllm(*args: str) -> Any:
 
 def test_sim_prints_the_tables_and_writes_what_can_be_opened(tmp_path: Path) -> None:
     args = ["--preset", "h100", "--model", "qwen3-moe", "--seconds", "4", "--slo", "ttft=500ms"]
-    found = qllm("sim", "--workload", "S2", "--policy", "qllm2,fcfs", *args, "--out", str(tmp_path))
+    found = qllm("sim", "--workload", "S2", "--policy", "qllm2,mlfq", *args, "--out", str(tmp_path))
     assert found.exit_code == 0, found.output
     assert "TTFT p50 / p99" in found.stdout
     assert "never compared with such a machine" in found.stdout
     trace = Trace.read_jsonl(tmp_path / "qllm2.jsonl")
     assert trace.meta["simulated"] is True
-    assert json.loads((tmp_path / "fcfs.perfetto.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "mlfq.perfetto.json").read_text())["traceEvents"]
+    assert "mlfq runs degraded: it wants kv_swap" in found.stdout
     assert (tmp_path / "sim.png").stat().st_size > 10_000
 
 

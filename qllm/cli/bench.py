@@ -70,7 +70,7 @@ def bench(
     With --url, MODEL is only the tokenizer that prompts are made with.
     """
     quiet()
-    from qllm.simulation.variants import parse_slo, parse_variants
+    from qllm.simulation.variants import degraded_notes, parse_slo, parse_variants
     from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
 
     load = Load(
@@ -116,6 +116,8 @@ def bench(
             rates = ", ".join(f"{c} {rate:.3g}" for c, rate in document[name].items())
             typer.echo(f"{name.removesuffix('_per_s')} requests/s: {rates}")
     print_table(*table_rows(document))
+    for note in degraded_notes(parse_variants(policy)) if url is None else ():
+        typer.echo(note)
     if out is not None:
         out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         typer.echo(f"{out}: all numbers")
