@@ -4,8 +4,9 @@ The engine's process works in segments of a fixed length and polls the stop word
 runner does; this process puts requests at random moments. Delay is from the put (just before the
 bell) to the poll that sees it, on the clock that both share. Then the engine sleeps, and the delay
 is that of the doorbell. On a machine that is not idle the delays are the system's; what holds
-anywhere is `seen_at_first_poll`, the share of requests that the first poll after the put saw, and
-the CPU time of a put and of a look. The last line of stdout is one JSON document.
+anywhere is `seen_at_first_poll`, the share of requests that the first poll after the put saw, the
+delay over the length of the very segment in which the request came, and the CPU time of a put
+and of a look. The last line of stdout is one JSON document.
 
     python bench/rings.py [--seconds 5] [--segment-us 1000]
 """
@@ -126,7 +127,13 @@ def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
     if segment_us:
         due_poll = np.searchsorted(polls_ns, front_end.was_put_ns)
         on_time = np.array(seen_poll) <= due_poll
-        first = {"seen_at_first_poll": round(float(on_time.mean()), 4)}
+        # the system also stops the engine now and then: a segment lasts as long as it lasted
+        segments_us = np.diff(polls_ns, prepend=0)[np.array(seen_poll)] / 1000
+        over = float(np.percentile(delays_us - segments_us, 99))
+        first = {
+            "seen_at_first_poll": round(float(on_time.mean()), 4),
+            "p99_over_its_segment_us": round(over, 1),
+        }
     return {
         **first,
         "requests": len(delays_us),
@@ -194,7 +201,7 @@ def main() -> None:
         "segment_us": args.segment_us,
         "busy": busy,
         "busy_p99_over_segment_us": round(busy["p99_us"] - args.segment_us, 1),
-        "within_bound": busy["p99_us"] <= args.segment_us + BOUND_US,
+        "within_bound": busy["p99_over_its_segment_us"] <= BOUND_US,
         "idle": idle,
         "cpu_us": cpu_us(args.prompt),
         "poll_ns": poll_ns(),
