@@ -15,12 +15,12 @@ from qllm.check import World
 from qllm.decision import Decision, Effect, Limits
 from qllm.device.scheduler import NativeScheduler
 from qllm.errors import InvariantError, PolicyError
-from qllm.plan import NO_CUTS, CutRule, Index, ModelShape
+from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, Program
 from qllm.policy import Groups, RankPolicy, Reads, Ride, Slack
 from qllm.request import Request
 from qllm.scheduler import Scheduler
 from qllm.sim import SimCosts
-from qllm.types import NS_PER_MS, Grain, RequestId, Slo
+from qllm.types import NS_PER_MS, FrameId, Grain, RequestId, Slo
 
 _FIELDS = [f.name for f in fields(Request)]
 
@@ -64,6 +64,26 @@ class Twin(Scheduler):
             self._compare("evict", mine, self.native.evict(request_id, for_request))
             self._count(mine)
         return mine
+
+    def adopt(self, request: Request) -> None:
+        """See `Scheduler`."""
+        self.native.adopt(replace(request, block_table=[]))
+        super().adopt(request)
+        self._compare("adopt")
+
+    def adopt_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None:
+        """See `Scheduler`."""
+        self.native.adopt_frame(program, index, dead, now_ns)
+        super().adopt_frame(program, index, dead, now_ns)
+        self._compare("adopt_frame")
+
+    def new_frame_id(self) -> FrameId:
+        """See `Scheduler`."""
+        if not self._deciding:
+            self.native.new_frame_id()
+        return super().new_frame_id()
 
     def decide(self, now_ns: int) -> Decision:
         """See `Scheduler`."""

@@ -40,6 +40,10 @@ class HostRank(NamedTuple):
     """Keeps the machine code alive."""
 
 
+_known: dict[str, HostRank] = {}
+"""What was compiled, by source with all numbers in it."""
+
+
 def compile_host(policy: Any) -> HostRank:
     """Compile the `rank` of a policy for this machine.
 
@@ -47,7 +51,10 @@ def compile_host(policy: Any) -> HostRank:
         ConfigError: It is no `RankPolicy`, its `rank` cannot be compiled (the message names the
             line and the reason), or numba is missing.
     """
-    function = rank_function(policy)
+    tree, file = rank_tree(policy)
+    text = ast.unparse(tree)
+    if text in _known:
+        return _known[text]
     try:
         import numba
     except ImportError as error:
@@ -57,8 +64,10 @@ def compile_host(policy: Any) -> HostRank:
         ) from error
     i64 = numba.types.int64
     signature = numba.types.void(*[i64] * len(ARGUMENTS), numba.types.CPointer(i64))
-    compiled = _compiled(policy, numba.cfunc(signature, error_model="numpy"), function)
-    return HostRank(compiled.address, compiled)
+    make = numba.cfunc(signature, error_model="numpy")
+    compiled = _compiled(policy, make, _function(tree, file))
+    _known[text] = HostRank(compiled.address, compiled)
+    return _known[text]
 
 
 def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
@@ -73,7 +82,7 @@ def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
     Raises:
         ConfigError: As for `compile_host`; or numba-cuda is missing.
     """
-    function = rank_function(policy)
+    tree, file = rank_tree(policy)
     try:
         from numba import cuda, types
     except ImportError as error:
@@ -93,7 +102,7 @@ def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
             output="ltoir",
         )
 
-    code, _ = _compiled(policy, make, function)
+    code, _ = _compiled(policy, make, _function(tree, file))
     return bytes(code)
 
 
@@ -115,8 +124,11 @@ def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., Non
         ) from error
 
 
-def rank_function(policy: Any) -> Callable[..., None]:
+def rank_tree(policy: Any) -> tuple[ast.Module, str]:
     """Return `rank` as a function of integers and an array for the verdict, without `self`.
+
+    Returns:
+        Its syntax tree, with the policy's numbers in it, and the file it comes from.
 
     Raises:
         ConfigError: The policy is no `RankPolicy`, or says that it cannot be compiled, or its
@@ -147,8 +159,12 @@ def rank_function(policy: Any) -> Callable[..., None]:
         raise ConfigError(
             f"rank of policy {name} cannot be compiled: {file}:{refused.line}: {refused}"
         ) from None
+    return ast.fix_missing_locations(tree), file
+
+
+def _function(tree: ast.Module, file: str) -> Callable[..., None]:
     names: dict[str, Any] = {}
-    exec(compile(ast.fix_missing_locations(tree), file, "exec"), names)
+    exec(compile(tree, file, "exec"), names)
     function: Callable[..., None] = names["rank"]
     return function
 
@@ -160,7 +176,7 @@ class _RefusedError(Exception):
 
 
 def _rewrite(definition: ast.FunctionDef, policy: RankPolicy, method: Any) -> None:
-    """Check a method and make it the function that `rank_function` returns."""
+    """Check a method and make it the function that `rank_tree` returns."""
     given = [arg.arg for arg in definition.args.args]
     if len(given) != len(ARGUMENTS) + 1 or definition.args.kwonlyargs or definition.args.vararg:
         raise _RefusedError(definition, f"rank must take self, {', '.join(ARGUMENTS)}")

@@ -156,7 +156,6 @@ struct Scheduler : Ranking {
   QLLM_HD i32 new_frame() {
     i32 frame = i32(s->free_frame);
     s->free_frame = frames[frame].next;
-    frames[frame].id = ++s->next_frame_id;
     return frame;
   }
   QLLM_HD void free_slot(i32 frame) {
@@ -327,6 +326,7 @@ struct Scheduler : Ranking {
   QLLM_HD void begin(const Plan& plan, i64 now_ns) {
     i32 frame = new_frame();
     Frame& f = frames[frame];
+    f.id = ++s->next_frame_id;
     f.num_rows = plan.num_rows;
     f.layer = i32(s->num_layers);
     f.inside = 0;
