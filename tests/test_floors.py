@@ -52,7 +52,9 @@ FLOORS = [
     Floor(F1, F0 | F1, lambda name: name in STDLIB - EFFECTS),
     Floor(F2, F0 | F1 | F2, lambda name: name not in DEVICE),
     Floor(F3, F0 | F3 | {"compile", "plan", "snapshot"}, lambda name: True),
-    Floor(NATIVE, F0 | F1 | NATIVE, lambda name: name in STDLIB - EFFECTS | {"numba", "numpy"}),
+    Floor(
+        NATIVE, F0 | F1 | NATIVE, lambda name: name in STDLIB - EFFECTS | {"cuda", "numba", "numpy"}
+    ),
     Floor(F4, F0 | F1 | F2 | F4, lambda name: name not in DEVICE),
     Floor(F5, OURS, lambda name: True),
 ]
@@ -75,6 +77,7 @@ BENCH = Floor(
         "plugins",
         "policy",
         "random_moe",
+        "scheduler",
         "simulation",
         "trace",
         "types",

@@ -174,10 +174,7 @@ class Block:
             InvariantError: Something does.
         """
         found = [block for table in tables.values() for block in table]
-        block = self.get("free_block")
-        for _ in range(self.get("num_free")):
-            found.append(block)
-            block = self._chain[block]
+        found += self.ints("free_blocks", self.get("num_free"))
         if sorted(found) != list(range(self.sizes["num_blocks"])):
             raise InvariantError("the free and the held KV blocks are not all of them, once each")
 

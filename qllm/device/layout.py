@@ -99,6 +99,7 @@ SECTIONS = (
     Section("unranked", I4, "capacity"),
     Section("suspects", I4, "capacity"),
     Section("next_block", I4, "num_blocks"),
+    Section("free_blocks", I4, "num_blocks"),
     Section("marks", I4, "num_marks"),
     Section("effects", EFFECT, "capacity * 4"),
     Section("tiers", TIER, "capacity"),
@@ -109,7 +110,8 @@ SECTIONS = (
     Section("plan_rows", ROW, "seats * 3"),
 )
 """`parked`: frames, oldest first. `admitted`, `waiting`: the order, best first. `next_block` links
-the blocks of a request, and the free ones. `marks`: where chunks may end (level L2). From `tiers`
+the blocks of a request; `free_blocks` is a stack of `num_free`. `marks`: where chunks may end
+(level L2). From `tiers`
 on it is scratch of one call."""
 
 _LIMITS = _numbers("capacity", "seats", "num_blocks", "num_marks", "num_layers")
@@ -117,7 +119,7 @@ _LIMITS += _numbers("max_step_tokens", "block_size", "finest_grain", "max_segmen
 _POLICY = _numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
 _POLICY += _numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
 _POLICY += _numbers("max_be_stall_ms")
-_COUNTERS = _numbers("ride_credit_ns", "idle_since_ns", "num_live", "num_free", "free_block")
+_COUNTERS = _numbers("ride_credit_ns", "idle_since_ns", "num_live", "num_free")
 _COUNTERS += _numbers("free_request", "free_frame", "next_frame_id", "epoch", "num_odd")
 _COUNTERS += _numbers("running", "num_parked", "num_admitted", "num_waiting", "num_unranked")
 _COUNTERS += _numbers("num_suspects", "num_effects")

@@ -14,6 +14,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError
@@ -84,11 +85,12 @@ def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
     """
     tree, file = rank_tree(policy)
     try:
+        import_module("numba_cuda")  # numba alone has an older numba.cuda
         from numba import cuda, types
     except ImportError as error:
-        raise _no_cuda(error) from error
-    if not hasattr(cuda, "compile"):
-        raise _no_cuda(None)
+        raise ConfigError(
+            f"compiling for a device needs numba-cuda ({error}); pip install 'qllm-runtime[device]'"
+        ) from error
     signature = types.void(*[types.int64] * len(ARGUMENTS), types.CPointer(types.int64))
 
     def make(body: Callable[..., None]) -> Any:
@@ -104,14 +106,6 @@ def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
 
     code, _ = _compiled(policy, make, _function(tree, file))
     return bytes(code)
-
-
-def _no_cuda(error: ImportError | None) -> ConfigError:
-    reason = "" if error is None else f" ({error})"
-    return ConfigError(
-        f"compiling for a device needs numba-cuda, which is not installed{reason}; "
-        "pip install 'qllm-runtime[device]'"
-    )
 
 
 def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., None]) -> Any:

@@ -4,8 +4,10 @@
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define QLLM_HD __host__ __device__
+#define QLLM_HD_CALL __host__ __device__ __noinline__  // large: inlined everywhere, it is 400 kB
 #else
 #define QLLM_HD
+#define QLLM_HD_CALL
 #endif
 
 namespace qllm {

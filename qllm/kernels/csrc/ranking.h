@@ -41,7 +41,7 @@ struct Ranking : Block {
     }
     return low;
   }
-  QLLM_HD void insert(i32* order, i64* count, i32 slot) {
+  QLLM_HD_CALL void insert(i32* order, i64* count, i32 slot) {
     i32 at = rank_in(order, i32(*count), slot);
     for (i32 i = i32(*count); i > at; i--) order[i] = order[i - 1];
     order[at] = slot;
@@ -59,7 +59,7 @@ struct Ranking : Block {
   }
 
   // It is gone.
-  QLLM_HD void forget(i32 slot) {
+  QLLM_HD_CALL void forget(i32 slot) {
     Request& r = requests[slot];
     if (r.place == ADMITTED) {
       take_out(admitted, &s->num_admitted, rank_in(admitted, i32(s->num_admitted), slot));
@@ -80,7 +80,7 @@ struct Ranking : Block {
   }
 
   // Ask again for the verdicts of an order, and sort what moved.
-  QLLM_HD void rank_again(i32* order, i64 count, i64 now_ns) {
+  QLLM_HD_CALL void rank_again(i32* order, i64 count, i64 now_ns) {
     for (i32 i = 0; i < count; i++) {
       Request& r = requests[order[i]];
       i64 verdict[2];
@@ -98,7 +98,7 @@ struct Ranking : Block {
     }
   }
   // Rank whoever may rank differently now.
-  QLLM_HD void update(i64 now_ns) {
+  QLLM_HD_CALL void update(i64 now_ns) {
     if (s->reads >= kReadsTime) rank_again(waiting, s->num_waiting, now_ns);
     if (s->reads >= kReadsProgress) rank_again(admitted, s->num_admitted, now_ns);
     while (s->num_unranked) {

@@ -15,8 +15,7 @@ struct Scheduler : Ranking {
 
   // Make lists of free slots and blocks; the caller has written limits, policy and offsets.
   QLLM_HD void start() {
-    for (i32 i = 0; i < s->num_blocks; i++) next_block[i] = i + 1;
-    s->free_block = 0;
+    for (i32 i = 0; i < s->num_blocks; i++) free_blocks[i] = i32(s->num_blocks) - 1 - i;
     s->num_free = s->num_blocks;
     s->running = -1;
     s->free_request = s->free_frame = -1;
@@ -73,7 +72,7 @@ struct Scheduler : Ranking {
     s->num_live--;
   }
   // Take the KV of a request; it starts again from its first token.
-  QLLM_HD void evict(i32 slot, i64 for_request) {
+  QLLM_HD_CALL void evict(i32 slot, i64 for_request) {
     Request& r = requests[slot];
     i32 lost = r.num_computed;
     start_over(slot);
@@ -99,7 +98,7 @@ struct Scheduler : Ranking {
     r.frame = r.front_layer = -1;
     r.num_computed = 0;
   }
-  QLLM_HD void leave_frame(i32 slot) {
+  QLLM_HD_CALL void leave_frame(i32 slot) {
     i32 frame = requests[slot].frame;
     if (frame < 0) return;
     Frame& f = frames[frame];
@@ -125,9 +124,7 @@ struct Scheduler : Ranking {
   QLLM_HD void take_blocks(i32 slot, i64 count) {
     Request& r = requests[slot];
     for (i64 i = 0; i < count; i++) {
-      i32 block = i32(s->free_block);
-      s->free_block = next_block[block];
-      next_block[block] = -1;
+      i32 block = free_blocks[--s->num_free];
       if (r.num_blocks)
         next_block[r.last_block] = block;
       else
@@ -135,18 +132,14 @@ struct Scheduler : Ranking {
       r.last_block = block;
       r.num_blocks++;
     }
-    s->num_free -= count;
   }
   QLLM_HD void give_back(i32 slot) {
     Request& r = requests[slot];
     i32 block = r.first_block;
     for (i32 i = 0; i < r.num_blocks; i++) {
-      i32 next = next_block[block];
-      next_block[block] = i32(s->free_block);
-      s->free_block = block;
-      block = next;
+      free_blocks[s->num_free++] = block;
+      block = next_block[block];
     }
-    s->num_free += r.num_blocks;
     r.num_blocks = 0;
     r.first_block = r.last_block = -1;
   }
@@ -244,7 +237,7 @@ struct Scheduler : Ranking {
     return OK;
   }
   // A suspect alone, as far as KV is free.
-  QLLM_HD Plan alone() {
+  QLLM_HD_CALL Plan alone() {
     Plan plan = {plan_rows, 0, -1, kGrainStep, kNoStop, kNone};
     for (i32 i = 0; i < s->num_suspects && !plan.num_rows; i++) {
       const Request& r = requests[suspects[i]];
@@ -280,7 +273,7 @@ struct Scheduler : Ranking {
   }
 
   // Give every row its blocks, evicting lower ranks where they are short.
-  QLLM_HD void acquire(Plan& plan, i64 now_ns) {
+  QLLM_HD_CALL void acquire(Plan& plan, i64 now_ns) {
     i64 stamp = ++s->epoch;
     i32 kept = 0;
     for (i32 i = 0; i < plan.num_rows; i++) {

@@ -47,6 +47,17 @@ struct Shapes : Ranking {
   QLLM_HD bool groups() const { return s->group_tokens > 0; }
   QLLM_HD i32 finest_grain() const { return i32(least(s->grain, s->finest_grain)); }
 
+  // Where a tier ends in an order that is in it, or behind it, at `low`.
+  QLLM_HD i32 end_of_tier(const i32* order, i32 low, i32 high, i64 tier) const {
+    while (low < high) {
+      i32 middle = (low + high) / 2;
+      if (requests[order[middle]].tier <= tier)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
   // The tiers, and per tier who decodes, prefills and waits.
   QLLM_HD void look_around() {
     i32 a = 0, w = 0;
@@ -68,7 +79,7 @@ struct Shapes : Ranking {
           prefills[num_prefills++] = slot;
       }
       t.waiting = w;
-      while (w < s->num_waiting && requests[waiting[w]].tier == t.tier) w++;
+      w = end_of_tier(waiting, w, i32(s->num_waiting), t.tier);
       t.decodes_end = num_decodes;
       t.prefills_end = num_prefills;
       t.waiting_end = w;
@@ -99,7 +110,7 @@ struct Shapes : Ranking {
   }
 
   // Prefill tokens of a step that the decodes of these tiers share.
-  QLLM_HD i64 prefill_tokens(const i32* which, i32 count) const {
+  QLLM_HD_CALL i64 prefill_tokens(const i32* which, i32 count) const {
     i64 tokens = s->max_step_tokens;
     if (!s->step_tokens && !s->slack_min_tokens) return tokens;
     i64 decoding = 0, due_ns = kMost;
@@ -141,7 +152,7 @@ struct Shapes : Ranking {
   }
 
   // Add the next group of layers of a cohort under way; return whether there is one.
-  QLLM_HD bool go_on(Batch& batch, const Tier& t) const {
+  QLLM_HD_CALL bool go_on(Batch& batch, const Tier& t) const {
     i64 tokens = 0, least_layer = kMost;
     bool any = false;
     for (i32 p = t.prefills; p < t.prefills_end; p++) {
@@ -176,7 +187,7 @@ struct Shapes : Ranking {
   }
 
   // Fill a batch with prefills of a tier, in strict order.
-  QLLM_HD void prefill(Batch& batch, const Tier& t, bool force) const {
+  QLLM_HD_CALL void prefill(Batch& batch, const Tier& t, bool force) const {
     i64 chunk = s->chunk_tokens ? s->chunk_tokens : s->max_step_tokens;
     i64 worse = -1;
     i32 begin = batch.num_rows, p = t.prefills, w = t.waiting;
@@ -221,7 +232,7 @@ struct Shapes : Ranking {
   // Decodes, then prefills, tier by tier. `tokens`: kNone is what the shape says. `cohort`: the
   // tier whose prefills advance, or one of these.
   enum { kEveryCohort = -1, kMarkedCohorts = -2, kNoCohort = -3 };
-  QLLM_HD Batch batch(const i32* which, i32 count, Row* rows, i64 tokens, i32 cohort, bool force) {
+  QLLM_HD_CALL Batch batch(const i32* which, i32 count, Row* rows, i64 tokens, i32 cohort, bool force) {
     Batch out = empty_batch(rows, tokens == kNone ? prefill_tokens(which, count) : tokens);
     for (i32 i = 0; i < count; i++) {
       const Tier& t = tiers[which[i]];
@@ -249,7 +260,7 @@ struct Shapes : Ranking {
     return r.tier > tiers[0].tier || r.priority > kPriorityLs;
   }
 
-  QLLM_HD Plan finish_plan(Row* rows, i32 count, i32 frame = -1) {
+  QLLM_HD_CALL Plan finish_plan(Row* rows, i32 count, i32 frame = -1) {
     Plan plan = {rows, count, frame, finest_grain(), kNoStop, kNone};
     if (plan.grain == kGrainStep) return plan;
     i64 stamp = ++s->epoch;
@@ -285,11 +296,11 @@ struct Shapes : Ranking {
     }
     return count;
   }
-  QLLM_HD Plan resume(i32 frame, Row* rows) {
+  QLLM_HD_CALL Plan resume(i32 frame, Row* rows) {
     return finish_plan(rows, live_rows(frame, rows), frame);
   }
   // The first parked frame of a tier, or -1.
-  QLLM_HD i32 frame_of_tier(i64 tier) const {
+  QLLM_HD_CALL i32 frame_of_tier(i64 tier) const {
     for (i32 i = 0; i < s->num_parked; i++) {
       const Frame& f = frames[parked[i]];
       i64 best = kMost;

@@ -102,6 +102,7 @@ struct State {
   i64 at_unranked;
   i64 at_suspects;
   i64 at_next_block;
+  i64 at_free_blocks;
   i64 at_marks;
   i64 at_effects;
   i64 at_tiers;
@@ -137,7 +138,6 @@ struct State {
   i64 idle_since_ns;
   i64 num_live;
   i64 num_free;
-  i64 free_block;
   i64 free_request;
   i64 free_frame;
   i64 next_frame_id;
@@ -159,5 +159,5 @@ struct State {
 static_assert(sizeof(State) == 752, "State");
 
 // The arrays of a block: X(type, name).
-#define QLLM_SECTIONS(X) X(Request, requests) X(Frame, frames) X(Row, frame_rows) X(i32, parked) X(i32, admitted) X(i32, waiting) X(i32, unranked) X(i32, suspects) X(i32, next_block) X(i32, marks) X(Effect, effects) X(Tier, tiers) X(i32, order) X(i32, decodes) X(i32, prefills) X(i32, chosen) X(Row, plan_rows)
+#define QLLM_SECTIONS(X) X(Request, requests) X(Frame, frames) X(Row, frame_rows) X(i32, parked) X(i32, admitted) X(i32, waiting) X(i32, unranked) X(i32, suspects) X(i32, next_block) X(i32, free_blocks) X(i32, marks) X(Effect, effects) X(Tier, tiers) X(i32, order) X(i32, decodes) X(i32, prefills) X(i32, chosen) X(Row, plan_rows)
 }  // namespace qllm
