@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY := .venv/.ready
 
-.PHONY: demo test check gpu-check bench-engine bench-policies bench-peers bench-report clean
+.PHONY: demo test check sanitize gpu-check bench-engine bench-policies bench-peers bench-report clean
 
 demo: $(READY)
 	.venv/bin/qllm demo
@@ -13,6 +13,9 @@ test: $(READY)
 
 check: $(READY)
 	scripts/check
+
+sanitize: $(READY)  # the native scheduler under ASan and UBSan
+	scripts/sanitize $(ARGS)
 
 gpu-check:  # the machine's own python3 and torch: no .venv
 	python3 scripts/gpu_check.py
@@ -33,7 +36,7 @@ bench-report: $(READY)
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/cpu/*.cpp qllm/kernels/cpu/*.h qllm/kernels/cpu/*.inc)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc)
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools

@@ -1,7 +1,8 @@
 """The packages: `qllm` and what lies in it, and the folder `policies/` as `qllm_policies`.
 
-The CPU kernels are an extension of the limited API. Where no compiler is there, the install goes
-on without them: torch computes then, and the start-up log and `qllm doctor` say so.
+The CPU kernels and the native scheduler are extensions of the limited API. Where no compiler is
+there, the install goes on without them: torch computes then, and the start-up log and
+`qllm doctor` say so; `scheduler="native"` is refused.
 """
 
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 FOLDER = Path("qllm/kernels/cpu")
+SCHEDULER = Path("qllm/kernels/csrc")
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 
 setup(
@@ -22,6 +24,14 @@ setup(
             extra_link_args=["-pthread"],
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "qllm.device._scheduler",
+            sources=[str(SCHEDULER / "module.cpp")],
+            depends=sorted(str(file) for file in SCHEDULER.glob("*.h")),
+            extra_compile_args=[*FLAGS, "-ffp-contract=off"],  # as Python rounds
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
 )

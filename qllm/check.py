@@ -101,7 +101,7 @@ class World:
         shape: ModelShape = SHAPE,
         costs: SimCosts | None = None,
         cuts: CutRule = NO_CUTS,
-        scheduler: Callable[..., Scheduler] = Scheduler,
+        scheduler: Callable[..., Any] = Scheduler,
         start_ns: int = 0,
     ) -> None:
         self.clock = VirtualClock()

@@ -13,6 +13,7 @@ CHOICES = {
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
     "on_policy_error": ("fail", "fcfs"),
+    "scheduler": ("python", "native"),
 }
 """Settings that name one of a few."""
 
@@ -48,6 +49,8 @@ class EngineConfig:
     """`max_tokens` of a request that names none (cut to what fits)."""
     on_policy_error: str = "fail"
     """What a policy that raises does to its requests: "fail" ends them, "fcfs" falls back."""
+    scheduler: str = "python"
+    """"python"; or "native", the same decisions in C++ (for a `RankPolicy`; needs numba)."""
     conformance: bool = True
     """Compare with `model.forward` at start."""
     record: bool = False

@@ -9,7 +9,7 @@ import torch
 
 from qllm.config import EngineConfig
 from qllm.decision import Limits
-from qllm.engine import EngineLoop, Sink
+from qllm.engine import Deciding, EngineLoop, Sink
 from qllm.errors import EngineClosedError
 from qllm.host import ModelInfo
 from qllm.ingress import Call, Ingress, Submission
@@ -20,6 +20,14 @@ from qllm.runner import TorchRunner
 from qllm.scheduler import Scheduler
 from qllm.trace import Trace
 from qllm.types import NS_PER_MS, FinishReason, RequestId
+
+
+def _scheduler(config: EngineConfig) -> Callable[..., Deciding]:
+    if config.scheduler == "python":
+        return Scheduler
+    from qllm.device.scheduler import NativeScheduler  # numba is needed only here
+
+    return NativeScheduler
 
 
 @contextmanager
@@ -96,7 +104,7 @@ class Core:
         self.trace = Trace(meta=meta)
         self.loop = EngineLoop(
             ingress,
-            Scheduler(policy, self.runner.shape, self.runner.cuts, limits),
+            _scheduler(config)(policy, self.runner.shape, self.runner.cuts, limits),
             self.runner,
             sink,
             now_ns,

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, Protocol
 
 from qllm import trace
 from qllm.costs import Costs
-from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Split
+from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits, Parked, Split
 from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.plan import Index, OpKind, Program, Runner
+from qllm.policy import CostTable
 from qllm.request import Request
-from qllm.scheduler import Scheduler
 from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
+from qllm.validate import Pool
 
 
 class Sink(Protocol):
@@ -38,6 +39,35 @@ class Sink(Protocol):
     ) -> None:
         """The request ended; called exactly once per request."""
         ...
+
+
+class Deciding(Protocol):
+    """What the loop asks of a scheduler: `qllm.scheduler.Scheduler`, or the native one."""
+
+    policy: Any
+    costs: CostTable
+    limits: Limits
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def frames(self) -> dict[FrameId, Parked]: ...
+    @property
+    def requests(self) -> dict[RequestId, Request]: ...
+    def add(self, request: Request, now_ns: int) -> None: ...
+    def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]: ...
+    def adopt(self, request: Request) -> None: ...
+    def adopt_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None: ...
+    def new_frame_id(self) -> FrameId: ...
+    def decide(self, now_ns: int) -> Decision: ...
+    def done(
+        self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
+    ) -> None: ...
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None: ...
+    def failed(self) -> tuple[list[Effect], list[Request]]: ...
+    def check(self) -> None: ...
 
 
 class Live(NamedTuple):
@@ -64,7 +94,7 @@ class EngineLoop:
     def __init__(
         self,
         ingress: Ingress,
-        scheduler: Scheduler,
+        scheduler: Deciding,
         runner: Runner,
         sink: Sink,
         now_ns: Callable[[], int],

@@ -12,6 +12,7 @@ from qllm.plugins import installed_policies
 
 KINDS = ("rank", "plan")
 """A `RankPolicy`, or a full `Policy` that plans by itself."""
+_IMPORT = "from qllm.check import World\n"
 
 
 def new_policy(name: str, kind: str = "rank", out: Path = Path()) -> Path:
@@ -34,6 +35,9 @@ def new_policy(name: str, kind: str = "rank", out: Path = Path()) -> Path:
     source = _template(f"{kind}.py")
     class_name = "".join(word.capitalize() for word in module.split("_"))
     test = _template("test.py")
+    if kind == "rank":
+        test = test.replace(_IMPORT, _IMPORT + "from qllm.device.rank import compile_host\n")
+        test += _template("test_rank.py")
     _check_name(name, module, class_name, _imported(source + test))
     folder = out / module
     if folder.exists():

@@ -1,9 +1,8 @@
 """The rules a plan must keep, whoever made it (I2, I4, I5, I10, budgets); the state's own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from qllm.blocks import BlockPool
 from qllm.decision import Parked
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import Plan, Row
@@ -127,8 +126,17 @@ def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View
     return None
 
 
+class Pool(Protocol):
+    """KV blocks as others see them (see `qllm.blocks.BlockPool`)."""
+
+    @property
+    def num_free(self) -> int: ...
+    def blocks_for(self, num_tokens: int) -> int: ...
+    def check(self, tables: dict[RequestId, list[int]]) -> None: ...
+
+
 def check_state(
-    requests: Mapping[RequestId, Request], frames: Mapping[FrameId, Parked], pool: BlockPool
+    requests: Mapping[RequestId, Request], frames: Mapping[FrameId, Parked], pool: Pool
 ) -> None:
     """Compare requests, frames and blocks with each other.
 

@@ -20,12 +20,23 @@ F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
 F1 |= {"compile", "costs", "decision", "ranking", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
+NATIVE = {"device"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {"core", "demo", "engine_process", "handle", "host", "plots", "plugins", "portable"}
+F5 |= {
+    "core",
+    "demo",
+    "differential",
+    "engine_process",
+    "handle",
+    "host",
+    "plots",
+    "plugins",
+    "portable",
+}
 F5 |= {"process_host", "prompts", "random_moe", "scaffold", "simulation", "templates"}
 F5 |= {"thread_host", "workloads"}
-OURS = F0 | F1 | F2 | F3 | F4 | F5
+OURS = F0 | F1 | F2 | F3 | NATIVE | F4 | F5
 
 
 class Floor(NamedTuple):
@@ -41,6 +52,9 @@ FLOORS = [
     Floor(F1, F0 | F1, lambda name: name in STDLIB - EFFECTS),
     Floor(F2, F0 | F1 | F2, lambda name: name not in DEVICE),
     Floor(F3, F0 | F3 | {"compile", "plan", "snapshot"}, lambda name: True),
+    Floor(
+        NATIVE, F0 | F1 | NATIVE, lambda name: name in STDLIB - EFFECTS | {"cuda", "numba", "numpy"}
+    ),
     Floor(F4, F0 | F1 | F2 | F4, lambda name: name not in DEVICE),
     Floor(F5, OURS, lambda name: True),
 ]
@@ -55,12 +69,15 @@ BENCH = Floor(
         "__init__",
         "check",
         "config",
+        "device",
+        "differential",
         "ingress",
         "metrics",
         "plan",
         "plugins",
         "policy",
         "random_moe",
+        "scheduler",
         "simulation",
         "trace",
         "types",
@@ -122,6 +139,8 @@ def test_a_module_imports_only_what_its_floor_may(path: str) -> None:
         ("qllm/scheduler.py", "def now():\n    import time"),
         ("qllm/plan.py", "from torch import Tensor"),
         ("qllm/sim.py", "from qllm import engine"),
+        ("qllm/device/scheduler.py", "import torch"),
+        ("qllm/device/block.py", "from qllm.engine import EngineLoop"),
         ("qllm/models/driver.py", "from ..scheduler import plan_step"),
         ("qllm/engine.py", "import qllm.runner"),
         ("qllm/engine.py", "from . import transports"),

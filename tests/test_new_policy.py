@@ -176,7 +176,7 @@ def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
         text if language == "bash" else f"python - <<'END'\n{text}END\n" for language, text in found
     ]
     out = place.run("\n".join(lines))
-    assert "3 passed" in out
+    assert "4 passed" in out
     assert re.search(r"^ *my-policy +Shortest prompt first", out, re.M), out
     assert out.count("Report(policy=") == 3
     assert "[8, 8, 8, 8]" in out

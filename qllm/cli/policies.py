@@ -13,14 +13,37 @@ from .app import app, clean, print_table
 
 @app.command()
 @clean
-def policies() -> None:
+def policies(
+    compile_name: Annotated[
+        str | None,
+        typer.Option(
+            "--compile", help="Compile the rank of this policy instead, and say for what."
+        ),
+    ] = None,
+) -> None:
     """List the installed policies, their parameters and what they need of an engine."""
     from qllm.plugins import installed_policies
 
+    if compile_name is not None:
+        _compile(compile_name)
+        return
     print_table(
         ("policy", "what it does", "parameters", "needs", "degraded without"),
         ((name, *_describe(point)) for name, point in sorted(installed_policies().items())),
     )
+
+
+def _compile(name: str) -> None:
+    from qllm.device.rank import ARCHITECTURES, compile_device, compile_host
+    from qllm.plugins import load_policy
+
+    policy = load_policy(name)
+    compile_host(policy)
+    typer.echo(f"{name}: rank compiles for this machine (scheduler='native')")
+    for capability in ARCHITECTURES:
+        code = compile_device(policy, capability)
+        arch = "sm_{}{}".format(*capability)
+        typer.echo(f"{name}: rank compiles for {arch}, {len(code)} bytes of LTO-IR")
 
 
 def _describe(point: Any) -> tuple[str, str, str, str]:

@@ -1,0 +1,223 @@
+"""The state of the native scheduler, said once: numpy dtypes, and the C header made from them.
+
+All of it is one block of memory: STATE, then the arrays of SECTIONS, each at the byte offset that
+STATE names. Nothing in it is a pointer, so the block may lie anywhere, be copied, or be mapped
+into a device. Numbers are little-endian; a time that is not known is NONE.
+
+A *slot* is the index of a live request or frame; it is stable while that lives.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+VERSION = 1
+"""Of everything in this file; the extension refuses a block of another version."""
+NONE = -(2**63)
+"""A time or a threshold that is not set."""
+COST_LEVELS = 32
+"""Most entries of a cost table."""
+HEADER = Path(__file__).parent.parent / "kernels" / "csrc" / "state.h"
+
+Dtype = np.dtype[Any]
+
+IDLE, WAIT, START, RESUME = range(4)
+"""Kinds of a decision: nothing lives; wait until `wait_until_ns`; make a frame; go on with one."""
+OK, EMPTY_PLAN, STALLS, NO_KV, NO_ROOM = range(5)
+"""What `decide` returns. NO_ROOM is a broken invariant: an array of the block is too small."""
+KILL, DROP, EVICT, SPLIT = range(1, 5)
+"""Kinds of an effect, as in `qllm.decision`."""
+NOWHERE, ADMITTED, WAITING, UNRANKED = range(4)
+"""Places of a request in the order."""
+SAMPLES, DEAD = 1, 2
+"""Flags of a row."""
+
+
+def _numbers(*names: str, kind: str = "<i8") -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+REQUEST: Dtype = np.dtype(
+    [
+        *_numbers("id", "arrival_ns", "priority", "ttft_ns", "tpot_ns", "served_ns"),
+        *_numbers("last_progress_ns", "first_token_ns", "last_token_ns", "tier", "key"),
+        *_numbers("mark", "gone"),
+        *_numbers("num_prompt", "num_tokens", "num_computed", kind="<i4"),
+        *_numbers("num_blocks", "first_block", "last_block", kind="<i4"),
+        *_numbers("front_lo", "front_hi", "front_layer", "frame", kind="<i4"),
+        *_numbers("evictions", "preemptions", "failures", "place", "next", "live", kind="<i4"),
+    ]
+)
+"""`front_layer` and `frame` are -1 where there is none; `next` links free slots. `mark` and `gone`
+stamp those who take part in the decision under way."""
+
+ROW: Dtype = np.dtype(
+    [("request_id", "<i8"), *_numbers("lo", "hi", "start", "end", "slot", "flags", kind="<i4")]
+)
+
+FRAME: Dtype = np.dtype(
+    [
+        *_numbers("id", "parked_ns", "stop_below"),
+        *_numbers("num_rows", "layer", "inside", "grain", "next", "reserved", kind="<i4"),
+    ]
+)
+"""`layer`: the first one not finished; `inside`: whether that is begun. Its rows lie in
+`frame_rows` from `seats` times its slot on."""
+
+TIER: Dtype = np.dtype(
+    [
+        ("tier", "<i8"),
+        *_numbers("decodes", "decodes_end", "prefills", "prefills_end", kind="<i4"),
+        *_numbers("waiting", "waiting_end", "admitted_end", "cohort", kind="<i4"),
+    ]
+)
+"""Ranges of the scratch arrays of the same names."""
+
+EFFECT: Dtype = np.dtype(
+    [*_numbers("frame_id", "request_id", "for_request"), *_numbers("kind", "lost", kind="<i4")]
+)
+
+
+class Section(NamedTuple):
+    """An array of the block."""
+
+    name: str
+    dtype: Dtype
+    size: str
+    """Product of fields of STATE and numbers."""
+
+
+I4: Dtype = np.dtype("<i4")
+SECTIONS = (
+    Section("requests", REQUEST, "capacity"),
+    Section("frames", FRAME, "capacity"),
+    Section("frame_rows", ROW, "capacity * seats"),
+    Section("parked", I4, "capacity"),
+    Section("admitted", I4, "capacity"),
+    Section("waiting", I4, "capacity"),
+    Section("unranked", I4, "capacity"),
+    Section("suspects", I4, "capacity"),
+    Section("next_block", I4, "num_blocks"),
+    Section("free_blocks", I4, "num_blocks"),
+    Section("marks", I4, "num_marks"),
+    Section("effects", EFFECT, "capacity * 4"),
+    Section("tiers", TIER, "capacity"),
+    Section("order", I4, "capacity"),
+    Section("decodes", I4, "capacity"),
+    Section("prefills", I4, "capacity"),
+    Section("chosen", I4, "capacity"),
+    Section("plan_rows", ROW, "seats * 3"),
+)
+"""`parked`: frames, oldest first. `admitted`, `waiting`: the order, best first. `next_block` links
+the blocks of a request; `free_blocks` is a stack of `num_free`. `marks`: where chunks may end
+(level L2). From `tiers`
+on it is scratch of one call."""
+
+_LIMITS = _numbers("capacity", "seats", "num_blocks", "num_marks", "num_layers")
+_LIMITS += _numbers("max_step_tokens", "block_size", "finest_grain", "max_segment_ns")
+_POLICY = _numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
+_POLICY += _numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
+_POLICY += _numbers("max_be_stall_ms")
+_COUNTERS = _numbers("ride_credit_ns", "idle_since_ns", "num_live", "num_free")
+_COUNTERS += _numbers("free_request", "free_frame", "next_frame_id", "epoch", "num_odd")
+_COUNTERS += _numbers("running", "num_parked", "num_admitted", "num_waiting", "num_unranked")
+_COUNTERS += _numbers("num_suspects", "num_effects")
+_DECISION = _numbers("kind", "decided_frame", "slice_ns", "wait_until_ns", "stuck")
+
+STATE: Dtype = np.dtype(
+    [
+        *_numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
+        *_LIMITS,
+        *_POLICY,
+        ("ride_frac", "<f8"),
+        ("decode_ns", "<i8", (COST_LEVELS,)),
+        *_numbers("num_decode_ns", "prefill_token_ns"),
+        *_COUNTERS,
+        *_DECISION,
+    ]
+)
+"""Offsets; the limits; the policy's shape, 0 where it has none (`max_be_stall_ms` too); the cost
+table; the counters; and what the last decision said."""
+
+STRUCTS = {"Request": REQUEST, "Row": ROW, "Frame": FRAME, "Tier": TIER, "Effect": EFFECT}
+STRUCTS |= {"State": STATE}
+ENUMS = {
+    "Kind": {"IDLE": IDLE, "WAIT": WAIT, "START": START, "RESUME": RESUME},
+    "Answer": {
+        "OK": OK,
+        "EMPTY_PLAN": EMPTY_PLAN,
+        "STALLS": STALLS,
+        "NO_KV": NO_KV,
+        "NO_ROOM": NO_ROOM,
+    },
+    "EffectKind": {"KILL": KILL, "DROP": DROP, "EVICT": EVICT, "SPLIT": SPLIT},
+    "Place": {
+        "NOWHERE": NOWHERE,
+        "ADMITTED": ADMITTED,
+        "WAITING": WAITING,
+        "UNRANKED": UNRANKED,
+    },
+    "RowFlag": {"SAMPLES": SAMPLES, "DEAD": DEAD},
+}
+_C = {"i4": "i32", "i8": "i64", "f8": "double"}
+
+
+def cell(name: str) -> int:
+    """The index of a field of STATE in a view of 8-byte words."""
+    assert STATE.fields is not None
+    return int(STATE.fields[name][1]) // 8
+
+
+def section_offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Where each section begins, and the bytes of the whole block.
+
+    Args:
+        sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
+    """
+    at, offsets = STATE.itemsize, {}
+    for section in SECTIONS:
+        offsets[section.name] = at
+        at += -(-section.dtype.itemsize * count_of(section, sizes) // 8) * 8
+    return offsets, at
+
+
+def count_of(section: Section, sizes: dict[str, int]) -> int:
+    """Elements of a section."""
+    count = 1
+    for factor in section.size.split(" * "):
+        count *= sizes[factor] if factor in sizes else int(factor)
+    return count
+
+
+def emit_header() -> str:
+    """Return `state.h`: the structs of the block and the arrays behind it, for C++ and CUDA."""
+    lines = [
+        "// Made from qllm/device/layout.py by `python -m qllm.device.layout`; do not edit.",
+        "#pragma once",
+        "namespace qllm {",
+        "typedef int i32;",
+        "typedef long long i64;",
+        f"const i64 kVersion = {VERSION};",
+        "const i64 kNone = -9223372036854775807LL - 1;",
+        f"const i32 kCostLevels = {COST_LEVELS};",
+    ]
+    for enum, names in ENUMS.items():
+        values = ", ".join(f"{name} = {value}" for name, value in names.items())
+        lines.append(f"enum {enum} {{ {values} }};")
+    for struct, dtype in STRUCTS.items():
+        lines += ["", f"struct {struct} {{"]
+        for name in dtype.names or ():
+            base, shape = dtype[name].subdtype or (dtype[name], ())
+            lines.append(f"  {_C[base.str[1:]]} {name}{''.join(f'[{n}]' for n in shape)};")
+        lines.append("};")
+        lines.append(f'static_assert(sizeof({struct}) == {dtype.itemsize}, "{struct}");')
+    types = {dtype: name for name, dtype in STRUCTS.items()} | {I4: "i32"}
+    lines += ["", "// The arrays of a block: X(type, name)."]
+    arrays = " ".join(f"X({types[s.dtype]}, {s.name})" for s in SECTIONS)
+    lines += [f"#define QLLM_SECTIONS(X) {arrays}", "}  // namespace qllm", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    HEADER.write_text(emit_header())
