@@ -195,10 +195,10 @@ class TorchRunner:
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self._frames[program.frame_id]
         with torch.inference_mode():
-            return self._run(frame, start, stop)
+            return self._run(frame, program, start, stop)
 
-    def _run(self, frame: Frame, start: Index, stop: Stop) -> Index:
-        program, clock, segments = frame.program, self._clock, self.segments
+    def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
+        clock, segments = self._clock, self.segments
         ops, grain, below = program.ops, program.grain, program.stop_below
         op, pos = start
         begin = clock()

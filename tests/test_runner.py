@@ -2,6 +2,7 @@
 """The torch runner against `model.forward`, bit for bit, whatever interrupts it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from qllm.models import experts as experts_module
 from qllm.models import packed
 from qllm.models.discover import discover
 from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row
+from qllm.policy import NO_STOP
 from qllm.runner import TorchRunner
 from qllm.types import Driver, Grain, SamplingParams
 
@@ -341,6 +343,24 @@ def test_grains_say_where_a_program_stops(monkeypatch: pytest.MonkeyPatch) -> No
             assert {program.ops[i.op].kind for i in seen if i.pos} == {OpKind.EXPERTS, OpKind.HEAD}
         runner.finish(program)
         runner.remove(1)
+
+
+def test_a_resumed_program_counts_as_it_is_given() -> None:
+    """The scheduler may end a program at the next layer, or give it another threshold or grain."""
+    runner, _ = runner_of(model_of("mixtral", "fp32"))
+    fine(runner)
+    add(runner, 1, prompt_of(PROMPT))
+    program = compiled(runner, next_row(runner, 1))
+    runner.accept(program)
+    alarm = Poll(1)
+    index = runner.run(program, START, alarm)
+    limit = program.layer_end(index)
+    cut = replace(program, ops=program.ops[: limit.op])
+    assert runner.run(cut, index, Poll()) == limit < program.end
+    after = runner.run(replace(program, grain=Grain.LAYER), limit, alarm)
+    assert limit < after == program.layer_end(Index(limit.op + 1, 0))
+    assert runner.run(replace(program, stop_below=NO_STOP), after, alarm) == program.end
+    assert runner.finish(program)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
