@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY := .venv/.ready
 
-.PHONY: demo test check gpu-check bench-engine bench-policies bench-peers bench-report clean
+.PHONY: demo test check sanitize gpu-check bench-engine bench-policies bench-peers bench-report clean
 
 demo: $(READY)
 	.venv/bin/qllm demo
@@ -13,6 +13,9 @@ test: $(READY)
 
 check: $(READY)
 	scripts/check
+
+sanitize:
+	scripts/sanitize-kernels
 
 gpu-check:  # the machine's own python3 and torch: no .venv
 	python3 scripts/gpu_check.py
