@@ -14,8 +14,9 @@ test: $(READY)
 check: $(READY)
 	scripts/check
 
-sanitize: $(READY)  # the native scheduler under ASan and UBSan
+sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan and TSan
 	scripts/sanitize $(ARGS)
+	scripts/sanitize-kernels
 
 gpu-check:  # the machine's own python3 and torch: no .venv
 	python3 scripts/gpu_check.py

@@ -18,6 +18,7 @@ from typing import Any, Self
 from transformers.utils.logging import is_progress_bar_enabled
 
 from qllm.config import EngineConfig, engine_config
+from qllm.cores import Threads, num_threads
 from qllm.detokenizer import Detokenizer
 from qllm.engine_process import Start, pickled_policy
 from qllm.errors import ConfigError, InvalidRequestError, QueueFullError, RequestFailedError
@@ -72,7 +73,7 @@ class QLLMEngine:
         dtype: Any = None,
         trust_remote_code: bool = False,
         load_format: str = "auto",
-        threads: int | None = None,
+        threads: Threads = None,
         host: str = "process",
         listen: str | None = None,
         **settings: Any,
@@ -88,7 +89,8 @@ class QLLMEngine:
             dtype: Of the weights; None keeps the checkpoint's.
             trust_remote_code: Run modelling code that comes with the checkpoint.
             load_format: "auto" reads weights; "dummy" makes seeded random ones.
-            threads: Threads torch computes with; None leaves torch's choice.
+            threads: Threads to compute with; "auto" is the cores this process may use, None
+                leaves torch's choice.
             host: Where the engine runs: "process", a process of its own, for which the latency
                 bounds are promised; or "thread", in this one.
             listen: Path of a Unix socket at which further processes `attach`; needs a process.
@@ -99,7 +101,7 @@ class QLLMEngine:
             ModelError: The model cannot be found, loaded or driven safely.
         """
         config = engine_config(settings)
-        made = load_policy(policy, policy_settings)
+        count, made = num_threads(threads), load_policy(policy, policy_settings)
         if str(device).split(":")[0] != "cpu":
             raise ConfigError(
                 f"device={device!r} cannot be driven yet; use device='cpu' (the CUDA runner is "
@@ -117,14 +119,14 @@ class QLLMEngine:
         }
         if host == "thread":
             loaded = load(name_or_path, **how)
-            return cls(ThreadHost(loaded, made, config, threads), loaded.tokenizer, made, config)
+            return cls(ThreadHost(loaded, made, config, count), loaded.tokenizer, made, config)
         start = Start(
             model=os.fspath(name_or_path),
             load=how,
             policy=policy if isinstance(policy, str) else pickled_policy(policy),
             policy_settings=policy_settings,
             config=config,
-            threads=threads,
+            threads=count,
             listen=listen,
             quiet=not is_progress_bar_enabled(),
         )
@@ -160,14 +162,13 @@ class QLLMEngine:
         *,
         policy: str | Any = "qllm2",
         policy_settings: Mapping[str, Any] | None = None,
-        threads: int | None = None,
+        threads: Threads = None,
         **settings: Any,
     ) -> Self:
         """Serve a Hugging Face model that is already loaded, on a thread; it is not copied."""
         config, made = engine_config(settings), load_policy(policy, policy_settings)
-        return cls(
-            ThreadHost(wrap(model, tokenizer), made, config, threads), tokenizer, made, config
-        )
+        thread = ThreadHost(wrap(model, tokenizer), made, config, num_threads(threads))
+        return cls(thread, tokenizer, made, config)
 
     def now_ns(self) -> int:
         """The engine's clock: nanoseconds since it was made."""

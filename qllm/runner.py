@@ -6,6 +6,7 @@ of the first op not done: everything needed to go on is in the frame already.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -292,15 +293,16 @@ class TorchRunner:
     def _spans(self, frame: Frame, group: int, lo: int, hi: int) -> list[Span]:
         program = frame.program
         spans: list[Span] = []
-        at = 0
+        at = -lo  # where the row begins in the op
         for r in program.groups[group]:
-            row = program.rows[r]
-            marks = program.row_blocks[r]
-            dead = row.request_id in frame.dead
-            for a, b in pairwise(marks):
-                if lo <= at < hi and not dead:
-                    spans.append(Span(self._requests[row.request_id].kv, at - lo, a, b))
-                at += b - a
+            row, marks = program.rows[r], program.row_blocks[r]
+            first = row.lo + max(0, -at)
+            stop = min(row.hi, row.lo + hi - lo - at)
+            if first < stop and row.request_id not in frame.dead:
+                kv = self._requests[row.request_id].kv
+                ends = marks[bisect_left(marks, first) : bisect_left(marks, stop) + 1]
+                spans.extend(Span(kv, at + a - row.lo, a, b) for a, b in pairwise(ends))
+            at += row.num_tokens
         return spans
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from families import make_model
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from qllm.compile import compile_program
 from qllm.kernels import cpu
 from qllm.kv_cache import RequestKV
 from qllm.models import compute
@@ -18,7 +20,9 @@ from qllm.models.fast import FastDriver
 from qllm.models.linear import PLAIN
 from qllm.models.native import NativeDriver
 from qllm.models.rope import RopeTable
+from qllm.plan import NO_CUTS, START, Plan, Row
 from qllm.runner import TorchRunner
+from qllm.types import Grain, SamplingParams
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -43,6 +47,16 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
     cpu.native.use(KINDS[0])
     cpu.set_threads(1)
+
+
+class Never:
+    """A stop word that nobody lowers."""
+
+    word = 1 << 30
+    stop_at_ns: int | None = None
+
+    def now_ns(self) -> int:
+        return 0
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -230,24 +244,99 @@ def test_attention_is_that_of_the_modules(
     close(found, expected, 4)
 
 
-def test_one_query_attends_all_keys_and_no_others() -> None:
-    model = qwen3()
-    driver = NativeDriver(discover(model).layers[0], cpu.Arena())
-    kernel: Any = driver._attention
-    kv = RequestKV(2, 300)
-    k, v = rand(1, GROUPS, 280, HEAD, seed=1), rand(1, GROUPS, 280, HEAD, seed=2)
+def attention(heads: int, groups: int, head: int) -> cpu.Attention:
+    """Only its products with keys: what goes before is not called."""
+    qkv = cpu.Matrix([torch.zeros((heads + 2 * groups) * head, 2).bfloat16()])
+    ones = torch.ones(2).bfloat16()
+    shape = {"num_heads": heads, "num_kv_heads": groups, "head_dim": head}
+    return cpu.Attention(qkv, ones, 1e-6, **shape, scale=head**-0.5)
+
+
+def attended(
+    kernel: cpu.Attention, q: Tensor, kv: RequestKV, cuts: list[int], window: int | None
+) -> Tensor:
+    """The queries of positions [cuts[0], cuts[-1]), cut into spans there."""
+    spans = [Span(kv, lo - cuts[0], lo, hi) for lo, hi in pairwise(cuts)]
+    step = Step(spans, q.shape[0], latent=False)
+    slab: Any = kv.slabs[0]
+    addresses = step.addresses(slab[0].shape[1], slab[0].shape[3], q)
+    return kernel.attend(q, 0, window, addresses.address, len(spans), True)
+
+
+SHAPES = [(4, 2, 32), (3, 3, 128), (12, 4, 64), (6, 1, 96)]
+"""Query heads, KV heads and their width."""
+
+
+@pytest.mark.parametrize(("heads", "groups", "head"), SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_queries_attend_the_keys_before_them_and_no_others(
+    heads: int, groups: int, head: int, window: int | None
+) -> None:
+    kernel, kv = attention(heads, groups, head), RequestKV(1, 300)
+    k, v = rand(1, groups, 280, head, seed=1), rand(1, groups, 280, head, seed=2)
     kv.write(0, k, v, 0)
-    q = rand(1, HEADS * HEAD, seed=3)
-    for hi, window in ((1, None), (15, None), (16, None), (128, None), (257, None), (257, 100)):
-        step = Step([Span(kv, 0, hi - 1, hi)], 1, latent=False)
-        spans = step.addresses(GROUPS, HEAD, q)
-        out = torch.empty_like(q)
-        kernel.one(out, q, 0, window, spans.address, 1)
-        first = 0 if window is None else hi - window
-        keys, values = (t[0, :, first:hi].double().repeat_interleave(2, 0) for t in (k, v))
-        heads = q.view(HEADS, 1, HEAD).double()
-        scores = (heads @ keys.transpose(1, 2)) * HEAD**-0.5
-        close(out.view(HEADS, HEAD), (scores.softmax(-1) @ values)[:, 0], 0.7)
+    keys, values = (t[0].double().repeat_interleave(heads // groups, 0) for t in (k, v))
+    for lo, hi in ((0, 1), (14, 15), (15, 16), (127, 128), (256, 257), (0, 70), (190, 258)):
+        q = rand(hi - lo, heads * head, seed=3)
+        found = attended(kernel, q, kv, [lo, hi], window).view(-1, heads, head)
+        scores = q.view(-1, heads, head).double().transpose(0, 1) @ keys.transpose(1, 2)
+        behind = torch.arange(lo, hi)[:, None] - torch.arange(280)
+        hidden = (behind < 0) | (behind >= (window or 300))
+        p = (scores * head**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        close(found, (p @ values).transpose(0, 1), 0.7)
+
+
+@pytest.mark.parametrize(("heads", "groups", "head"), SHAPES)
+@pytest.mark.parametrize("window", [None, 90])
+def test_no_cut_of_the_queries_and_no_thread_changes_a_bit(
+    heads: int, groups: int, head: int, window: int | None
+) -> None:
+    kernel, kv = attention(heads, groups, head), RequestKV(1, 400)
+    kv.write(0, *(rand(1, groups, 310, head, seed=s, scale=3) for s in (1, 2)), 0)
+    q = rand(110, heads * head, seed=3)
+    whole = attended(kernel, q, kv, [200, 310], window)
+    assert whole.unique().numel() > 100
+    for cuts in (range(200, 311), [200, 201, 208, 230, 309, 310], [200, 255, 256, 310]):
+        assert torch.equal(attended(kernel, q, kv, list(cuts), window), whole)
+    for threads in (2, 3):
+        cpu.set_threads(threads)
+        for _ in range(5):
+            assert torch.equal(attended(kernel, q, kv, [200, 205, 310], window), whole)
+
+
+@pytest.mark.parametrize("make", [qwen3, mixtral])
+def test_cutting_a_prompt_changes_no_bit(make: Any) -> None:
+    model, ids = make(), torch.arange(130).tolist()
+    rules = [NO_CUTS, NO_CUTS._replace(max_cost=9.0, min_block=1, max_block=8)]
+    logits: list[Tensor] = []
+    for rule, chunks in ((rules[0], [130]), (rules[1], [130]), (rules[0], [1, 64, 77, 130])):
+        runner = TorchRunner(model)
+        runner.cuts = rule
+        runner.on_logits = lambda request, position, x: logits.append(x.clone())
+        runner.add(0, ids, SamplingParams(temperature=0), 130, 140)
+        for frame, (lo, hi) in enumerate(pairwise([0, *chunks])):
+            program = compile_program(
+                Plan(rows=(Row(0, lo, hi, 0, 2),), grain=Grain.STEP, stop_below=0),
+                frame_id=frame,
+                samples=[hi == 130],
+                shape=runner.shape,
+                cuts=rule,
+            )
+            runner.accept(program)
+            assert runner.run(program, START, Never()) == program.end
+            runner.finish(program)
+    assert len(logits) == 3
+    assert torch.equal(logits[1], logits[0])
+    assert torch.equal(logits[2], logits[0])
+
+
+def test_shapes_that_the_kernels_are_not_made_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim=48"):
+        attention(4, 2, 48)
+    with pytest.raises(ValueError, match="49 heads on 1"):
+        attention(49, 1, 32)
+    with pytest.raises(ValueError, match="5 heads on 2"):
+        attention(5, 2, 32)
 
 
 def test_dead_tokens_give_zeros_to_the_projection() -> None:

@@ -14,7 +14,6 @@ import copy
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +41,6 @@ class Span(NamedTuple):
 class SpanAddresses:
     """Spans as our kernels read them: 6 integers each (`Span` of kernels/cpu/kernels.h)."""
 
-    BYTES = 6 * 8
-
     def __init__(
         self, spans: Sequence[Span], num_kv_heads: int, head_dim: int, like: Tensor
     ) -> None:
@@ -53,10 +50,6 @@ class SpanAddresses:
             kv.reach(hi)
             self._values.extend((k, v, stride, at, lo, hi))
         self.address = self._values.buffer_info()[0]
-
-    def at(self, span: int) -> int:
-        """Address of one span."""
-        return self.address + span * self.BYTES
 
 
 class Step:
@@ -68,8 +61,6 @@ class Step:
 
     __slots__ = (
         "_addresses",
-        "_singles",
-        "all_single",
         "latent",
         "masks",
         "num_attended",
@@ -92,9 +83,7 @@ class Step:
         """Every token is a sequence of its own: a decode batch."""
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
         """Tokens that a span covers; the others are dead."""
-        self.all_single = self.num_attended == len(self.spans)
         self._addresses: SpanAddresses | None = None
-        self._singles: list[tuple[int, int]] | None = None
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def update(
@@ -125,18 +114,6 @@ class Step:
         if self._addresses is None:
             self._addresses = SpanAddresses(self.spans, num_kv_heads, head_dim, like)
         return self._addresses
-
-    def singles(self) -> list[tuple[int, int]]:
-        """Runs of spans with one query: the first of each and how many."""
-        if self._singles is None:
-            self._singles = []
-            at = 0
-            for single, run in groupby(self.spans, key=lambda span: span.hi - span.lo == 1):
-                num = sum(1 for _ in run)
-                if single:
-                    self._singles.append((at, num))
-                at += num
-        return self._singles
 
     def sequences(self) -> list[tuple[RequestKV, int]]:
         """The requests of the spans and how far each is attended, in order."""
@@ -213,10 +190,10 @@ def _one(
     is_gqa = kv[0].shape[1] != q_1NTH.shape[1]
     if one_query and is_gqa and step.packs and q_1NTH.dtype is torch.bfloat16:
         return _packed_query(q_1NTH, *_visible(span, kv, window)[1], scaling)
-    return attend_span(q_1NTH, kv, span, step, scaling, window)
+    return _attend_span(q_1NTH, kv, span, step, scaling, window)
 
 
-def attend_span(
+def _attend_span(
     q_1NTH: Tensor, kv: KV, span: Span, step: Step, scaling: float | None, window: int | None
 ) -> Tensor:
     """Causal attention of the queries of one span by torch: out[1, T, N, H].

@@ -17,7 +17,7 @@ NS_PER_MS = 1_000_000
 BYTES_PER_NS = 6.0
 """Weights streamed from memory."""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
-ATTN_FLOPS_PER_NS = {torch.bfloat16: 30.0, torch.float32: 25.0, torch.float16: 10.0}
+ATTN_FLOPS_PER_NS = {torch.bfloat16: 70.0, torch.float32: 25.0, torch.float16: 10.0}
 GLUE_NS_PER_VALUE = 3.0
 """Norms, rotations, sums: per token and value of the residual stream."""
 COMBINE_NS_PER_VALUE = 2.0
@@ -103,6 +103,7 @@ def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[Cut
     rule = CutRule(
         max_cost=free / project,
         attn_cost_per_kv=attend / project,
+        min_block=1,
         glue_block=_power_of_two(segment / max(route, combine)),
         dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
         expert_block=_power_of_two(max(unit - costs.unit_ns, segment / 4) / max(costs.row_ns, 1.0)),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
-from qllm.models.attention import Step, attend_span
+from qllm.models.attention import Step
 from qllm.models.discover import LayerParts, fingerprint, source_digest
 from qllm.models.fast import FastDriver, Rope, Routed
 
@@ -91,6 +91,7 @@ class NativeDriver(FastDriver):
         return (
             kind is not None
             and attn.head_dim in cpu.HEAD_DIMS
+            and attn.num_key_value_groups <= cpu.MAX_SHARE
             and getattr(attn.config, "clip_qkv", None) is None
             and all(type(x) is nn.Linear and is_usable(x.weight) for x in linears)
             and _rotates_in_halves(attn)
@@ -113,14 +114,13 @@ class NativeDriver(FastDriver):
         if ATTENTION[fingerprint(attn)] == "qk_norm":
             eps = attn.q_norm.variance_epsilon
             qk_norm = (attn.q_norm.weight.detach(), attn.k_norm.weight.detach(), eps)
-        self._heads = attn.q_proj.out_features // attn.head_dim
         self._kv_heads = attn.k_proj.out_features // attn.head_dim
         self._head_dim = attn.head_dim
         self._attention = cpu.Attention(
             cpu.Matrix([x.weight.detach() for x in qkv], [x.bias for x in qkv], self._arena),
             norm.weight.detach(),
             norm.variance_epsilon,
-            num_heads=self._heads,
+            num_heads=attn.q_proj.out_features // attn.head_dim,
             num_kv_heads=self._kv_heads,
             head_dim=attn.head_dim,
             scale=attn.scaling,
@@ -158,28 +158,11 @@ class NativeDriver(FastDriver):
             return super().attend(x_TD, rope, step)
         kernel, index, window = self._attention, self._index, self._parts.window
         spans = step.addresses(self._kv_heads, self._head_dim, x_TD)
-        q = kernel.enter(x_TD, *rope, index, spans.address, len(step.spans))
+        at, num = spans.address, len(step.spans)
+        q = kernel.enter(x_TD, *rope, index, at, num)
         whole = step.num_attended == step.num_tokens
-        out = torch.empty_like(q) if whole else torch.zeros_like(q)
-        for first, num in step.singles():
-            kernel.one(out, q, index, window, spans.at(first), num)
-        if not step.all_single:
-            self._blocks(q, out, step)
+        out = kernel.attend(q, index, window, at, num, whole)
         return self._add(x_TD, self._out.linear(out))
-
-    def _blocks(self, q: Tensor, out: Tensor, step: Step) -> None:
-        """Spans of several queries, each by torch's attention."""
-        q_1NTH = q.view(1, -1, self._heads, self._head_dim).transpose(1, 2)
-        out_1TNH = out.view(1, -1, self._heads, self._head_dim)
-        attn: Any = self._parts.self_attn
-        for span in step.spans:
-            num = span.hi - span.lo
-            if num > 1:
-                part = slice(span.at, span.at + num)
-                kv = span.kv.read(self._index, 0, span.hi)
-                out_1TNH[:, part] = attend_span(
-                    q_1NTH[:, :, part], kv, span, step, attn.scaling, self._parts.window
-                )
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         if self._router_kernel is None:

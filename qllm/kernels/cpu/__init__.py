@@ -1,7 +1,7 @@
 """Kernels for bf16 on the CPU, over torch tensors.
 
     Matrix      a weight in panels; `linear` reads it at the memory's speed for a few rows
-    Attention   norm, QKV, q/k norm, rotation and KV write of one layer; attention of one query
+    Attention   norm, QKV, q/k norm, rotation and KV write of one layer; attention on the KV slabs
     Router      norm, router, softmax, top-k
     Experts     gate/up, SwiGLU and down of ranges of expert units
 
@@ -32,6 +32,8 @@ except ImportError as error:
 
 HEAD_DIMS = (32, 64, 96, 128)
 """Widths of a head that `Attention` is made for."""
+MAX_SHARE = 48
+"""Query heads of one KV head."""
 MAX_TOP_K = 64
 HUGE_PAGE = 2 << 20
 """Bytes."""
@@ -179,7 +181,13 @@ class Matrix:
 
 
 class Attention:
-    """The parts of one layer's attention around the product with its keys."""
+    """One layer's attention without its output projection.
+
+    A query's bits depend on its position and the keys alone, not on the queries beside it.
+
+    Raises:
+        ValueError: The kernels are not made for the shape.
+    """
 
     def __init__(
         self,
@@ -195,6 +203,8 @@ class Attention:
     ) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim={head_dim}; known: {HEAD_DIMS}")
+        if num_heads % num_kv_heads or num_heads > MAX_SHARE * num_kv_heads:
+            raise ValueError(f"{num_heads} heads on {num_kv_heads}; at most {MAX_SHARE} on one")
         q_norm, k_norm, qk_eps = qk_norm or (None, None, 0.0)
         self._keep = (qkv, norm_D, q_norm, k_norm)
         self._num_heads, self._head_dim = num_heads, head_dim
@@ -233,13 +243,24 @@ class Attention:
         )
         return q
 
-    def one(
-        self, out: Tensor, q: Tensor, layer: int, window: int | None, spans: int, num_spans: int
-    ) -> None:
-        """Attention of spans with one query each into `out`, [T, N * H] as `q`."""
-        native.attend_one(
+    def attend(
+        self, q: Tensor, layer: int, window: int | None, spans: int, num_spans: int, whole: bool
+    ) -> Tensor:
+        """Causal attention of the spans' queries, [T, N * H] as `q`.
+
+        Args:
+            q: What `enter` gave.
+            layer: Its index.
+            window: Of a sliding attention.
+            spans: Address of the spans.
+            num_spans: How many there are.
+            whole: Every token is in a span; else the others get zeros.
+        """
+        out = torch.empty_like(q) if whole else torch.zeros_like(q)
+        native.attend(
             out.data_ptr(), q.data_ptr(), self._address, layer, window or 0, spans, num_spans
         )
+        return out
 
 
 class Router:

@@ -61,9 +61,9 @@ struct Kernels {
   void (*attend_in)(uint16_t* q, const uint16_t* x, const uint16_t* cos, const uint16_t* sin,
                     int64_t tokens, const Attention& layer, int64_t index, const Span* spans,
                     int64_t num_spans);
-  // out [T, N * H], for spans of one query
-  void (*attend_one)(uint16_t* out, const uint16_t* q, const Attention& layer, int64_t index,
-                     int64_t window, const Span* spans, int64_t num_spans);
+  // out [T, N * H]; tokens of no span stay as they are
+  void (*attend)(uint16_t* out, const uint16_t* q, const Attention& layer, int64_t index,
+                 int64_t window, const Span* spans, int64_t num_spans);
   void (*route)(uint16_t* normed, int64_t* ids, void* weights, const uint16_t* mid,
                 int64_t tokens, const Router& router);
   // slots [S, D], rows of x [T, D] by token [S]

@@ -123,7 +123,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(linear),
     QLLM_KERNEL(rms_norm),
     QLLM_KERNEL(attend_in),
-    QLLM_KERNEL(attend_one),
+    QLLM_KERNEL(attend),
     QLLM_KERNEL(route),
     QLLM_KERNEL(experts),
     QLLM_KERNEL(combine),

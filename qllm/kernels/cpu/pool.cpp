@@ -25,8 +25,8 @@ class Pool {
       workers_.emplace_back([this, seen = round_.load()] { work(seen); });
   }
 
-  // Run tasks [0, count) on all threads; returns when all are done. While another caller
-  // has the threads, the tasks run on the caller's own.
+  // The caller takes tasks too, and waits only for workers that entered while there were some: a
+  // worker that gets no core holds nobody up.
   void run(int64_t count, Task task, const void* context) {
     bool alone = workers_.empty() || count < 2 || taken_.exchange(true);
     if (alone) {
@@ -37,14 +37,15 @@ class Pool {
     context_ = context;
     count_ = count;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store(int(workers_.size()), std::memory_order_relaxed);
+    gate_.store(0, std::memory_order_release);
     {
       std::lock_guard<std::mutex> hold(mutex_);
       round_.fetch_add(1, std::memory_order_release);
     }
     if (sleepers_.load(std::memory_order_acquire)) wake_.notify_all();
     drain();
-    for (int spins = 0; busy_.load(std::memory_order_acquire); spins++) pause(spins);
+    gate_.fetch_or(kClosed, std::memory_order_acq_rel);
+    for (int spins = 0; gate_.load(std::memory_order_acquire) != kClosed; spins++) pause(spins);
     taken_.store(false);
   }
 
@@ -53,7 +54,14 @@ class Pool {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    if (spins > 2000) std::this_thread::yield();
+    if (spins > 500) std::this_thread::yield();
+  }
+
+  bool enter() {
+    int inside = gate_.load(std::memory_order_relaxed);
+    while (!(inside & kClosed))
+      if (gate_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) return true;
+    return false;
   }
 
   void drain() {
@@ -73,16 +81,21 @@ class Pool {
       }
       seen = round_.load(std::memory_order_acquire);
       if (stopping_) return;
-      drain();
-      busy_.fetch_sub(1, std::memory_order_acq_rel);
+      if (enter()) {
+        drain();
+        gate_.fetch_sub(1, std::memory_order_acq_rel);
+      }
     }
   }
+
+  static constexpr int kClosed = 1 << 30;
 
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> round_{0};
-  std::atomic<int> sleepers_{0}, busy_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<int> gate_{kClosed};  // workers inside the round, and whether more may enter
   std::atomic<int64_t> next_{0};
   std::atomic<bool> stopping_{false}, taken_{false};
   int64_t count_ = 0;

@@ -3,6 +3,9 @@
 //   Pairs   32 bf16 as 16 pairs (k, k + 1); `dot` adds both products of a pair to its lane
 //   F       16 floats
 //
+// `transpose` takes 16 rows of 16 pairs to 16 rows: the first pair of each, the second, ...
+// `sums` adds up each of 16 vectors, in fours and then across, as `sum_of_lanes` does.
+//
 // The order of additions is fixed by the kernels, so the bits of a result depend on the
 // instruction set and never on the number of rows or threads.
 #pragma once
@@ -32,6 +35,17 @@ inline bf16 narrow(float x) {  // to nearest, ties to even
   memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
   return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void transpose_pairs(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
+  for (int i = 0; i < 16; i++)
+    for (int r = 0; r < 16; r++) memcpy(to + i * to_stride + 2 * r, from + r * from_stride + 2 * i, 4);
+}
+
+inline float sum_of_lanes(const float* x) {
+  float four[4];
+  for (int i = 0; i < 4; i++) four[i] = (x[4 * i] + x[4 * i + 2]) + (x[4 * i + 1] + x[4 * i + 3]);
+  return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
 #if defined(QLLM_AVX512)
@@ -65,6 +79,44 @@ struct Vec {
     int32_t pair;
     memcpy(&pair, p, 4);
     return _mm512_set1_epi32(pair);
+  }
+  static F sums(const F* x) {
+    F a[8], b[4];
+    for (int i = 0; i < 8; i++)
+      a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]),
+                           _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+      __m512d p = _mm512_castps_pd(a[2 * i]), q = _mm512_castps_pd(a[2 * i + 1]);
+      b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)),
+                           _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+    }
+    for (int i = 0; i < 2; i++)
+      a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88),
+                         _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+  }
+  static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * from_stride);
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int j = 0; j < 2; j++) {
+        a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+        a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+      }
+    for (int i = 0; i < 16; i += 8)
+      for (int j = 0; j < 4; j++) {
+        b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
+        b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
+      }
+    for (int j = 0; j < 8; j++) {
+      _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88));
+      _mm512_storeu_si512(to + (j + 8) * to_stride, _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd));
+    }
   }
 #if defined(QLLM_BF16)
   static F dot(F acc, Pairs a, Pairs b) {
@@ -158,6 +210,18 @@ struct Vec {
     memcpy(&pair, p, 4);
     return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
   }
+  static F sums(const F* x) {
+    float lanes[16];
+    for (int i = 0; i < 16; i++) {
+      float one[16];
+      store(one, x[i]);
+      lanes[i] = sum_of_lanes(one);
+    }
+    return load(lanes);
+  }
+  static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
+    transpose_pairs(to, to_stride, from, from_stride);
+  }
   static __m256 dot(__m256 acc, __m256i a, __m256i b) {
     const __m256i high = _mm256_set1_epi32(int(0xffff0000));
     acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
@@ -218,6 +282,18 @@ struct Vec {
     float out = x.v[0];
     for (int i = 1; i < 16; i++) out = x.v[i] > out ? x.v[i] : out;
     return out;
+  }
+  static F sums(const F* x) {
+    float lanes[16];
+    for (int i = 0; i < 16; i++) {
+      float one[16];
+      store(one, x[i]);
+      lanes[i] = sum_of_lanes(one);
+    }
+    return load(lanes);
+  }
+  static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
+    transpose_pairs(to, to_stride, from, from_stride);
   }
   static Pairs load_pairs(const bf16* p) {
     Pairs out;

@@ -1,0 +1,306 @@
+"""The CPU kernels against what the machine can do: one JSON line.
+
+    experts     ranges of expert units against max(bytes / read bandwidth, FLOPs / rate of torch)
+    gemm        the products of a prefill of 2,048 tokens against torch's on the same shapes
+    attention   one layer's against torch's scaled_dot_product_attention, prefill and decode
+    invariant   a step at level L2 against one without
+    stop        boundaries at the end of a prefill of 32k tokens: how long a stop waits
+
+Times are the best of a few rounds, wall time in ms; on a busy machine they say little. `--quick`
+only shows that everything runs. Expert weights are rotated, so that they come from memory.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import MODEL, machine
+
+from qllm.compile import compile_program
+from qllm.kernels import cpu
+from qllm.kv_cache import RequestKV
+from qllm.models.attention import Span, Step
+from qllm.models.experts import NativeBank, Work
+from qllm.plan import START, Plan, Program, Row
+from qllm.runner import TorchRunner
+from qllm.types import Grain, SamplingParams
+
+SHAPES = ((768, 384, 24, 4), (1024, 3584, 8, 2), (2048, 768, 128, 8))
+"""Hidden size, width of an expert, experts, experts per token."""
+TOKENS = (1, 8, 64, 512)
+COLD_BYTES = 512 << 20
+"""Weights that are rotated, so that no cache keeps them."""
+LONG = 32768
+GREEDY = SamplingParams(temperature=0)
+
+
+class Never:
+    """A stop word that nobody lowers."""
+
+    word = 1 << 30
+    stop_at_ns: int | None = None
+
+    def now_ns(self) -> int:
+        """Unused: no time is set."""
+        return 0
+
+
+def best_ms(run: Callable[[], object], rounds: int) -> float:
+    """Fastest of some rounds after a first one; wall time, which counts every thread."""
+    run()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
+
+
+def rand(*shape: int) -> torch.Tensor:
+    """Noise that keeps its size through a product."""
+    return (torch.randn(shape) * shape[-1] ** -0.5).bfloat16()
+
+
+def read_gb_s(rounds: int) -> float:
+    """Read bandwidth of all threads, over huge pages as the weights have them."""
+    words = cpu.huge_empty(COLD_BYTES // 2).fill_(0).view(torch.float32)
+    return COLD_BYTES / best_ms(lambda: torch.dot(words, words), rounds) / 1e6
+
+
+def torch_gflops(num_out: int, num_in: int, rows: int, rounds: int) -> float:
+    """Rate of torch on one product, with a weight that stays in the cache if it fits."""
+    x, weight = rand(rows, num_in), rand(num_out, num_in)
+    return 2 * rows * num_in * num_out / best_ms(lambda: F.linear(x, weight), rounds) / 1e6
+
+
+def expert_rows(shape: tuple[int, int, int, int], quick: bool) -> Iterator[dict[str, Any]]:
+    """One shape at every number of tokens, routed evenly."""
+    hidden, width, num, top_k = shape
+    one = 3 * hidden * width * 2
+    layers = 1 if quick else -(-COLD_BYTES // (one * num))
+    banks = []
+    for _ in range(layers):
+        up, down = rand(num, 2 * width, hidden), rand(num, hidden, width)
+        banks.append(NativeBank(SimpleNamespace(gate_up_proj=up, down_proj=down)))
+    rounds = 2 if quick else 10
+    rates = (
+        torch_gflops(2 * width, hidden, 512, rounds),
+        torch_gflops(hidden, width, 512, rounds),
+    )
+    gb_s = read_gb_s(rounds)
+    for tokens in TOKENS:
+        x = rand(tokens, hidden)
+        ids = torch.stack([torch.randperm(num)[:top_k] for _ in range(tokens)])
+        works = cycle([Work(bank, ids, 128) for bank in banks])
+
+        def run(works: Iterator[Work] = works, x: torch.Tensor = x) -> None:
+            work = next(works)
+            work.done[:] = bytes(len(work.done))
+            work.run(x, 0, len(work.units))
+
+        hit = ids.unique().numel()
+        flops = 2 * tokens * top_k * hidden * width
+        read_ms = hit * one / gb_s / 1e6
+        compute_ms = (2 * flops / rates[0] + flops / rates[1]) / 1e6
+        ms, roof = best_ms(run, rounds * layers), max(read_ms, compute_ms)
+        yield {
+            "shape": "/".join(map(str, shape)),
+            "tokens": tokens,
+            "experts_hit": hit,
+            "ms": round(ms, 3),
+            "read_ms": round(read_ms, 3),
+            "compute_ms": round(compute_ms, 3),
+            "share": round(roof / ms, 3),
+        }
+
+
+def gemm_row(quick: bool) -> dict[str, Any]:
+    """The products of one layer for 2,048 tokens, experts loaded evenly."""
+    tokens, rounds = 256 if quick else 2048, 2 if quick else 10
+    hidden, heads = MODEL["hidden_size"], MODEL["num_attention_heads"]
+    head, groups = MODEL["head_dim"], MODEL["num_key_value_heads"]
+    num, width = MODEL["num_experts"], MODEL["moe_intermediate_size"]
+    rows = tokens * MODEL["num_experts_per_tok"] // num
+    ours = theirs = flops = 0.0
+    for num_out, num_in, count, of in (
+        ((heads + 2 * groups) * head, hidden, tokens, 1),
+        (hidden, heads * head, tokens, 1),
+        (2 * width, hidden, rows, num),
+        (hidden, width, rows, num),
+    ):
+        weights = [rand(num_out, num_in) for _ in range(of)]
+        packed, x = [cpu.Matrix([w]) for w in weights], rand(count, num_in)
+
+        def native(packed: list[cpu.Matrix] = packed, x: torch.Tensor = x) -> None:
+            for matrix in packed:
+                matrix.linear(x)
+
+        def plain(weights: list[torch.Tensor] = weights, x: torch.Tensor = x) -> None:
+            for weight in weights:
+                F.linear(x, weight)
+
+        ours += best_ms(native, rounds)
+        theirs += best_ms(plain, rounds)
+        flops += 2.0 * num_out * num_in * count * of
+    return {
+        "tokens": tokens,
+        "gflops": round(flops / ours / 1e6, 1),
+        "torch_gflops": round(flops / theirs / 1e6, 1),
+        "share": round(theirs / ours, 3),
+    }
+
+
+def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Prefill of 256 tokens and decode of one, at some numbers of keys."""
+    n, g, h = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], MODEL["head_dim"]
+    shape = {"num_heads": n, "num_kv_heads": g, "head_dim": h}
+    qkv, ones = cpu.Matrix([torch.zeros((n + 2 * g) * h, 2).bfloat16()]), torch.ones(2).bfloat16()
+    kernel = cpu.Attention(qkv, ones, 1e-6, **shape, scale=h**-0.5)
+    for keys in (512,) if quick else (512, 2048, 8192):
+        kv = RequestKV(1, keys)
+        kv.write(0, torch.randn(1, g, keys, h).bfloat16(), torch.randn(1, g, keys, h).bfloat16(), 0)
+        for queries in (256, 1):
+            q = torch.randn(queries, n * h).bfloat16()
+            step = Step([Span(kv, 0, keys - queries, keys)], queries, latent=False)
+            at = step.addresses(g, h, q).address
+            q_1NTH = q.view(1, queries, n, h).transpose(1, 2)
+            mask = step.mask(q, 0, keys - queries, keys, None)
+            k, v = kv.read(0, 0, keys)
+
+            def native(q: torch.Tensor = q, at: int = at) -> None:
+                kernel.attend(q, 0, None, at, 1, True)
+
+            def plain(q: torch.Tensor = q_1NTH, of: Any = (k, v, mask)) -> None:
+                F.scaled_dot_product_attention(q, *of, enable_gqa=True)
+
+            ms, theirs = best_ms(native, 10), best_ms(plain, 10)
+            yield {
+                "queries": queries,
+                "keys": keys,
+                "ms": round(ms, 3),
+                "torch_ms": round(theirs, 3),
+                "speedup": round(theirs / ms, 2),
+            }
+
+
+def two_layers(**settings: Any) -> TorchRunner:
+    """The bench model with two layers, random weights and long positions."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    more = {"num_hidden_layers": 2, "max_position_embeddings": LONG, "vocab_size": 2048}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MODEL, **more}))
+    return TorchRunner(model.bfloat16().eval(), **settings)
+
+
+def program_of(runner: TorchRunner, rows: tuple[Row, ...], frame: int) -> Program:
+    """Rows through all layers, stopping nowhere unless asked."""
+    return compile_program(
+        Plan(rows=rows, grain=Grain.EXPERT, stop_below=1),
+        frame_id=frame,
+        samples=[False] * len(rows),
+        shape=runner.shape,
+        cuts=runner.cuts,
+    )
+
+
+def hold(runner: TorchRunner, request: int, tokens: int) -> None:
+    """A request whose first `tokens` tokens have KV, of noise."""
+    runner.add(request, [5] * LONG, GREEDY, LONG, LONG)
+    kv = runner._requests[request].kv
+    shape = (1, MODEL["num_key_value_heads"], tokens, MODEL["head_dim"])
+    for layer in range(2):
+        kv.write(layer, torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), 0)
+    kv.committed = tokens
+
+
+def step_ms(runner: TorchRunner, rows: tuple[Row, ...], rounds: int) -> float:
+    """One step again and again; nothing is committed."""
+
+    def run() -> None:
+        program = program_of(runner, rows, 0)
+        runner.accept(program)
+        runner.run(program, START, Never())
+        runner.drop(program)
+
+    return best_ms(run, rounds)
+
+
+def invariant_row(quick: bool) -> dict[str, Any]:
+    """A prefill of 512 tokens and a decode batch of 8, with and without level L2."""
+    found: dict[str, Any] = {}
+    for name, level in (("plain", False), ("invariant", True)):
+        runner = two_layers(batch_invariant=level)
+        for request in range(8):
+            hold(runner, request, 512)
+        hold(runner, 8, 512)
+        decode = tuple(Row(r, 512, 513, 0, 2) for r in range(8))
+        rounds = 2 if quick else 20
+        found[f"decode_{name}_ms"] = round(step_ms(runner, decode, rounds), 3)
+        found[f"prefill_{name}_ms"] = round(step_ms(runner, (Row(8, 512, 1024, 0, 2),), rounds), 3)
+        runner.close()
+    for kind in ("decode", "prefill"):
+        found[f"{kind}_ratio"] = round(found[f"{kind}_invariant_ms"] / found[f"{kind}_plain_ms"], 3)
+    return found
+
+
+def stop_row(quick: bool) -> dict[str, Any]:
+    """Segments of the last tokens of a prefill: a stop waits for the end of the one it falls into.
+
+    `stop_p99_ms` is over moments at random: a long segment is hit more often.
+    """
+    runner = two_layers()
+    tokens = 32 if quick else 512
+    hold(runner, 0, LONG - tokens)
+    lengths: list[int] = []
+    runner.on_segment = lambda program, index, begin, end: lengths.append(end - begin)
+    step_ms(runner, (Row(0, LONG - tokens, LONG, 0, 2),), 1)
+    ns = torch.tensor(lengths[len(lengths) // 2 :], dtype=torch.float64)  # the first round warms up
+    hit = ns[torch.multinomial(ns, 100_000, replacement=True)]
+    wait = (hit * torch.rand(len(hit), dtype=torch.float64)).quantile(0.99)
+    return {
+        "position": LONG - tokens,
+        "tokens": tokens,
+        "segments": len(ns),
+        "segment_p99_ms": round(float(ns.quantile(0.99)) / 1e6, 3),
+        "segment_max_ms": round(float(ns.max()) / 1e6, 3),
+        "stop_p99_ms": round(float(wait) / 1e6, 3),
+    }
+
+
+def main() -> None:
+    """Run the rows and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if cpu.MISSING is not None:
+        raise SystemExit(cpu.MISSING)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    cpu.set_threads(args.threads)
+    shapes = SHAPES[:1] if args.quick else SHAPES
+    with torch.inference_mode():
+        document = {
+            "bench": "cpu_kernels",
+            "machine": machine(),
+            "config": {"kernels": cpu.kind(), **vars(args)},
+            "read_gb_s": round(read_gb_s(2 if args.quick else 10), 1),
+            "experts": [row for shape in shapes for row in expert_rows(shape, args.quick)],
+            "gemm": gemm_row(args.quick),
+            "attention": list(attention_rows(args.quick)),
+            "invariant": invariant_row(args.quick),
+            "stop": stop_row(args.quick),
+        }
+    print(json.dumps(document, separators=(",", ":")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qllm import QLLMEngine
+from qllm.cores import num_threads, usable_cores
+from qllm.errors import ConfigError
+from qllm.kernels import cpu
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+
+def written(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_quotas_the_affinity_counts(many_cores: None, tmp_path: Path) -> None:
+    assert usable_cores(tmp_path / "none", tmp_path) == 8
+    written(tmp_path / "cgroup", "0::/a\n")
+    written(tmp_path / "a" / "cpu.max", "max 100000\n")
+    assert usable_cores(tmp_path / "cgroup", tmp_path) == 8
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(50_000, 1), (250_000, 2), (1_600_000, 8)])
+def test_the_smallest_quota_up_to_the_root_counts(
+    many_cores: None, tmp_path: Path, quota: int, cores: int
+) -> None:
+    written(tmp_path / "cgroup", "1:memory:/x\n0::/a/b\n")
+    written(tmp_path / "a" / "cpu.max", f"{quota} 100000\n")
+    written(tmp_path / "a" / "b" / "cpu.max", "700000 100000\n")
+    assert usable_cores(tmp_path / "cgroup", tmp_path) == min(cores, 7)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(-1, 8), (300_000, 3)])
+def test_quotas_of_version_1_count(
+    many_cores: None, tmp_path: Path, quota: int, cores: int
+) -> None:
+    written(tmp_path / "cgroup", "4:cpu,cpuacct:/a\n")
+    for name, value in (("quota", quota), ("period", 100_000)):
+        written(tmp_path / "cpu,cpuacct" / f"cpu.cfs_{name}_us", f"{value}\n")
+    assert usable_cores(tmp_path / "cgroup", tmp_path) == cores
+
+
+def test_threads_are_a_number_auto_or_left_to_torch() -> None:
+    assert num_threads(None) is None
+    assert num_threads(3) == 3
+    assert num_threads("auto") == usable_cores() <= len(os.sched_getaffinity(0))
+    for wrong in (0, -1, True, "many", 1.5):
+        with pytest.raises(ConfigError, match="threads="):
+            num_threads(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="threads='many'"):
+        QLLMEngine.from_pretrained("tiny", threads="many")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    cpu.set_threads(1)
+    os.sched_setaffinity(0, before)
+
+
+def test_more_threads_than_cores_do_not_collapse(one_core: None) -> None:
+    """A pool that waits without yielding takes whole time slices: 10 times and more."""
+    matrix = cpu.Matrix([torch.ones(512, 512).bfloat16()])
+    x = torch.ones(8, 512).bfloat16()
+
+    def fastest() -> float:
+        times: list[Any] = []
+        for _ in range(30):
+            start = time.perf_counter()
+            for _ in range(20):
+                matrix.linear(x)
+            times.append(time.perf_counter() - start)
+        return float(min(times))
+
+    cpu.set_threads(1)
+    alone = fastest()
+    cpu.set_threads(3)
+    assert fastest() < 3 * alone
