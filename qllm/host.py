@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from qllm.errors import ConfigError
 from qllm.handle import Handle
 from qllm.ingress import Submission
 from qllm.plan import ModelShape
@@ -107,6 +108,14 @@ class Host(ABC):
     @abstractmethod
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         """Take over the requests of a checkpoint."""
+
+    def end_if_stuck(self, after_s: float) -> None:
+        """End an engine that has work and does not come round for so long.
+
+        Raises:
+            ConfigError: It is not ours to end: it runs in this process, or is another's.
+        """
+        raise ConfigError("only an engine in a process of its own, made here, can be ended")
 
     @abstractmethod
     def drain(self) -> None:

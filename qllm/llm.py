@@ -368,6 +368,18 @@ class QLLMEngine:
                 continue
         return True
 
+    def end_if_stuck(self, after_s: float) -> None:
+        """Kill the engine's process once it has work and has not come round for so long.
+
+        Its requests end in `error` and `failure` says why. It comes round between two passes, so
+        leave more time than the longest takes. Time in which this process stands still too (a
+        suspended machine) does not count.
+
+        Raises:
+            ConfigError: The engine has no process that is ours.
+        """
+        self._host.end_if_stuck(after_s)
+
     def close(self) -> None:
         """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
         self._host.close()

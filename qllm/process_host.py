@@ -31,7 +31,7 @@ from qllm.ingress.front_end import MAX_OPEN, FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
 from qllm.ingress.shm import NUMBER_BITS, Doorbell
 from qllm.trace import Trace
-from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
+from qllm.types import NS_PER_S, FinishReason, RequestId, RequestStatus, Sampled
 
 if TYPE_CHECKING:  # imports torch
     from qllm.engine_process import Hello, Restored, Start
@@ -42,6 +42,33 @@ _BOOT = (
 )
 CLOSE_S = 30.0
 """An engine that is told to end and has not after this is killed."""
+
+
+WATCH_S = 1.0
+"""The receiver looks at the engine's heartbeat this often, whatever arrives."""
+
+
+class Watchdog:
+    """Notices an engine that has work and does not come round.
+
+    Only time in which somebody watched counts: of the time between two looks at most twice
+    `WATCH_S`, so that a machine that was suspended finds its engine alive.
+    """
+
+    def __init__(self, limit_s: float, now_ns: int) -> None:
+        self.limit_s = limit_s
+        self._looked_ns = now_ns
+        self._beat_ns = self._still_ns = 0
+
+    def is_stuck(self, beat_ns: int, has_work: bool, now_ns: int) -> bool:
+        """Take one look: the engine's heartbeat, whether it has work, and the time."""
+        passed_ns = min(now_ns - self._looked_ns, int(2 * WATCH_S * NS_PER_S))
+        self._looked_ns = now_ns
+        if beat_ns == self._beat_ns and has_work:
+            self._still_ns += passed_ns
+        else:
+            self._beat_ns, self._still_ns = beat_ns, 0
+        return self._still_ns > self.limit_s * NS_PER_S
 
 
 class _Open:
@@ -78,6 +105,9 @@ class ProcessHost(Host):
         self._closing = False
         self._over: str | None = None
         """Why nothing more comes from the engine."""
+        self._watchdog: Watchdog | None = None
+        self._verdict: str | None = None
+        """Why we killed it."""
         try:
             self.hello = self._receive_hello()
             control, block, engine, ours = self._receive_memory()
@@ -173,7 +203,9 @@ class ProcessHost(Host):
             poll.register(pidfd, select.POLLIN)
         over, why = False, None
         while not over:
-            over = any(fd != self._front_end.doorbell.fd for fd, _ in poll.poll())
+            ready = poll.poll(WATCH_S * 1000)
+            over = any(fd != self._front_end.doorbell.fd for fd, _ in ready)
+            self._watch()
             try:
                 self._take()
             except Exception as error:  # noqa: BLE001 - a broken ring, and whatever it holds
@@ -182,6 +214,19 @@ class ProcessHost(Host):
             os.close(pidfd)
         self._hang_up()
         self._end_all(why)
+
+    def _watch(self) -> None:
+        dog, process = self._watchdog, self._process
+        if dog is None or process is None or self._verdict is not None:
+            return
+        control = self._control
+        has_work = bool(self._open) or control.num_live > 0
+        if dog.is_stuck(control.heartbeat_ns, has_work, time.monotonic_ns()):
+            self._verdict = (
+                f"the engine process (pid {process.pid}) was killed: it had work and did not come "
+                f"round for {dog.limit_s:g} s"
+            )
+            process.kill()
 
     def _hang_up(self) -> None:
         """The engine sees that we are gone, and the receiver that nothing more comes."""
@@ -248,7 +293,7 @@ class ProcessHost(Host):
             self._finish(request_id, entry, reason, error, entry.unknown)
 
     def _why(self) -> str:
-        return self._over or self._control.error or self._how_it_went()
+        return self._over or self._verdict or self._control.error or self._how_it_went()
 
     def _how_it_went(self) -> str:
         process = self._process
@@ -351,6 +396,11 @@ class ProcessHost(Host):
                 self.handles[request.number] = handle
                 handles.append(handle)
         return handles
+
+    def end_if_stuck(self, after_s: float) -> None:
+        if self._process is None:
+            return super().end_if_stuck(after_s)
+        self._watchdog = Watchdog(after_s, time.monotonic_ns())
 
     def drain(self) -> None:
         self._control.draining = True

@@ -74,6 +74,15 @@ class ServerConfig(BaseModel):
     """After SIGTERM: for requests in flight to end by themselves."""
     batch_concurrency: int = Field(8, ge=1)
     """Most batch lines in the engine at once."""
+    max_restarts: int = Field(5, ge=0)
+    """Most engines made within `restart_window_s` after one that ended; then the server ends."""
+    restart_window_s: float = Field(600, gt=0)
+    restart_backoff_s: float = Field(1, ge=0)
+    """Before the first restart; doubled for each further one in the window."""
+    restart_backoff_cap_s: float = Field(60, ge=0)
+    """Most that the doubling comes to."""
+    hang_s: float = Field(300, ge=0)
+    """An engine with work that does not come round for so long is killed; 0 never does."""
     log_format: Literal["text", "json"] = "text"
 
     @property

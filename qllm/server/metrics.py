@@ -28,6 +28,11 @@ def class_name(priority: int) -> str:
     return Priority(priority).name
 
 
+def new_since(before: int, now: int) -> int:
+    """How much an engine's count has grown; a new engine counts from 0 again."""
+    return now - before if now >= before else now
+
+
 class Metrics:
     """The collectors of one server."""
 
@@ -75,6 +80,10 @@ class Metrics:
         self.demoted = self._counter("requests_demoted", "LS served as BE (max_ls)").labels(
             model_name
         )
+        self.restarts = self._counter(
+            "engine_restarts", "Engines made after one that had ended"
+        ).labels(model_name)
+        self.up = self._gauge("engine_up", "1 while the engine serves").labels(model_name)
         self._batch_lines = self._counter("batch_lines", "Batch lines answered", "status")
         self._requests = {
             state: self._gauge(f"num_requests_{state}", f"Requests {state} now", "class")
@@ -140,8 +149,8 @@ class Metrics:
     def observe(self, stats: Mapping[str, Any], counts: Mapping[tuple[str, str], int]) -> None:
         """Take the engine's numbers and the requests per (class, state) as they are now."""
         with self._lock:  # two scrapes at once must not count a preemption twice
-            new = stats["num_preemptions"] - self._num_preemptions
-            self._num_preemptions += new
+            new = new_since(self._num_preemptions, stats["num_preemptions"])
+            self._num_preemptions = stats["num_preemptions"]
         self._preemptions.labels(self._model).inc(new)
         for latency_ms in stats["preempt_latencies_ms"][-new:] if new else ():
             self._preempt.observe(latency_ms / 1e3)

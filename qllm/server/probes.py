@@ -32,19 +32,22 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/health", responses={503: RESPONSES[503]})
     async def health() -> dict[str, str]:
-        """200 while the engine lives."""
-        try:
-            front.engine.raise_if_closed()
-        except EngineClosedError as error:
-            raise ApiError(503, str(error), code="engine_closed") from error
-        return {"status": "ok"}
+        """200 while the engine lives, or a new one is being made: no reason to kill the server."""
+        error = front.unavailable()
+        if error is None:
+            return {"status": "ok"}
+        if front.back_in_s is None or front.gave_up is not None:
+            raise error
+        return {"status": "restarting", "why": error.message}
 
     @router.get("/ready", responses={503: RESPONSES[503]})
     async def ready() -> dict[str, str]:
         """200 while requests are taken: the engine lives and the server does not drain."""
         if front.draining.is_set():
             raise ApiError(503, "the server is shutting down", code="draining")
-        return await health()
+        if (error := front.unavailable()) is not None:
+            raise error
+        return {"status": "ok"}
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -54,9 +57,10 @@ def routes(front: Front) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus; of an engine that has ended, what was counted before."""
+        front.metrics.up.set(front.unavailable() is None)
         with suppress(EngineClosedError):
             stats = await asyncio.to_thread(front.engine.stats)
-            front.metrics.observe(stats, counts(front))
+            front.metrics.observe(stats, await asyncio.to_thread(counts, front))
         return Response(front.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

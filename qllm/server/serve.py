@@ -4,11 +4,14 @@ import asyncio
 import signal
 import socket
 import sys
+from functools import partial
 
+from qllm.errors import EngineClosedError
 from qllm.llm import QLLMEngine
 
 from .app import create_app
 from .config import ServerConfig
+from .front import Front
 from .run import make_server
 
 
@@ -25,27 +28,34 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def make_engine(config: ServerConfig) -> QLLMEngine:
+    """Load the model in a process of its own."""
+    engine = QLLMEngine.from_pretrained(
+        config.model,
+        policy=config.policy,
+        policy_settings=config.policy_settings,
+        dtype=None if config.dtype == "auto" else config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        threads=config.threads,
+        **config.engine,
+    )
+    if config.hang_s:
+        engine.end_if_stuck(config.hang_s)
+    return engine
+
+
 def serve(config: ServerConfig) -> None:
     """Load, listen, serve, drain. Returns when the server has ended.
 
     Raises:
         ConfigError: A setting is wrong, before anything is loaded where possible.
+        EngineClosedError: The engine ended too often.
         OSError: The address cannot be listened on.
     """
-    sock = bound_socket(config.host, config.port)
-    with (
-        sock,
-        QLLMEngine.from_pretrained(
-            config.model,
-            policy=config.policy,
-            policy_settings=config.policy_settings,
-            dtype=None if config.dtype == "auto" else config.dtype,
-            trust_remote_code=config.trust_remote_code,
-            threads=config.threads,
-            **config.engine,
-        ) as engine,
-    ):
-        server = make_server(create_app(engine, config), config)
+    with bound_socket(config.host, config.port) as sock:
+        app = create_app(make_engine(config), config, partial(make_engine, config))
+        front: Front = app.state.front
+        server = make_server(app, config)
         host, port = sock.getsockname()[:2]
         sys.stderr.write(f"qllm: {config.model_name} at http://{host}:{port}\n")
         sys.stderr.flush()
@@ -55,3 +65,6 @@ def serve(config: ServerConfig) -> None:
             asyncio.run(server.serve(sockets=[sock]))
         finally:
             signal.signal(signal.SIGTERM, before)
+            front.engine.close()
+        if front.gave_up is not None:
+            raise EngineClosedError(front.gave_up)

@@ -16,7 +16,7 @@ from qllm.types import Priority, RequestStatus
 from .answers import EventStream, event
 from .errors import ApiError
 from .front import Front
-from .metrics import STATES
+from .metrics import STATES, new_since
 from .probes import counts
 
 PERIOD_S = 0.25
@@ -46,7 +46,7 @@ class View:
         front = self._front
         stats = await asyncio.to_thread(front.engine.stats)
         total = stats["num_preemptions"]
-        new = 0 if self._num_preemptions is None else total - self._num_preemptions
+        new = 0 if self._num_preemptions is None else new_since(self._num_preemptions, total)
         self._num_preemptions = total
         latest = stats["preempt_latencies_ms"][-min(new, MAX_PREEMPTIONS) :] if new else []
         return {
