@@ -22,9 +22,9 @@ F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {"core", "demo", "engine_process", "handle", "host", "plots", "plugins", "portable"}
-F5 |= {"process_host", "prompts", "random_moe", "scaffold", "simulation", "templates"}
-F5 |= {"thread_host", "workloads"}
+F5 |= {"checks", "core", "demo", "engine_process", "handle", "host", "plots", "plugins"}
+F5 |= {"portable", "process_host", "prompts", "random_moe", "remote_door", "remote_host"}
+F5 |= {"ring_host", "scaffold", "simulation", "templates", "thread_host", "workloads"}
 OURS = F0 | F1 | F2 | F3 | F4 | F5
 
 

@@ -39,6 +39,14 @@ class Restarts:
         return wait_s
 
 
+def given_up(why: str, config: ServerConfig) -> str:
+    """Why there is no further engine."""
+    return (
+        f"{why}; the engine is not brought back: max_restarts={config.max_restarts} within "
+        f"{config.restart_window_s:g} s"
+    )
+
+
 class Supervisor:
     """Replaces `front.engine` when it has failed. Lives on one event loop.
 
@@ -98,11 +106,7 @@ class Supervisor:
             self._front.metrics.restarts.inc()
             _log.warning("a new engine serves after %.1f s", self._load_s)
             return None
-        config = self._front.config
-        return (
-            f"{why}; the engine is not brought back: max_restarts={config.max_restarts} within "
-            f"{config.restart_window_s:g} s"
-        )
+        return given_up(why, self._front.config)
 
     async def _made(self) -> QLLMEngine:
         """Make one on a thread that does not keep the process alive."""
