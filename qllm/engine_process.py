@@ -359,8 +359,8 @@ class EngineProcess:
             return {"now_ns": self._now_ns(), **said}
         if op == "stats":
             return short(self._op_stats())
-        if op == "status":
-            return self._op_status(int(args[0]))
+        if op == "statuses":
+            return self._op_statuses([int(i) for i in args[0]])
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
 
     # -- what front ends may ask, on their threads
@@ -380,9 +380,9 @@ class EngineProcess:
             raise box[1]
         return box[0]
 
-    def _op_status(self, request_id: RequestId) -> RequestStatus | None:
-        live = self.core.loop.live.get(request_id)
-        return None if live is None else live.request.status
+    def _op_statuses(self, request_ids: list[RequestId]) -> list[RequestStatus | None]:
+        found = map(self.core.loop.live.get, request_ids)
+        return [None if live is None else live.request.status for live in found]
 
     def _op_stats(self) -> dict[str, Any]:
         return self.core.stats()

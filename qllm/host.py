@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError
@@ -85,8 +85,12 @@ class Host(ABC):
         """Requests that hold no KV yet."""
 
     @abstractmethod
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        """Where requests are that have not ended."""
+
     def status(self, request_id: RequestId) -> RequestStatus:
         """Where a request is that has not ended."""
+        return self.statuses([request_id])[0]
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -34,14 +34,7 @@ from qllm.remote_host import RemoteHost
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Meeting
-from qllm.types import (
-    NS_PER_S,
-    Priority,
-    Prompt,
-    RequestId,
-    SamplingParams,
-    Slo,
-)
+from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
 
 HOSTS = ("process", "thread")
 
@@ -479,6 +472,12 @@ class QLLMEngine:
     def kernels(self) -> dict[str, str]:
         """What computes experts, projections, head and attention."""
         return self._host.info.kernels
+
+    def statuses(self, handles: Sequence[Handle]) -> list[RequestStatus]:
+        """Where requests of this engine are, all in one question to its process."""
+        told = self._host.statuses([handle.number for handle in handles]) if handles else []
+        done = RequestStatus.FINISHED
+        return [done if h.finish_reason else x for h, x in zip(handles, told, strict=True)]
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""

@@ -26,7 +26,6 @@ from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Address, MeetingError, Wire, parse_address, read_secret
 from qllm.transports.nixl import Link, NixlFrontEnd
-from qllm.types import RequestId, RequestStatus
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
@@ -244,9 +243,6 @@ class RemoteHost(RingHost):
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
         return answer["ok"]
-
-    def status(self, request_id: RequestId) -> RequestStatus:
-        return RequestStatus(super().status(request_id))
 
     @property
     def trace(self) -> Trace:

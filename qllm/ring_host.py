@@ -3,6 +3,7 @@
 import itertools
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from qllm.errors import EngineClosedError, QueueFullError
@@ -148,19 +149,23 @@ class RingHost(Host):
     def num_waiting(self) -> int:
         return self._front_end.num_waiting
 
-    def status(self, request_id: RequestId) -> RequestStatus:
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
         try:
-            status: RequestStatus | None = self._ask("status", request_id)
+            told: list[str | None] = self._ask("statuses", list(request_ids))
         except EngineClosedError:
-            return RequestStatus.FINISHED
+            return [RequestStatus.FINISHED] * len(request_ids)
+        pairs = zip(request_ids, told, strict=True)
+        return [self._unseen(i) if status is None else RequestStatus(status) for i, status in pairs]
+
+    def _unseen(self, request_id: RequestId) -> RequestStatus:
+        """Of a request that the engine does not hold: not seen yet, or its end is on the way."""
         entry = self._open.get(request_id)
-        if status is None:  # not seen yet, or its end is on the way
-            is_new = entry is not None and not entry.token_ns
-            return RequestStatus.WAITING if is_new else RequestStatus.FINISHED
-        return status
+        is_new = entry is not None and not entry.token_ns
+        return RequestStatus.WAITING if is_new else RequestStatus.FINISHED
 
     def stats(self) -> dict[str, Any]:
-        return {**self._ask("stats"), "num_waiting": self.num_waiting}
+        ours = {"num_waiting": self.num_waiting, "ring_use": self._front_end.ring_use()}
+        return {**self._ask("stats"), **ours}
 
     def _leave(self) -> None:
         for handle in list(self.handles.values()):

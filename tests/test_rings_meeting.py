@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,28 @@ def test_strangers_get_nowhere(data: bytes, is_engine: bool) -> None:
     stranger.shutdown(socket.SHUT_WR)
     with pytest.raises(MeetingError):
         (wire.be_engine if is_engine else wire.be_front_end)(SECRET)
+    wire.close()
+    stranger.close()
+
+
+def test_a_stranger_cannot_drip_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qllm.transports.meeting.HANDSHAKE_S", 0.3)
+    stranger, ours = sockets()
+    wire, ended = Wire(ours), threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            stranger.sendall(b"\0")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    stranger.sendall(struct.pack(">I", 4000))
+    start = time.monotonic()
+    with pytest.raises(MeetingError, match="is silent"):
+        wire.be_engine(SECRET)
+    assert time.monotonic() - start < 3
+    ended.set()
+    thread.join()
     wire.close()
     stranger.close()
 

@@ -48,7 +48,7 @@ def test_the_page_names_metrics_that_exist() -> None:
     named = {
         name
         for name in re.findall(r"`(\w+)`", section)
-        if name.endswith(ends) or name.startswith("num_requests")
+        if name.endswith(ends) or name.startswith("num_")
     }
     known = {
         f"{metric.name.removeprefix('qllm:')}{'_total' * (metric.type == 'counter')}"

@@ -40,7 +40,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._lock = threading.Lock()
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_expert_bytes = 0
         self.recent_ttft_ms: dict[str, deque[float]] = {
             p.name: deque(maxlen=RECENT) for p in Priority
         }
@@ -90,6 +90,13 @@ class Metrics:
             for state in STATES
         }
         self._kv = self._gauge("kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
+        self._rings = self._gauge(
+            "request_ring_usage_perc", "Part of a request ring not taken yet, 0 to 1", "class"
+        )
+        self._frames = self._gauge("num_frames_parked", "Passes that stopped and go on later")
+        self._expert_bytes = self._counter(
+            "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
+        )
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
@@ -151,6 +158,14 @@ class Metrics:
         with self._lock:  # two scrapes at once must not count a preemption twice
             new = new_since(self._num_preemptions, stats["num_preemptions"])
             self._num_preemptions = stats["num_preemptions"]
+            more = new_since(self._num_expert_bytes, stats["expert_bytes"])
+            self._num_expert_bytes = stats["expert_bytes"]
+        self._expert_bytes.labels(self._model).inc(more)
+        self._frames.labels(self._model).set(
+            sum(frame["state"] == "parked" for frame in stats["frames"])
+        )
+        for name, use in stats.get("ring_use", {}).items():
+            self._rings.labels(self._model, name).set(use)
         self._preemptions.labels(self._model).inc(new)
         for latency_ms in stats["preempt_latencies_ms"][-new:] if new else ():
             self._preempt.observe(latency_ms / 1e3)

@@ -3,27 +3,48 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from typing import NamedTuple
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import qllm
 from qllm.errors import EngineClosedError
+from qllm.handle import Handle
 from qllm.types import RequestStatus
 
 from .errors import RESPONSES, ApiError
 from .front import Front
 
 
-def counts(front: Front) -> dict[tuple[str, str], int]:
-    """Open requests per (class, state)."""
-    found: Counter[tuple[str, str]] = Counter()
-    for answer in list(front.answers):
-        for handle in answer.handles:
-            status = handle.status
-            if status is not RequestStatus.FINISHED:
-                found[answer.served.priority.name, status.value] += 1
-    return dict(found)
+class OpenRequest(NamedTuple):
+    """A request that somebody waits for, as it is now."""
+
+    handle: Handle
+    class_name: str
+    status: str
+    num_tokens: int
+    """Produced so far."""
+
+
+def open_requests(front: Front) -> list[OpenRequest]:
+    """All of them. Asks the engine, so call it off the event loop."""
+    rows = [
+        (handle, answer.served.priority.name, num_tokens)
+        for answer in list(front.answers)
+        for handle, num_tokens in zip(answer.handles, answer.num_tokens, strict=True)
+    ]
+    statuses = front.engine.statuses([handle for handle, *_ in rows])
+    return [
+        OpenRequest(handle, name, status.value, num_tokens)
+        for (handle, name, num_tokens), status in zip(rows, statuses, strict=True)
+        if status is not RequestStatus.FINISHED
+    ]
+
+
+def counts(requests: list[OpenRequest]) -> dict[tuple[str, str], int]:
+    """Requests per (class, state)."""
+    return dict(Counter((request.class_name, request.status) for request in requests))
 
 
 def routes(front: Front) -> APIRouter:
@@ -60,7 +81,8 @@ def routes(front: Front) -> APIRouter:
         front.metrics.up.set(front.unavailable() is None)
         with suppress(EngineClosedError):
             stats = await asyncio.to_thread(front.engine.stats)
-            front.metrics.observe(stats, await asyncio.to_thread(counts, front))
+            requests = await asyncio.to_thread(open_requests, front)
+            front.metrics.observe(stats, counts(requests))
         return Response(front.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

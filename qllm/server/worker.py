@@ -108,7 +108,7 @@ def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Wri
         return chat.ask_of(asked, chat_writer.answer_id, None), chat_writer
     wanted: CompletionRequest = parse(CompletionRequest, body)
     front.check_model(wanted.model)
-    writer = completions.CompletionWriter(front)
+    writer = completions.CompletionWriter(front, wanted)
     return completions.ask_of(wanted, writer.answer_id, None), writer
 
 
@@ -167,6 +167,7 @@ class Worker:
                     return await self._advance(batch_id)
                 except _EngineGoneError:
                     _log.warning("batch %s waits for an engine", batch_id)
+                await asyncio.sleep(RETRY_S)
                 while self._front.unavailable() is not None:
                     await asyncio.sleep(RETRY_S)
         except Exception:  # noqa: BLE001 - logged; the other batches go on

@@ -17,6 +17,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(HANDSHAKE_S)
+        self._handshake_ends = time.monotonic() + HANDSHAKE_S
         self._key: bytes | None = None
         self._labels = (b"", b"")
         self._counts = [0, 0]
@@ -217,6 +218,9 @@ class Wire:
     def _read(self, size: int) -> bytes:
         parts: list[bytes] = []
         while size:
+            if self._key is None:
+                left_s = self._handshake_ends - time.monotonic()
+                self._sock.settimeout(max(1e-3, left_s))
             try:
                 part = self._sock.recv(min(size, 1 << 20))
             except TimeoutError as error:

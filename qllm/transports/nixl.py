@@ -363,8 +363,7 @@ class NixlIngress(ShmIngress):
         self._mirrors.pop(number, None)
 
     def drain(self) -> list[Item]:
-        self._pump()
-        items = super().drain()
+        items = super().drain()  # its `flush` drives the links first
         self._pump()  # the places of what was taken
         return items
 
