@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from qllm.transports.nixl import Link, Peer
 
 MAX_STRANGERS = 8
 """Connections that have not proved themselves yet; one more is closed at once."""
+ACCEPT_AGAIN_S = 0.1
 MAX_LATENCIES = 1000
 """Latencies that one answer lists."""
 
@@ -104,12 +106,16 @@ class Door:
 
     def _listen(self) -> None:
         while True:
-            sock, (host, *_) = self._listener.accept()
+            try:
+                sock, (host, *_) = self._listener.accept()
+            except OSError as error:  # it left already, or there are no descriptors left
+                sys.stderr.write(f"qllm: a front end could not be let in: {error}\n")
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             if not self._strangers.acquire(blocking=False):
                 sock.close()
                 continue
-            thread = threading.Thread(target=self._receive, args=(Wire(sock), host), daemon=True)
-            thread.start()
+            threading.Thread(target=self._receive, args=(Wire(sock), host), daemon=True).start()
 
     def _receive(self, wire: Wire, host: str) -> None:
         try:

@@ -25,7 +25,7 @@ from qllm.remote_door import offer, peer_from
 from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Address, MeetingError, Wire, parse_address, read_secret
-from qllm.transports.nixl import Link, NixlFrontEnd
+from qllm.transports.nixl import Link, NixlError, NixlFrontEnd
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
@@ -143,7 +143,7 @@ class RemoteHost(RingHost):
         try:
             wire.be_front_end(secret)
             return cls._meet(where, wire, profile)
-        except (MeetingError, KeyError, TypeError, ValueError) as error:
+        except (MeetingError, NixlError, KeyError, TypeError, ValueError) as error:
             wire.close()
             if isinstance(error, ConfigError):
                 raise

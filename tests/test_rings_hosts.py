@@ -5,11 +5,13 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,38 @@ def test_who_does_not_belong_is_turned_away(
     assert engine.submit("abc", max_tokens=2).result(10)
 
 
+def test_strangers_do_not_close_the_door(engine: QLLMEngine, secret_file: Path) -> None:
+    address: str = engine.address  # type: ignore[attr-defined]
+    host, _, port = address.rpartition(":")
+    reset = struct.pack("ii", 1, 0)
+    held = []
+    for n in range(40):
+        stranger = socket.create_connection((host, int(port)))
+        if n < 20:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            stranger.close()
+        else:  # more than the door lets wait
+            stranger.sendall(b"\0\0\0\2{}")
+            held.append(stranger)
+    for stranger in held:
+        stranger.close()
+    connect = partial(QLLMEngine.connect, address, secret_file=secret_file)
+    with until_it_works(connect) as far:
+        assert far.submit("abc", max_tokens=2).result(20)
+
+
+def until_it_works(connect: Callable[[], QLLMEngine]) -> QLLMEngine:
+    found: list[QLLMEngine] = []
+
+    def works() -> bool:
+        with suppress(EngineClosedError):
+            found.append(connect())
+        return bool(found)
+
+    wait_for(works)
+    return found[0]
+
+
 FRONT_END = """
     import sys
     from qllm import QLLMEngine, SamplingParams
@@ -234,7 +268,8 @@ def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
         address = said(tmp_path / "engine", engine, "meet the engine at")
         front = start(
             stack, tmp_path / "front", "--role", "frontend", "--engine", address, "--port", "0",
-            "--server", "restart_backoff_s=0.1", "--server", "max_restarts=100",
+            "--server", "restart_backoff_s=0.5", "--server", "restart_backoff_cap_s=0.5",
+            "--server", "max_restarts=1000",
         )  # fmt: skip
         url = "http://" + said(tmp_path / "front", front, "http://")
         body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
@@ -250,7 +285,7 @@ def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
             stack, tmp_path / "again", model, "--role", "engine", "--listen", f"{host}:{port}",
             "--threads", "1", "--set", "conformance=false", "--set", "max_kv_tokens=2048",
         )  # fmt: skip
-        until(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200, 240)
         again = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert again["choices"] == first["choices"]
         front.send_signal(signal.SIGTERM)

@@ -26,7 +26,7 @@ from qllm.errors import ConfigError, QllmError
 
 VERSION = 1
 """Of what is said here and of the rings' layout behind it."""
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = 10.0
 """For all of the handshake."""
 LIVENESS_S = 10.0
 """A side that says nothing for so long is gone."""
@@ -117,7 +117,8 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # it has ended already: the first message says so
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._handshake_ends = time.monotonic() + HANDSHAKE_S
         self._key: bytes | None = None
         self._labels = (b"", b"")
