@@ -89,18 +89,14 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_stuck_engine_is_killed_and_replaced() -> None:
-    def watched() -> QLLMEngine:
-        engine = make()
-        engine.end_if_stuck(2)
-        return engine
-
-    with serving(watched(), watched, restart_backoff_s=0) as served, served.client() as client:
+    with serving(make(), make, restart_backoff_s=0) as served, served.client() as client:
         pid = pid_of(served.front.engine)
         stream = client.completions.create(
             model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
         os.kill(pid, signal.SIGSTOP)
+        served.front.engine.end_if_stuck(2)
         with pytest.raises(openai.APIError, match="did not come round for 2 s"):
             list(stream)
         assert not is_alive(pid)
