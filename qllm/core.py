@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
-from qllm.decision import Limits
+from qllm.decision import Limits, Parked
 from qllm.engine import Deciding, EngineLoop, Sink
 from qllm.errors import EngineClosedError
 from qllm.host import ModelInfo
@@ -163,7 +163,30 @@ class Core:
             "policy_errors": list(self.loop.policy_errors),
             "longest_plan_ms": self.loop.longest_plan_ns / NS_PER_MS,
             "num_live": len(self.loop.live),
+            "frames": self._frames(),
         }
+
+    def _frames(self) -> list[dict[str, Any]]:
+        """What runs and what is parked, as a loop that goes on meanwhile shows it."""
+        scheduler = self.loop.scheduler
+        running = scheduler.running
+        found = [] if running is None else [_frame(running, "running")]
+        return found + [_frame(parked, "parked") for parked in list(scheduler.frames.values())]
+
+
+def _frame(parked: Parked, state: str) -> dict[str, Any]:
+    """A frame as statistics show it. Of one that runs the place is where it last began to."""
+    program, index = parked.program, parked.index
+    op = program.ops[min(index.op, len(program.ops) - 1)]
+    return {
+        "state": state,
+        "layer": op.layer,
+        "num_layers": program.num_layers,
+        "op": op.kind.name,
+        "units_done": index.pos,
+        "rows": len(program.rows),
+        "tokens": program.num_tokens,
+    }
 
 
 def crash_text(crash: BaseException) -> str:

@@ -38,7 +38,10 @@ from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
 from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
 from qllm.plugins import load_policy
+from qllm.remote_door import Card, Door, Guest, short
 from qllm.trace import Event
+from qllm.transports.meeting import Meeting, Wire
+from qllm.transports.nixl import NixlIngress, check_profile
 from qllm.types import RequestId, RequestStatus, Sampled, SamplingParams
 
 OWNER = 0
@@ -61,6 +64,8 @@ class Start(NamedTuple):
     """Path of a socket at which further front ends may attach."""
     quiet: bool
     """No progress bars and warnings of the libraries below."""
+    meeting: Meeting | None = None
+    """Where front ends of other hosts may meet the engine."""
 
 
 class Hello(NamedTuple):
@@ -111,14 +116,15 @@ class EngineProcess:
         self._start = start
         self._zero_ns = time.monotonic_ns()
         self._control = ControlBlock.create(self._zero_ns)
-        self._ingress = ShmIngress(
+        ingress = ShmIngress if start.meeting is None else NixlIngress
+        self._ingress = ingress(
             self._control, Doorbell.create(), self._now_ns, self._close, self._broken
         )
         self._core: Core | None = None
         self._ended = threading.Event()
         self._num_front_ends = 0
         self._front_end_lock = threading.Lock()
-        self._connections: dict[int, Connection] = {OWNER: owner}
+        self._connections: dict[int, Connection | Wire] = {OWNER: owner}
 
     def _now_ns(self) -> int:
         return time.monotonic_ns() - self._zero_ns
@@ -137,6 +143,7 @@ class EngineProcess:
         attendant = self._attend(self._owner, OWNER)
         try:
             listener = _listener(self._start.listen)
+            door = self._door()
         except ConfigError as error:
             self._owner.send(("failed", error))
             return 1
@@ -150,6 +157,9 @@ class EngineProcess:
         self._ingress.attach(self._welcome(self._owner))
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        if door is not None:
+            model = _found_anywhere(self._start.model)
+            door.open(Card(core.info, self._start.config, core.trace.meta, model))
         crash = core.serve()
         if crash is not None:
             self._control.error = crash_text(crash)
@@ -191,7 +201,7 @@ class EngineProcess:
     def _send_rest(self) -> None:
         """Wait until slow front ends have room for the last records."""
         deadline = time.monotonic() + GRACE_S
-        while any([lane.flush() for lane in self._ingress.lanes.values()]):
+        while self._ingress.flush():
             if time.monotonic() > deadline:
                 return
             time.sleep(0.001)
@@ -204,12 +214,7 @@ class EngineProcess:
     def _welcome(self, connection: Connection) -> Lane:
         """Make a front end's rings and tell it where they are."""
         core, config = self.core, self._start.config
-        with self._front_end_lock:
-            number = self._num_front_ends
-            self._num_front_ends += 1
-        shape = core.runner.shape
-        max_prompt = min(config.max_kv_tokens, shape.max_position)
-        block = FrontEndBlock.create(number, ring_bytes(max_prompt, shape.vocab_size))
+        block = self._new_block()
         doorbell = Doorbell.create()
         hello = Hello(
             core.info,
@@ -230,6 +235,15 @@ class EngineProcess:
         finally:
             block.segment.close_fd()
         return Lane(block, doorbell)
+
+    def _new_block(self) -> FrontEndBlock:
+        """The memory of one more front end."""
+        with self._front_end_lock:
+            number = self._num_front_ends
+            self._num_front_ends += 1
+        shape = self.core.runner.shape
+        max_prompt = min(self._start.config.max_kv_tokens, shape.max_position)
+        return FrontEndBlock.create(number, ring_bytes(max_prompt, shape.vocab_size))
 
     def _listen(self, listener: socket.socket) -> None:
         while not self._ended.is_set():
@@ -313,6 +327,42 @@ class EngineProcess:
             if front_end_of(request_id) == number:
                 self._ingress.put(Cancel(request_id))
 
+    # -- front ends of other hosts
+
+    def _door(self) -> Door | None:
+        meeting = self._start.meeting
+        if meeting is None:
+            return None
+        check_profile(meeting.profile)
+        return Door(meeting, self._new_block, self._enter, self._leave, self._answer_far)
+
+    def _enter(self, guest: Guest) -> None:
+        assert isinstance(self._ingress, NixlIngress)
+        guest.block.segment.close_fd()
+        self._connections[guest.number] = guest.wire
+        attach = partial(self._ingress.attach_over, guest.block, guest.link)
+        self._ingress.put(Call(attach, _ignore))
+
+    def _leave(self, guest: Guest) -> None:
+        def free() -> None:
+            self._free(guest.number)
+            guest.link.close()
+
+        self._connections.pop(guest.number)
+        self._ingress.put(Call(free, _ignore))
+
+    def _answer_far(self, op: str, args: list[Any]) -> Any:
+        """What a front end of another host may ask; the rest needs this machine."""
+        if op == "beat":
+            control = self._control
+            said = {"draining": control.draining, "error": control.error}
+            return {"now_ns": self._now_ns(), **said}
+        if op == "stats":
+            return short(self._op_stats())
+        if op == "statuses":
+            return self._op_statuses([int(i) for i in args[0]])
+        raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
+
     # -- what front ends may ask, on their threads
 
     def _on_loop(self, function: Callable[[], Any]) -> Any:
@@ -330,9 +380,9 @@ class EngineProcess:
             raise box[1]
         return box[0]
 
-    def _op_status(self, request_id: RequestId) -> RequestStatus | None:
-        live = self.core.loop.live.get(request_id)
-        return None if live is None else live.request.status
+    def _op_statuses(self, request_ids: list[RequestId]) -> list[RequestStatus | None]:
+        found = map(self.core.loop.live.get, request_ids)
+        return [None if live is None else live.request.status for live in found]
 
     def _op_stats(self) -> dict[str, Any]:
         return self.core.stats()

@@ -9,9 +9,10 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from qllm.errors import ConfigError
 from qllm.handle import Handle
 from qllm.ingress import Submission
 from qllm.plan import ModelShape
@@ -84,8 +85,12 @@ class Host(ABC):
         """Requests that hold no KV yet."""
 
     @abstractmethod
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        """Where requests are that have not ended."""
+
     def status(self, request_id: RequestId) -> RequestStatus:
         """Where a request is that has not ended."""
+        return self.statuses([request_id])[0]
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -107,6 +112,14 @@ class Host(ABC):
     @abstractmethod
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         """Take over the requests of a checkpoint."""
+
+    def end_if_stuck(self, after_s: float) -> None:
+        """End an engine that has work and does not come round for so long.
+
+        Raises:
+            ConfigError: It is not ours to end: it runs in this process, or is another's.
+        """
+        raise ConfigError("only an engine in a process of its own, made here, can be ended")
 
     @abstractmethod
     def drain(self) -> None:

@@ -13,10 +13,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from transformers.utils.logging import is_progress_bar_enabled
 
+from qllm.checks import is_int, is_positive, priority_class, slo_of
 from qllm.config import EngineConfig, engine_config
 from qllm.cores import Threads, num_threads
 from qllm.detokenizer import Detokenizer
@@ -29,19 +31,13 @@ from qllm.models.loader import load, load_tokenizer, wrap
 from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
 from qllm.prompts import to_token_ids
+from qllm.remote_host import RemoteHost
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
-from qllm.types import (
-    NS_PER_S,
-    Priority,
-    Prompt,
-    RequestId,
-    SamplingParams,
-    Slo,
-)
+from qllm.transports.meeting import Meeting
+from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
 
 HOSTS = ("process", "thread")
-PRIORITY_LIMIT = 1 << 20
 
 
 class QLLMEngine:
@@ -76,6 +72,7 @@ class QLLMEngine:
         threads: Threads = None,
         host: str = "process",
         listen: str | None = None,
+        meeting: Meeting | None = None,
         **settings: Any,
     ) -> Self:
         """Load a model and start to serve it.
@@ -94,6 +91,7 @@ class QLLMEngine:
             host: Where the engine runs: "process", a process of its own, for which the latency
                 bounds are promised; or "thread", in this one.
             listen: Path of a Unix socket at which further processes `attach`; needs a process.
+            meeting: Where front ends of other hosts may `connect`; needs a process.
             **settings: Fields of `EngineConfig`.
 
         Raises:
@@ -111,6 +109,8 @@ class QLLMEngine:
             raise ConfigError(f"host={host!r} is unknown; use one of {', '.join(HOSTS)}")
         if listen is not None and host != "process":
             raise ConfigError(f"listen={listen!r} needs host='process'")
+        if meeting is not None and host != "process":
+            raise ConfigError("a meeting needs host='process'")
         how = {
             "dtype": dtype,
             "device": device,
@@ -129,6 +129,7 @@ class QLLMEngine:
             threads=count,
             listen=listen,
             quiet=not is_progress_bar_enabled(),
+            meeting=meeting,
         )
         return cls._over_rings(ProcessHost.spawn(start), made)
 
@@ -145,13 +146,43 @@ class QLLMEngine:
         return cls._over_rings(ProcessHost.attach(path), None)
 
     @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        profile: str = "tcp",
+        secret_file: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Become a front end of an engine on another host; it tokenises here, without weights.
+
+        Requests end when this is closed, its process ends, or the connection does. `call`,
+        `checkpoint`, `restore` and `trace` are for the engine's own host.
+
+        Args:
+            address: HOST:PORT of the engine's `meeting`.
+            profile: What the rings go over, the same on both sides: "tcp", "shm" or "rdma".
+            secret_file: Holds the secret that both sides share; needed unless the address is
+                loopback.
+            tokenizer: Where the tokenizer is, as `from_pretrained` takes it; by default where the
+                engine found its model.
+            trust_remote_code: Run code that comes with the tokenizer.
+
+        Raises:
+            ConfigError: A secret, NIXL, the tokenizer or a device is missing; profiles differ.
+            EngineClosedError: Nobody answers there, or who answers is not the engine.
+        """
+        file = None if secret_file is None else Path(secret_file)
+        host = RemoteHost.connect(address, profile, file)
+        where = host.hello.model if tokenizer is None else os.fspath(tokenizer)
+        policy, config = host.hello.trace_meta["policy"], host.hello.config
+        return cls(host, _tokenizer(host, where, trust_remote_code), policy, config)
+
+    @classmethod
     def _over_rings(cls, host: ProcessHost, policy: Any) -> Self:
         hello = host.hello
-        try:
-            tokenizer = load_tokenizer(hello.model, trust_remote_code=hello.trust_remote_code)
-        except BaseException:
-            host.close()
-            raise
+        tokenizer = _tokenizer(host, hello.model, hello.trust_remote_code)
         return cls(host, tokenizer, policy, hello.config)
 
     @classmethod
@@ -216,15 +247,15 @@ class QLLMEngine:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
-        targets = _slo(slo)
-        if timeout_s is not None and not _is_positive(timeout_s):
+        targets = slo_of(slo)
+        if timeout_s is not None and not is_positive(timeout_s):
             raise InvalidRequestError(
                 f"timeout_s={timeout_s!r} must be a finite number > 0, or None"
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._host.info.eos_token_ids
-        level, most = _priority(priority), self._max_tokens(len(token_ids), max_tokens)
+        level, most = priority_class(priority), self._max_tokens(len(token_ids), max_tokens)
         with self._host.door:
             self._host.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:
@@ -314,7 +345,7 @@ class QLLMEngine:
             )
         if max_tokens is None:
             return min(self.config.default_max_tokens, most - num_prompt_tokens)
-        if not _is_int(max_tokens) or max_tokens < 1:
+        if not is_int(max_tokens) or max_tokens < 1:
             raise InvalidRequestError(f"max_tokens={max_tokens!r} must be an integer >= 1")
         if num_prompt_tokens + max_tokens > most:
             raise InvalidRequestError(
@@ -368,6 +399,18 @@ class QLLMEngine:
             except RequestFailedError:
                 continue
         return True
+
+    def end_if_stuck(self, after_s: float) -> None:
+        """Kill the engine's process once it has work and has not come round for so long.
+
+        Its requests end in `error` and `failure` says why. It comes round between two passes, so
+        leave more time than the longest takes. Time in which this process stands still too (a
+        suspended machine) does not count.
+
+        Raises:
+            ConfigError: The engine has no process that is ours.
+        """
+        self._host.end_if_stuck(after_s)
 
     def close(self) -> None:
         """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
@@ -431,40 +474,21 @@ class QLLMEngine:
         """What computes experts, projections, head and attention."""
         return self._host.info.kernels
 
+    def statuses(self, handles: Sequence[Handle]) -> list[RequestStatus]:
+        """Where requests of this engine are, all in one question to its process."""
+        told = self._host.statuses([handle.number for handle in handles]) if handles else []
+        done = RequestStatus.FINISHED
+        return [done if h.finish_reason else x for h, x in zip(handles, told, strict=True)]
+
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
         return self._host.stats()
 
 
-def _priority(value: str | int | Priority) -> int:
-    if isinstance(value, str) and value.upper() in Priority.__members__:
-        return int(Priority[value.upper()])
-    if _is_int(value) and abs(int(value)) <= PRIORITY_LIMIT:
-        return int(value)
-    raise InvalidRequestError(
-        f"priority={value!r} is unknown; use 'LS', 'BE' or an integer in "
-        f"[-{PRIORITY_LIMIT}, {PRIORITY_LIMIT}] (smaller is sooner; LS = 0, BE = 10)"
-    )
-
-
-def _is_int(value: Any) -> bool:
-    """An integer of any kind (numpy's too), but no bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
-
-
-def _slo(value: Any) -> Slo:
-    if value is None:
-        return Slo()
-    if not isinstance(value, Slo):
-        raise InvalidRequestError(f"slo={value!r} must be an Slo(ttft_ms, tpot_ms), or None")
-    wrong = [name for name, t in value._asdict().items() if t is not None and not _is_positive(t)]
-    if wrong:
-        raise InvalidRequestError(
-            f"slo={value!r}: {wrong[0]} must be a finite number of milliseconds > 0, or None"
-        )
-    return value
+def _tokenizer(host: Host, where: str, trust_remote_code: bool) -> Any:
+    """Load a front end's tokenizer; without one there is no front end."""
+    try:
+        return load_tokenizer(where, trust_remote_code=trust_remote_code)
+    except BaseException:
+        host.close()
+        raise

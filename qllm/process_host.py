@@ -22,16 +22,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from qllm.errors import ConfigError, EngineClosedError, QueueFullError
+from qllm.errors import ConfigError, EngineClosedError
 from qllm.handle import Handle
-from qllm.host import Host, MakeHandle
-from qllm.ingress import Cancel, Submission
-from qllm.ingress.codec import End, EngineMetrics
-from qllm.ingress.front_end import MAX_OPEN, FrontEnd
+from qllm.host import MakeHandle
+from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
-from qllm.ingress.shm import NUMBER_BITS, Doorbell
+from qllm.ingress.shm import Doorbell
+from qllm.ring_host import CLOSE_S, Open, RingHost
 from qllm.trace import Trace
-from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
+from qllm.types import NS_PER_S
 
 if TYPE_CHECKING:  # imports torch
     from qllm.engine_process import Hello, Restored, Start
@@ -40,23 +39,37 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from qllm.engine_process import main; main(int(sys.argv[2]))"
 )
-CLOSE_S = 30.0
-"""An engine that is told to end and has not after this is killed."""
 
 
-class _Open:
-    """What the receiver keeps of a request beside its handle."""
-
-    def __init__(self, handle: Handle, arrival_ns: int, priority: int) -> None:
-        self.handle = handle
-        self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
-        self.token_ns: list[int] = []
-        self.ended: tuple[FinishReason, str | None] | None = None
-        """Set once its text ended it, before the engine knew."""
+WATCH_S = 1.0
+"""The receiver looks at the engine's heartbeat this often, whatever arrives."""
 
 
-class ProcessHost(Host):
-    """An engine in another process, reached over a connection.
+class Watchdog:
+    """Notices an engine that has work and does not come round.
+
+    Only time in which somebody watched counts: of the time between two looks at most twice
+    `WATCH_S`, so that a machine that was suspended finds its engine alive.
+    """
+
+    def __init__(self, limit_s: float, now_ns: int) -> None:
+        self.limit_s = limit_s
+        self._looked_ns = now_ns
+        self._beat_ns = self._still_ns = 0
+
+    def is_stuck(self, beat_ns: int, has_work: bool, now_ns: int) -> bool:
+        """Take one look: the engine's heartbeat, whether it has work, and the time."""
+        passed_ns = min(now_ns - self._looked_ns, int(2 * WATCH_S * NS_PER_S))
+        self._looked_ns = now_ns
+        if beat_ns == self._beat_ns and has_work:
+            self._still_ns += passed_ns
+        else:
+            self._beat_ns, self._still_ns = beat_ns, 0
+        return self._still_ns > self.limit_s * NS_PER_S
+
+
+class ProcessHost(RingHost):
+    """An engine in another process of this machine, reached over a connection.
 
     Args:
         connection: To the engine's process, which has been told to start.
@@ -73,11 +86,10 @@ class ProcessHost(Host):
         process: "subprocess.Popen[bytes] | None" = None,
         listen: str | None = None,
     ) -> None:
-        super().__init__()
         self._connection, self._process, self._listen = connection, process, listen
-        self._closing = False
-        self._over: str | None = None
-        """Why nothing more comes from the engine."""
+        self._watchdog: Watchdog | None = None
+        self._verdict: str | None = None
+        """Why we killed it."""
         try:
             self.hello = self._receive_hello()
             control, block, engine, ours = self._receive_memory()
@@ -90,9 +102,7 @@ class ProcessHost(Host):
         self.info = self.hello.info
         self._trace = Trace(meta=self.hello.trace_meta)
         self._control = control
-        self._front_end = FrontEnd(block, control, engine, ours)
-        self._numbers = itertools.count(block.number << NUMBER_BITS)
-        self._open: dict[RequestId, _Open] = {}
+        super().__init__(FrontEnd(block, control, engine, ours))
         self._ask_lock = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name="qllm-receiver", daemon=True)
         self._receiver.start()
@@ -173,7 +183,9 @@ class ProcessHost(Host):
             poll.register(pidfd, select.POLLIN)
         over, why = False, None
         while not over:
-            over = any(fd != self._front_end.doorbell.fd for fd, _ in poll.poll())
+            ready = poll.poll(WATCH_S * 1000)
+            over = any(fd != self._front_end.doorbell.fd for fd, _ in ready)
+            self._watch()
             try:
                 self._take()
             except Exception as error:  # noqa: BLE001 - a broken ring, and whatever it holds
@@ -181,74 +193,28 @@ class ProcessHost(Host):
         if pidfd is not None:
             os.close(pidfd)
         self._hang_up()
-        self._end_all(why)
+        self._end_all(why or self._why())
+
+    def _watch(self) -> None:
+        dog, process = self._watchdog, self._process
+        if dog is None or process is None or self._verdict is not None:
+            return
+        control = self._control
+        has_work = bool(self._open) or control.num_live > 0
+        if dog.is_stuck(control.heartbeat_ns, has_work, time.monotonic_ns()):
+            self._verdict = (
+                f"the engine process (pid {process.pid}) was killed: it had work and did not come "
+                f"round for {dog.limit_s:g} s"
+            )
+            process.kill()
 
     def _hang_up(self) -> None:
         """The engine sees that we are gone, and the receiver that nothing more comes."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
 
-    def _take(self) -> None:
-        for item in self._front_end.receive():
-            if isinstance(item, End):
-                self._on_finish(item)
-            else:
-                self._on_token(item.sampled, item.at_ns)
-
-    def _entry(self, request_id: RequestId) -> _Open | None:
-        entry = self._open.get(request_id)
-        if entry is None:
-            with self.door:  # it may be one that `restore` is about to register
-                entry = self._open.get(request_id)
-        return entry
-
-    def _on_token(self, sampled: Sampled, at_ns: int) -> None:
-        entry = self._entry(sampled.request_id)
-        if entry is None or entry.ended is not None:
-            return
-        entry.token_ns.append(at_ns)
-        try:
-            if not entry.handle.on_token(sampled):
-                return
-            entry.ended = FinishReason.STOP, None
-        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the host
-            entry.ended = FinishReason.ERROR, f"{type(error).__name__}: {error}"
-        self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
-
-    def _on_finish(self, end: End) -> None:
-        entry = self._entry(end.request_id)
-        if entry is None:
-            return
-        reason, error = entry.ended or (end.reason, end.error)
-        self._finish(end.request_id, entry, reason, error, end.metrics or entry.unknown)
-
-    def _finish(
-        self,
-        request_id: RequestId,
-        entry: _Open,
-        reason: FinishReason,
-        error: str | None,
-        known: EngineMetrics,
-    ) -> None:
-        self._forget(request_id)
-        name = entry.handle.request_id
-        metrics = known.complete(request_id, name, reason, entry.token_ns)
-        entry.handle.on_finish(reason, error, metrics)
-
-    def _forget(self, request_id: RequestId) -> None:
-        del self._open[request_id]
-        del self.handles[request_id]
-
-    def _end_all(self, why: str | None) -> None:
-        why = why or self._why()
-        with self.door:
-            self._over = why
-        for request_id, entry in list(self._open.items()):
-            reason, error = entry.ended or (FinishReason.ERROR, why)
-            self._finish(request_id, entry, reason, error, entry.unknown)
-
     def _why(self) -> str:
-        return self._over or self._control.error or self._how_it_went()
+        return self._over or self._verdict or self._control.error or self._how_it_went()
 
     def _how_it_went(self) -> str:
         process = self._process
@@ -267,54 +233,18 @@ class ProcessHost(Host):
 
     # -- host
 
+    _front_end: FrontEnd
+
+    @property
+    def draining(self) -> bool:
+        return self._control.draining
+
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._control.zero_ns
 
     @property
     def failure(self) -> str | None:
         return None if self._closing else self._over or self._control.error
-
-    def raise_if_closed(self) -> None:
-        if self._closing:
-            raise EngineClosedError("the engine was closed; make a new one")
-        if self.failure is not None:
-            raise EngineClosedError(f"{self.failure}; make a new one")
-
-    def submit(self, submission: Submission, handle: Handle) -> None:
-        if self._control.draining:
-            raise EngineClosedError("the engine drains: it takes no new requests")
-        if len(self._open) >= MAX_OPEN:
-            raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
-        request_id = submission.request_id
-        entry = _Open(handle, submission.arrival_ns, submission.priority)
-        self._open[request_id], self.handles[request_id] = entry, handle
-        try:
-            self._front_end.submit(submission)
-        except BaseException:
-            self._forget(request_id)
-            raise
-
-    def cancel(self, request_id: RequestId) -> None:
-        if self._over is None:
-            self._front_end.cancel(Cancel(request_id))
-
-    @property
-    def num_waiting(self) -> int:
-        return self._front_end.num_waiting
-
-    def status(self, request_id: RequestId) -> RequestStatus:
-        try:
-            status: RequestStatus | None = self._ask("status", request_id)
-        except EngineClosedError:
-            return RequestStatus.FINISHED
-        entry = self._open.get(request_id)
-        if status is None:  # not seen yet, or its end is on the way
-            is_new = entry is not None and not entry.token_ns
-            return RequestStatus.WAITING if is_new else RequestStatus.FINISHED
-        return status
-
-    def stats(self) -> dict[str, Any]:
-        return {**self._ask("stats"), "num_waiting": self.num_waiting}
 
     @property
     def trace(self) -> Trace:
@@ -347,10 +277,15 @@ class ProcessHost(Host):
                 handle = make(request.number, request.name, request.prompt, request.sampling)
                 for sampled in request.sampled:
                     handle.on_token(sampled)
-                self._open[request.number] = _Open(handle, self.now_ns(), request.priority)
+                self._open[request.number] = Open(handle, self.now_ns(), request.priority)
                 self.handles[request.number] = handle
                 handles.append(handle)
         return handles
+
+    def end_if_stuck(self, after_s: float) -> None:
+        if self._process is None:
+            return super().end_if_stuck(after_s)
+        self._watchdog = Watchdog(after_s, time.monotonic_ns())
 
     def drain(self) -> None:
         self._control.draining = True
@@ -381,13 +316,6 @@ class ProcessHost(Host):
             return
         assert self._process is not None
         self._process.kill()
-
-    def _leave(self) -> None:
-        for handle in list(self.handles.values()):
-            handle.cancel()
-        deadline = time.monotonic() + CLOSE_S
-        while self.handles and time.monotonic() < deadline and self._over is None:
-            time.sleep(0.001)
 
     def _ask(self, op: str, *args: Any) -> Any:
         self.raise_if_closed()

@@ -5,7 +5,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qllm import portable
@@ -109,9 +109,9 @@ class ThreadHost(Host):
         unseen = sum(1 for number in list(self.handles) if number not in known)
         return unseen + self.loop.num_waiting
 
-    def status(self, request_id: RequestId) -> RequestStatus:
-        live = self.loop.live.get(request_id)
-        return RequestStatus.WAITING if live is None else live.request.status
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        found = map(self.loop.live.get, request_ids)
+        return [RequestStatus.WAITING if x is None else x.request.status for x in found]
 
     @property
     def trace(self) -> Trace:

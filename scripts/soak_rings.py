@@ -209,11 +209,14 @@ def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress,
     """Start the front ends; each has memory of its own and a link to ours."""
     from qllm.transports.nixl import Link, NixlFrontEnd, NixlIngress
 
+    links: list[Link] = []
+
     def work(connection: Connection, number: int) -> int:
         block = FrontEndBlock.create(number, (CAPACITY,) * 4)
         link = Link(f"front-end-{number}", args.over, block.segment)
         connection.send(link.offer)
         link.connect(connection.recv())
+        links.append(link)  # a link that is gone is a failure at the other side, who still writes
         return Sender(NixlFrontEnd(block, link), per_front_end).run()
 
     children = [fork(partial(work, number=number)) for number in range(args.front_ends)]

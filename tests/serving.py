@@ -56,9 +56,11 @@ def tiny_engine(**settings: Any) -> QLLMEngine:
 
 
 @contextmanager
-def serving(engine: QLLMEngine, **settings: Any) -> Iterator[Serving]:
+def serving(
+    engine: QLLMEngine, make: Callable[[], QLLMEngine] | None = None, **settings: Any
+) -> Iterator[Serving]:
     config = load_config(None, {}, {"model": "tiny", "port": 0, "drain_s": 20, **settings})
-    server = make_server(create_app(engine, config), config)
+    server = make_server(create_app(engine, config, make), config)
     with bound_socket(config.host, 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -23,10 +23,10 @@ F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
 NATIVE = {"device"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {"core", "cores", "demo", "differential", "engine_process", "handle", "host", "plots"}
-F5 |= {"plugins", "portable"}
-F5 |= {"process_host", "prompts", "random_moe", "scaffold", "simulation", "templates"}
-F5 |= {"thread_host", "workloads"}
+F5 |= {"checks", "core", "cores", "demo", "differential", "engine_process", "handle", "host"}
+F5 |= {"plots", "plugins", "portable", "process_host", "prompts", "random_moe", "remote_door"}
+F5 |= {"remote_host", "ring_host", "scaffold", "simulation", "templates", "thread_host"}
+F5 |= {"workloads"}
 OURS = F0 | F1 | F2 | F3 | NATIVE | F4 | F5
 
 

@@ -110,6 +110,22 @@ def test_prompts_as_text_ids_and_lists(client: openai.OpenAI, served: Serving) -
     assert ask(ids[0]) == singles[:1]
 
 
+def test_echo_begins_with_the_prompt(client: openai.OpenAI, served: Serving) -> None:
+    texts = ["def f(x):", "import json"]
+    ids = [served.post("/tokenize", {"prompt": text}).json()["tokens"] for text in texts]
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0, "n": 2}
+    plain = [c.text for c in client.completions.create(prompt=texts, **asked).choices]
+    for prompts in (texts, ids):
+        echoed = client.completions.create(prompt=prompts, echo=True, **asked)
+        assert [c.text for c in echoed.choices] == [
+            texts[i // 2] + text for i, text in enumerate(plain)
+        ]
+    streamed = [""] * 4
+    for part in client.completions.create(prompt=texts, echo=True, stream=True, **asked):
+        streamed[part.choices[0].index] += part.choices[0].text
+    assert streamed == [c.text for c in echoed.choices]
+
+
 def test_n_choices_differ_and_repeat_with_the_seed(client: openai.OpenAI) -> None:
     def ask() -> tuple[list[str], Any]:
         answer = client.completions.create(
@@ -138,7 +154,10 @@ def test_stop_strings(client: openai.OpenAI) -> None:
 
 def test_ignore_eos_goes_on_to_max_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny", messages=CHAT, max_tokens=60, extra_body={"ignore_eos": True, "top_k": -1}
+        model="tiny",
+        messages=CHAT,
+        max_tokens=60,
+        extra_body={"ignore_eos": True, "top_k": -1, "min_tokens": 60},
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None

@@ -38,20 +38,26 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "cors_origins": ("https://a.example", "https://b.example"), "engine": {"block_size": 8},
         "policy_settings": {"a": 2}, "trust_remote_code": True, "ls_overflow": "refuse",
         "log_format": "json", "max_body_bytes": 2048, "max_file_bytes": 2048,
-        "max_header_bytes": 2048,
+        "max_header_bytes": 2048, "role": "engine", "listen": "a:1", "engine_address": "a:1",
+        "profile": "shm",
+    }  # fmt: skip
+    companions: dict[str, dict[str, Any]] = {
+        "role": {"listen": "a:1"}, "listen": {"role": "engine"},
+        "engine_address": {"role": "frontend"},
     }  # fmt: skip
     for name, field in ServerConfig.model_fields.items():
         value = examples.get(name, 7 if "int" in str(field.annotation) else "7")
         if "float" in str(field.annotation):
             value = 7.5
-        expected = load_config(None, {}, {"model": "tiny", name: value})
+        beside = companions.get(name, {})
+        expected = load_config(None, {}, {"model": "tiny", name: value, **beside})
         as_text = value
         if isinstance(value, dict):
             as_text = str(value).replace("'", '"')
         elif isinstance(value, tuple):
             as_text = ", ".join(value)
         environ = {"QLLM_MODEL": "tiny", f"QLLM_{name.upper()}": str(as_text)}
-        assert load_config(None, environ, {}) == expected, name
+        assert load_config(None, environ, beside) == expected, name
         assert getattr(expected, name) != ServerConfig.model_fields[name].default, name
 
 

@@ -44,11 +44,11 @@ def test_the_page_names_the_routes_there_are(tmp_path: Path) -> None:
 
 def test_the_page_names_metrics_that_exist() -> None:
     section = TEXT.split("## What to watch\n", 1)[1]
-    ends = ("_seconds", "_total", "_perc")
+    ends = ("_seconds", "_total", "_perc", "_up")
     named = {
         name
         for name in re.findall(r"`(\w+)`", section)
-        if name.endswith(ends) or name.startswith("num_requests")
+        if name.endswith(ends) or name.startswith("num_")
     }
     known = {
         f"{metric.name.removeprefix('qllm:')}{'_total' * (metric.type == 'counter')}"

@@ -18,6 +18,8 @@ IDLE = {
     "kv_blocks_used": 1,
     "kv_blocks": 4,
     "longest_segment_ms": 2.5,
+    "expert_bytes": 0,
+    "frames": [],
 }
 
 
@@ -133,3 +135,23 @@ def test_a_preemption_is_counted_once_however_often_it_is_scraped() -> None:
     assert known["qllm:preempt_latency_seconds_sum"][0][1] == pytest.approx(0.023)
     assert known["qllm:kv_cache_usage_perc"][0][1] == 0.25
     assert {value for _, value in known["qllm:num_requests_running"]} == {0}
+
+
+def test_a_new_engine_counts_from_nothing_again() -> None:
+    metrics = Metrics("m")
+    parked = {"state": "parked"}
+    for count, frames in ((5, [parked, parked]), (2, [{"state": "running"}, parked])):
+        latencies = [1.0] * count
+        metrics.observe(
+            {**IDLE, "num_preemptions": count, "preempt_latencies_ms": latencies,
+             "expert_bytes": 100 * count, "frames": frames, "ring_use": {"LS": 0.25, "BE": 0.5}},
+            {},
+        )  # fmt: skip
+    known = samples(metrics.render().decode())
+    assert known["qllm:preemptions_total"][0][1] == 7
+    assert known["qllm:preempt_latency_seconds_count"][0][1] == 7
+    assert known["qllm:expert_bytes_read_total"][0][1] == 700
+    assert known["qllm:num_frames_parked"][0][1] == 1
+    assert {labels["class"]: value for labels, value in known["qllm:request_ring_usage_perc"]} == {
+        "LS": 0.25, "BE": 0.5,
+    }  # fmt: skip

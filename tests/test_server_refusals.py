@@ -66,7 +66,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
     [
         (COMPLETE, {"colour": 1}, "colour", "unknown field 'colour'"),
         (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-        (COMPLETE, {"echo": True}, "echo", "not supported"),
+        (COMPLETE, {"echo": True, "logprobs": 1}, None, "echo with logprobs is not supported"),
         (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),
         (COMPLETE, {"best_of": 3}, None, "must equal n=1"),
         (COMPLETE, {"temperature": -1}, "temperature", "[0, 100]"),
@@ -82,6 +82,9 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (COMPLETE, {"logprobs": 21}, "logprobs", "20"),
         (COMPLETE, {"logit_bias": {"x": 1}}, "logit_bias", "token id"),
         (COMPLETE, {"min_tokens": 3}, "min_tokens", "ignore_eos"),
+        (COMPLETE, {"min_tokens": 3, "ignore_eos": True, "stop": "a"}, "min_tokens", "neither"),
+        (COMPLETE, {"min_tokens": 17, "ignore_eos": True}, "min_tokens", "at least as many"),
+        (CHATS, {"min_tokens": 3, "ignore_eos": True}, "min_tokens", "at least as many"),
         (COMPLETE, {"stop": [""]}, "stop", "non-empty"),
         (COMPLETE, {"service_tier": "gold"}, "service_tier", "'flex'"),
         (COMPLETE, {"service_tier": "flex", "priority": 0}, None, "different classes"),

@@ -93,14 +93,20 @@ def test_events_show_queues_percentiles_and_what_runs(served: Serving) -> None:
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
         texts = stream.iter_text()
         next(texts)
-        now = look(served)[0]
+        now, *later = look(served, 12)
         texts.close()
+    passes = [frame for state in (now, *later) for frame in state["frames"]]
+    assert {(frame["rows"], frame["tokens"]) for frame in passes} == {(1, 1)}
     assert now["classes"]["BE"]["running"] + now["classes"]["BE"]["parked"] == 1
     ttft = now["classes"]["LS"]["ttft_ms"]
     assert 0 < ttft["p50"] <= ttft["p90"] <= ttft["p99"]
     assert [(r["class"], r["prompt_tokens"]) for r in now["requests"]] == [("BE", 1)]
     assert now["requests"][0]["output_tokens"] > 0
     assert now["kv_frac"] > 0
+    assert set(now["ring_use"]) == {"LS", "BE"}
+    assert now["expert_bytes"] > 0
+    assert {frame["state"] for frame in passes} <= {"running", "parked"}
+    assert all(0 <= frame["layer"] <= frame["num_layers"] for frame in passes)
     assert now["model"] == "tiny"
     until(lambda: not look(served)[0]["requests"])
 

@@ -16,6 +16,18 @@ from .app import Threads, app, clean, parse_setting, quiet
 def serve(
     model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="all; or engine and frontend, on two hosts.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT for front ends (role engine).")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the engine (role frontend).")
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="What engine and front end both know.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="See `qllm policies`.")] = None,
@@ -45,13 +57,18 @@ def serve(
     try:
         from qllm.server.config import load_config
         from qllm.server.serve import serve as run
+        from qllm.server.serve import serve_engine
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the server needs {error.name}: pip install 'qllm-runtime[server]'"
         ) from error
-    engine, policy_settings = _split(setting or [])
+    engine_settings, policy_settings = _split(setting or [])
     named = {
         "model": model,
+        "role": role,
+        "listen": listen,
+        "engine_address": engine,
+        "secret_file": secret_file,
         "host": host,
         "port": port,
         "policy": policy,
@@ -60,14 +77,14 @@ def serve(
         "state_dir": state_dir,
         "api_key_file": api_key_file,
         "trust_remote_code": trust_remote_code or None,
-        "engine": engine or None,
+        "engine": engine_settings or None,
         "policy_settings": policy_settings or None,
     }
     flags: dict[str, Any] = dict(parse_setting(text) for text in server or ())
     flags |= {name: value for name, value in named.items() if value is not None}
     loaded = load_config(config, os.environ, flags)
     quiet()
-    run(loaded)
+    (serve_engine if loaded.role == "engine" else run)(loaded)
 
 
 def _split(settings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:

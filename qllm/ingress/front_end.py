@@ -101,6 +101,10 @@ class FrontEndRings(ABC):
         progress = self._words[FrontEndBlock.PROGRESS]
         return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
 
+    def ring_use(self) -> dict[str, float]:
+        """How full the request rings are, 0 to 1: what the engine has not taken yet."""
+        return {"LS": self.ls.fill, "BE": self.be.fill}
+
     def receive(self) -> Iterator[TokenAt | End]:
         """Take what is in the token ring."""
         while (record := self._tokens.read()) is not None:

@@ -140,6 +140,11 @@ class ControlBlock:
         self.words[self._BEAT] = value
 
     @property
+    def num_live(self) -> int:
+        """Requests that the engine holds, by itself (`read_stats` is consistent)."""
+        return self.words[self._LIVE]
+
+    @property
     def error(self) -> str | None:
         """Why the engine ended by itself; None if it did not."""
         size = self.words[self._ERROR]

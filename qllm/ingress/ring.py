@@ -78,6 +78,11 @@ class RingWriter:
         """Bytes that the reader has not given back."""
         return int(self._head - self._tail[0])
 
+    @property
+    def fill(self) -> float:
+        """How full it is, 0 to 1."""
+        return self.num_used / self._capacity
+
     def write(self, kind: int, flags: int, body: bytes) -> bool:
         """Write one record; False if there is no room for it now.
 

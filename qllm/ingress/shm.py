@@ -229,7 +229,7 @@ class ShmIngress:
 
     def drain(self) -> list[Item]:
         """Take everything that has arrived, and send what the last step produced."""
-        self._flush()
+        self.flush()
         self._num_steps += 1
         self.control.heartbeat_ns = self._now_ns()
         self._look()
@@ -247,7 +247,7 @@ class ShmIngress:
 
     def wait(self, timeout_ns: int | None) -> None:
         """Sleep until something arrives or the time has passed; at most `BEAT_NS`."""
-        limit_ns = BACKLOG_NS if self._flush() else BEAT_NS
+        limit_ns = BACKLOG_NS if self.flush() else BEAT_NS
         if timeout_ns is not None:
             limit_ns = min(limit_ns, max(0, timeout_ns))
         if self._bell[0] == self.stop.seen:
@@ -271,7 +271,8 @@ class ShmIngress:
             if isinstance(item, Call) or front_end_of(item.request_id) != number
         ]
 
-    def _flush(self) -> bool:
+    def flush(self) -> bool:
+        """Send what the front ends have not got yet; whether some of it must wait."""
         backlogs = [lane.flush() for lane in self.lanes.values()]
         return any(backlogs)
 

@@ -1,6 +1,6 @@
 """The application: one engine, its routes, and what stands in front of them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -15,28 +15,39 @@ from .front import Front
 from .guard import Guard, Keys, Limits
 from .metrics import Metrics
 from .store import Store
+from .supervisor import Supervisor
 from .worker import Worker
 
 
-def create_app(engine: QLLMEngine, config: ServerConfig) -> FastAPI:
-    """Make the ASGI application.
+def create_app(
+    engine: QLLMEngine, config: ServerConfig, make: Callable[[], QLLMEngine] | None = None
+) -> FastAPI:
+    """Make the ASGI application. There is no /docs page: it would load scripts from elsewhere.
 
-    The engine stays the caller's: it is not closed with the app. There is no /docs page: it would
-    load scripts from elsewhere; /openapi.json is there.
+    Args:
+        engine: The first one. It is not closed with the app, nor is the last
+            (`app.state.front.engine`).
+        config: Settings.
+        make: Makes a further engine when one has ended by itself; None leaves it ended.
     """
     metrics = Metrics(config.model_name)
     front = Front(engine, config, metrics)
 
     store = None if config.state_dir is None else Store(config.state_dir)
     worker = None if store is None else Worker(front, store)
+    supervisor = None if make is None else Supervisor(front, make)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if worker is not None:
             await worker.start()
+        if supervisor is not None:
+            supervisor.start()
         try:
             yield
         finally:
+            if supervisor is not None:
+                await supervisor.close()
             if worker is not None:
                 await worker.close()
             await front.close()

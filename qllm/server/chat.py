@@ -64,7 +64,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         template=body.template_options(),
         n=body.n,
         sampling={**body.sampling(), "logprobs": body.num_logprobs()},
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.most_tokens(),
         timeout_s=timeout_s,
     )
 

@@ -21,9 +21,24 @@ class CompletionWriter(Writer):
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, asked: CompletionRequest) -> None:
         super().__init__(front, "cmpl")
+        self._asked = asked
         self._offsets: dict[int, int] = {}
+
+    def _echo(self, index: int) -> str:
+        """What a choice's text begins with."""
+        if not self._asked.echo:
+            return ""
+        prompt = self._asked.prompts()[index // self._asked.n]
+        tokenizer = self._front.engine.tokenizer
+        if isinstance(prompt, str):
+            return prompt
+        return "" if tokenizer is None else str(tokenizer.decode(prompt))
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        text = self._echo(index)
+        return self.chunk(index, Piece(text, (), ())) if text else None
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(index, piece) if piece.logprobs else None
@@ -37,7 +52,7 @@ class CompletionWriter(Writer):
         logprobs = (
             {key: [x for part in parts for x in part[key]] for key in parts[0]} if parts else None
         )
-        text = "".join(p["text"] for p in pieces)
+        text = self._echo(index) + "".join(p["text"] for p in pieces)
         return {**self.end(index, reason), "text": text, "logprobs": logprobs}
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -63,7 +78,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
         prompts=body.prompts(),
         n=body.n,
         sampling={**body.sampling(), "logprobs": body.num_logprobs()},
-        max_tokens=16 if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.most_tokens(),
         timeout_s=timeout_s,
     )
 
@@ -76,7 +91,7 @@ def routes(front: Front) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         front.check_model(body.model)
-        writer = CompletionWriter(front)
+        writer = CompletionWriter(front, body)
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
         return await respond(request, front, writer, body, ask)
 

@@ -26,9 +26,19 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = ""
-    """Alias, folder or hub id."""
+    """Alias, folder or hub id. Of a front end: where its tokenizer is, if not there too."""
     served_model_name: str | None = None
     """What clients call the model; by default `model`."""
+    role: Literal["all", "engine", "frontend"] = "all"
+    """"engine": no HTTP, for front ends of other hosts; "frontend": HTTP and no weights."""
+    listen: str | None = None
+    """HOST:PORT at which an engine meets front ends of other hosts (role "engine")."""
+    engine_address: str | None = None
+    """HOST:PORT of the engine (role "frontend")."""
+    profile: Literal["tcp", "shm", "rdma"] = "tcp"
+    """What the rings between two hosts go over; the same on both sides."""
+    secret_file: Path | None = None
+    """Holds the secret that engine and front end share; needed unless the address is loopback."""
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     """0 takes a free one."""
@@ -74,6 +84,15 @@ class ServerConfig(BaseModel):
     """After SIGTERM: for requests in flight to end by themselves."""
     batch_concurrency: int = Field(8, ge=1)
     """Most batch lines in the engine at once."""
+    max_restarts: int = Field(5, ge=0)
+    """Most engines made within `restart_window_s` after one that ended; then the server ends."""
+    restart_window_s: float = Field(600, gt=0)
+    restart_backoff_s: float = Field(1, ge=0)
+    """Before the first restart; doubled for each further one in the window."""
+    restart_backoff_cap_s: float = Field(60, ge=0)
+    """Most that the doubling comes to."""
+    hang_s: float = Field(300, ge=0)
+    """An engine with work that does not come round for so long is killed; 0 never does."""
     log_format: Literal["text", "json"] = "text"
 
     @property
@@ -116,9 +135,30 @@ def load_config(
         name = ".".join(str(x) for x in first["loc"])
         shown = "" if "key" in name else f"={first['input']!r}"
         raise ConfigError(f"{name}{shown}: {first['msg']}") from None
-    if not config.model:
+    _check_role(config)
+    if not config.model and config.role != "frontend":
         raise ConfigError("no model: name one on the command line, in QLLM_MODEL or in the file")
     return config
+
+
+ROLE_NEEDS = {"engine": "listen", "frontend": "engine_address"}
+"""The address without which a role makes no sense, and which no other role has."""
+OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "threads", "hang_s")
+"""Settings that a front end has no use for."""
+
+
+def _check_role(config: ServerConfig) -> None:
+    for role, name in ROLE_NEEDS.items():
+        if (config.role == role) != (getattr(config, name) is not None):
+            raise ConfigError(
+                f"role={config.role!r} with {name}={getattr(config, name)!r}: {name}=HOST:PORT "
+                f"goes with role={role!r}, and that needs it"
+            )
+    useless = [name for name in OF_ENGINES if name in config.model_fields_set]
+    if config.role == "frontend" and useless:
+        raise ConfigError(
+            f"{useless[0]} is a setting of the engine; a front end takes the engine as it is"
+        )
 
 
 def _refuse_unknown(source: str, values: Mapping[str, Any]) -> None:

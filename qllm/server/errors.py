@@ -46,7 +46,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         422: "Not used; wrong bodies are 400",
         429: "A queue or a limit is full; see Retry-After",
         500: "The request failed in the engine",
-        503: "The engine is not serving",
+        503: "The engine is not serving; see Retry-After",
         504: "The request took longer than the server allows",
     }.items()
 }

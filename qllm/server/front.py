@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from qllm.errors import QllmError, RequestFailedError
+from qllm.errors import EngineClosedError, QllmError, RequestFailedError
 from qllm.handle import Handle, Piece
 from qllm.llm import QLLMEngine
 from qllm.prompts import render_chat
@@ -59,7 +61,12 @@ class Answer:
     """The choices of one request while they are made. Close it, whatever happened."""
 
     def __init__(
-        self, handles: list[Handle], n: int, served: Served, on_close: Callable[["Answer"], None]
+        self,
+        handles: list[Handle],
+        n: int,
+        served: Served,
+        on_close: Callable[["Answer"], None],
+        explain: Callable[[QllmError], ApiError],
     ) -> None:
         self.handles = handles
         self.n = n
@@ -67,7 +74,7 @@ class Answer:
         self.served = served
         self.num_tokens = [0] * len(handles)
         """Produced so far, per choice."""
-        self._on_close = on_close
+        self._on_close, self._explain = on_close, explain
         self._is_closed = False
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece | FinishReason]]:
@@ -82,6 +89,8 @@ class Answer:
             open_choices = len(pumps)
             while open_choices:
                 index, item = await queue.get()
+                if isinstance(item, QllmError):
+                    raise self._explain(item) from item
                 if isinstance(item, Exception):
                     raise item
                 if isinstance(item, Piece):
@@ -120,8 +129,7 @@ async def _pump(
         assert reason is not None
         queue.put_nowait((index, _refuse_unfinished(reason)))
     except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
-        wrapped = from_engine(error) if isinstance(error, QllmError) else error
-        queue.put_nowait((index, wrapped))
+        queue.put_nowait((index, error))
 
 
 def _refuse_unfinished(reason: FinishReason) -> FinishReason:
@@ -137,6 +145,13 @@ class Front:
 
     def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
         self.engine = engine
+        """Replaced by the supervisor when it has ended."""
+        self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
+        """Why each of its predecessors has failed."""
+        self.back_in_s: Callable[[], int] | None = None
+        """The supervisor's guess how long until there is an engine; None without a supervisor."""
+        self.gave_up: str | None = None
+        """Why the supervisor makes no further engine: the server ends."""
         self.config = config
         self.metrics = metrics
         self.answers: set[Answer] = set()
@@ -190,17 +205,39 @@ class Front:
             )
         served = self._admit(wanted, count)
         self._num_ls += count * (served.priority is Priority.LS)
-        work = self._pools[served.priority].submit(self._submit, ask, served.priority)
+        engine = self.engine
+        work = self._pools[served.priority].submit(self._submit, engine, ask, served.priority)
         try:
             handles = await asyncio.wrap_future(work)
         except BaseException as error:
             self._num_ls -= count * (served.priority is Priority.LS)
             if isinstance(error, asyncio.CancelledError):
                 work.add_done_callback(_abandon)
+            if isinstance(error, EngineClosedError):
+                raise self._explain(engine, error) from error
             raise
-        answer = Answer(handles, ask.n, served, self._closed)
+        answer = Answer(handles, ask.n, served, self._closed, partial(self._explain, engine))
         self.answers.add(answer)
         return answer
+
+    def unavailable(self) -> ApiError | None:
+        """Why nothing is served now; None while the engine serves."""
+        try:
+            self.engine.raise_if_closed()
+        except EngineClosedError as error:
+            return self._explain(self.engine, error)
+        return None
+
+    def _explain(self, engine: QLLMEngine, error: QllmError) -> ApiError:
+        """An error of an engine as an answer: did one request fail, or all of it?"""
+        failure = engine.failure or self.ended.get(engine)
+        is_request = isinstance(error, RequestFailedError) and failure is None
+        if is_request or not isinstance(error, EngineClosedError | RequestFailedError):
+            return from_engine(error)
+        if self.back_in_s is None:
+            return ApiError(503, str(error), code="engine_closed")
+        text = f"{failure or error}; a new engine is on its way"
+        return ApiError(503, text, code="engine_restarting", retry_after_s=self.back_in_s())
 
     def _admit(self, wanted: Priority, count: int) -> Served:
         if wanted is Priority.BE or self._num_ls + count <= self.config.max_ls:
@@ -216,9 +253,9 @@ class Front:
             retry_after_s=1,
         )
 
-    def _submit(self, ask: Ask, priority: Priority) -> list[Handle]:
+    def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
         """Tokenise and submit; on a thread of the class."""
-        defaults = {"temperature": 1.0, **self.engine.sampling_defaults}
+        defaults = {"temperature": 1.0, **engine.sampling_defaults}
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
         try:
@@ -231,7 +268,7 @@ class Front:
                     if choice and keywords.get("seed") is not None:
                         keywords["seed"] = (keywords["seed"] + choice) % 2**63
                     handles.append(
-                        self.engine.submit(
+                        engine.submit(
                             first,
                             priority,
                             ask.max_tokens,

@@ -28,6 +28,11 @@ def class_name(priority: int) -> str:
     return Priority(priority).name
 
 
+def new_since(before: int, now: int) -> int:
+    """How much an engine's count has grown; a new engine counts from 0 again."""
+    return now - before if now >= before else now
+
+
 class Metrics:
     """The collectors of one server."""
 
@@ -35,7 +40,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._lock = threading.Lock()
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_expert_bytes = 0
         self.recent_ttft_ms: dict[str, deque[float]] = {
             p.name: deque(maxlen=RECENT) for p in Priority
         }
@@ -75,12 +80,23 @@ class Metrics:
         self.demoted = self._counter("requests_demoted", "LS served as BE (max_ls)").labels(
             model_name
         )
+        self.restarts = self._counter(
+            "engine_restarts", "Engines made after one that had ended"
+        ).labels(model_name)
+        self.up = self._gauge("engine_up", "1 while the engine serves").labels(model_name)
         self._batch_lines = self._counter("batch_lines", "Batch lines answered", "status")
         self._requests = {
             state: self._gauge(f"num_requests_{state}", f"Requests {state} now", "class")
             for state in STATES
         }
         self._kv = self._gauge("kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
+        self._rings = self._gauge(
+            "request_ring_usage_perc", "Part of a request ring not taken yet, 0 to 1", "class"
+        )
+        self._frames = self._gauge("num_frames_parked", "Passes that stopped and go on later")
+        self._expert_bytes = self._counter(
+            "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
+        )
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
@@ -140,8 +156,16 @@ class Metrics:
     def observe(self, stats: Mapping[str, Any], counts: Mapping[tuple[str, str], int]) -> None:
         """Take the engine's numbers and the requests per (class, state) as they are now."""
         with self._lock:  # two scrapes at once must not count a preemption twice
-            new = stats["num_preemptions"] - self._num_preemptions
-            self._num_preemptions += new
+            new = new_since(self._num_preemptions, stats["num_preemptions"])
+            self._num_preemptions = stats["num_preemptions"]
+            more = new_since(self._num_expert_bytes, stats["expert_bytes"])
+            self._num_expert_bytes = stats["expert_bytes"]
+        self._expert_bytes.labels(self._model).inc(more)
+        self._frames.labels(self._model).set(
+            sum(frame["state"] == "parked" for frame in stats["frames"])
+        )
+        for name, use in stats.get("ring_use", {}).items():
+            self._rings.labels(self._model, name).set(use)
         self._preemptions.labels(self._model).inc(new)
         for latency_ms in stats["preempt_latencies_ms"][-new:] if new else ():
             self._preempt.observe(latency_ms / 1e3)

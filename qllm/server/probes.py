@@ -3,27 +3,48 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from typing import NamedTuple
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import qllm
 from qllm.errors import EngineClosedError
+from qllm.handle import Handle
 from qllm.types import RequestStatus
 
 from .errors import RESPONSES, ApiError
 from .front import Front
 
 
-def counts(front: Front) -> dict[tuple[str, str], int]:
-    """Open requests per (class, state)."""
-    found: Counter[tuple[str, str]] = Counter()
-    for answer in list(front.answers):
-        for handle in answer.handles:
-            status = handle.status
-            if status is not RequestStatus.FINISHED:
-                found[answer.served.priority.name, status.value] += 1
-    return dict(found)
+class OpenRequest(NamedTuple):
+    """A request that somebody waits for, as it is now."""
+
+    handle: Handle
+    class_name: str
+    status: str
+    num_tokens: int
+    """Produced so far."""
+
+
+def open_requests(front: Front) -> list[OpenRequest]:
+    """All of them. Asks the engine, so call it off the event loop."""
+    rows = [
+        (handle, answer.served.priority.name, num_tokens)
+        for answer in list(front.answers)
+        for handle, num_tokens in zip(answer.handles, answer.num_tokens, strict=True)
+    ]
+    statuses = front.engine.statuses([handle for handle, *_ in rows])
+    return [
+        OpenRequest(handle, name, status.value, num_tokens)
+        for (handle, name, num_tokens), status in zip(rows, statuses, strict=True)
+        if status is not RequestStatus.FINISHED
+    ]
+
+
+def counts(requests: list[OpenRequest]) -> dict[tuple[str, str], int]:
+    """Requests per (class, state)."""
+    return dict(Counter((request.class_name, request.status) for request in requests))
 
 
 def routes(front: Front) -> APIRouter:
@@ -32,19 +53,22 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/health", responses={503: RESPONSES[503]})
     async def health() -> dict[str, str]:
-        """200 while the engine lives."""
-        try:
-            front.engine.raise_if_closed()
-        except EngineClosedError as error:
-            raise ApiError(503, str(error), code="engine_closed") from error
-        return {"status": "ok"}
+        """200 while the engine lives, or a new one is being made: no reason to kill the server."""
+        error = front.unavailable()
+        if error is None:
+            return {"status": "ok"}
+        if front.back_in_s is None or front.gave_up is not None:
+            raise error
+        return {"status": "restarting", "why": error.message}
 
     @router.get("/ready", responses={503: RESPONSES[503]})
     async def ready() -> dict[str, str]:
         """200 while requests are taken: the engine lives and the server does not drain."""
         if front.draining.is_set():
             raise ApiError(503, "the server is shutting down", code="draining")
-        return await health()
+        if (error := front.unavailable()) is not None:
+            raise error
+        return {"status": "ok"}
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -54,9 +78,11 @@ def routes(front: Front) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus; of an engine that has ended, what was counted before."""
+        front.metrics.up.set(front.unavailable() is None)
         with suppress(EngineClosedError):
             stats = await asyncio.to_thread(front.engine.stats)
-            front.metrics.observe(stats, counts(front))
+            requests = await asyncio.to_thread(open_requests, front)
+            front.metrics.observe(stats, counts(requests))
         return Response(front.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

@@ -74,7 +74,8 @@ class Generation(Body):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: int = Field(0, ge=0)
+    """vLLM; only where nothing could end the answer before `max_tokens` anyway."""
     priority: int | None = None
     """vLLM; 0 or less is LS, more is BE."""
 
@@ -92,12 +93,6 @@ class Generation(Body):
     def _default_n(cls, value: Any) -> Any:
         return 1 if value is None else value
 
-    @field_validator("min_tokens")
-    @classmethod
-    def _no_min_tokens(cls, value: int) -> int:
-        why = "min_tokens is not supported; use ignore_eos with max_tokens for a fixed length"
-        return int(_only(value, (0,), why))
-
     @model_validator(mode="after")
     def _one_class(self) -> "Generation":
         if self.service_tier and self.priority is not None:
@@ -109,8 +104,28 @@ class Generation(Body):
                 )
         return self
 
+    def most_tokens(self) -> int | None:
+        """What `max_tokens` comes to; None leaves it to the engine."""
+        raise NotImplementedError
+
+    def _check_min_tokens(self) -> None:
+        most = self.most_tokens()
+        can_end_early = not self.ignore_eos or self.stop or self.stop_token_ids
+        if self.min_tokens and (can_end_early or most is None or self.min_tokens > most):
+            raise ApiError(
+                400,
+                f"min_tokens={self.min_tokens} is only served with ignore_eos=true, max_tokens of "
+                "at least as many, and neither stop nor stop_token_ids",
+                param="min_tokens",
+            )
+
     def sampling(self) -> dict[str, Any]:
-        """Keywords of SamplingParams that the request sets."""
+        """Keywords of SamplingParams that the request sets.
+
+        Raises:
+            ApiError: A value is wrong.
+        """
+        self._check_min_tokens()
         names = (
             "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
             "repetition_penalty", "stop_token_ids", "top_k", "stop",
@@ -151,20 +166,21 @@ class CompletionRequest(Generation):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Alternatives per token."""
     echo: bool | None = False
+    """The answer's text begins with the prompt."""
     suffix: str | None = None
     best_of: int | None = None
-
-    @field_validator("echo")
-    @classmethod
-    def _no_echo(cls, value: bool | None) -> bool | None:
-        _only(value, (None, False), "echo is not supported; leave it out")
-        return value
 
     @field_validator("suffix")
     @classmethod
     def _no_suffix(cls, value: str | None) -> str | None:
         _only(value, (None, ""), "suffix is not supported; leave it out")
         return value
+
+    @model_validator(mode="after")
+    def _no_echoed_logprobs(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _no_best_of(self) -> "CompletionRequest":
@@ -186,6 +202,10 @@ class CompletionRequest(Generation):
     def num_logprobs(self) -> int | None:
         """Alternatives per token; None for no log-probabilities."""
         return self.logprobs
+
+    def most_tokens(self) -> int:
+        """What `max_tokens` comes to."""
+        return 16 if self.max_tokens is None else self.max_tokens
 
 
 class ChatRequest(Generation):
@@ -253,6 +273,10 @@ class ChatRequest(Generation):
     def num_logprobs(self) -> int | None:
         """Alternatives per token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def most_tokens(self) -> int | None:
+        """What `max_tokens` comes to; None leaves it to the engine."""
+        return self.max_completion_tokens or self.max_tokens
 
     def template_options(self) -> dict[str, Any]:
         """Keywords of the chat template."""

@@ -48,12 +48,19 @@ def _protocol(header_timeout_s: float) -> type[H11Protocol]:
 
 
 class Server(uvicorn.Server):
-    """Drains: what is in flight may end by itself, after `drain_s` it ends with an error."""
+    """Drains: what is in flight may end by itself, after `drain_s` it ends with an error.
+
+    It also ends when no further engine will be made.
+    """
 
     def __init__(self, config: uvicorn.Config, front: Front, drain_s: int) -> None:
         super().__init__(config)
         self._front = front
         self._drain_s = drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; whether to end."""
+        return await super().on_tick(counter) or self._front.gave_up is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it has been told to end."""

@@ -4,12 +4,19 @@ import asyncio
 import signal
 import socket
 import sys
+import threading
+import time
+from functools import partial
 
+from qllm.errors import EngineClosedError, QllmError
 from qllm.llm import QLLMEngine
+from qllm.transports.meeting import Meeting, parse_address, read_secret
 
 from .app import create_app
 from .config import ServerConfig
+from .front import Front
 from .run import make_server
+from .supervisor import PERIOD_S, Restarts, given_up
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -25,27 +32,111 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def make_engine(config: ServerConfig) -> QLLMEngine:
+    """Load the model in a process of its own, or meet the engine that has."""
+    if config.engine_address is not None:
+        return QLLMEngine.connect(
+            config.engine_address,
+            profile=config.profile,
+            secret_file=config.secret_file,
+            tokenizer=config.model or None,
+            trust_remote_code=config.trust_remote_code,
+        )
+    engine = QLLMEngine.from_pretrained(
+        config.model,
+        policy=config.policy,
+        policy_settings=config.policy_settings,
+        dtype=None if config.dtype == "auto" else config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        threads=config.threads,
+        meeting=_meeting(config),
+        **config.engine,
+    )
+    if config.hang_s:
+        engine.end_if_stuck(config.hang_s)
+    return engine
+
+
+def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
+    """What a front end shows of a model and policy that it did not choose."""
+    name = config.served_model_name or config.model or engine.model_name
+    return config.model_copy(update={"served_model_name": name, "policy": engine.policy})
+
+
+def _meeting(config: ServerConfig) -> Meeting | None:
+    if config.listen is None:
+        return None
+    address = parse_address(config.listen)
+    return Meeting(address, config.profile, read_secret(config.secret_file, address))
+
+
+def serve_engine(config: ServerConfig) -> None:
+    """Load and serve front ends of other hosts. Returns after SIGTERM or SIGINT, drained.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        EngineClosedError: The engine ended too often.
+    """
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    restarts, engine = Restarts(config), make_engine(config)
+    try:
+        while not stop.wait(PERIOD_S):
+            if (why := engine.failure) is None:
+                continue
+            engine.close()
+            engine = _replaced(config, restarts, stop, why) or engine
+        if engine.failure is None:
+            engine.drain()
+            deadline = time.monotonic() + config.drain_s
+            while engine.stats()["num_live"] and time.monotonic() < deadline:
+                time.sleep(PERIOD_S)
+    except EngineClosedError:
+        if not stop.is_set():
+            raise
+    finally:
+        engine.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _replaced(
+    config: ServerConfig, restarts: Restarts, stop: threading.Event, why: str
+) -> QLLMEngine | None:
+    """A new engine; None if we are to end meanwhile.
+
+    Raises:
+        EngineClosedError: There have been too many.
+    """
+    while (wait_s := restarts.wait_s(time.monotonic())) is not None:
+        sys.stderr.write(f"qllm: {why}; a new engine will be made in {wait_s:.1f} s\n")
+        if stop.wait(wait_s):
+            return None
+        try:
+            return make_engine(config)
+        except (QllmError, OSError) as error:
+            why = f"no new engine could be made: {error}"
+    raise EngineClosedError(given_up(why, config))
+
+
 def serve(config: ServerConfig) -> None:
     """Load, listen, serve, drain. Returns when the server has ended.
 
     Raises:
         ConfigError: A setting is wrong, before anything is loaded where possible.
+        EngineClosedError: The engine ended too often.
         OSError: The address cannot be listened on.
     """
-    sock = bound_socket(config.host, config.port)
-    with (
-        sock,
-        QLLMEngine.from_pretrained(
-            config.model,
-            policy=config.policy,
-            policy_settings=config.policy_settings,
-            dtype=None if config.dtype == "auto" else config.dtype,
-            trust_remote_code=config.trust_remote_code,
-            threads=config.threads,
-            **config.engine,
-        ) as engine,
-    ):
-        server = make_server(create_app(engine, config), config)
+    with bound_socket(config.host, config.port) as sock:
+        engine = make_engine(config)
+        if config.role == "frontend":
+            config = _as_the_engine(config, engine)
+        app = create_app(engine, config, partial(make_engine, config))
+        front: Front = app.state.front
+        server = make_server(app, config)
         host, port = sock.getsockname()[:2]
         sys.stderr.write(f"qllm: {config.model_name} at http://{host}:{port}\n")
         sys.stderr.flush()
@@ -55,3 +146,6 @@ def serve(config: ServerConfig) -> None:
             asyncio.run(server.serve(sockets=[sock]))
         finally:
             signal.signal(signal.SIGTERM, before)
+            front.engine.close()
+        if front.gave_up is not None:
+            raise EngineClosedError(front.gave_up)

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Response
 
 from qllm.errors import EngineClosedError
 from qllm.metrics import percentile
-from qllm.types import Priority, RequestStatus
+from qllm.types import Priority
 
 from .answers import EventStream, event
 from .errors import ApiError
 from .front import Front
-from .metrics import STATES
-from .probes import counts
+from .metrics import STATES, new_since
+from .probes import OpenRequest, counts, open_requests
 
 PERIOD_S = 0.25
 MAX_SHOWN = 200
@@ -45,23 +45,27 @@ class View:
         """The state now."""
         front = self._front
         stats = await asyncio.to_thread(front.engine.stats)
+        requests = await asyncio.to_thread(open_requests, front)
         total = stats["num_preemptions"]
-        new = 0 if self._num_preemptions is None else total - self._num_preemptions
+        new = 0 if self._num_preemptions is None else new_since(self._num_preemptions, total)
         self._num_preemptions = total
         latest = stats["preempt_latencies_ms"][-min(new, MAX_PREEMPTIONS) :] if new else []
         return {
             "time_s": time.time(),
             "model": front.model_name,
             "policy": front.config.policy,
-            "classes": self._classes(),
-            "requests": self._requests(),
+            "classes": self._classes(requests),
+            "requests": _rows(requests),
             "preemptions": {"total": total, "new_ms": latest},
             "kv_frac": stats["kv_blocks_used"] / stats["kv_blocks"],
             "longest_segment_ms": stats["longest_segment_ms"],
+            "frames": stats["frames"][:MAX_SHOWN],
+            "ring_use": stats.get("ring_use", {}),
+            "expert_bytes": stats["expert_bytes"],
         }
 
-    def _classes(self) -> dict[str, Any]:
-        now = counts(self._front)
+    def _classes(self, requests: list[OpenRequest]) -> dict[str, Any]:
+        now = counts(requests)
         found: dict[str, Any] = {}
         for name in Priority.__members__:
             recent = list(self._front.metrics.recent_ttft_ms[name])
@@ -70,23 +74,20 @@ class View:
             found[name] = {**states, "ttft_ms": ttft, "num_recent": len(recent)}
         return found
 
-    def _requests(self) -> list[dict[str, Any]]:
-        rows = []
-        for answer in list(self._front.answers):
-            for handle, num_tokens in zip(answer.handles, answer.num_tokens, strict=True):
-                status = handle.status
-                if status is not RequestStatus.FINISHED:
-                    rows.append(
-                        {
-                            "id": handle.request_id,
-                            "class": answer.served.priority.name,
-                            "status": status.value,
-                            "prompt_tokens": len(handle.prompt_token_ids),
-                            "output_tokens": num_tokens,
-                        }
-                    )
-        rows.sort(key=lambda row: (row["class"] != "LS", STATES.index(row["status"]), row["id"]))
-        return rows[:MAX_SHOWN]
+
+def _rows(requests: list[OpenRequest]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {
+            "id": request.handle.request_id,
+            "class": request.class_name,
+            "status": request.status,
+            "prompt_tokens": len(request.handle.prompt_token_ids),
+            "output_tokens": request.num_tokens,
+        }
+        for request in requests
+    ]
+    rows.sort(key=lambda row: (row["class"] != "LS", STATES.index(row["status"]), row["id"]))
+    return rows[:MAX_SHOWN]
 
 
 async def events(front: Front) -> AsyncIterator[str]:

@@ -31,7 +31,7 @@ MAX_ERRORS = 100
 LINES_AT_ONCE = 64
 """Read from a file at a time."""
 RETRY_S = 0.5
-"""Between two tries when the engine's queue is full."""
+"""Between two tries when the engine's queue is full or there is no engine."""
 
 _log = logging.getLogger("qllm.server.batch")
 
@@ -54,8 +54,8 @@ class Problem(NamedTuple):
     param: str | None = None
 
 
-class _LeaveForLaterError(Exception):
-    """The engine ends: the next server goes on with the batch."""
+class _EngineGoneError(Exception):
+    """The engine ended under a line, which is asked again of the next one."""
 
 
 def problems(lines: Iterator[bytes], endpoint: str) -> tuple[int, list[Problem]]:
@@ -108,12 +108,16 @@ def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Wri
         return chat.ask_of(asked, chat_writer.answer_id, None), chat_writer
     wanted: CompletionRequest = parse(CompletionRequest, body)
     front.check_model(wanted.model)
-    writer = completions.CompletionWriter(front)
+    writer = completions.CompletionWriter(front, wanted)
     return completions.ask_of(wanted, writer.answer_id, None), writer
 
 
 class Worker:
-    """Answers the lines of all unfinished batches. Lives on one event loop."""
+    """Answers the lines of all unfinished batches. Lives on one event loop.
+
+    Lines without an answer outlive the engine: they wait for the next one, and what is left when
+    the server ends stays for the next server.
+    """
 
     def __init__(self, front: Front, store: Store) -> None:
         self._front = front
@@ -158,9 +162,14 @@ class Worker:
 
     async def _run(self, batch_id: str) -> None:
         try:
-            await self._advance(batch_id)
-        except _LeaveForLaterError:
-            _log.warning("batch %s stays for the next server", batch_id)
+            while True:
+                try:
+                    return await self._advance(batch_id)
+                except _EngineGoneError:
+                    _log.warning("batch %s waits for an engine", batch_id)
+                await asyncio.sleep(RETRY_S)
+                while self._front.unavailable() is not None:
+                    await asyncio.sleep(RETRY_S)
         except Exception:  # noqa: BLE001 - logged; the other batches go on
             _log.exception("batch %s stopped; the next server goes on with it", batch_id)
 
@@ -231,7 +240,7 @@ class Worker:
             status, body = 200, await self._ask(batch["endpoint"], line["body"])
         except ApiError as error:
             if error.status_code == 503:
-                raise _LeaveForLaterError from error
+                raise _EngineGoneError from error
             status, body = error.status_code, error.body()
         except Exception as error:  # noqa: BLE001 - logged; it is the answer of this line
             _log.exception("a line of batch %s failed", batch["id"])

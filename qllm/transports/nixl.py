@@ -18,6 +18,8 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from qllm.ingress.codec import End
 from qllm.ingress.front_end import FrontEndRings, TokenAt
 from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
-from qllm.ingress.protocol import Item
+from qllm.ingress.protocol import Cancel, Item, Submission
 from qllm.ingress.ring import RingWriter
 from qllm.ingress.shm import BEAT_NS, Doorbell, Lane, ShmIngress, ShmStop
 from qllm.types import NS_PER_S
@@ -74,6 +76,27 @@ class Peer(NamedTuple):
     """Of the block that the other side mirrors."""
 
 
+def check_profile(profile: str) -> None:
+    """Return if links of this profile can be made here.
+
+    Raises:
+        ConfigError: NIXL is not installed, the profile is unknown, or it needs a card that is
+            not there.
+    """
+    if profile not in PROFILES:
+        raise ConfigError(f"profile={profile!r} is unknown; use one of {', '.join(PROFILES)}")
+    if profile == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
+        raise ConfigError(
+            f"profile='rdma' needs an RDMA device and {RDMA_DEVICES} lists none; use 'shm' "
+            "or 'tcp', which emulate it in software"
+        )
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would write to our stdout
+    try:
+        import nixl._api  # noqa: F401 - loaded now rather than while an engine serves
+    except ImportError as error:
+        raise ConfigError("NIXL is not installed; pip install 'qllm-runtime[rdma]'") from error
+
+
 class Link:
     """One NIXL agent and the block it offers.
 
@@ -83,29 +106,20 @@ class Link:
         segment: The memory that the other side may write.
 
     Raises:
-        ConfigError: NIXL is not installed, the profile is unknown, or it needs a card that is
-            not there.
+        ConfigError: See `check_profile`.
     """
 
     def __init__(self, name: str, profile: str, segment: Segment) -> None:
-        if profile not in PROFILES:
-            raise ConfigError(f"profile={profile!r} is unknown; use one of {', '.join(PROFILES)}")
-        if profile == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
-            raise ConfigError(
-                f"profile='rdma' needs an RDMA device and {RDMA_DEVICES} lists none; use 'shm' "
-                "or 'tcp', which emulate it in software"
-            )
+        check_profile(profile)
         self.profile = PROFILES[profile]
         os.environ.update(self.profile.environment)  # read by UCX when an agent is made
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-        except ImportError as error:
-            raise ConfigError("NIXL is not installed; pip install 'qllm-runtime[rdma]'") from error
+        from nixl._api import nixl_agent, nixl_agent_config
+
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = nixl_agent(name, config)
         self._array = np.frombuffer(segment.bytes, np.uint8)
         self.address = int(self._array.ctypes.data)
-        self._memory = self._agent.register_memory(
+        self._memory: Any = self._agent.register_memory(
             [(self.address, len(self._array), 0, "")], "DRAM"
         )
         self._remote: str | None = None
@@ -116,22 +130,29 @@ class Link:
         return Peer(self._agent.get_agent_metadata(), self.address)
 
     def connect(self, peer: Peer) -> None:
-        """Meet the other side."""
-        self._remote = self._agent.add_remote_agent(peer.metadata)
+        """Meet the other side.
+
+        Raises:
+            NixlError: It cannot be reached.
+        """
+        with self._told("meeting the other side"):
+            self._remote = self._agent.add_remote_agent(peer.metadata)
         self._remote_address = peer.address
 
     def drive(self) -> None:
         """Let UCX make progress: where the target's CPU copies, it copies here."""
-        self._agent.get_new_notifs()
+        with self._told("driving the link"):
+            self._agent.get_new_notifs()
 
     def post(self, ranges: Sequence[tuple[int, int]]) -> Any:
         """Begin to write ranges (offset, length) of our block to the other's; the transfer."""
-        lists = [
-            self._agent.get_xfer_descs([(base + at, size, 0) for at, size in ranges], "DRAM")
-            for base in (self.address, self._remote_address)
-        ]
-        transfer = self._agent.initialize_xfer("WRITE", *lists, self._remote)
-        self._agent.transfer(transfer)
+        with self._told("a WRITE"):
+            lists = [
+                self._agent.get_xfer_descs([(base + at, size, 0) for at, size in ranges], "DRAM")
+                for base in (self.address, self._remote_address)
+            ]
+            transfer = self._agent.initialize_xfer("WRITE", *lists, self._remote)
+            self._agent.transfer(transfer)
         return transfer
 
     def is_done(self, transfer: Any) -> bool:
@@ -140,19 +161,33 @@ class Link:
         Raises:
             NixlError: It failed.
         """
-        state = self._agent.check_xfer_state(transfer)
-        if state == "PROC":
-            return False
-        self._agent.release_xfer_handle(transfer)
+        with self._told("a WRITE"):
+            state = self._agent.check_xfer_state(transfer)
+            if state == "PROC":
+                return False
+            self._agent.release_xfer_handle(transfer)
         if state != "DONE":
             raise NixlError(f"a WRITE over NIXL ended in {state}: {self.profile.says}")
         return True
 
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """NIXL's errors have no base of their own but Exception."""
+        try:
+            yield
+        except Exception as error:
+            raise NixlError(
+                f"{what} over NIXL failed: {type(error).__name__}: {error} ({self.profile.says})"
+            ) from error
+
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back. Twice is once."""
+        if self._memory is None:
+            return
         if self._remote is not None:
             self._agent.remove_remote_agent(self._remote)
         self._agent.deregister_memory(self._memory)
+        self._memory = None
 
 
 class Mirror:
@@ -171,6 +206,7 @@ class Mirror:
         self._cells = [cell(FRONT_END, name) for name in words]
         self._values = [0] * len(words)
         self._transfer: Any = None
+        self._failure: NixlError | None = None
 
     def add_ring(self, name: str, writer: RingWriter) -> None:
         """Push what this writer writes, too."""
@@ -182,8 +218,17 @@ class Mirror:
         """Push what is new if no push is under way; whether all has arrived.
 
         Raises:
-            NixlError: A push failed.
+            NixlError: A push failed, now or before.
         """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._pump()
+        except NixlError as error:
+            self._failure = error
+            raise
+
+    def _pump(self) -> bool:
         self._link.drive()
         if self._transfer is not None:
             if not self._link.is_done(self._transfer):
@@ -214,8 +259,9 @@ class Mirror:
                 yield 8 * index, 8
 
     def ring(self) -> None:
-        """Push what is new (`Announcer`)."""
-        self.pump()
+        """Push what is new (`Announcer`). A failure is left to the next `pump`."""
+        with suppress(NixlError):
+            self.pump()
 
     def close(self) -> None:
         """Nothing is pushed any more."""
@@ -226,19 +272,42 @@ class NixlFrontEnd(FrontEndRings):
 
     def __init__(self, block: FrontEndBlock, link: Link) -> None:
         super().__init__(block)
+        self._link, self._is_closed = link, False
         self._mirror = Mirror(link, block, ("token_tail",))
         self._mirror.add_ring("ls", self.ls)
         self._mirror.add_ring("be", self.be)
         self._mirror.add_ring("cancel", self.cancels)
 
     def _ring(self) -> None:
-        self._mirror.pump()
+        if not self._is_closed:
+            self._mirror.ring()
 
     def receive(self) -> Iterator[TokenAt | End]:
         """Take what is in the token ring; call it again and again: it also drives the link."""
         with self._lock:
-            self._mirror.pump()
+            if not self._is_closed:
+                self._mirror.pump()
         yield from super().receive()
+
+    def close(self) -> None:
+        """Let go of the link. Nothing is sent or received any more."""
+        with self._lock:
+            self._is_closed = True
+            self._link.close()
+
+
+class FarLane(Lane):
+    """A lane whose front end has another clock: no request arrives later than it is seen."""
+
+    def __init__(self, block: FrontEndBlock, mirror: Mirror, now_ns: Callable[[], int]) -> None:
+        super().__init__(block, mirror)
+        self._now_ns = now_ns
+
+    def take(self) -> tuple[list[Submission], list[Cancel]]:
+        """Take what is in the rings (`Lane.take`)."""
+        submissions, cancels = super().take()
+        now_ns = self._now_ns()
+        return [replace(s, arrival_ns=min(s.arrival_ns, now_ns)) for s in submissions], cancels
 
 
 class NixlStop(ShmStop):
@@ -284,7 +353,7 @@ class NixlIngress(ShmIngress):
     def attach_over(self, block: FrontEndBlock, link: Link) -> None:
         """Serve a front end at the other end of a connected link."""
         mirror = Mirror(link, block, ("ls_tail", "be_tail", "cancel_tail", "progress"))
-        lane = Lane(block, mirror)
+        lane = FarLane(block, mirror, self._now_ns)
         mirror.add_ring("token", lane.tokens)
         self._mirrors[lane.number] = mirror
         self.attach(lane)
@@ -294,8 +363,7 @@ class NixlIngress(ShmIngress):
         self._mirrors.pop(number, None)
 
     def drain(self) -> list[Item]:
-        self._pump()
-        items = super().drain()
+        items = super().drain()  # its `flush` drives the links first
         self._pump()  # the places of what was taken
         return items
 
@@ -306,7 +374,7 @@ class NixlIngress(ShmIngress):
             return
         limit_ns = BEAT_NS if timeout_ns is None else min(BEAT_NS, max(0, timeout_ns))
         end_ns = time.monotonic_ns() + limit_ns
-        self._flush()
+        self.flush()
         while self._bell[0] == self.stop.seen and not self._has_news():
             left_ns = end_ns - time.monotonic_ns()
             if left_ns <= 0:
@@ -318,10 +386,17 @@ class NixlIngress(ShmIngress):
         self._pump()
         return any(self.lanes[number].has_news for number in self._mirrors)
 
-    def _pump(self) -> None:
+    def flush(self) -> bool:
+        backlog = super().flush()
+        return not self._pump() or backlog
+
+    def _pump(self) -> bool:
+        """Push what is new over every link; whether all has arrived."""
+        is_done = True
         for number, mirror in list(self._mirrors.items()):
             try:
-                mirror.pump()
+                is_done &= mirror.pump()
             except NixlError as error:
                 self.detach(number)
                 self._broken(number, str(error))
+        return is_done

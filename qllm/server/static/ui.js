@@ -2,6 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const history = [];
+let readAt = null; // expert bytes, and when
 let answering = null; // the AbortController of the answer being read
 
 $("key").value = sessionStorage.getItem("qllm-key") || "";
@@ -56,6 +57,15 @@ function show(now) {
   $("kv").value = now.kv_frac;
   $("kv-text").textContent = `${(100 * now.kv_frac).toFixed(0)} %`;
   $("segment").textContent = `${ms(now.longest_segment_ms)} ms`;
+  const rings = Object.entries(now.ring_use).map(([n, use]) => `${n} ${(100 * use).toFixed(1)} %`);
+  $("rings").textContent = rings.join(", ") || "-";
+  const grown = readAt === null ? 0 : Math.max(0, now.expert_bytes - readAt.bytes);
+  const seconds = readAt === null ? 1 : now.time_s - readAt.time_s;
+  $("experts").textContent = `${(grown / seconds / 1e9).toFixed(2)} GB/s`;
+  readAt = { bytes: now.expert_bytes, time_s: now.time_s };
+  $("frames").replaceChildren(...now.frames.map((f) =>
+    row([f.state, `${f.layer} of ${f.num_layers}`, f.op, f.op === "EXPERTS" ? f.units_done : "",
+      f.rows, f.tokens], f.state)));
   for (const [name, found] of Object.entries(now.classes)) {
     const cells = $(name).querySelectorAll("td");
     const ttft = found.ttft_ms || {};

@@ -1,0 +1,328 @@
+"""What HTTP and the rings cost, and whether a busy front end's core or many streams reach LS.
+
+- overhead: TTFT of the same request through the Python API (engine on a thread of a process of
+  its own), through the Python API over the rings (a second front end of the server's engine), and
+  over HTTP; one at a time, in turn.
+- interference: LS TTFT over HTTP at a steady rate, with processes that do nothing but burn CPU on
+  the front end's core and without, in turn. Engines are pinned to `--engine-core`, everything
+  else, this client and the hogs too, to `--front-core`.
+- streams: CPU time of the front end with many streams open while the engine is stopped (SIGSTOP),
+  so that nothing happens in any; then it goes on, and each must end.
+
+The last line of stdout is one JSON document.
+
+    python bench/over_http.py [--size 300m] [--rounds 200] [--seconds 30] [--streams 1000]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from qllm_serve import Serve, serving
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.random_moe import make_random_moe
+
+PROMPT_TOKENS, MAX_TOKENS = 64, 4
+REACH = {"overhead_p50_ms": 3.0, "overhead_p99_ms": 10.0, "interference": 1.3, "idle_cores": 0.05}
+"""At most; what the project promises."""
+SETTINGS = {"conformance": False, "max_kv_tokens": 65536}
+HOG = "while True: pass"
+IDLE_S = 10.0
+
+
+def pin(pid: int, core: int | None) -> None:
+    """Keep a process, all its threads, on one core; None leaves it."""
+    if core is not None:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(task), {core})
+
+
+def prompt(rng: random.Random) -> list[int]:
+    """Random ids that every model here has."""
+    return [rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
+
+
+def greedy() -> SamplingParams:
+    """As the HTTP requests."""
+    return SamplingParams(temperature=0, ignore_eos=True)
+
+
+def python_ttft_ms(engine: QLLMEngine, ids: list[int]) -> float:
+    """TTFT of one request through the Python API; returns when it has ended."""
+    start = time.perf_counter()
+    handle = engine.submit(ids, "LS", MAX_TOKENS, sampling=greedy())
+    next(iter(handle))
+    ttft = time.perf_counter() - start
+    handle.result(60)
+    return 1e3 * ttft
+
+
+def body(ids: list[int], **more: Any) -> dict[str, Any]:
+    """The JSON of the same request."""
+    return {
+        "prompt": ids, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+        "stream": True, **more,
+    }  # fmt: skip
+
+
+async def http_ttft_ms(session: aiohttp.ClientSession, url: str, ids: list[int]) -> float:
+    """TTFT of one request over HTTP; returns when it has ended."""
+    start = time.perf_counter()
+    async with session.post(f"{url}/v1/completions", json=body(ids)) as answer:
+        answer.raise_for_status()
+        await answer.content.readline()
+        ttft = time.perf_counter() - start
+        rest = await answer.read()
+    if not rest.rstrip().endswith(b"[DONE]"):
+        raise RuntimeError(f"a stream ended in {rest[-300:]!r}")
+    return 1e3 * ttft
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50 and p99."""
+    return {f"p{p}": round(float(np.percentile(values, p)), 3) for p in (50, 99)}
+
+
+# -- the engine of the Python API, in a process of its own
+
+
+def be_solo(model: str, threads: int) -> None:
+    """Measure one request for every line (ids) of stdin."""
+    with QLLMEngine.from_pretrained(model, host="thread", threads=threads, **SETTINGS) as engine:
+        python_ttft_ms(engine, [1] * PROMPT_TOKENS)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(python_ttft_ms(engine, json.loads(line)), flush=True)
+
+
+@contextmanager
+def solo(model: str, threads: int, core: int | None) -> Iterator[Callable[[list[int]], float]]:
+    """Measures TTFT in that process."""
+    command = [sys.executable, __file__, "--solo", "--model", model, "--threads", str(threads)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("the engine of the Python API did not come up")
+        pin(process.pid, core)
+
+        def ttft_ms(ids: list[int]) -> float:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{json.dumps(ids)}\n")
+            process.stdin.flush()
+            return float(process.stdout.readline())
+
+        yield ttft_ms
+        process.stdin.close()
+
+
+# -- the three rows
+
+
+async def overhead(args: argparse.Namespace, server: Serve, socket: str) -> dict[str, Any]:
+    """Row 1."""
+    rng = random.Random(args.seed)
+    found: dict[str, list[float]] = {"python": [], "python_over_rings": [], "http": []}
+    async with aiohttp.ClientSession() as session:
+        with (
+            QLLMEngine.attach(socket) as attached,
+            solo(args.model, args.threads, args.engine_core) as python,
+        ):
+            for n in range(args.rounds + 3):
+                ids = prompt(rng)
+                one = {
+                    "python": python(ids),
+                    "python_over_rings": python_ttft_ms(attached, ids),
+                    "http": await http_ttft_ms(session, server.url, ids),
+                }
+                if n >= 3:
+                    for name, ms in one.items():
+                        found[name].append(ms)
+    ttft = {name: percentiles(values) for name, values in found.items()}
+    over = {
+        f"over_{name}": {key: round(ttft["http"][key] - ttft[name][key], 3) for key in ttft["http"]}
+        for name in ("python", "python_over_rings")
+    }
+    return {"rounds": args.rounds, "ttft_ms": ttft, "http_ms": over}
+
+
+@contextmanager
+def hogs(count: int, core: int | None) -> Iterator[None]:
+    """Processes that burn CPU."""
+    processes = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(count)]
+    try:
+        for process in processes:
+            pin(process.pid, core)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def at_rate(server: Serve, rate: float, seconds: float, rng: random.Random) -> list[float]:
+    """Open loop: TTFT of each request, counted from when it was due."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(due: float) -> float:
+            late_ms = 1e3 * (time.perf_counter() - due)
+            return late_ms + await http_ttft_ms(session, server.url, prompt(rng))
+
+        tasks: list[asyncio.Task[float]] = []
+        start = due = time.perf_counter()
+        while (due := due + rng.expovariate(rate)) < start + seconds:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tasks.append(asyncio.create_task(one(due)))
+        return list(await asyncio.gather(*tasks))
+
+
+async def interference(args: argparse.Namespace, server: Serve) -> dict[str, Any]:
+    """Row 2."""
+    rng = random.Random(args.seed)
+    found: dict[str, list[float]] = {"quiet": [], "hogged": []}
+    for _ in range(args.turns):
+        for name in found:
+            with hogs(args.hogs if name == "hogged" else 0, args.front_core):
+                found[name] += await at_rate(server, args.rate, args.seconds / args.turns, rng)
+    ttft = {name: percentiles(values) for name, values in found.items()}
+    return {
+        "rate_per_s": args.rate,
+        "hogs": args.hogs,
+        "count": {name: len(values) for name, values in found.items()},
+        "ttft_ms": ttft,
+        "p99_ratio": round(ttft["hogged"]["p99"] / ttft["quiet"]["p99"], 3),
+    }
+
+
+async def streams(args: argparse.Namespace, server: Serve) -> dict[str, Any]:
+    """Row 3."""
+    rng = random.Random(args.seed)
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def hold() -> aiohttp.ClientResponse:
+            more = {"service_tier": "flex", "max_tokens": 1}
+            answer = await session.post(
+                f"{server.url}/v1/completions", json=body(prompt(rng)[:8], **more)
+            )
+            answer.raise_for_status()
+            return answer
+
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        try:
+            answers = [await hold() for _ in range(args.streams)]
+            await asyncio.sleep(1)
+            before, start = server.cpu_s()["front_end"], time.monotonic()
+            await asyncio.sleep(args.idle_seconds)
+            used = server.cpu_s()["front_end"] - before
+            cores = used / (time.monotonic() - start)
+            rss = server.rss_mb()["front_end"]
+        finally:
+            os.kill(server.engine_pid, signal.SIGCONT)
+        ends = await asyncio.gather(*(answer.read() for answer in answers))
+    return {
+        "open": len(answers),
+        "ended": sum(end.rstrip().endswith(b"[DONE]") for end in ends),
+        "front_end_cores": round(cores, 4),
+        "front_end_rss_mb": round(rss, 1),
+        "seconds": args.idle_seconds,
+    }
+
+
+def holds(report: dict[str, Any]) -> dict[str, bool]:
+    """What of the promises this run shows."""
+    found: dict[str, bool] = {}
+    if "overhead" in report:
+        ms = report["overhead"]["http_ms"]["over_python"]
+        found["overhead_p50"] = ms["p50"] <= REACH["overhead_p50_ms"]
+        found["overhead_p99"] = ms["p99"] <= REACH["overhead_p99_ms"]
+    if "interference" in report:
+        found["interference"] = report["interference"]["p99_ratio"] <= REACH["interference"]
+    if "streams" in report:
+        row = report["streams"]
+        found["streams"] = row["ended"] == row["open"]
+        found["idle"] = row["front_end_cores"] < REACH["idle_cores"]
+    return found
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The rows asked for."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    report: dict[str, Any] = {
+        "model": Path(args.model).name, "threads": args.threads,
+        "cores": {"engine": args.engine_core, "front": args.front_core},
+    }  # fmt: skip
+    pin(os.getpid(), args.front_core)
+    with tempfile.TemporaryDirectory(prefix="qllm-http-") as folder:
+        socket = f"{folder}/engine"
+        settings = [f"--set={k}={json.dumps(v)}" for k, v in SETTINGS.items()]
+        settings.append(f"--set=listen={socket}")
+        with serving(args.model, f"--threads={args.threads}", *settings) as server:
+            pin(server.pid, args.front_core)
+            pin(server.engine_pid, args.engine_core)
+            rows: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+                "overhead": lambda: overhead(args, server, socket),
+                "interference": lambda: interference(args, server),
+                "streams": lambda: streams(args, server),
+            }
+            for name in args.rows.split(","):
+                report[name] = asyncio.run(rows[name]())  # type: ignore[arg-type]
+                print(name, json.dumps(report[name]), file=sys.stderr)
+    return {**report, "reach": REACH, "holds": holds(report)}
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="alias or folder, instead of --size")
+    parser.add_argument("--size", default="300m", help="of a random model")
+    parser.add_argument("--rows", default="overhead,interference,streams")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=60.0, help="per side of interference")
+    parser.add_argument("--turns", type=int, default=4, help="of quiet and hogged")
+    parser.add_argument("--rate", type=float, default=2.0, help="LS requests per second")
+    parser.add_argument("--hogs", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--idle-seconds", type=float, default=IDLE_S)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--engine-core", type=int)
+    parser.add_argument("--front-core", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--solo", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.model = args.model or str(make_random_moe(size=args.size, seed=0))
+    return args
+
+
+def main() -> int:
+    """Run it, or be the engine of the Python API."""
+    args = parse_args()
+    if args.solo:
+        be_solo(args.model, args.threads)
+        return 0
+    print(json.dumps(run(args)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

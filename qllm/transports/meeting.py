@@ -1,0 +1,259 @@
+"""How an engine and a front end of another host meet: JSON over TCP, each side sure of the other.
+
+    engine      {"qllm": VERSION, "nonce": A}
+    front end   {"nonce": B, "proof": HMAC(secret, "front end" A B)}
+    engine      {"proof": HMAC(secret, "engine" A B)}
+
+After that every message carries a MAC under a key of this connection, with its direction and
+number, so nobody on the way can add, change, repeat or reorder one. They are not encrypted, nor
+are the rings: use a network that is yours. Messages are JSON, never pickle, which would let the
+other side run code here.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qllm.errors import ConfigError, QllmError
+
+VERSION = 1
+"""Of what is said here and of the rings' layout behind it."""
+HANDSHAKE_S = 10.0
+"""For all of the handshake."""
+LIVENESS_S = 10.0
+"""A side that says nothing for so long is gone."""
+MAX_STRANGER_BYTES = 4096
+"""Of a message before the other side has proved itself."""
+MAX_BYTES = 16 << 20
+MIN_SECRET_BYTES = 16
+SAME = "do both sides have the same secret_file?"
+_LENGTH = struct.Struct(">I")
+_COUNT = struct.Struct(">Q")
+_MAC_BYTES = hashlib.sha256().digest_size
+
+
+class MeetingError(QllmError):
+    """The other side is gone, or is not what it should be."""
+
+
+class Address(NamedTuple):
+    """Where an engine listens for front ends of other hosts."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """Of its sockets."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            found = socket.getaddrinfo(self.host, None)
+        except OSError as error:
+            raise ConfigError(f"{self.host!r} cannot be resolved: {error}") from error
+        return all(ipaddress.ip_address(str(f[4][0]).partition("%")[0]).is_loopback for f in found)
+
+
+def parse_address(text: str) -> Address:
+    """`HOST:PORT` or `[IPV6]:PORT`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ConfigError(f"{text!r} must be HOST:PORT, or [ADDRESS]:PORT for IPv6")
+    return Address(host, int(port))
+
+
+def read_secret(file: Path | None, address: Address) -> bytes:
+    """The secret that both sides share; empty if nobody else can reach the address anyway.
+
+    Raises:
+        ConfigError: The address needs a secret and there is none, or it is short.
+    """
+    if file is None:
+        if address.is_loopback():
+            return b""
+        raise ConfigError(
+            f"{address} can be reached by other hosts: give both sides the same secret_file, with "
+            f"{MIN_SECRET_BYTES} bytes or more, for example of `openssl rand -hex 32`"
+        )
+    secret = file.read_bytes().strip()
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"secret_file={str(file)!r} holds {len(secret)} bytes; {MIN_SECRET_BYTES} are needed"
+        )
+    return secret
+
+
+class Meeting(NamedTuple):
+    """What an engine must know to let front ends of other hosts in."""
+
+    address: Address
+    profile: str
+    secret: bytes
+
+
+class Wire:
+    """One connection. Used by one thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        with suppress(OSError):  # it has ended already: the first message says so
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._handshake_ends = time.monotonic() + HANDSHAKE_S
+        self._key: bytes | None = None
+        self._labels = (b"", b"")
+        self._counts = [0, 0]
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._sock.fileno()
+
+    def be_engine(self, secret: bytes) -> None:
+        """The engine's half of the handshake.
+
+        Raises:
+            MeetingError: The other side does not know the secret, or is gone.
+        """
+        ours = secrets.token_hex(32)
+        self.send({"qllm": VERSION, "nonce": ours})
+        answer = self.receive()
+        nonces = ours + _text(answer, "nonce")
+        if not _same(_proof(secret, "front end", nonces), _text(answer, "proof")):
+            raise MeetingError("the front end does not know our secret")
+        self.send({"proof": _proof(secret, "engine", nonces)})
+        self._begin(secret, nonces, b"engine", b"front end")
+
+    def be_front_end(self, secret: bytes) -> None:
+        """The front end's half of the handshake.
+
+        Raises:
+            MeetingError: The other side is no engine of our version, does not know the secret,
+                or is gone.
+        """
+        hello = self.receive()
+        if hello.get("qllm") != VERSION:
+            raise MeetingError(
+                f"what answers speaks version {hello.get('qllm')!r:.20}, this is version "
+                f"{VERSION}; run the same release of qllm on both sides"
+            )
+        ours = secrets.token_hex(32)
+        nonces = _text(hello, "nonce") + ours
+        self.send({"nonce": ours, "proof": _proof(secret, "front end", nonces)})
+        try:
+            answer = self.receive()
+        except MeetingError as error:
+            raise MeetingError(f"{error}; {SAME}") from error
+        if "error" in answer:
+            raise MeetingError(f"it says {answer['error']!r:.200}; {SAME}")
+        if not _same(_proof(secret, "engine", nonces), _text(answer, "proof")):
+            raise MeetingError("the engine does not know our secret; is it ours?")
+        self._begin(secret, nonces, b"front end", b"engine")
+
+    def _begin(self, secret: bytes, nonces: str, ours: bytes, theirs: bytes) -> None:
+        self._key = hmac.digest(secret, b"session" + nonces.encode(), "sha256")
+        self._labels = ours, theirs
+        self._sock.settimeout(LIVENESS_S)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message.
+
+        Raises:
+            MeetingError: The other side is gone.
+        """
+        data = json.dumps(message).encode()
+        try:
+            self._sock.sendall(_LENGTH.pack(len(data)) + data + self._mac(0, data))
+        except OSError as error:
+            raise MeetingError(f"the connection has ended: {error}") from error
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for a message.
+
+        Raises:
+            MeetingError: The other side is gone or silent, or the message is not its own.
+        """
+        (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        limit = MAX_STRANGER_BYTES if self._key is None else MAX_BYTES
+        if size > limit:
+            raise MeetingError(f"a message of {size} bytes; at most {limit} are allowed")
+        data = self._read(size)
+        mac = b"" if self._key is None else self._read(_MAC_BYTES)
+        if not hmac.compare_digest(mac, self._mac(1, data)):
+            raise MeetingError("a message that the other side has not sent like this")
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise MeetingError(f"a message that is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise MeetingError("a message that is no object")
+        return message
+
+    def _mac(self, way: int, data: bytes) -> bytes:
+        """Of the next message out (`way` 0) or in (1)."""
+        if self._key is None:
+            return b""
+        self._counts[way] += 1
+        what = self._labels[way] + _COUNT.pack(self._counts[way]) + data
+        return hmac.digest(self._key, what, "sha256")
+
+    def _read(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            if self._key is None:
+                left_s = self._handshake_ends - time.monotonic()
+                self._sock.settimeout(max(1e-3, left_s))
+            try:
+                part = self._sock.recv(min(size, 1 << 20))
+            except TimeoutError as error:
+                raise MeetingError("the other side is silent") from error
+            except OSError as error:
+                raise MeetingError(f"the connection has ended: {error}") from error
+            if not part:
+                raise MeetingError("the other side has ended the connection")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def hang_up(self) -> None:
+        """Both sides see the end; the descriptor stays ours. Callable from any thread."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._sock.close()
+
+
+def _proof(secret: bytes, who: str, nonces: str) -> str:
+    return hmac.digest(secret, (who + nonces).encode(), "sha256").hex()
+
+
+def _same(a: str, b: str) -> bool:
+    return hmac.compare_digest(a.encode(), b.encode())
+
+
+def _text(message: dict[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or len(value) != 64:
+        raise MeetingError(f"a handshake without a {name}")
+    return value
