@@ -203,9 +203,11 @@ def test_experts(
     num_live = torch.tensor([int(live * num)], dtype=torch.int32, device=device)
     outs = []
     for kernels in (moe, reference):
-        routing = kernels.route(ids, num_live, experts)
+        hits = torch.tensor([5], dtype=torch.int32, device=device)
+        routing = kernels.route(ids, num_live, experts, hits)
         wanted_counts = torch.bincount(ids[: int(num_live)].flatten(), minlength=experts)
         assert routing.counts_E.tolist() == wanted_counts.tolist()
+        assert int(hits) == 5 + int((wanted_counts > 0).sum())
         slots = torch.full((num, top_k, sizes[0]), math.nan, dtype=dtype, device=device)
         cut = experts // 2
         kernels.run_experts(x, weights, routing, cut, experts, slots)  # ranges in any order
@@ -226,7 +228,8 @@ def test_experts(
 def test_slots_are_sorted_by_expert_then_token(device: str) -> None:
     noise = Noise(1, device)
     ids = torch.stack([noise.order(6)[:3] for _ in range(50)])
-    routing = moe.route(ids, torch.tensor([50], dtype=torch.int32, device=device), 6)
+    one = torch.tensor([50], dtype=torch.int32, device=device)
+    routing = moe.route(ids, one, 6, one.clone())
     assert routing.order_S.tolist() == ids.flatten().argsort(stable=True).tolist()
     rows = moe.tile_rows(150, 6)
     counts, starts = routing.counts_E.tolist(), routing.tile_start_E.tolist()

@@ -100,7 +100,7 @@ SHAPES = [(1, 128, 8, 2048, 768, B), (64, 128, 8, 2048, 768, B), (2048, 128, 8, 
           (32, 8, 2, 4096, 14336, B), (600, 8, 2, 4096, 14336, B), (9, 8, 4, 64, 48, F)]
 for num, experts, top_k, width, inner, dtype in SHAPES:
     ids = torch.zeros(num, top_k, dtype=torch.int64)
-    routing = moe.route(ids, one, experts)
+    routing = moe.route(ids, one, experts, one)
     for oss in (False, True):
         bias = new(experts, 64, dtype=dtype) if oss else None
         up = torch.empty((experts, 2 * inner, width), dtype=dtype, device="meta")

@@ -64,12 +64,13 @@ def attend(
     out_TNE.copy_(torch.where((tiles.seq_T >= 0)[:, None, None], out, out_TNE))
 
 
-def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int) -> Routing:
+def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor) -> Routing:
     """See `kernels.triton.moe.route`; only the ids are used here."""
     empty = ids_TK.new_empty(0, dtype=torch.int32)
     token = torch.arange(ids_TK.shape[0], device=ids_TK.device)[:, None]
     ids = torch.where(token < num_tokens, ids_TK, num_experts)
     counts = (ids[:, :, None] == torch.arange(num_experts, device=ids.device)).sum((0, 1))
+    hits.add_((counts > 0).sum())
     return Routing(ids, counts.to(torch.int32), empty, empty, empty, empty, empty)
 
 
@@ -92,7 +93,9 @@ def run_experts(
             both = both + weights.up_bias_EF[expert].float()
         both = both.to(x_TD.dtype)
         inner = both.shape[1] // 2
-        halves = (both[:, 0::2], both[:, 1::2]) if weights.interleaved else torch.split(both, inner, 1)
+        halves = (
+            (both[:, 0::2], both[:, 1::2]) if weights.interleaved else torch.split(both, inner, 1)
+        )
         h = activate(weights.activation, *halves).to(x_TD.dtype)
         out = h.float() @ weights.down_EDI[expert].t().float()
         if weights.down_bias_ED is not None:

@@ -20,14 +20,17 @@ SCAN = 1024
 
 
 @triton.jit
-def _count(ids, num_tokens, counts, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
+def _count(ids, num_tokens, counts, hits, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     live = tl.minimum(tl.load(num_tokens).to(tl.int32) * K, num_slots)
     found = tl.zeros([BLOCK], tl.int32)
     for at in range(0, num_slots, BLOCK):
         i = at + tl.arange(0, BLOCK)
         found += (tl.load(ids + i, mask=i < live, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, 0))
+    total = tl.sum(found, 0)
+    tl.store(counts + expert, total)
+    if total > 0:
+        tl.atomic_add(hits, 1)
 
 
 @triton.jit
@@ -171,19 +174,22 @@ def tile_rows(num_slots: int, num_experts: int) -> int:
     return 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
 
 
-def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int) -> Routing:
+def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor) -> Routing:
     """Sort slots by expert, those of one expert by slot. Two small kernels.
 
     Args:
         ids_TK: Experts of each token, contiguous.
         num_tokens: One int on the device: tokens past it are padding and go nowhere.
         num_experts: E.
+        hits: One int32 on the device; grows by the experts that got a slot.
     """
     num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
     rows = tile_rows(num_slots, num_experts)
     out = empty_routing(ids_TK.contiguous(), num_experts, rows)
     block = min(SCAN, max(16, triton.next_power_of_2(num_slots)))
-    _count[(num_experts,)](out.ids_TK, num_tokens, out.counts_E, num_slots, K=top_k, BLOCK=block)
+    _count[(num_experts,)](
+        out.ids_TK, num_tokens, out.counts_E, hits, num_slots, K=top_k, BLOCK=block
+    )
     _sort[(num_experts,)](
         out.ids_TK, num_tokens, *out[1:], num_slots, E=num_experts,
         E_PAD=triton.next_power_of_2(num_experts), K=top_k, ROWS=rows, BLOCK=block,
