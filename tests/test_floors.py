@@ -56,6 +56,7 @@ BENCH = Floor(
         "check",
         "config",
         "ingress",
+        "kernels",  # gpu_kernels measures them one by one
         "metrics",
         "plan",
         "plugins",

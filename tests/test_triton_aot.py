@@ -69,12 +69,15 @@ B, F = torch.bfloat16, torch.float32
 new = torch.empty
 
 
-def attend(heads, groups, width, dtype, sinks, window):
+def attend(heads, groups, width, dtype, sinks, window, ints=torch.int32):
     queries = [Query(0, 0, 20, 40), Query(1, 40, 9, 1)]
     tiles = tiles_of(queries, 41, 16, torch.device("cpu"))
+    parts = [p._replace(seq=p.seq.to(ints), tok=p.tok.to(ints), num=p.num.to(ints),
+                        pos=p.pos.to(ints)) for p in tiles.parts]
+    tiles = tiles._replace(parts=tuple(parts))
     attention.attend(
         new(41, heads, width, dtype=dtype), new(1024, groups, width, dtype=dtype),
-        new(1024, groups, width, dtype=dtype), torch.zeros(2, 8, dtype=torch.int32), tiles,
+        new(1024, groups, width, dtype=dtype), torch.zeros(2, 8, dtype=ints), tiles,
         page_size=16, scale=0.1, window=window, sinks_N=new(heads, dtype=dtype) if sinks else None,
         out_TNE=new(41, heads, width, dtype=dtype),
     )
@@ -83,6 +86,8 @@ def attend(heads, groups, width, dtype, sinks, window):
 attend(32, 4, 128, B, False, None)  # Qwen3-30B-A3B
 attend(32, 8, 128, B, False, None)  # Mixtral
 attend(64, 8, 64, B, True, 128)  # GPT-OSS
+attend(32, 4, 128, B, False, None, torch.int64)  # as lanes hold them
+attend(64, 8, 64, B, True, 128, torch.int64)
 attend(4, 2, 16, F, False, None)  # the tests' models
 attention.attend(  # DeepSeek-V3, latents
     new(3, 128, 512, dtype=B), new(1024, 1, 512, dtype=B), new(1024, 1, 512, dtype=B),
@@ -109,11 +114,13 @@ for num, experts, top_k, width, inner, dtype in SHAPES:
         slots = new(num, top_k, width, dtype=dtype)
         moe.run_experts(new(num, width, dtype=dtype), weights, routing, 0, experts, slots)
     moe.combine(slots, new(num, top_k), one, new(num, width, dtype=dtype))
+routing = moe.route(torch.zeros(4, 8, dtype=torch.int64), one.long(), 128, one)
+moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), new(4, 2048, dtype=B))
 norm.rms_norm(new(4, 2048, dtype=B), new(2048, dtype=B), 1e-6)
 norm.rms_norm(new(4, 128, dtype=F), new(128), 1e-6)
 row = torch.zeros(2, dtype=torch.float64)
 for dtype in (B, F):
-    sampling.sample(new(2, 151936, dtype=dtype), row, row.int(), row, row, row.long(), row.long(),
+    sampling.sample(new(2, 151936, dtype=dtype), row, row.long(), row, row, row.long(), row.long(),
                     row.long(), row.float())
 print(json.dumps(DONE))
 """

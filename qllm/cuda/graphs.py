@@ -15,7 +15,7 @@ from qllm.errors import ModelError
 
 ALLOWED = {"Kernel", "Memcpy", "Memset", "Empty"}
 """Node types of a captured stage."""
-WARM_UP = 2
+WARM_UP = 1
 """Runs before a capture: kernels are compiled and libraries make their workspaces there."""
 
 

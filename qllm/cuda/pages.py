@@ -53,6 +53,10 @@ class Pages:
         """Take pages back."""
         self._free.extend(reversed(pages))
 
+    def release(self) -> None:
+        """Free the memory; no request may use it any more."""
+        self._k = self._v = None
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [S, G, D] and values [S, G, E] of a layer.
 

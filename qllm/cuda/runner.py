@@ -146,6 +146,8 @@ class CudaRunner(TorchRunner):
 
     def close(self) -> None:
         self._norms.leave()
+        self.pages.release()
+        self.stages = None  # stages and runner know each other: their memory would stay
         super().close()
 
     @contextmanager

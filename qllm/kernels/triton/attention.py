@@ -35,13 +35,14 @@ def _attend(
     BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
-    n = tl.load(t_len + tile)
+    n = tl.load(t_len + tile).to(tl.int32)
     if n == 0:
         return
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     chunks: tl.constexpr = R // RC
     g, chunk = tl.program_id(1) // chunks, tl.program_id(1) % chunks
-    seq, first_tok, first_pos = tl.load(t_seq + tile), tl.load(t_tok + tile), tl.load(t_pos + tile)
+    seq, first_tok = tl.load(t_seq + tile), tl.load(t_tok + tile)
+    first_pos = tl.load(t_pos + tile).to(tl.int32)
     row = tl.arange(0, ROWS)
     query = row // RC
     head = g * R + chunk * RC + row % RC
