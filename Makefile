@@ -18,8 +18,8 @@ sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan
 	scripts/sanitize $(ARGS)
 	scripts/sanitize-kernels
 
-gpu-check:  # the machine's own python3 and torch: no .venv
-	python3 scripts/gpu_check.py
+gpu-check:  # the machine's own python3 and torch: no .venv; ARGS=--dry-run walks it on a CPU
+	python3 bench/gpu_check.py $(ARGS)
 
 # Results land in bench/results, runs in .benchmarks; ARGS="--quick" to try, "--rows S2" for a part.
 bench-engine: $(READY)

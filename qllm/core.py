@@ -10,7 +10,7 @@ import torch
 from qllm.config import EngineConfig
 from qllm.decision import Limits, Parked
 from qllm.engine import Deciding, EngineLoop, Sink
-from qllm.errors import EngineClosedError
+from qllm.errors import ConfigError, EngineClosedError
 from qllm.host import ModelInfo
 from qllm.ingress import Call, Ingress, Submission
 from qllm.models.conformance import check as check_conformance
@@ -48,6 +48,39 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
+def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
+    """The runner for the device that a model is on.
+
+    Raises:
+        ConfigError: A setting that CUDA does not have.
+        ModelError: The model cannot be driven safely.
+    """
+    if model.device.type != "cuda":
+        return TorchRunner(
+            model,
+            max_segment_ms=config.max_segment_ms,
+            batch_invariant=config.batch_invariant,
+            kernels=config.kernels,
+        )
+    if config.batch_invariant:
+        raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
+    from qllm.cuda.runner import CudaRunner
+
+    return CudaRunner(
+        model,
+        num_pages=config.num_blocks,
+        page_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        max_total_tokens=min(config.max_kv_tokens, _longest(model)),
+        graphs=None if config.kernels == "fast" else False,
+    )
+
+
+def _longest(model: Any) -> int:
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
+
+
 class Core:
     """One engine, ready to serve.
 
@@ -80,12 +113,7 @@ class Core:
         self.config = config
         self._threads = threads
         with torch_threads(threads):
-            self.runner = TorchRunner(
-                loaded.model,
-                max_segment_ms=config.max_segment_ms,
-                batch_invariant=config.batch_invariant,
-                kernels=config.kernels,
-            )
+            self.runner = make_runner(loaded.model, config)
             if config.conformance:
                 check_conformance(loaded.model, self.runner)
         segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
@@ -118,7 +146,7 @@ class Core:
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.generation_defaults,
             drivers=tuple(str(driver) for driver in self.runner.drivers),
-            kernels=self.runner.compute.names,
+            kernels=self.runner.names,
         )
 
     def serve(self) -> BaseException | None:

@@ -27,7 +27,7 @@ from qllm.errors import ConfigError, InvalidRequestError, QueueFullError, Reques
 from qllm.handle import Handle, Result
 from qllm.host import Host
 from qllm.ingress import Submission
-from qllm.models.loader import load, load_tokenizer, wrap
+from qllm.models.loader import check_device, load, load_tokenizer, wrap
 from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
 from qllm.prompts import to_token_ids
@@ -38,6 +38,7 @@ from qllm.transports.meeting import Meeting
 from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
 
 HOSTS = ("process", "thread")
+DEVICES = ("cpu", "cuda")
 
 
 class QLLMEngine:
@@ -82,7 +83,7 @@ class QLLMEngine:
                 writes it, or a hub id.
             policy: A policy's name (see `qllm policies`) or object.
             policy_settings: Parameters of a policy given by name.
-            device: Where the model runs. This release drives "cpu".
+            device: Where the model runs: "cpu", or "cuda" where torch sees a GPU.
             dtype: Of the weights; None keeps the checkpoint's.
             trust_remote_code: Run modelling code that comes with the checkpoint.
             load_format: "auto" reads weights; "dummy" makes seeded random ones.
@@ -100,11 +101,9 @@ class QLLMEngine:
         """
         config = engine_config(settings)
         count, made = num_threads(threads), load_policy(policy, policy_settings)
-        if str(device).split(":")[0] != "cpu":
-            raise ConfigError(
-                f"device={device!r} cannot be driven yet; use device='cpu' (the CUDA runner is "
-                "not part of this release)"
-            )
+        if str(device).split(":")[0] not in DEVICES:
+            raise ConfigError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}")
+        check_device(device)
         if host not in HOSTS:
             raise ConfigError(f"host={host!r} is unknown; use one of {', '.join(HOSTS)}")
         if listen is not None and host != "process":

@@ -19,7 +19,7 @@ from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kv_cache import RequestKV
 from qllm.models import attention
-from qllm.models.attention import Span
+from qllm.models.attention import Span, Step
 from qllm.models.compute import Compute, RunOp
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
@@ -32,10 +32,6 @@ from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 OnSegment = Callable[[Program, Index, int, int], None]
 OnLogits = Callable[[RequestId, int, Tensor], None]
-
-
-def _is_over(stop: Stop) -> bool:
-    return stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
 
 
 class TorchRunner:
@@ -122,6 +118,11 @@ class TorchRunner:
         finally:
             self._use(ours)
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What computes what, for results."""
+        return self.compute.names
+
     def close(self) -> None:
         """Give the model's modules back what they had."""
         self.compute.leave()
@@ -141,9 +142,10 @@ class TorchRunner:
             raise InvariantError(f"request {request_id} is in the runner already")
         ids = list(token_ids)
         self._sampler.add(request_id, sampling, ids[:num_prompt_tokens])
-        self._requests[request_id] = Held(
-            ids, num_prompt_tokens, RequestKV(self.shape.num_layers, max_total_tokens)
-        )
+        self._requests[request_id] = Held(ids, num_prompt_tokens, self._new_kv(max_total_tokens))
+
+    def _new_kv(self, max_total_tokens: int) -> RequestKV:
+        return RequestKV(self.shape.num_layers, max_total_tokens)
 
     def remove(self, request_id: RequestId) -> None:
         if self._requests.pop(request_id, None) is not None:
@@ -220,7 +222,7 @@ class TorchRunner:
                 continue
             if grain is Grain.LAYER and program.inside_layer(Index(op, pos)):
                 continue
-            if stop.word < below or _is_over(stop):
+            if stop.word < below or (stop.stop_at_ns and stop.now_ns() >= stop.stop_at_ns):
                 break
         return Index(op, pos)
 
@@ -305,12 +307,15 @@ class TorchRunner:
             at += row.num_tokens
         return spans
 
+    def _new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
+        spans = self._spans(frame, group, lo, hi)
+        return Step(spans, hi - lo, self.parts.latent_kv, self.compute.packs)
+
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
         x = frame.activate(group)
         state = frame.layer
-        latent, packs = self.parts.latent_kv, self.compute.packs
-        step = frame.step_of(group, lo, hi, self._spans, latent, packs)
+        step = frame.step_of(group, lo, hi, self._new_step)
         rope = frame.rope_of(group, lo, hi)
         whole = hi - lo == x.shape[0]
         mid = self._drivers[layer].attend(x if whole else x[lo:hi], rope, step)
@@ -363,10 +368,15 @@ class TorchRunner:
                 f"the router of layer {op.layer} takes {ids.shape[1]} experts per token, its "
                 f"config says {self.shape.experts_per_token}; correct num_experts_per_tok"
             )
-        bank = self._banks[op.layer]
+        state.work = self._new_work(op.layer, ids)
+        num_bytes = state.work.bytes_to_read()
+        if num_bytes:
+            self.expert_bytes += num_bytes
+
+    def _new_work(self, layer: int, ids_TK: Tensor) -> Work:
+        bank = self._banks[layer]
         assert bank is not None
-        state.work = Work(bank, ids, self.cuts.expert_block)
-        self.expert_bytes += len({u.expert for u in state.work.units}) * bank.unit_bytes
+        return Work(bank, ids_TK, self.cuts.expert_block)
 
     def _combine(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, _, lo, hi = op
@@ -457,9 +467,7 @@ class TorchRunner:
             frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
             frame.restore({name: t.to(self._device) for name, t in tensors.items()})
             if "work.ids" in tensors:
-                bank = self._banks[program.ops[index.op].layer]
-                assert bank is not None
-                work = Work(bank, tensors["work.ids"], self.cuts.expert_block)
+                work = self._new_work(program.ops[index.op].layer, tensors["work.ids"])
                 work.slots_SD.copy_(tensors["work.slots"])
                 work.done[:] = bytes(tensors["work.done"].tolist())
                 frame.layer.work = work

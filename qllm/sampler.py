@@ -208,6 +208,18 @@ class Sampler:
         if self._requests.pop(request_id, None) is None:
             raise InvariantError(f"request {request_id} is not in the sampler")
 
+    def simple(self, request_id: RequestId) -> tuple[SamplingParams, int] | None:
+        """Settings and seed of a request that a kernel can sample for, None for others.
+
+        A kernel follows temperature, top_k, top_p and min_p, and reports no log-probabilities.
+        """
+        request = self._requests[request_id]
+        p = request.sampling
+        asks_more = p.logprobs is not None or p.logit_bias or p.repetition_penalty != 1
+        if asks_more or p.presence_penalty != 0 or p.frequency_penalty != 0:
+            return None
+        return p, request.seed
+
     def sample(
         self,
         logits_BV: torch.Tensor,

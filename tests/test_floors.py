@@ -13,13 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STDLIB = sys.stdlib_module_names
 EFFECTS = {"asyncio", "datetime", "logging", "os", "random", "subprocess", "threading", "time"}
-DEVICE = {"accelerate", "cupy", "nixl", "numba", "torch", "transformers", "triton"}
+DEVICE = {"accelerate", "cuda", "cupy", "nixl", "numba", "torch", "transformers", "triton"}
 
 F0 = {"types", "errors", "config"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
 F1 |= {"compile", "costs", "decision", "ranking", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
-F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint"}
+F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint", "cuda"}
 NATIVE = {"device"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
@@ -63,6 +63,7 @@ BENCH = Floor(
         "device",
         "differential",
         "ingress",
+        "kernels",  # gpu_kernels measures them one by one
         "metrics",
         "plan",
         "plugins",

@@ -48,4 +48,4 @@ def _cuda() -> str:
 
     if not torch.cuda.is_available():
         return "no device; qllm runs on the CPU"
-    return f"{torch.cuda.get_device_name()}; not used by this version"
+    return f"{torch.cuda.get_device_name()}; device='cuda' serves on it"

@@ -14,7 +14,7 @@ import copy
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +150,21 @@ class Step:
         return mask
 
 
+class OwnStep(Protocol):
+    """A step that attends by itself, over KV that is not in slabs."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        q_1NTH: Tensor,
+        scaling: float | None,
+        window: int | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """Attention of all queries over the KV written so far: [1, T, N, H]."""
+        ...
+
+
 Attend = Callable[..., tuple[Tensor, Any]]
 
 
@@ -263,7 +278,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    qllm_step: Step | None = None,
+    qllm_step: "Step | OwnStep | None" = None,
     qllm_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
@@ -275,6 +290,8 @@ def attend(
         fallback = _configured(module)
         return fallback(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     step, window = qllm_step, qllm_window
+    if not isinstance(step, Step):
+        return step.attend(module, query, scaling, window, kwargs.get("s_aux")), None
     eager = _family_eager(module) if kwargs.get("s_aux") is not None else None
     packs = step.packs and query.dtype is torch.bfloat16 and key.shape[1] != query.shape[1]
     if step.single and packs and eager is None and not step.latent:

@@ -195,6 +195,10 @@ class Work:
         self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
         self.done = bytearray(len(self.units))
 
+    def bytes_to_read(self) -> int:
+        """Weights of the experts that have a unit."""
+        return len({unit.expert for unit in self.units}) * self.bank.unit_bytes
+
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
         """Run units [start, stop); return the slots they filled."""
         if self.done.find(1, start, stop) >= 0:

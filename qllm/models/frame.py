@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from qllm.kv_cache import RequestKV
-from qllm.models.attention import Span, Step
+from qllm.models.attention import Step
 from qllm.models.experts import Work
 from qllm.models.fast import Kept as Parts
 from qllm.models.fast import Rope, Routed
 from qllm.plan import Program
 from qllm.types import RequestId, Sampled
 
-SpansOf = Callable[["Frame", int, int, int], list[Span]]
-"""Finds the spans of an ATTN op; the runner knows where KV is."""
+NewStep = Callable[["Frame", int, int, int], Step]
+"""Finds what an ATTN op attends; the runner knows where KV is."""
 
 
 @dataclass(slots=True)
@@ -169,14 +169,12 @@ class Frame:
         """Rows died: the spans of ATTN ops are made anew."""
         self._steps.clear()
 
-    def step_of(
-        self, group: int, lo: int, hi: int, spans: SpansOf, latent: bool, packs: bool
-    ) -> Step:
+    def step_of(self, group: int, lo: int, hi: int, new_step: NewStep) -> Step:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
         key = (group, lo, hi)
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = Step(spans(self, group, lo, hi), hi - lo, latent, packs)
+            found = self._steps[key] = new_step(self, group, lo, hi)
         return found
 
     def export(self) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def load(
         raise ConfigError(
             f"load_format={load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
         )
-    wanted, place = _dtype(dtype), _device(device)
+    wanted, place = _dtype(dtype), check_device(device)
     dummy = load_format == "dummy"
     name, folder = _locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
@@ -148,7 +148,12 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _device(device: str | torch.device) -> torch.device:
+def check_device(device: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: It is unknown, or not there.
+    """
     try:
         place = torch.device(device)
     except RuntimeError as error:

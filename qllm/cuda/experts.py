@@ -1,0 +1,84 @@
+"""Routed experts on a device: routing never leaves it, and a unit is a range of experts."""
+
+import torch
+from torch import Tensor
+
+from qllm.errors import InvariantError
+from qllm.kernels.device import Kernels
+from qllm.kernels.routing import ExpertWeights
+from qllm.models.experts import Unit, Work
+
+
+class DeviceExperts:
+    """The experts of one layer.
+
+    Args:
+        weights: Of the layer.
+        kernels: Sort, multiply and sum.
+        hits: One int32 on the device that counts experts whose weights were read.
+    """
+
+    def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:
+        self.weights, self.kernels, self._hits = weights, kernels, hits
+
+    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_tokens: Tensor) -> Tensor:
+        """Weighted sum over the experts of each token; zeros past `num_tokens`."""
+        w = self.weights
+        routing = self.kernels.route(ids_TK, num_tokens, w.num_experts, self._hits)
+        slots = x_TD.new_empty((*ids_TK.shape, w.down_EDI.shape[1]))
+        self.kernels.run_experts(x_TD, w, routing, 0, w.num_experts, slots)
+        out = slots.new_empty((x_TD.shape[0], slots.shape[2]))
+        self.kernels.combine(slots, weights_TK, num_tokens, out)
+        return out
+
+    def begin(self, ids_TK: Tensor, num_ranges: int) -> "DeviceWork":
+        """The experts in ranges that may be stopped between."""
+        return DeviceWork(self, ids_TK, num_ranges, self._hits)
+
+
+class DeviceWork(Work):
+    """The EXPERTS op of one layer in ranges of experts.
+
+    The host does not know which slots a range fills, only that all of them fill all slots.
+    """
+
+    __slots__ = ("_experts", "_num_tokens", "_routing", "bounds")
+
+    def __init__(
+        self, experts: DeviceExperts, ids_TK: Tensor, num_ranges: int, hits: Tensor
+    ) -> None:
+        self._experts, self.ids_TK = experts, ids_TK
+        weights, num_slots = experts.weights, ids_TK.numel()
+        num = max(1, min(num_ranges, weights.num_experts))
+        self.bounds = [weights.num_experts * i // num for i in range(num + 1)]
+        shares = [num_slots * i // num for i in range(num + 1)]
+        self.units = [Unit(self.bounds[i], shares[i], shares[i + 1]) for i in range(num)]
+        self.done = bytearray(num)
+        dtype = weights.down_EDI.dtype
+        shape = (num_slots, weights.down_EDI.shape[1])
+        self.slots_SD = torch.empty(shape, dtype=dtype, device=ids_TK.device)
+        self._num_tokens = torch.full(
+            (1,), ids_TK.shape[0], dtype=torch.int32, device=ids_TK.device
+        )
+        self._routing = experts.kernels.route(ids_TK, self._num_tokens, weights.num_experts, hits)
+
+    def bytes_to_read(self) -> int:
+        """Zero: the device counts."""
+        return 0
+
+    def run(self, x_TD: Tensor, start: int, stop: int) -> int:
+        if self.done.find(1, start, stop) >= 0:
+            raise InvariantError(f"an expert range of [{start}, {stop}) would run twice (I1)")
+        slots_TKD = self.slots_SD.view(*self.ids_TK.shape, -1)
+        lo, hi = self.bounds[start], self.bounds[stop]
+        self._experts.kernels.run_experts(
+            x_TD, self._experts.weights, self._routing, lo, hi, slots_TKD
+        )
+        self.done[start:stop] = b"\1" * (stop - start)
+        return self.units[stop - 1].hi - self.units[start].lo
+
+    def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        slots_TKD = self.slots_SD.view(*self.ids_TK.shape, -1)[lo:hi]
+        out = slots_TKD.new_empty((hi - lo, slots_TKD.shape[2]))
+        self._experts.kernels.combine(slots_TKD, weights_TK[lo:hi], self._num_tokens, out)
+        return out.to(dtype)

@@ -1,0 +1,209 @@
+"""A step as captured stages of k consecutive layers, replayed by the host.
+
+    first stage  embedding + layers [0, k)      ...      last stage  layers + norm + head + sampling
+
+There are two classes, each with a lane of its own: programs that may stop only between steps
+replay one graph for the whole step; others replay k layers at a time and may be parked between.
+What no graph was captured for (a bucket too small, layers that a cohort leaves in the middle of a
+stage, settings that only the host can sample by) is run op by op by the runner, from the same
+frame.
+"""
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.cuda.graphs import Graphs
+from qllm.cuda.lanes import Bucket, Lane
+from qllm.cuda.pages import Pages
+from qllm.cuda.step import PagedStep
+from qllm.plan import OpKind, Ops, Program
+from qllm.types import Grain
+
+
+class Key(NamedTuple):
+    """What one graph is for."""
+
+    whole: bool
+    """Of the class whose stages are whole steps."""
+    start: int
+    end: int
+    bucket: Bucket
+    embed: bool
+    head: bool
+
+    def __str__(self) -> str:
+        kind = "prefill" if self.bucket.prefill else "decode"
+        more = "embedding, " * self.embed + "head, " * self.head
+        return f"layers {self.start}-{self.end - 1} ({more}{self.bucket.tokens} tokens, {kind})"
+
+
+class Part(NamedTuple):
+    """The ops of a program that one stage covers."""
+
+    key: Key
+    group: int
+    num_tokens: int
+    end_op: int
+
+
+class Body:
+    """What a stage computes, from the tensors of its lane to the tensors of its lane.
+
+    Args:
+        runner: Its model, kernels and experts.
+        pages: The KV.
+        rope: Cos and sin of every position, each [S, H].
+    """
+
+    def __init__(self, runner: Any, pages: Pages, rope: tuple[Tensor, Tensor]) -> None:
+        self._runner, self._pages, self._rope = runner, pages, rope
+
+    def of(self, key: Key, lane: Lane) -> Callable[[], None]:
+        """The function to capture."""
+        return lambda: self._run(key, lane)
+
+    def _run(self, key: Key, lane: Lane) -> None:
+        runner, parts, data = self._runner, self._runner.parts, lane.on_device
+        num = key.bucket.tokens
+        x = lane.x_TD[:num]
+        if key.embed:
+            x = parts.embed(data["ids"][:num])
+            if parts.embedding_multiplier is not None:
+                x = x * parts.embedding_multiplier
+        tables, tiles, slots = lane.step_tensors(key.bucket)
+        step = PagedStep(self._pages, runner.kernels, tables, tiles, slots)
+        rope = tuple(t.index_select(0, data["pos"][:num]).unsqueeze(0) for t in self._rope)
+        for layer in range(key.start, key.end):
+            x = runner.layer(layer, x, rope, step, data["num_tokens"])
+        lane.x_TD[:num].copy_(x)
+        if key.head:
+            self._head(x, lane, min(lane.max_rows, num))
+
+    def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
+        parts, d = self._runner.parts, lane.on_device
+        logits = parts.lm_head(parts.norm(x_TD.index_select(0, d["last"][:rows])))
+        if parts.logits_scaling is not None:
+            logits = logits / parts.logits_scaling
+        columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+        self._runner.kernels.sample(
+            logits, *(d[name][:rows] for name in columns), lane.tokens_R[:rows], lane.peaks_R[:rows]
+        )
+
+
+class Stages:
+    """The captured graphs, and which of them runs next.
+
+    Args:
+        graphs: Captures.
+        body: What a stage computes.
+        lanes: By class: of whole steps, and of stages.
+        num_layers: L.
+        layers_per_stage: k.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        body: Body,
+        lanes: dict[bool, Lane],
+        num_layers: int,
+        layers_per_stage: int,
+    ) -> None:
+        self._graphs, self._body, self.lanes = graphs, body, lanes
+        self.num_layers, self.layers_per_stage = num_layers, layers_per_stage
+        self.captured: dict[Key, Any] = {}
+        self.num_replays = 0
+
+    def keys(self, buckets: Iterable[Bucket]) -> list[Key]:
+        """Every stage of the buckets: both classes; prefill with and without the head."""
+        out = []
+        for bucket in buckets:
+            for whole in (True, False):
+                k = self.num_layers if whole else self.layers_per_stage
+                for start in range(0, self.num_layers, k):
+                    end = min(start + k, self.num_layers)
+                    is_last = end == self.num_layers
+                    heads = (True, False) if is_last and bucket.prefill else (is_last,)
+                    out += [Key(whole, start, end, bucket, start == 0, head) for head in heads]
+        return out
+
+    def capture(self, buckets: Iterable[Bucket]) -> None:
+        """Capture every stage of the buckets.
+
+        Raises:
+            ModelError: A stage does what a graph cannot hold.
+        """
+        gc.collect()  # a graph that is freed while another is captured ends that capture
+        with torch.inference_mode():
+            for key in self.keys(buckets):
+                run = self._body.of(key, self.lanes[key.whole])
+                self.captured[key] = self._graphs.capture(str(key), run)
+        self._buckets = sorted({key.bucket for key in self.captured})
+
+    def _bucket(self, num_tokens: int, prefill: bool) -> Bucket | None:
+        fitting = (b for b in self._buckets if b.tokens >= num_tokens and b.prefill == prefill)
+        return next(fitting, None)
+
+    def part(self, program: Program, op: int, can_sample: bool) -> Part | None:
+        """The stage whose first op this is, if a graph was captured for it.
+
+        Args:
+            program: What runs.
+            op: Index of the op.
+            can_sample: The device can sample all rows that do.
+        """
+        ops, whole = program.ops, program.grain is Grain.STEP
+        k = self.num_layers if whole else self.layers_per_stage
+        found = _cover(ops, op, k, self.num_layers) if isinstance(ops, Ops) else None
+        if found is None:
+            return None
+        start, end, group, end_op, embed = found
+        rows = [program.rows[r] for r in program.groups[group]]
+        num = sum([row.num_tokens for row in rows])
+        bucket = self._bucket(num, any(row.num_tokens > 1 for row in rows))
+        if bucket is None or len(rows) > self.lanes[whole].max_rows:
+            return None
+        head = can_sample and end_op < len(ops) and ops[end_op].kind is OpKind.HEAD
+        key = Key(whole, start, end, bucket, embed, head)
+        if key not in self.captured:
+            return None
+        return Part(key, group, num, end_op + head)
+
+    def replay(self, key: Key) -> None:
+        """Launch a stage on the data of its lane."""
+        self.captured[key].replay()
+        self.num_replays += 1
+
+
+def _cover(ops: Ops, op: int, k: int, num_layers: int) -> tuple[int, int, int, int, bool] | None:
+    """The stage of k layers that begins at an op; None where the ops are no such stage.
+
+    Returns:
+        First and end layer, group, the op after it, and whether it begins with the embedding.
+    """
+    at, start, end, end_layer, group, embed = 0, -1, -1, -1, -1, False
+    for stretch in ops.stretches:
+        num = stretch.num_ops * (stretch.end - stretch.start)
+        kind, spans = stretch.parts[0]
+        if start < 0 and at == op and kind is OpKind.EMBED:
+            embed, group, op = True, stretch.group, op + 1
+        elif start < 0 and at <= op < at + num:
+            layer, inside = divmod(op - at, stretch.num_ops)
+            start = end = stretch.start + layer
+            end_layer = min(start + k, num_layers)
+            is_other = embed and stretch.group != group
+            if inside or is_other or start % k or kind is not OpKind.ATTN or len(spans) > 1:
+                return None
+            group = stretch.group
+        if start >= 0:
+            if kind is not OpKind.ATTN or stretch.group != group:
+                return None
+            end = min(stretch.end, end_layer)
+            if end == end_layer:
+                return start, end, group, at + stretch.num_ops * (end - stretch.start), embed
+        at += num
+    return None

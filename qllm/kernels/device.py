@@ -1,0 +1,47 @@
+"""The kernels a device runner computes with, chosen by name and never by accident."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from qllm.errors import ConfigError
+
+NAMES = ("triton", "torch")
+
+
+class Kernels(NamedTuple):
+    """One implementation; the signatures are those of `kernels.triton`."""
+
+    name: str
+    write: Callable[..., None]
+    attend: Callable[..., None]
+    route: Callable[..., Any]
+    run_experts: Callable[..., None]
+    combine: Callable[..., None]
+    rms_norm: Callable[..., Any]
+    sample: Callable[..., None]
+
+
+def kernels(name: str) -> Kernels:
+    """The kernels called "triton" (CUDA, or its interpreter) or "torch" (the references).
+
+    Raises:
+        ConfigError: The name is unknown, or Triton cannot be imported.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"device kernels {name!r} are unknown; use one of {', '.join(NAMES)}")
+    fields = Kernels._fields[1:]
+    if name == "torch":
+        module = import_module("qllm.kernels.reference")
+        return Kernels(name, *(getattr(module, field) for field in fields))
+    try:
+        parts = [import_module(f"qllm.kernels.triton.{m}") for m in _MODULES]
+    except ImportError as error:
+        raise ConfigError(
+            f"device kernels 'triton' cannot be imported ({error}); install qllm-runtime[cuda]"
+        ) from error
+    found = {f: getattr(m, f) for m in parts for f in fields if hasattr(m, f)}
+    return Kernels(name, *(found[field] for field in fields))
+
+
+_MODULES = ("attention", "moe", "norm", "sampling")

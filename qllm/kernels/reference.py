@@ -1,0 +1,176 @@
+"""What the Triton kernels compute, in plain torch: same signatures, any device, no host sync.
+
+Simple rather than fast: every token gathers the whole page table of its sequence, and every
+expert multiplies every token.
+"""
+
+import torch
+from torch import Tensor
+
+from qllm.kernels.routing import Activation, ExpertWeights, Routing
+from qllm.kernels.tiles import Tiles
+
+
+def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: Tensor) -> None:
+    """See `kernels.triton.attention.write`; the last slot of the pages is used as a bin."""
+    for new, pages in ((k_TGD, k_SGD), (v_TGE, v_SGE)):
+        last = pages.shape[0] - 1
+        kept = pages[last].clone()
+        at = torch.where(slots_T < 0, last, slots_T)
+        pages.index_copy_(0, at, new.to(pages.dtype))
+        is_last = (slots_T == last)[:, None, None]
+        own = torch.where(is_last, new.to(pages.dtype), 0).sum(0)
+        pages[last].copy_(torch.where(is_last.any(), own, kept))
+
+
+def attend(
+    q_TND: Tensor,
+    k_SGD: Tensor,
+    v_SGE: Tensor,
+    tables_RP: Tensor,
+    tiles: Tiles,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+    q_rope_TNF: Tensor | None = None,
+    k_rope_SF: Tensor | None = None,
+    out_TNE: Tensor,
+) -> None:
+    """See `kernels.triton.attention.attend`."""
+    ratio = q_TND.shape[1] // k_SGD.shape[1]
+    offsets = torch.arange(page_size, device=q_TND.device)
+    slots_RS = (tables_RP.long()[:, :, None] * page_size + offsets).flatten(1)
+    slots_TS = slots_RS[tiles.seq_T.clamp(min=0)]
+    k = k_SGD[slots_TS].float().repeat_interleave(ratio, 2)
+    v = v_SGE[slots_TS].float().repeat_interleave(ratio, 2)
+    scores = torch.einsum("tnd,tsnd->tns", q_TND.float(), k)
+    if q_rope_TNF is not None and k_rope_SF is not None:
+        scores = scores + torch.einsum(
+            "tnf,tsf->tns", q_rope_TNF.float(), k_rope_SF[slots_TS].float()
+        )
+    j = torch.arange(slots_TS.shape[1], device=q_TND.device)
+    seen = j <= tiles.pos_T[:, None]
+    if window is not None:
+        seen = seen & (j > tiles.pos_T[:, None] - window)
+    scores = torch.where(seen[:, None], scores * scale, float("-inf"))
+    if sinks_N is not None:
+        sink = sinks_N.float()[None, :, None].expand(scores.shape[0], -1, 1)
+        scores = torch.cat([scores, sink], 2)
+    p = torch.softmax(scores, 2)[:, :, : j.shape[0]]
+    v = torch.where(seen[:, :, None, None], v, 0.0)  # a page not written yet may hold anything
+    out = torch.einsum("tns,tsne->tne", p, v).to(out_TNE.dtype)
+    out_TNE.copy_(torch.where((tiles.seq_T >= 0)[:, None, None], out, out_TNE))
+
+
+def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor) -> Routing:
+    """See `kernels.triton.moe.route`; only the ids are used here."""
+    empty = ids_TK.new_empty(0, dtype=torch.int32)
+    token = torch.arange(ids_TK.shape[0], device=ids_TK.device)[:, None]
+    ids = torch.where(token < num_tokens, ids_TK, num_experts)
+    counts = (ids[:, :, None] == torch.arange(num_experts, device=ids.device)).sum((0, 1))
+    hits.add_((counts > 0).sum())
+    return Routing(ids, counts.to(torch.int32), empty, empty, empty, empty, empty)
+
+
+def activate(kind: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """The gated activation of an expert, in fp32."""
+    gate, up = gate.float(), up.float()
+    if kind is Activation.SILU:
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+def run_experts(
+    x_TD: Tensor, weights: ExpertWeights, routing: Routing, lo: int, hi: int, slots_TKD: Tensor
+) -> None:
+    """See `kernels.triton.moe.run_experts`."""
+    for expert in range(lo, hi):
+        both = x_TD.float() @ weights.up_EFD[expert].t().float()
+        if weights.up_bias_EF is not None:
+            both = both + weights.up_bias_EF[expert].float()
+        both = both.to(x_TD.dtype)
+        inner = both.shape[1] // 2
+        halves = (
+            (both[:, 0::2], both[:, 1::2]) if weights.interleaved else torch.split(both, inner, 1)
+        )
+        h = activate(weights.activation, *halves).to(x_TD.dtype)
+        out = h.float() @ weights.down_EDI[expert].t().float()
+        if weights.down_bias_ED is not None:
+            out = out + weights.down_bias_ED[expert].float()
+        out = out.to(slots_TKD.dtype)
+        is_mine = (routing.ids_TK == expert)[:, :, None]
+        slots_TKD.copy_(torch.where(is_mine, out[:, None], slots_TKD))
+
+
+def combine(slots_TKD: Tensor, weights_TK: Tensor, num_tokens: Tensor, out_TD: Tensor) -> None:
+    """See `kernels.triton.moe.combine`."""
+    total = torch.zeros_like(slots_TKD[:, 0], dtype=torch.float32)
+    for k in range(slots_TKD.shape[1]):
+        total = total + slots_TKD[:, k].float() * weights_TK[:, k : k + 1].float()
+    token = torch.arange(slots_TKD.shape[0], device=slots_TKD.device)[:, None]
+    out_TD.copy_(torch.where(token < num_tokens, total, 0.0))
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """See `kernels.triton.norm.rms_norm`."""
+    x = x_TD.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_D * x.to(x_TD.dtype)
+
+
+WORD = 0xFFFFFFFF
+
+
+def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """`sampler.uniform` of every row, fp64. int64 wraps, so products keep their low 64 bits."""
+    c: list[Tensor] = [positions_B & WORD, (positions_B >> 32) & WORD]
+    c += [torch.zeros_like(positions_B), torch.zeros_like(positions_B)]
+    k0, k1 = seeds_B & WORD, (seeds_B >> 32) & WORD
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        high0, high1 = (p0 >> 32) & WORD, (p1 >> 32) & WORD
+        c = [high1 ^ c[1] ^ k0, p1 & WORD, high0 ^ c[3] ^ k1, p0 & WORD]
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return ((c[0] << 21) | (c[1] >> 11)).double() * 2.0**-53
+
+
+def _top_p(w_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    falling, order = torch.sort(w_BV, dim=1, descending=True, stable=True)
+    before = falling.cumsum(1) - falling
+    kept = torch.where(before < top_p_B[:, None] * falling.sum(1, keepdim=True), falling, 0.0)
+    nucleus = torch.zeros_like(w_BV).scatter(1, order, kept)
+    return torch.where(top_p_B[:, None] < 1, nucleus, w_BV)
+
+
+def sample(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    tokens_B: Tensor,
+    peaks_B: Tensor,
+) -> None:
+    """See `kernels.triton.sampling.sample`."""
+    x = logits_BV.float()
+    peak, best = x.max(1)  # the first of equals on a CPU; below it is made so everywhere
+    ids = torch.arange(x.shape[1], device=x.device)
+    best = torch.where(x == peak[:, None], ids, x.shape[1]).amin(1)
+    greedy = temperature_B == 0
+    heat = torch.where(greedy, 1.0, temperature_B)
+    w = torch.exp((x.double() - peak[:, None].double()) / heat[:, None])
+    w = torch.where(w < min_p_B[:, None], 0.0, w)
+    rank = (top_k_B.long() - 1).clamp(0, x.shape[1] - 1)
+    kth = w.sort(1, descending=True).values.gather(1, rank[:, None])
+    w = torch.where((top_k_B[:, None] > 0) & (w < kth), 0.0, w)
+    w = _top_p(w, top_p_B)
+    sums = w.cumsum(1)
+    target = uniforms(seeds_B, positions_B)[:, None] * sums[:, -1:]
+    drawn = torch.searchsorted(sums, target, right=True)[:, 0].clamp(max=x.shape[1] - 1)
+    tokens_B.copy_(torch.where(greedy, best, drawn))
+    peaks_B.copy_(peak)

@@ -1,0 +1,88 @@
+"""Which queries an attention call has: tiles of consecutive queries of one sequence."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PREFILL_ROWS = 64
+"""(query, head) pairs that a prefill tile aims at."""
+
+
+class TilePart(NamedTuple):
+    """Tiles of at most `block` queries, int32 tensors of one length; `num` 0 is an empty tile."""
+
+    block: int
+    seq: Tensor
+    """Row of the page tables."""
+    tok: Tensor
+    """First query, in packed order."""
+    num: Tensor
+    """Queries."""
+    pos: Tensor
+    """Position of the first query in its sequence."""
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles, the empty ones included."""
+        return self.seq.shape[0]
+
+
+class Tiles(NamedTuple):
+    """Decode tiles (block 1) and prefill tiles, and the same per token for references."""
+
+    parts: tuple[TilePart, ...]
+    seq_T: Tensor
+    """Sequence of each token, -1 for none."""
+    pos_T: Tensor
+    """Position of each token."""
+
+
+def query_block(heads_per_group: int) -> int:
+    """Queries of a prefill tile."""
+    return max(16, PREFILL_ROWS // heads_per_group)
+
+
+class Query(NamedTuple):
+    """Tokens [tok, tok + num) of a call: positions [pos, pos + num) of sequence `seq`."""
+
+    seq: int
+    tok: int
+    pos: int
+    num: int
+
+
+def tile_rows(queries: Sequence[Query], block: int) -> tuple[list[Query], list[Query]]:
+    """Cut queries into decode tiles (one query in all) and prefill tiles of at most `block`."""
+    decode = [query for query in queries if query.num == 1]
+    prefill = [
+        Query(seq, tok + a, pos + a, min(block, num - a))
+        for seq, tok, pos, num in queries
+        if num > 1
+        for a in range(0, num, block)
+    ]
+    return decode, prefill
+
+
+def tiles_of(queries: Sequence[Query], num_tokens: int, block: int, device: torch.device) -> Tiles:
+    """The tiles of a call, on the device.
+
+    Args:
+        queries: In packed order; tokens that none covers are dead.
+        num_tokens: Tokens of the call.
+        block: Queries of a prefill tile.
+        device: Where the tensors go.
+    """
+    decode, prefill = tile_rows(queries, block)
+    seq, pos = [-1] * num_tokens, [0] * num_tokens
+    for query in queries:
+        for i in range(query.num):
+            seq[query.tok + i], pos[query.tok + i] = query.seq, query.pos + i
+    parts = []
+    for size, tiles in ((1, decode), (block, prefill)):
+        columns = zip(*tiles, strict=True) if tiles else ((),) * 4
+        q, t, p, n = (torch.tensor(c, dtype=torch.int32).to(device) for c in columns)
+        parts.append(TilePart(size, q, t, n, p))
+    as_tensor = [torch.tensor(x, dtype=torch.int64).to(device) for x in (seq, pos)]
+    return Tiles(tuple(parts), *as_tensor)

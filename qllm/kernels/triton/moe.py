@@ -1,0 +1,261 @@
+"""Fused experts: sort the slots by expert, two grouped products, weighted sum of the slots.
+
+    ids_TK -> count, sort             Routing: order of the slots, tiles of at most BLOCK_M rows
+    experts [lo, hi) of the tiles     h = act(x @ gate, x @ up); slot(t, k) = h @ down
+    combine                           out[t] = sum over k of weight[t, k] * slot(t, k), k ascending
+
+One row per slot makes the sum independent of which experts ran together. The grid of a range is
+an upper bound known on the host; programs past the last tile of the range return at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qllm.kernels.routing import ExpertWeights, Routing, empty_routing, max_tiles
+
+SCAN = 1024
+"""Slots that a sorting program looks at together."""
+
+
+@triton.jit
+def _count(ids, num_tokens, counts, hits, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    live = tl.minimum(tl.load(num_tokens).to(tl.int32) * K, num_slots)
+    found = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, num_slots, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        found += (tl.load(ids + i, mask=i < live, other=-1) == expert).to(tl.int32)
+    total = tl.sum(found, 0)
+    tl.store(counts + expert, total)
+    if total > 0:
+        tl.atomic_add(hits, 1)
+
+
+@triton.jit
+def _sort(
+    ids, num_tokens, counts, order, tile_start, tile_expert, tile_row, tile_end, num_slots,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    e = tl.arange(0, E_PAD)
+    counts_E = tl.load(counts + e, mask=e < E, other=0)
+    tiles_E = (counts_E + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(e < expert, counts_E, 0), 0)
+    first = tl.sum(tl.where(e < expert, tiles_E, 0), 0)
+    mine = tl.sum(tl.where(e == expert, counts_E, 0), 0)
+    num_tiles = (mine + ROWS - 1) // ROWS
+    tl.store(tile_start + expert, first)
+    tl.store(tile_start + E, first + num_tiles, mask=expert == E - 1)
+    for at in range(0, num_tiles, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        is_tile = i < num_tiles
+        tl.store(tile_expert + first + i, tl.zeros([BLOCK], tl.int32) + expert, mask=is_tile)
+        tl.store(tile_row + first + i, start + i * ROWS, mask=is_tile)
+        tl.store(tile_end + first + i, tl.zeros([BLOCK], tl.int32) + start + mine, mask=is_tile)
+    if mine == 0:
+        return
+    live = tl.minimum(tl.load(num_tokens).to(tl.int32) * K, num_slots)
+    place = start
+    for at in range(0, num_slots, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        is_mine = (tl.load(ids + i, mask=i < live, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(is_mine, 0) - 1, i, mask=is_mine > 0)
+        place += tl.sum(is_mine, 0)
+
+
+@triton.jit
+def _up(
+    x, w, bias, h, order, tile_start, tile_expert, tile_row, tile_end, lo, hi, x_t,
+    w_e, w_f, w_d, bias_e,
+    D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, F_STEP: tl.constexpr, F_UP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GPT_OSS: tl.constexpr, IEEE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.load(tile_start + lo) + tl.program_id(1)
+    if tile >= tl.load(tile_start + hi):
+        return
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    place = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    is_row = place < tl.load(tile_end + tile)
+    tok = (tl.load(order + place, mask=is_row, other=0) // K).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_col = n < I
+    d = tl.arange(0, BLOCK_K)
+    x_at = x + tok[:, None] * x_t + d[None, :]
+    gate_at = w + expert * w_e + (n * F_STEP)[None, :] * w_f + d[:, None] * w_d
+    up_at = gate_at + F_UP * w_f
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, D, BLOCK_K):
+        is_in = d < D - k
+        xx = tl.load(x_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        mask = is_in[:, None] & is_col[None, :]
+        gate += tl.dot(
+            xx, tl.load(gate_at + k * w_d, mask=mask, other=0.0), input_precision=precision
+        )
+        up += tl.dot(xx, tl.load(up_at + k * w_d, mask=mask, other=0.0), input_precision=precision)
+    if HAS_BIAS:
+        at = bias + expert * bias_e + n * F_STEP
+        gate += tl.load(at, mask=is_col, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(at + F_UP, mask=is_col, other=0.0).to(tl.float32)[None, :]
+    # As transformers, which stores the product before it activates.
+    gate = gate.to(h.dtype.element_ty).to(tl.float32)
+    up = up.to(h.dtype.element_ty).to(tl.float32)
+    if GPT_OSS:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        y = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(
+        h + place.to(tl.int64)[:, None] * I + n[None, :],
+        y.to(h.dtype.element_ty),
+        mask=is_row[:, None] & is_col[None, :],
+    )
+
+
+@triton.jit
+def _down(
+    h, w, bias, slots, order, tile_start, tile_expert, tile_row, tile_end, lo, hi,
+    w_e, w_d, w_i, bias_e,
+    D: tl.constexpr, I: tl.constexpr, HAS_BIAS: tl.constexpr, IEEE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.load(tile_start + lo) + tl.program_id(1)
+    if tile >= tl.load(tile_start + hi):
+        return
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    place = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    is_row = place < tl.load(tile_end + tile)
+    slot = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_col = n < D
+    i = tl.arange(0, BLOCK_K)
+    h_at = h + place.to(tl.int64)[:, None] * I + i[None, :]
+    w_at = w + expert * w_e + n[None, :] * w_d + i[:, None] * w_i
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, I, BLOCK_K):
+        is_in = i < I - k
+        hh = tl.load(h_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        ww = tl.load(w_at + k * w_i, mask=is_in[:, None] & is_col[None, :], other=0.0)
+        acc += tl.dot(hh, ww, input_precision=precision)
+    if HAS_BIAS:
+        b = tl.load(bias + expert * bias_e + n, mask=is_col, other=0.0)
+        acc += b.to(tl.float32)[None, :]
+    tl.store(
+        slots + slot[:, None] * D + n[None, :],
+        acc.to(slots.dtype.element_ty),
+        mask=is_row[:, None] & is_col[None, :],
+    )
+
+
+@triton.jit
+def _combine(
+    slots, weights, num_tokens, out, weights_t, out_t,
+    D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tok = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    if tok < tl.load(num_tokens):
+        for k in range(K):
+            w = tl.load(weights + tok * weights_t + k).to(tl.float32)
+            acc += w * tl.load(slots + (tok * K + k) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out + tok * out_t + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+def tile_rows(num_slots: int, num_experts: int) -> int:
+    """Rows of a tile: about what an expert gets, so that few rows are padding."""
+    per_expert = num_slots / num_experts
+    return 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
+
+
+def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor) -> Routing:
+    """Sort slots by expert, those of one expert by slot. Two small kernels.
+
+    Args:
+        ids_TK: Experts of each token, contiguous.
+        num_tokens: One int on the device: tokens past it are padding and go nowhere.
+        num_experts: E.
+        hits: One int32 on the device; grows by the experts that got a slot.
+    """
+    num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
+    rows = tile_rows(num_slots, num_experts)
+    out = empty_routing(ids_TK.contiguous(), num_experts, rows)
+    block = min(SCAN, max(16, triton.next_power_of_2(num_slots)))
+    _count[(num_experts,)](
+        out.ids_TK, num_tokens, out.counts_E, hits, num_slots, K=top_k, BLOCK=block
+    )
+    _sort[(num_experts,)](
+        out.ids_TK, num_tokens, *out[1:], num_slots, E=num_experts,
+        E_PAD=triton.next_power_of_2(num_experts), K=top_k, ROWS=rows, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def run_experts(
+    x_TD: Tensor, weights: ExpertWeights, routing: Routing, lo: int, hi: int, slots_TKD: Tensor
+) -> None:
+    """Run experts [lo, hi) on the slots routed to them. Two kernels.
+
+    Args:
+        x_TD: Input of the experts, rows contiguous.
+        weights: Of the layer.
+        routing: What `route` gave for these tokens.
+        lo: First expert.
+        hi: End of the experts.
+        slots_TKD: Their outputs go here, contiguous; other slots are left alone.
+    """
+    num_slots, width = routing.ids_TK.numel(), x_TD.shape[1]
+    inner, top_k = weights.down_EDI.shape[2], routing.ids_TK.shape[1]
+    rows = tile_rows(num_slots, weights.num_experts)
+    tiles = max_tiles(num_slots, hi - lo, rows)
+    if tiles == 0:
+        return
+    h_SI = torch.empty((num_slots, inner), dtype=x_TD.dtype, device=x_TD.device)
+    up, down, up_bias, down_bias = weights[:4]
+    block_n, block_k, warps = (
+        (64, 128, 4) if rows == 16 else (64, 64, 4) if rows == 64 else (128, 64, 8)
+    )
+    if x_TD.dtype is torch.float32:
+        block_n, block_k = 32, 32
+    meta = {
+        "IEEE": x_TD.dtype is torch.float32, "D": width, "I": inner, "BLOCK_M": rows,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps,
+        "num_stages": 4 if rows == 16 else 3,
+    }  # fmt: skip
+    plan = (routing.order_S, *routing[3:], lo, hi)
+    _up[(triton.cdiv(inner, block_n), tiles)](
+        x_TD, up, x_TD if up_bias is None else up_bias, h_SI, *plan,
+        x_TD.stride(0), *up.stride(), 0 if up_bias is None else up_bias.stride(0),
+        K=top_k, F_STEP=2 if weights.interleaved else 1, F_UP=1 if weights.interleaved else inner,
+        HAS_BIAS=up_bias is not None, GPT_OSS=weights.activation.value == 1, **meta,
+    )  # fmt: skip
+    _down[(triton.cdiv(width, block_n), tiles)](
+        h_SI, down, x_TD if down_bias is None else down_bias, slots_TKD, *plan,
+        *down.stride(), 0 if down_bias is None else down_bias.stride(0),
+        HAS_BIAS=down_bias is not None, **meta,
+    )  # fmt: skip
+
+
+def combine(slots_TKD: Tensor, weights_TK: Tensor, num_tokens: Tensor, out_TD: Tensor) -> None:
+    """Sum over k of weight times slot, in fp32; rows past `num_tokens` get zeros.
+
+    Args:
+        slots_TKD: Outputs of the experts, contiguous.
+        weights_TK: Routing weights.
+        num_tokens: One int on the device.
+        out_TD: The answer.
+    """
+    num, top_k, width = slots_TKD.shape
+    if num == 0:
+        return
+    block = min(1024, triton.next_power_of_2(width))
+    _combine[(num, triton.cdiv(width, block))](
+        slots_TKD, weights_TK, num_tokens, out_TD, weights_TK.stride(0), out_TD.stride(0),
+        D=width, K=top_k, BLOCK=block,
+    )  # fmt: skip

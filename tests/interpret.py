@@ -1,0 +1,54 @@
+"""Import before any kernel: without a GPU, Triton kernels are interpreted on the CPU."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+pytest.importorskip("triton")
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch = interpreter._patch_lang_tensor
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _patch_for_numpy_2_4(tensor: Any, scope: Any) -> None:
+    """Loop bounds are arrays of one number, which numpy >= 2.4 does not take for an int."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _widened(handle: Any) -> Any:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _dot_for_bf16(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+    """The interpreter of Triton 3.6 multiplies the bits of bf16 as integers."""
+    return _dot(self, _widened(a), _widened(b), d, *how)
+
+
+interpreter._patch_lang_tensor = _patch_for_numpy_2_4
+interpreter.InterpreterBuilder.create_dot = _dot_for_bf16
+
+DEVICES = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="where there is a GPU, kernels are compiled"
+            ),
+        ),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)

@@ -1,0 +1,87 @@
+"""The engine over the device runner: a CPU stands in for the device, and a fake for its graphs."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from families import DTYPES, VOCAB, make_model
+
+from qllm import QLLMEngine, SamplingParams, core
+from qllm.config import EngineConfig
+from qllm.cuda.lanes import Bucket
+from qllm.cuda.runner import CudaRunner
+from qllm.errors import ConfigError
+
+BUCKETS = [Bucket(8, False), Bucket(96, True)]
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, seed=3, ignore_eos=True)
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeCuda]) -> None:
+    def make(model: Any, config: Any) -> CudaRunner:
+        fakes.append(FakeCuda())
+        return CudaRunner(
+            model, num_pages=config.num_blocks, page_size=config.block_size, max_num_seqs=8,
+            max_total_tokens=128, graphs=fakes[-1], buckets=BUCKETS, layers_per_stage=1,
+        )  # fmt: skip
+
+    monkeypatch.setattr(core, "make_runner", make)
+
+
+def storm(policy: str) -> tuple[list[tuple[int, ...]], dict[str, Any], QLLMEngine]:
+    rng = random.Random(7)
+    jobs = [
+        ([rng.randrange(VOCAB) for _ in range(rng.choice([5, 40, 70]))], i % 3) for i in range(9)
+    ]
+    with QLLMEngine.from_model(
+        make_model("mixtral"), policy=policy, threads=1, max_num_seqs=8, kernels="reference",
+        conformance=True,
+    ) as engine:  # fmt: skip
+        handles = [
+            engine.submit(ids, "LS" if kind == 0 else "BE", 6, sampling=SAMPLING)
+            for ids, kind in jobs
+        ]
+        tokens = [tuple(handle.result(120).token_ids) for handle in handles]
+        return tokens, engine.stats(), engine
+
+
+@pytest.mark.parametrize("policy", ["qllm2", "priority-layered"])
+def test_a_storm_gives_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    wanted, _, _ = storm(policy)
+    fakes: list[FakeCuda] = []
+    on_device(monkeypatch, fakes)
+    found, stats, engine = storm(policy)
+    assert found == wanted
+    assert len(fakes[0].replays) > 5
+    assert stats["expert_bytes"] > 0
+    assert "graphs" in engine._host.info.kernels["stages"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_cuda_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="device='cuda': torch sees no CUDA device"):
+        QLLMEngine.from_pretrained("tiny", device="cuda")
+
+
+def test_a_model_on_cuda_gets_the_device_runner_and_no_level_two() -> None:
+    class OnCuda:
+        device = torch.device("cuda")
+
+    with pytest.raises(ConfigError, match="batch-invariant"):
+        core.make_runner(OnCuda(), EngineConfig(exactness="batch-invariant"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_a_storm_is_repeatable(dtype: str) -> None:
+    model = make_model("mixtral", DTYPES[dtype]).cuda()
+    runs = []
+    for _ in range(2):
+        with QLLMEngine.from_model(model, threads=1, max_num_seqs=8, max_kv_tokens=4096) as engine:
+            alone = [
+                engine.submit([i, i + 1, i + 2] * 9, "BE", 8, sampling=SAMPLING).result(120)
+                for i in range(4)
+            ]
+            runs.append([r.token_ids for r in alone])
+    assert runs[0] == runs[1]

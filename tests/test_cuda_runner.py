@@ -1,0 +1,298 @@
+"""The device runner on a CPU: the tokens of the CPU runner, op by op and by captured stages."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from families import DTYPES, FAMILIES, VOCAB, make_model
+
+from qllm.compile import compile_program
+from qllm.cuda.lanes import Bucket
+from qllm.cuda.runner import CudaRunner
+from qllm.plan import NO_CUTS, NO_STOP, START, Index, Plan, Program, Row
+from qllm.runner import TorchRunner
+from qllm.types import Grain, SamplingParams
+
+CAPTURED = [family for family in FAMILIES if family != "deepseek_v3"]
+GREEDY = SamplingParams(temperature=0)
+BUCKETS = [Bucket(4, False), Bucket(64, True)]
+NUM_PAGES = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def device_runner(family: str, **settings: Any) -> CudaRunner:
+    how = {"num_pages": NUM_PAGES, "page_size": 4, "max_num_seqs": 4, "max_total_tokens": 96}
+    return CudaRunner(make_model(family), **{**how, "graphs": False, **settings})
+
+
+def captured_runner(family: str, **settings: Any) -> tuple[CudaRunner, FakeCuda]:
+    fake = FakeCuda()
+    how = {"graphs": fake, "buckets": BUCKETS, "layers_per_stage": 1, **settings}
+    return device_runner(family, **how), fake
+
+
+class Poll:
+    """A stop word that fires now and then."""
+
+    stop_at_ns: int | None = None
+
+    def __init__(self, rng: random.Random | None = None, p: float = 0.0) -> None:
+        self.rng, self.p = rng or random.Random(0), p
+
+    @property
+    def word(self) -> int:
+        return -1 if self.rng.random() < self.p else 1 << 30
+
+    def now_ns(self) -> int:
+        return 0
+
+
+class Driver:
+    """Drives a runner as the engine would."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner, self.frames = runner, 0
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, request: int, ids: list[int], sampling: SamplingParams = GREEDY) -> None:
+        self.runner.add(request, ids, sampling, len(ids), len(ids) + 24)
+        self.tokens[request] = []
+
+    def row(self, request: int, most: int = 1 << 30) -> Row:
+        lo, num = self.runner.num_committed(request), len(self.runner.token_ids(request))
+        return Row(request, lo, min(num, lo + most), 0, self.runner.shape.num_layers)
+
+    def program(self, rows: list[Row], grain: Grain) -> Program:
+        self.frames += 1
+        samples = [
+            row.end_layer == self.runner.shape.num_layers
+            and row.hi == len(self.runner.token_ids(row.request_id))
+            for row in rows
+        ]
+        program = compile_program(
+            Plan(rows=tuple(rows), grain=grain, stop_below=NO_STOP if grain is Grain.STEP else 5),
+            frame_id=self.frames,
+            samples=samples,
+            shape=self.runner.shape,
+            cuts=NO_CUTS,
+        )
+        self.runner.accept(program)
+        return program
+
+    def finish(self, program: Program) -> None:
+        for token in self.runner.finish(program):
+            self.tokens[token.request_id].append(token.token_id)
+
+    def sweep(self, rows: list[Row], grain: Grain = Grain.STEP) -> None:
+        program = self.program(rows, grain)
+        assert self.runner.run(program, START, Poll()) == program.end
+        self.finish(program)
+
+
+def prompt_of(num: int, seed: int) -> list[int]:
+    rng = random.Random(1000 * num + seed)
+    return [rng.randrange(VOCAB) for _ in range(num)]
+
+
+PROMPTS = [prompt_of(n, 1) for n in (23, 7, 40)]
+
+
+def schedule(runner: TorchRunner, sampling: SamplingParams, grain: Grain) -> dict[int, list[int]]:
+    """Chunks beside decodes: every kind of batch."""
+    driver = Driver(runner)
+    for i, ids in enumerate(PROMPTS):
+        driver.add(i, ids, sampling)
+    driver.sweep([driver.row(0), driver.row(1)], grain)
+    driver.sweep([driver.row(2, 16), driver.row(0), driver.row(1)], grain)
+    driver.sweep([driver.row(0), driver.row(2, 16)], grain)
+    for _ in range(5):
+        driver.sweep([driver.row(i) for i in range(3)], grain)
+    assert all(len(tokens) >= 5 for tokens in driver.tokens.values())
+    return driver.tokens
+
+
+WANTED: dict[tuple[str, float], dict[int, list[int]]] = {}
+
+
+def sampling_of(temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, top_p=0.9, top_k=40, seed=11)
+
+
+def wanted(family: str, temperature: float) -> dict[int, list[int]]:
+    key = family, temperature
+    if key not in WANTED:
+        cpu = TorchRunner(make_model(family), max_segment_ms=float("inf"), kernels="reference")
+        WANTED[key] = schedule(cpu, sampling_of(temperature), Grain.STEP)
+        assert len({t for tokens in WANTED[key].values() for t in tokens}) > 3
+    return WANTED[key]
+
+
+def forget(runner: TorchRunner) -> None:
+    for request in range(3):
+        runner.remove(request)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_op_by_op_the_tokens_are_those_of_the_cpu(family: str) -> None:
+    runner = device_runner(family)
+    assert runner.stages is None
+    assert runner.not_captured == "not asked for"
+    for grain, temperature in ((Grain.STEP, 0.0), (Grain.EXPERT, 0.8)):
+        assert schedule(runner, sampling_of(temperature), grain) == wanted(family, temperature)
+        forget(runner)
+    assert runner.pages.num_free == runner.pages.num_pages
+
+
+@pytest.mark.parametrize("family", CAPTURED)
+def test_by_stages_the_tokens_are_those_of_the_cpu(family: str) -> None:
+    runner, fake = captured_runner(family, layers_per_stage=2)
+    for grain, temperature in ((Grain.STEP, 0.8), (Grain.LAYER, 0.0)):
+        before = len(fake.replays)
+        assert schedule(runner, sampling_of(temperature), grain) == wanted(family, temperature)
+        assert len(fake.replays) - before == 8 * (1 if grain is Grain.STEP else 2)
+        forget(runner)
+
+
+def test_weights_read_are_counted_on_the_device() -> None:
+    cpu = TorchRunner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
+    schedule(cpu, GREEDY, Grain.STEP)
+    for runner in (device_runner("mixtral"), captured_runner("mixtral")[0]):
+        schedule(runner, GREEDY, Grain.LAYER)
+        assert runner.expert_bytes == cpu.expert_bytes
+
+
+def test_latents_run_op_by_op_and_say_so() -> None:
+    runner, fake = captured_runner("deepseek_v3")
+    assert runner.stages is None
+    assert "MLA" in runner.names["stages"]
+    assert not fake.graphs
+    assert schedule(runner, sampling_of(0), Grain.STEP) == wanted("deepseek_v3", 0.0)
+
+
+def test_what_the_device_cannot_sample_is_sampled_on_the_host() -> None:
+    odd = SamplingParams(temperature=0, logprobs=2, repetition_penalty=1.3)
+    cpu = TorchRunner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
+    runner, fake = captured_runner("mixtral")
+    assert schedule(runner, odd, Grain.STEP) == schedule(cpu, odd, Grain.STEP)
+    assert not any(graph is g for g in fake.replays for graph in _with_head(runner))
+
+
+def _with_head(runner: CudaRunner) -> list[Any]:
+    assert runner.stages is not None
+    return [graph for key, graph in runner.stages.captured.items() if key.head]
+
+
+# -- parking
+
+
+@pytest.mark.parametrize("grain", [Grain.LAYER, Grain.EXPERT])
+@pytest.mark.parametrize("stages", [True, False])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_parked_frames_lose_nothing(family: str, stages: bool, grain: Grain) -> None:
+    """Frames of both classes stop anywhere, others run between, and each goes on where it was."""
+    rng = random.Random(5)
+    runner = captured_runner(family)[0] if stages else device_runner(family)
+    driver = Driver(runner)
+    for i, ids in enumerate(PROMPTS):
+        driver.add(i, ids)
+    parked: dict[int, tuple[Program, Index]] = {}
+    parks = 0
+    while any(len(tokens) < 6 for tokens in driver.tokens.values()):
+        request = rng.randrange(3)
+        if len(driver.tokens[request]) >= 6:
+            continue
+        is_whole = request not in parked and rng.random() < 0.3
+        if request not in parked:
+            rows = [driver.row(request, 16)]
+            parked[request] = (driver.program(rows, Grain.STEP if is_whole else grain), START)
+        program, index = parked.pop(request)
+        index = runner.run(program, index, Poll(rng, 0.5))
+        if index == program.end:
+            driver.finish(program)
+        else:
+            parks += 1
+            parked[request] = program, index
+    assert parks > 5
+    alone = {i: Driver(device_runner(family)) for i in range(3)}
+    for i, one in alone.items():
+        one.add(i, PROMPTS[i])
+        while len(one.tokens[i]) < 6:
+            one.sweep([one.row(i, 16)])
+        assert driver.tokens[i] == one.tokens[i]
+
+
+@pytest.mark.parametrize("stages", [True, False])
+def test_a_dead_row_is_skipped_and_a_dropped_frame_gives_its_pages_back(stages: bool) -> None:
+    runner = captured_runner("mixtral")[0] if stages else device_runner("mixtral")
+    driver = Driver(runner)
+    for i in range(3):
+        driver.add(i, PROMPTS[i])
+    program = driver.program([driver.row(i) for i in range(2)], Grain.LAYER)
+    index = runner.run(program, START, Poll(p=1.0))
+    assert START < index < program.end
+    runner.kill(program, 0)
+    assert runner.run(program, index, Poll()) == program.end
+    driver.finish(program)
+    assert driver.tokens[0] == []
+    assert driver.tokens[1] == wanted("mixtral", 0.0)[1][:1]
+    runner.remove(0)
+    before = runner.pages.num_free
+    program = driver.program([driver.row(2)], Grain.LAYER)
+    assert runner.pages.num_free < before
+    runner.run(program, START, Poll(p=1.0))
+    runner.drop(program)
+    assert runner.pages.num_free == before
+    driver.sweep([driver.row(2)])
+    assert driver.tokens[2] == wanted("mixtral", 0.0)[2][:1]
+
+
+def test_a_limit_is_kept() -> None:
+    """The engine finishes only the layer of a frame whose rows it regroups."""
+    runner, _ = captured_runner("mixtral", layers_per_stage=2)
+    driver = Driver(runner)
+    driver.add(0, PROMPTS[0])
+    program = driver.program([driver.row(0)], Grain.LAYER)
+    limit = program.layer_end(Index(2, 0))
+    cut = replace(program, ops=program.ops[: limit.op])
+    assert runner.run(cut, START, Poll()) == limit
+    runner.split(program, limit)
+    row = Row(0, 0, len(PROMPTS[0]), program.layer_at(limit), runner.shape.num_layers)
+    driver.sweep([row])
+    assert driver.tokens[0] == wanted("mixtral", 0.0)[0][:1]
+
+
+def test_broken_logits_name_the_request() -> None:
+    model = make_model("mixtral")
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = float("nan")
+    runner = CudaRunner(model, num_pages=8, page_size=4, graphs=False)
+    driver = Driver(runner)
+    driver.add(5, PROMPTS[1])
+    with pytest.raises(ValueError, match="request 5: the largest logit is nan"):
+        driver.sweep([driver.row(5)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_the_tokens_are_those_of_the_cpu(family: str) -> None:
+    model = make_model(family, DTYPES["fp32"]).cuda()
+    for graphs in (None, False):
+        runner = CudaRunner(
+            model, num_pages=NUM_PAGES, page_size=16, max_num_seqs=4, max_total_tokens=96,
+            graphs=graphs, buckets=BUCKETS, layers_per_stage=2,
+        )  # fmt: skip
+        for grain in (Grain.STEP, Grain.LAYER):
+            assert schedule(runner, sampling_of(0.0), grain) == wanted(family, 0.0)
+            forget(runner)
+        runner.close()

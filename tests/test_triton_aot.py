@@ -1,0 +1,152 @@
+"""Every kernel compiles for an H100 or H200, which needs no GPU: to a cubin, by ptxas."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILE = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+DONE = {}
+NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+         torch.int32: "*i32", torch.int64: "*i64"}
+
+
+class Launcher:
+    '''A kernel whose launch compiles what the launch would run, and runs nothing.'''
+
+    def __init__(self, name, kernel):
+        self.name, self.kernel = name, kernel
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *args, num_warps=4, num_stages=3, **constants):
+        names = [p.name for p in self.kernel.params]
+        signature, attrs = {}, {}
+        for i, (name, value) in enumerate(zip(names, args)):
+            if isinstance(value, torch.Tensor):
+                signature[name] = NAMES[value.dtype]
+                attrs[(i,)] = [["tt.divisibility", 16]]  # what torch's allocator gives
+            elif isinstance(value, int):
+                signature[name] = "i32"
+                if value == 1:
+                    signature[name], constants[name] = "constexpr", 1
+                elif value % 16 == 0:
+                    attrs[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32"
+        for name in names:
+            signature.setdefault(name, "constexpr")
+        fixed = {(names.index(n),): v for n, v in constants.items()}
+        source = ASTSource(self.kernel, signature, fixed, attrs)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        made = triton.compile(source, target=TARGET, options=options)
+        DONE.setdefault(self.name, []).append([len(made.asm["cubin"]), made.metadata.shared])
+
+
+from qllm.kernels.routing import Activation, ExpertWeights
+from qllm.kernels.tiles import Query, tiles_of
+from qllm.kernels.triton import attention, moe, norm, sampling
+
+for module in (attention, moe, norm, sampling):
+    for name, value in list(vars(module).items()):
+        if isinstance(value, triton.JITFunction) and name in sys.argv[1].split(","):
+            setattr(module, name, Launcher(name, value))
+
+B, F = torch.bfloat16, torch.float32
+new = torch.empty
+
+
+def attend(heads, groups, width, dtype, sinks, window, ints=torch.int32):
+    queries = [Query(0, 0, 20, 40), Query(1, 40, 9, 1)]
+    tiles = tiles_of(queries, 41, 16, torch.device("cpu"))
+    parts = [p._replace(seq=p.seq.to(ints), tok=p.tok.to(ints), num=p.num.to(ints),
+                        pos=p.pos.to(ints)) for p in tiles.parts]
+    tiles = tiles._replace(parts=tuple(parts))
+    attention.attend(
+        new(41, heads, width, dtype=dtype), new(1024, groups, width, dtype=dtype),
+        new(1024, groups, width, dtype=dtype), torch.zeros(2, 8, dtype=ints), tiles,
+        page_size=16, scale=0.1, window=window, sinks_N=new(heads, dtype=dtype) if sinks else None,
+        out_TNE=new(41, heads, width, dtype=dtype),
+    )
+
+
+attend(32, 4, 128, B, False, None)  # Qwen3-30B-A3B
+attend(32, 8, 128, B, False, None)  # Mixtral
+attend(64, 8, 64, B, True, 128)  # GPT-OSS
+attend(32, 4, 128, B, False, None, torch.int64)  # as lanes hold them
+attend(64, 8, 64, B, True, 128, torch.int64)
+attend(4, 2, 16, F, False, None)  # the tests' models
+attention.attend(  # DeepSeek-V3, latents
+    new(3, 128, 512, dtype=B), new(1024, 1, 512, dtype=B), new(1024, 1, 512, dtype=B),
+    torch.zeros(2, 8, dtype=torch.int32),
+    tiles_of([Query(0, 0, 20, 2), Query(1, 2, 9, 1)], 3, 16, torch.device("cpu")),
+    page_size=16, scale=0.1, q_rope_TNF=new(3, 128, 64, dtype=B), k_rope_SF=new(1024, 64, dtype=B),
+    out_TNE=new(3, 128, 512, dtype=B),
+)
+for dtype in (B, F):
+    pages = new(1024, 4, 128, dtype=dtype)
+    attention.write(new(5, 4, 128, dtype=dtype), new(5, 4, 128, dtype=dtype), pages, pages,
+                    torch.zeros(5, dtype=torch.int64))
+one = torch.ones(1, dtype=torch.int32)
+SHAPES = [(1, 128, 8, 2048, 768, B), (64, 128, 8, 2048, 768, B), (2048, 128, 8, 2048, 768, B),
+          (32, 8, 2, 4096, 14336, B), (600, 8, 2, 4096, 14336, B), (9, 8, 4, 64, 48, F)]
+for num, experts, top_k, width, inner, dtype in SHAPES:
+    ids = torch.zeros(num, top_k, dtype=torch.int64)
+    routing = moe.route(ids, one, experts, one)
+    for oss in (False, True):
+        bias = new(experts, 64, dtype=dtype) if oss else None
+        up = torch.empty((experts, 2 * inner, width), dtype=dtype, device="meta")
+        down = torch.empty((experts, width, inner), dtype=dtype, device="meta")
+        weights = ExpertWeights(up, down, bias, bias, oss, Activation(int(oss)))
+        slots = new(num, top_k, width, dtype=dtype)
+        moe.run_experts(new(num, width, dtype=dtype), weights, routing, 0, experts, slots)
+    moe.combine(slots, new(num, top_k), one, new(num, width, dtype=dtype))
+routing = moe.route(torch.zeros(4, 8, dtype=torch.int64), one.long(), 128, one)
+moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), new(4, 2048, dtype=B))
+norm.rms_norm(new(4, 2048, dtype=B), new(2048, dtype=B), 1e-6)
+norm.rms_norm(new(4, 128, dtype=F), new(128), 1e-6)
+row = torch.zeros(2, dtype=torch.float64)
+for dtype in (B, F):
+    sampling.sample(new(2, 151936, dtype=dtype), row, row.long(), row, row, row.long(), row.long(),
+                    row.long(), row.float())
+print(json.dumps(DONE))
+"""
+KERNELS = {
+    "attention": ["_attend", "_join", "_write"],
+    "experts": ["_count", "_sort", "_up", "_down", "_combine"],
+    "rest": ["_rms_norm", "_sample"],
+}
+SHARED_MEMORY = 227 * 1024
+"""What one block may have on an H100 or H200."""
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_sm_90() -> None:
+    names = [name for part in KERNELS.values() for name in part]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE, ",".join(names)],
+        capture_output=True,
+        text=True,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert sorted(found) == sorted(names)
+    for name, made in found.items():
+        assert all(size > 1000 for size, _ in made), name
+        assert all(shared <= SHARED_MEMORY for _, shared in made), (name, made)
