@@ -1,13 +1,9 @@
-"""Import before any kernel: without a GPU, Triton kernels are interpreted on the CPU."""
+"""Where Triton's interpreter (see conftest.py) has to be mended, and the devices of a test."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 pytest.importorskip("triton")
 
