@@ -154,6 +154,8 @@ class EngineProcess:
             self._owner.send(("failed", portable_error(error)))
             return 1
         freeze_garbage()
+        if door is not None:
+            door.listen()  # whoever started us may tell others at once
         self._ingress.attach(self._welcome(self._owner))
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -213,12 +215,11 @@ class EngineProcess:
 
     def _welcome(self, connection: Connection) -> Lane:
         """Make a front end's rings and tell it where they are."""
-        core, config = self.core, self._start.config
-        block = self._new_block()
-        doorbell = Doorbell.create()
+        core = self.core
+        block, doorbell = self._new_block(), Doorbell.create()
         hello = Hello(
             core.info,
-            config,
+            self._start.config,
             core.trace.meta,
             _found_anywhere(self._start.model),
             bool(self._start.load.get("trust_remote_code")),
@@ -330,8 +331,7 @@ class EngineProcess:
     # -- front ends of other hosts
 
     def _door(self) -> Door | None:
-        meeting = self._start.meeting
-        if meeting is None:
+        if (meeting := self._start.meeting) is None:
             return None
         check_profile(meeting.profile)
         return Door(meeting, self._new_block, self._enter, self._leave, self._answer_far)

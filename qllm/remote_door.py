@@ -96,10 +96,13 @@ class Door:
         host, port = self._listener.getsockname()[:2]
         self.address = meeting.address._replace(host=host, port=port)
 
+    def listen(self) -> None:
+        """Let front ends connect; they wait until the door is opened."""
+        self._listener.listen()
+
     def open(self, card: Card) -> None:
         """Let front ends in from now on."""
         self._card = card
-        self._listener.listen()
         threading.Thread(target=self._listen, name="qllm-door", daemon=True).start()
         sys.stderr.write(f"qllm: front ends of other hosts meet the engine at {self.address}\n")
         sys.stderr.flush()

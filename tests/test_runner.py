@@ -149,7 +149,7 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_model(family: str, dtype: str) -> None:
-    model, ids = model_of(family, dtype), prompt_of(PROMPT)
+    model, ids = make_model(family, DTYPES[dtype]), prompt_of(PROMPT)
     before = forward(model, ids)
     runner, logits = runner_of(model)
     add(runner, 1, ids)

@@ -61,6 +61,8 @@ PROFILES = {
         {"UCX_TLS": "tcp,self", "UCX_PROTO_EMULATION_ENABLE": "y"},
     ),
 }
+_STUCK: list["Link"] = []
+"""With a transfer that could not be cancelled."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -123,6 +125,7 @@ class Link:
             [(self.address, len(self._array), 0, "")], "DRAM"
         )
         self._remote: str | None = None
+        self._under_way: list[Any] = []
 
     @property
     def offer(self) -> Peer:
@@ -152,6 +155,7 @@ class Link:
                 for base in (self.address, self._remote_address)
             ]
             transfer = self._agent.initialize_xfer("WRITE", *lists, self._remote)
+            self._under_way.append(transfer)
             self._agent.transfer(transfer)
         return transfer
 
@@ -166,6 +170,7 @@ class Link:
             if state == "PROC":
                 return False
             self._agent.release_xfer_handle(transfer)
+            self._under_way.remove(transfer)
         if state != "DONE":
             raise NixlError(f"a WRITE over NIXL ended in {state}: {self.profile.says}")
         return True
@@ -181,13 +186,24 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        """Give the memory back. Twice is once."""
+        """Give the memory back. Twice is once.
+
+        NIXL frees what a transfer uses together with the remote agent, so those under way are
+        cancelled first. One that cannot be keeps its link, and both stay until the process ends.
+        """
         if self._memory is None:
             return
+        memory, self._memory = self._memory, None
+        try:
+            for transfer in self._under_way:
+                self._agent.release_xfer_handle(transfer)
+        except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
+            _STUCK.append(self)
+            return
+        self._under_way.clear()
         if self._remote is not None:
             self._agent.remove_remote_agent(self._remote)
-        self._agent.deregister_memory(self._memory)
-        self._memory = None
+        self._agent.deregister_memory(memory)
 
 
 class Mirror:
