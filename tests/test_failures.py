@@ -649,12 +649,13 @@ INTERRUPTED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from families import make_model
-from qllm import QLLMEngine
+from qllm import QLLMEngine, SamplingParams
 handles = []
+LONG = SamplingParams(ignore_eos=True)  # no answer ends by itself in time
 def main():
     with QLLMEngine.from_model(make_model("mixtral"), conformance=False) as engine:
         for i in range(6):
-            handles.append(engine.submit([1, 2, 3 + i], "BE" if i else "LS", 500))
+            handles.append(engine.submit([1, 2, 3 + i], "BE" if i else "LS", 500, sampling=LONG))
         for n, piece in enumerate(handles[0]):
             if n == 2:
                 print("iterating", flush=True)

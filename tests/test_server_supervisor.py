@@ -38,12 +38,12 @@ def is_ready(served: Serving) -> bool:
 
 @pytest.mark.slow
 def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
-    num_lines = 40
+    num_lines = 80
     with (
         serving(make(), make, state_dir=tmp_path, restart_backoff_s=0.5) as served,
         served.client() as client,
     ):
-        lines = [line(n, max_tokens=60, ignore_eos=True) for n in range(num_lines)]
+        lines = [line(n, max_tokens=30, ignore_eos=True) for n in range(num_lines)]
         batch_id = start(client, lines).id
         streams = [
             client.completions.create(
@@ -99,7 +99,7 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
         served.front.engine.end_if_stuck(2)
         with pytest.raises(openai.APIError, match="did not come round for 2 s"):
             list(stream)
-        assert not is_alive(pid)
+        until(lambda: not is_alive(pid))
         until(lambda: is_ready(served), 60)
         assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
         served.front.engine.close()
