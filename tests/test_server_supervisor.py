@@ -80,7 +80,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None
         }  # fmt: skip
         found = records(client, batch.output_file_id)
         assert [r["custom_id"] for r in found] == [f"line-{n}" for n in range(num_lines)]
-        assert {r["response"]["body"]["usage"]["completion_tokens"] for r in found} == {60}
+        assert {r["response"]["body"]["usage"]["completion_tokens"] for r in found} == {30}
         assert served.metric("qllm:engine_restarts_total") == 1
         assert served.metric("qllm:engine_up") == 1
         whole.close()
