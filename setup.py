@@ -12,7 +12,9 @@ from setuptools import Extension, find_packages, setup
 FOLDER = Path("qllm/kernels/cpu")
 SCHEDULER = Path("qllm/kernels/csrc")
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
-FLAGS += ["-ffp-contract=off"]  # a product and a sum are one rounding only where the source says
+FLAGS += [
+    "-ffp-contract=off"
+]  # one rounding per operation, as in Python; fma where the source says
 
 setup(
     packages=[*find_packages(include=["qllm", "qllm.*"]), "qllm_policies"],
@@ -30,7 +32,7 @@ setup(
             "qllm.device._scheduler",
             sources=[str(SCHEDULER / "module.cpp")],
             depends=sorted(str(file) for file in SCHEDULER.glob("*.h")),
-            extra_compile_args=[*FLAGS, "-ffp-contract=off"],  # as Python rounds
+            extra_compile_args=FLAGS,
             py_limited_api=True,
             optional=True,
         ),

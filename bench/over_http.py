@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -280,13 +280,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with serving(args.model, f"--threads={args.threads}", *settings) as server:
             pin(server.pid, args.front_core)
             pin(server.engine_pid, args.engine_core)
-            rows: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+            rows: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
                 "overhead": lambda: overhead(args, server, socket),
                 "interference": lambda: interference(args, server),
                 "streams": lambda: streams(args, server),
             }
             for name in args.rows.split(","):
-                report[name] = asyncio.run(rows[name]())  # type: ignore[arg-type]
+                report[name] = asyncio.run(rows[name]())
                 print(name, json.dumps(report[name]), file=sys.stderr)
     return {**report, "reach": REACH, "holds": holds(report)}
 

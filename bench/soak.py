@@ -27,8 +27,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -329,11 +329,11 @@ async def samples_of(session: aiohttp.ClientSession, url: str) -> dict[str, floa
     """The server's metrics, summed over labels."""
     async with session.get(f"{url}/metrics") as answer:
         text = await answer.text()
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
-            found[name.partition("{")[0].removeprefix("qllm:")] += float(value)  # type: ignore[assignment]
+            found[name.partition("{")[0].removeprefix("qllm:")] += float(value)
     return dict(found)
 
 
@@ -372,8 +372,7 @@ async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str
                 cases.append(case._replace(text=body["choices"][0]["text"]))
         await asyncio.sleep(0.5)  # the last of them is counted a moment after its end
         before = await samples_of(session, server.url)
-        make: Callable[[], Clients] = lambda: Clients(session, server.url, cases)  # noqa: E731
-        warm, calm, wild = make(), make(), make()
+        warm, calm, wild = (Clients(session, server.url, cases) for _ in range(3))
         rate = LOAD * await warm.capacity(args.calibrate_seconds)
         file = Path(socket).with_name("cases.json")
         file.write_text(json.dumps(cases))

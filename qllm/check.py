@@ -258,6 +258,18 @@ class Watched(Scheduler):
 _FIELDS = [f.name for f in fields(Request) if f.name != "block_table"]
 
 
+def random_costs(rng: random.Random) -> SimCosts:
+    """What a simulated engine's operations cost: a quick one's or a slow one's."""
+    slow = rng.choice([1, 3])
+    return SimCosts(
+        op_ns=20_000 * slow,
+        attn_token_ns=1_000 * slow,
+        expert_ns=300_000 * slow,
+        expert_token_ns=500 * slow,
+        head_ns=500_000 * slow,
+    )
+
+
 def _random_world(policy: Any, rng: random.Random) -> World:
     longest = rng.choice([40, 200, 700])
     block_size = rng.choice([1, 16])
@@ -271,14 +283,7 @@ def _random_world(policy: Any, rng: random.Random) -> World:
         max_segment_ns=5 * NS_PER_MS,
         batch_invariant=rng.random() < 0.2,
     )
-    slow = rng.choice([1, 3])
-    costs = SimCosts(
-        op_ns=20_000 * slow,
-        attn_token_ns=1_000 * slow,
-        expert_ns=300_000 * slow,
-        expert_token_ns=500 * slow,
-        head_ns=500_000 * slow,
-    )
+    costs = random_costs(rng)
     cuts = NO_CUTS._replace(max_block=32) if limits.batch_invariant else NO_CUTS
     start_ns = rng.choice([0, rng.randrange(10**12)])
     world = World(policy, limits, costs=costs, cuts=cuts, scheduler=Watched, start_ns=start_ns)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from qllm.check import World
+from qllm.check import World, random_costs
 from qllm.decision import Decision, Effect, Limits
 from qllm.device.scheduler import NativeScheduler
 from qllm.errors import InvariantError, PolicyError
@@ -19,7 +19,6 @@ from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, Program
 from qllm.policy import Groups, RankPolicy, Reads, Ride, Slack
 from qllm.request import Request
 from qllm.scheduler import Scheduler
-from qllm.sim import SimCosts
 from qllm.types import NS_PER_MS, FrameId, Grain, RequestId, Slo
 
 _FIELDS = [f.name for f in fields(Request)]
@@ -244,14 +243,7 @@ def random_world(policy: Any, rng: random.Random, scheduler: Callable[..., Any] 
         max_segment_ns=rng.choice([NS_PER_MS // 2, 5 * NS_PER_MS]),
         batch_invariant=exact,
     )
-    slow = rng.choice([1, 3])
-    costs = SimCosts(
-        op_ns=20_000 * slow,
-        attn_token_ns=1_000 * slow,
-        expert_ns=300_000 * slow,
-        expert_token_ns=500 * slow,
-        head_ns=500_000 * slow,
-    )
+    costs = random_costs(rng)
     layers = rng.choice([3, 7])
     shape = ModelShape(layers, 4, 2, (False, *[True] * (layers - 1)), 97, 4096)
     cuts = (

@@ -222,7 +222,8 @@ class TorchRunner:
                 continue
             if grain is Grain.LAYER and program.inside_layer(Index(op, pos)):
                 continue
-            if stop.word < below or (stop.stop_at_ns and stop.now_ns() >= stop.stop_at_ns):
+            late = stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
+            if late or stop.word < below:
                 break
         return Index(op, pos)
 

@@ -2,12 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
-import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 

@@ -6,7 +6,6 @@ import random
 import re
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,6 @@ LIMIT = 7 * NS_PER_MS
 RANKED = ["fcfs", "ls-first", "priority", "qllm2", "chunked", "chunked-priority", "edf"]
 RANKED += ["layered", "priority-layered"]
 runner = CliRunner()
-for_devices = pytest.mark.skipif(
-    find_spec("numba_cuda") is None or find_spec("nvidia") is None,
-    reason="the extra `device` is not installed",
-)
 
 
 def native(policy: Any) -> Any:
@@ -184,21 +179,18 @@ def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 # -- for devices, of which none is here: compiled and linked, never run
 
 
-@for_devices
 def test_every_architecture_gets_its_lto_ir() -> None:
     codes = {cc: compile_device(Everything(), cc) for cc in ARCHITECTURES}
     assert all(len(code) > 1000 for code in codes.values())
     assert codes != {cc: compile_device(load_policy("fcfs"), cc) for cc in ARCHITECTURES}
 
 
-@for_devices
 def test_rank_is_linked_into_the_scheduler_kernel() -> None:
     cubin = link_kernel(load_policy("qllm2"), (9, 0))
     assert cubin.startswith(b"\x7fELF")
     assert all(kernel.encode() in cubin for kernel in KERNELS)
 
 
-@for_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["edf", "priority-layered"])
@@ -209,7 +201,6 @@ def test_every_architecture_gets_its_kernel(name: str, capability: tuple[int, in
 # -- the command
 
 
-@for_devices
 def test_the_command_says_for_what_it_compiled() -> None:
     done = runner.invoke(app, ["policies", "--compile", "edf"])
     assert done.exit_code == 0

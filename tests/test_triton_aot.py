@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = """
 import json, sys

@@ -48,6 +48,16 @@ inline float sum_of_lanes(const float* x) {
   return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
+template <class V>
+inline typename V::F sums_by_lane(const typename V::F* x) {
+  float lanes[16], one[16];
+  for (int i = 0; i < 16; i++) {
+    V::store(one, x[i]);
+    lanes[i] = sum_of_lanes(one);
+  }
+  return V::load(lanes);
+}
+
 #if defined(QLLM_AVX512)
 
 struct Vec {
@@ -210,15 +220,7 @@ struct Vec {
     memcpy(&pair, p, 4);
     return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
   }
-  static F sums(const F* x) {
-    float lanes[16];
-    for (int i = 0; i < 16; i++) {
-      float one[16];
-      store(one, x[i]);
-      lanes[i] = sum_of_lanes(one);
-    }
-    return load(lanes);
-  }
+  static F sums(const F* x) { return sums_by_lane<Vec>(x); }
   static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
     transpose_pairs(to, to_stride, from, from_stride);
   }
@@ -283,15 +285,7 @@ struct Vec {
     for (int i = 1; i < 16; i++) out = x.v[i] > out ? x.v[i] : out;
     return out;
   }
-  static F sums(const F* x) {
-    float lanes[16];
-    for (int i = 0; i < 16; i++) {
-      float one[16];
-      store(one, x[i]);
-      lanes[i] = sum_of_lanes(one);
-    }
-    return load(lanes);
-  }
+  static F sums(const F* x) { return sums_by_lane<Vec>(x); }
   static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
     transpose_pairs(to, to_stride, from, from_stride);
   }
