@@ -269,7 +269,11 @@ def main() -> None:
             "lengths": [LS_PROMPT, LS_OUTPUT, BE_PROMPT, BE_OUTPUT],
             **SETTINGS,
         },
-        "calibration": {"loads": len(LOADS), "rounds": args.rounds, "file": args.costs},
+        "calibration": {
+            "loads": len(LOADS),
+            "rounds": args.rounds,
+            "file": args.costs and Path(args.costs).name,
+        },
         "fit": {kind: error.model_dump() for kind, error in costs.fit.items()},
         "policies": found,
         "late_ms": late,

@@ -198,23 +198,24 @@ class Core:
         """What runs and what is parked, as a loop that goes on meanwhile shows it."""
         scheduler = self.loop.scheduler
         running = scheduler.running
-        found = [] if running is None else [_frame(running, "running")]
-        return found + [_frame(parked, "parked") for parked in list(scheduler.frames.values())]
+        found = [] if running is None else [self._frame(running, "running")]
+        return found + [self._frame(frame, "parked") for frame in list(scheduler.frames.values())]
 
-
-def _frame(parked: Parked, state: str) -> dict[str, Any]:
-    """A frame as statistics show it. Of one that runs the place is where it last began to."""
-    program, index = parked.program, parked.index
-    op = program.ops[min(index.op, len(program.ops) - 1)]
-    return {
-        "state": state,
-        "layer": op.layer,
-        "num_layers": program.num_layers,
-        "op": op.kind.name,
-        "units_done": index.pos,
-        "rows": len(program.rows),
-        "tokens": program.num_tokens,
-    }
+    def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
+        """A frame as statistics show it. Of one that runs the place is where it last began to."""
+        program, index = parked.program, parked.index
+        held = self.runner.frames.get(program.frame_id)
+        op = program.ops[min(index.op, len(program.ops) - 1)]
+        return {
+            "state": state,
+            "layer": op.layer,
+            "num_layers": program.num_layers,
+            "op": op.kind.name,
+            "units_done": index.pos,
+            "rows": len(program.rows),
+            "tokens": program.num_tokens,
+            "bytes": 0 if held is None else held.num_bytes(),
+        }
 
 
 def crash_text(crash: BaseException) -> str:

@@ -26,6 +26,15 @@ def num_threads(threads: Threads) -> int | None:
     return threads
 
 
+def parse_threads(text: str) -> int | None:
+    """The same from the command line, a file or the environment.
+
+    Raises:
+        ConfigError: It is neither "auto" nor an integer >= 1.
+    """
+    return num_threads(int(text) if text.strip().lstrip("-").isdecimal() else text)  # type: ignore[arg-type]
+
+
 def usable_cores(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:

@@ -74,7 +74,7 @@ class TorchRunner:
         self._clock = clock
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
-        self._frames: dict[int, Frame] = {}
+        self.frames: dict[int, Frame] = {}
         self._device = parts.lm_head.weight.device
         with torch.inference_mode():
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
@@ -167,7 +167,7 @@ class TorchRunner:
     # frames
 
     def accept(self, program: Program) -> None:
-        if program.frame_id in self._frames:
+        if program.frame_id in self.frames:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:
             request = self._requests[row.request_id]
@@ -176,7 +176,7 @@ class TorchRunner:
             if row.lo != request.kv.committed:
                 raise InvariantError(f"{row} starts off {request.kv.committed} (I2)")
         with torch.inference_mode():
-            self._frames[program.frame_id] = self._new_frame(program)
+            self.frames[program.frame_id] = self._new_frame(program)
 
     def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
@@ -196,7 +196,7 @@ class TorchRunner:
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        frame = self._frames[program.frame_id]
+        frame = self.frames[program.frame_id]
         with torch.inference_mode():
             return self._run(frame, program, start, stop)
 
@@ -228,7 +228,7 @@ class TorchRunner:
         return Index(op, pos)
 
     def finish(self, program: Program) -> list[Sampled]:
-        frame = self._frames.pop(program.frame_id)
+        frame = self.frames.pop(program.frame_id)
         top_k = self.shape.experts_per_token
         owed = top_k * program.tokens_of(OpKind.EXPERTS)
         if frame.slots_done != owed:
@@ -246,7 +246,7 @@ class TorchRunner:
     def split(self, program: Program, index: Index) -> None:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
-        frame = self._frames.pop(program.frame_id)
+        frame = self.frames.pop(program.frame_id)
         with torch.inference_mode():
             self._keep(frame, index)
 
@@ -268,12 +268,12 @@ class TorchRunner:
             request.kept = Kept(row.lo, row.hi, layer, x)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
-        frame = self._frames[program.frame_id]
+        frame = self.frames[program.frame_id]
         frame.dead.add(request_id)
         frame.forget_steps()
 
     def drop(self, program: Program) -> None:
-        self._frames.pop(program.frame_id, None)
+        self.frames.pop(program.frame_id, None)
 
     # ops
 
@@ -459,7 +459,7 @@ class TorchRunner:
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
         """The tensors of a parked frame."""
-        return self._frames[program.frame_id].export()
+        return self.frames[program.frame_id].export()
 
     def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
         """Make the frame that `export_frame` described; its requests are there already."""
@@ -474,7 +474,7 @@ class TorchRunner:
                 frame.layer.work = work
             if index == program.end and frame.head is not None:
                 self._sample(frame, program.groups[program.ops[-1].group])
-        self._frames[program.frame_id] = frame
+        self.frames[program.frame_id] = frame
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """KV (committed or not) and hidden states of a request, and what describes them."""

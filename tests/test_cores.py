@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from qllm import QLLMEngine
-from qllm.cores import num_threads, usable_cores
+from qllm.cli import app
+from qllm.cores import num_threads, parse_threads, usable_cores
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
+from qllm.server.config import load_config
 
 
 @pytest.fixture
@@ -59,6 +62,20 @@ def test_threads_are_a_number_auto_or_left_to_torch() -> None:
             num_threads(wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="threads='many'"):
         QLLMEngine.from_pretrained("tiny", threads="many")  # type: ignore[arg-type]
+
+
+def test_threads_from_a_command_line_or_an_environment() -> None:
+    assert [parse_threads(text) for text in ("3", "auto")] == [3, usable_cores()]
+    for wrong in ("0", "-1", "many", "1.5", ""):
+        with pytest.raises(ConfigError, match="threads="):
+            parse_threads(wrong)
+    environ = {"QLLM_MODEL": "tiny", "QLLM_THREADS": "auto"}
+    assert load_config(None, environ, {}).threads == usable_cores()
+    with pytest.raises(ConfigError, match="threads='many'"):
+        load_config(None, environ | {"QLLM_THREADS": "many"}, {})
+    refused = CliRunner().invoke(app, ["run", "tiny", "Hi", "--threads", "0"])
+    assert refused.exit_code
+    assert "an integer >= 1, 'auto'" in " ".join(refused.output.split())
 
 
 @pytest.fixture

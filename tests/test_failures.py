@@ -81,7 +81,7 @@ def assert_clean(engine: QLLMEngine) -> None:
     assert not scheduler.requests
     assert not scheduler.frames
     assert not runner._requests
-    assert not runner._frames
+    assert not runner.frames
     assert not runner._sampler._requests
     assert not engine._host.handles
     assert not engine._host.loop.metrics._meters
@@ -173,7 +173,7 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
             def __call__(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
                 runner = engine._host.runner
                 out = out.clone()
-                for frame in runner._frames.values():
+                for frame in runner.frames.values():
                     program = frame.program
                     if not program.ops or frame.group is None:
                         continue

@@ -195,6 +195,28 @@ def test_stopping_at_every_boundary_changes_no_bit(family: str, dtype: str) -> N
     assert_same(list(parts.values()), list(whole.values()))
 
 
+def test_a_parked_frame_says_what_it_holds() -> None:
+    model = model_of("mixtral", "fp32")
+    runner, _ = runner_of(model)
+    fine(runner)
+    add(runner, 1, prompt_of(PROMPT))
+    program = compiled(runner, Row(1, 0, PROMPT, 0, LAYERS))
+    runner.accept(program)
+    stream = PROMPT * model.config.hidden_size * 4
+    index, held, poll = START, {}, Poll(1)
+    while (index := runner.run(program, index, poll)) != program.end:
+        op = program.ops[index.op]
+        held.setdefault(
+            (op.kind, op.layer, index.pos > 0), runner.frames[program.frame_id].num_bytes()
+        )
+    assert held[OpKind.ATTN, 1, False] == stream, "between layers: one residual stream, once"
+    slots = 2 * stream  # two experts per token
+    assert held[OpKind.EXPERTS, 1, True] >= 3 * stream + slots  # the stream, mid, input, slots
+    assert runner.frames[program.frame_id].head is not None
+    runner.finish(program)
+    assert not runner.frames
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_order_and_ranges_of_experts_change_no_bit(

@@ -139,8 +139,8 @@ def test_a_preemption_is_counted_once_however_often_it_is_scraped() -> None:
 
 def test_a_new_engine_counts_from_nothing_again() -> None:
     metrics = Metrics("m")
-    parked = {"state": "parked"}
-    for count, frames in ((5, [parked, parked]), (2, [{"state": "running"}, parked])):
+    parked, running = {"state": "parked", "bytes": 7}, {"state": "running", "bytes": 9}
+    for count, frames in ((5, [parked, parked]), (2, [running, parked])):
         latencies = [1.0] * count
         metrics.observe(
             {**IDLE, "num_preemptions": count, "preempt_latencies_ms": latencies,
@@ -152,6 +152,7 @@ def test_a_new_engine_counts_from_nothing_again() -> None:
     assert known["qllm:preempt_latency_seconds_count"][0][1] == 7
     assert known["qllm:expert_bytes_read_total"][0][1] == 700
     assert known["qllm:num_frames_parked"][0][1] == 1
+    assert known["qllm:frames_parked_bytes"][0][1] == 7
     assert {labels["class"]: value for labels, value in known["qllm:request_ring_usage_perc"]} == {
         "LS": 0.25, "BE": 0.5,
     }  # fmt: skip

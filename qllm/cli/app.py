@@ -8,6 +8,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from qllm.cores import parse_threads
 from qllm.errors import ConfigError, QllmError
 
 _P = ParamSpec("_P")
@@ -70,7 +71,14 @@ def parse_setting(text: str) -> tuple[str, Any]:
 Policies = Annotated[
     str, typer.Option(help="Which ones to compare, with commas between; see `qllm policies`.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads that torch computes with.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_threads,
+        metavar="NUMBER|auto",
+        help="Threads to compute with; auto takes the cores that this process may use.",
+    ),
+]
 
 
 def print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

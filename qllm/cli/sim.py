@@ -7,7 +7,7 @@ import typer
 
 from qllm.errors import ConfigError
 
-from .app import app, clean, parse_setting, print_table, quiet
+from .app import Threads, app, clean, parse_setting, print_table, quiet
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
@@ -277,7 +277,7 @@ def calibrate(
         str, typer.Argument(help="300m or 1m (random weights), an alias, a folder or a hub id.")
     ],
     out: Annotated[Path, typer.Option(help="The cost file to write.")] = Path("costs.json"),
-    threads: Annotated[int, typer.Option(min=1, help="Threads that torch computes with.")] = 1,
+    threads: Threads = 1,
     rounds: Annotated[int, typer.Option(min=1, help="How often every load is measured.")] = 2,
     setting: Settings = None,
 ) -> None:

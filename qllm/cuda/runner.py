@@ -194,7 +194,7 @@ class CudaRunner(TorchRunner):
             kv.reach(row.hi)
 
     def drop(self, program: Program) -> None:
-        frame = self._frames.get(program.frame_id)
+        frame = self.frames.get(program.frame_id)
         self._pending.pop(program.frame_id, None)
         super().drop(program)
         if frame is None:
@@ -214,7 +214,7 @@ class CudaRunner(TorchRunner):
                 lane.loaded = None
 
     def split(self, program: Program, index: Index) -> None:
-        frame = self._frames[program.frame_id]
+        frame = self.frames[program.frame_id]
         super().split(program, index)
         for lane in self._lanes():
             lane.forget(frame)
@@ -277,7 +277,7 @@ class CudaRunner(TorchRunner):
     # running
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        frame = self._frames[program.frame_id]
+        frame = self.frames[program.frame_id]
         with torch.inference_mode():
             return self._run_to(frame, len(program.ops), start, stop)
 
@@ -456,7 +456,7 @@ class CudaRunner(TorchRunner):
         Raises:
             ValueError: The logits of a live request hold NaN or no finite maximum.
         """
-        frame = self._frames[program.frame_id]
+        frame = self.frames[program.frame_id]
         pending = self._pending.pop(program.frame_id, None)
         if pending is not None:
             request_ids, positions, tokens, peaks = pending

@@ -123,6 +123,20 @@ class Frame:
             self._tokens[group] = found
         return self._tokens[group]
 
+    def num_bytes(self) -> int:
+        """Bytes of the activations it holds: residual streams, and the layer or head it is in.
+
+        Callable from any thread: of a frame that runs it is a moment's value.
+        """
+        layer, head = self.layer, self.head
+        held = [self.x_TD, self.master_TD, layer.mid_TD, layer.next_TD]
+        held += [layer.experts_x_TD, layer.weights_TK]
+        for routed in list(layer.routed.values()):
+            held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
+        held.append(None if layer.work is None else layer.work.slots_SD)
+        held += [] if head is None else [head.x_BD, *head.blocks]
+        return sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
+
     def flush(self) -> None:
         """Put the active rows back into `master_TD`."""
         if self.group is None or self.x_TD is None:

@@ -7,8 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from qllm.cores import num_threads, parse_threads
 from qllm.errors import ConfigError
 
 PREFIX = "QLLM_"
@@ -47,8 +48,8 @@ class ServerConfig(BaseModel):
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`."""
     dtype: str = "auto"
-    threads: int | None = Field(None, ge=1)
-    """Threads that torch computes with."""
+    threads: int | None = None
+    """Threads to compute with; "auto" becomes the cores that the server may use."""
     trust_remote_code: bool = False
     state_dir: Path | None = None
     """Folder of the batch API's files and database; without one there is no batch API."""
@@ -94,6 +95,11 @@ class ServerConfig(BaseModel):
     hang_s: float = Field(300, ge=0)
     """An engine with work that does not come round for so long is killed; 0 never does."""
     log_format: Literal["text", "json"] = "text"
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _count_threads(cls, value: Any) -> int | None:
+        return parse_threads(value) if isinstance(value, str) else num_threads(value)
 
     @property
     def model_name(self) -> str:

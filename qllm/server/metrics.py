@@ -94,6 +94,9 @@ class Metrics:
             "request_ring_usage_perc", "Part of a request ring not taken yet, 0 to 1", "class"
         )
         self._frames = self._gauge("num_frames_parked", "Passes that stopped and go on later")
+        self._frame_bytes = self._gauge(
+            "frames_parked_bytes", "Activations that they hold; their KV is in kv_cache_usage_perc"
+        )
         self._expert_bytes = self._counter(
             "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
         )
@@ -163,6 +166,9 @@ class Metrics:
         self._expert_bytes.labels(self._model).inc(more)
         self._frames.labels(self._model).set(
             sum(frame["state"] == "parked" for frame in stats["frames"])
+        )
+        self._frame_bytes.labels(self._model).set(
+            sum(frame["bytes"] for frame in stats["frames"] if frame["state"] == "parked")
         )
         for name, use in stats.get("ring_use", {}).items():
             self._rings.labels(self._model, name).set(use)
