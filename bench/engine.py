@@ -356,7 +356,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3,4")
     parser.add_argument("--policies", default="", help=f"of the mixed row: {', '.join(SETUPS)}")
     parser.add_argument(
-        "--max-step-tokens", type=int, help="of the mixed row, for every policy (sweep it)"
+        "--max-step-tokens",
+        type=int,
+        default=384,
+        help="of the mixed row, for every policy (sweep it)",
     )
     parser.add_argument("--rounds", type=int, default=10, help="pairs of the paired rows")
     parser.add_argument("--threads", type=int, default=1)

@@ -46,14 +46,21 @@ ENGINE_NOTES = """
   in the same run; **BE** has 40 prompts of 256-2,048 tokens waiting at all times. `priority` is
   `qllm2` at grain STEP: the same order, budget and stall bound, without preemption inside a
   step. `fcfs` and `ls-first` have no budget.
+- **Tokens per step** are the knob of this row, the same for every policy, because they set how
+  long `priority` makes an arrival wait: at 256 it waits less (predicted by the simulator: TTFT
+  p99 1.7 times ours, BE 1.03 of its), at 512 more (3.2 times, BE 0.93), at the engine's default
+  of 4,096 most (14 times, BE 0.65, measured with an older budget). `qllm2` does not depend on it.
+- **What BE pays**: `ls-first` gives BE twice the tokens of `qllm2`, at four times the LS TTFT and
+  seven times the LS TPOT. `ride_frac` moves along that line; a TPOT target of the requests
+  replaces it.
 - **Capacity** is measured with many LS requests at once. At 40 % of it LS is nearly always
   decoding, one or a few rows at a time, so there is little idle time for BE to harvest: BE gets
   what the budget leaves.
 - **The decode row** is the tuned path: our own bf16 kernels, whose last bits may differ from
   Hugging Face's. The floor is the fastest read of 2 GiB on huge pages in the same run. With
   Hugging Face's own submodules (`kernels="reference"`) a step takes 22-25 ms here.
-- **Cuts cost prefill throughput.** The rows on cuts say how much; `max_segment_ms=float("inf")`
-  removes them.
+- **Cuts** cost prefill throughput, as the rows on cuts say; `max_segment_ms=float("inf")` removes
+  them.
 - **Time added per preemption** is parking, resuming, and what the BE program finds cold afterwards:
   an LS prefill reads nearly all experts, so nothing of BE's stays in the caches. The LS request's
   own admission, decision and end are beside it.
