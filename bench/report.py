@@ -3,8 +3,8 @@
     python bench/report.py
 
 Every number of the page is read from `bench/results/`: what `bench/engine.py`,
-`bench/ablation.py` and `bench/peers.py` wrote. Rows that miss their target are marked, and listed
-on top.
+`bench/ablation.py`, `bench/peers.py` and `bench/validate_sim.py` wrote. Rows that miss their
+target are marked, and listed on top.
 """
 
 import json
@@ -14,11 +14,14 @@ from typing import Any
 
 from fronts import ALONE, points_of
 from pareto import draw
+from validate_sim import BOUND, NUMBERS
+from validate_sim import draw as draw_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURE = ROOT / "docs" / "images" / "policies.png"
+SIM_FIGURE = ROOT / "docs" / "images" / "validate_sim.png"
 
 HEAD = """# Benchmarks
 
@@ -266,9 +269,36 @@ def peers_part(document: dict[str, Any]) -> list[str]:
     return [*lines, *_table(document["lines"])]
 
 
+def simulator_part(document: dict[str, Any]) -> list[str]:
+    """What `bench/validate_sim.py` compared, and its figure."""
+    config, policies = document["config"], document["policies"]
+    draw_predictions(policies, str(SIM_FIGURE))
+    lines = [
+        "",
+        "## The simulator against the engine",
+        "",
+        f"- {_machine(document)}",
+        f"- {config['model']}, one load of {config['seconds']:.0f} s per policy, seed "
+        f"{config['seed']}, {config['ls_requests']} LS requests, {config['be_depth']} BE jobs "
+        "always there; predicted from a calibration of the same machine",
+        "",
+        f"![Predicted against measured](images/{SIM_FIGURE.name})",
+        "",
+        "| policy | number | measured | predicted | error | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for policy, numbers in policies.items():
+        for name, n in numbers.items():
+            ok = _mark(None if n["error"] is None else abs(n["error"]) <= BOUND)
+            found = f"{_number(n, 'measured')} | {_number(n, 'predicted')} | {n['error']:+.0%}"
+            lines.append(f"| {policy} | {NUMBERS[name]} | {found} | {ok} |")
+    return lines
+
+
 PARTS = {
     "policies-cpu.json": policies_part,
     "peers-cpu.json": peers_part,
+    "validate_sim.json": simulator_part,
     "engine-cpu.json": engine_part,
 }
 
