@@ -183,9 +183,12 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
         line = np.array([low, high])
         ax.fill_between(line, line * (1 - BOUND), line * (1 + BOUND), color="#e8eef5")
         ax.plot(line, line, color="#8a8a8a", linewidth=1)
-        for x, y, policy in points:
+        for i, (x, y, policy) in enumerate(points):
             ax.plot(x, y, "o", color="#d1495b")
-            ax.annotate(policy, (x, y), xytext=(6, -3), textcoords="offset points", fontsize=9)
+            place: dict[str, Any] = {"xytext": (6, -3)}
+            if i % 2 == 0:  # neighbours do not cover each other
+                place = {"xytext": (0, 7), "ha": "center"}
+            ax.annotate(policy, (x, y), textcoords="offset points", fontsize=9, **place)
         ax.set(
             xscale="log",
             yscale="log",
