@@ -14,9 +14,11 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.plan import Plan
 from qllm.policy import View, next_row
 from qllm.types import Cap
+from qllm_policies.qllm2 import Qllm2
 
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
 LONG = SamplingParams(temperature=0, ignore_eos=True)
+POISON = 77
 
 
 class FileGate:
@@ -43,6 +45,26 @@ class Crash(FileGate):
         if os.path.exists(self.path):
             raise SystemExit("enough")
         return super().plan(view)
+
+
+class Poisoned(Qllm2):
+    """Ends its process when a request with a prompt of `POISON` tokens comes."""
+
+    def rank(
+        self,
+        arrival_ns: int,
+        priority: int,
+        deadline_ns: int,
+        prompt_tokens: int,
+        done_tokens: int,
+        served_ns: int,
+        now_ns: int,
+    ) -> tuple[int, int]:
+        if prompt_tokens == POISON:
+            os._exit(3)
+        return super().rank(
+            arrival_ns, priority, deadline_ns, prompt_tokens, done_tokens, served_ns, now_ns
+        )
 
 
 class Unpicklable(FileGate):

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from hosts import is_alive, pid_of
+from hosts import POISON, Poisoned, is_alive, pid_of
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until
@@ -84,6 +84,27 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None
         assert served.metric("qllm:engine_restarts_total") == 1
         assert served.metric("qllm:engine_up") == 1
         whole.close()
+        served.front.engine.close()
+
+
+@pytest.mark.slow
+def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
+    make = partial(tiny_engine, policy=Poisoned(), **SETTINGS)
+    settings = {"state_dir": tmp_path, "restart_backoff_s": 0, "batch_concurrency": 4}
+    with serving(make(), make, **settings) as served, served.client() as client:
+        lines = [line(n, max_tokens=20, ignore_eos=True) for n in range(12)]
+        lines[5] = line(5, prompt=[9] * POISON)
+        batch = ended(client, start(client, lines).id, 120)
+        counts = {"total": 12, "completed": 11, "failed": 1}
+        assert batch.request_counts.model_dump() == counts
+        (failed,) = records(client, batch.error_file_id)
+        assert failed["custom_id"] == "line-5"
+        assert failed["response"]["status_code"] == 500
+        error = failed["response"]["body"]["error"]
+        assert error["code"] == "engine_ended"
+        assert "ended 2 times while it answered this line" in error["message"]
+        assert served.metric("qllm:engine_restarts_total") == 2
+        until(lambda: is_ready(served), 60)
         served.front.engine.close()
 
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ MAX_ERRORS = 100
 """Most errors of a wrong file that are told."""
 LINES_AT_ONCE = 64
 """Read from a file at a time."""
+MOST_DEATHS = 2
+"""Engines that may die under a line: the first perhaps of another one, the next of this alone."""
 RETRY_S = 0.5
 """Between two tries when the engine's queue is full or there is no engine."""
 
@@ -116,13 +119,18 @@ class Worker:
     """Answers the lines of all unfinished batches. Lives on one event loop.
 
     Lines without an answer outlive the engine: they wait for the next one, and what is left when
-    the server ends stays for the next server.
+    the server ends stays for the next server. Those that an engine died under are asked one by
+    one, without other lines; one that ends an engine again has failed.
     """
 
     def __init__(self, front: Front, store: Store) -> None:
         self._front = front
         self._store = store
         self._seats = asyncio.Semaphore(front.config.batch_concurrency)
+        self._door = asyncio.Lock()
+        """Held by whoever takes seats: a line that needs all of them gets them."""
+        self._deaths = Counter[tuple[str, int]]()
+        """Engines that died under a line, by batch and line."""
         self._batches: dict[str, asyncio.Task[None]] = {}
         self._stopper: asyncio.Task[None] | None = None
 
@@ -224,23 +232,44 @@ class Worker:
     async def _start_line(
         self, batch: Row, number: int, text: bytes, running: set[asyncio.Task[None]]
     ) -> None:
-        await self._seats.acquire()
+        seats = 1
+        if self._deaths[batch["id"], number]:
+            seats = self._front.config.batch_concurrency
+        await self._take(seats)
         task = asyncio.create_task(self._line(batch, number, text))
-        task.add_done_callback(lambda _: self._seats.release())
+        task.add_done_callback(lambda _: self._give_back(seats))
         failed = [t for t in running if t.done()]
         running.difference_update(failed)
         running.add(task)
         for old in failed:
             old.result()
 
+    async def _take(self, seats: int) -> None:
+        taken = 0
+        try:
+            async with self._door:
+                for _ in range(seats):
+                    await self._seats.acquire()
+                    taken += 1
+        except BaseException:
+            self._give_back(taken)
+            raise
+
+    def _give_back(self, seats: int) -> None:
+        for _ in range(seats):
+            self._seats.release()
+
     async def _line(self, batch: Row, number: int, text: bytes) -> None:
-        line = json.loads(text)
+        line, place = json.loads(text), (batch["id"], number)
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
-            status, body = 200, await self._ask(batch["endpoint"], line["body"])
+            status, body = 200, await self._ask(batch["endpoint"], line["body"], place)
         except ApiError as error:
             if error.status_code == 503:
-                raise _EngineGoneError from error
+                if self._deaths[place] < MOST_DEATHS:
+                    raise _EngineGoneError from error
+                text_ = f"the engine ended {MOST_DEATHS} times while it answered this line: {error}"
+                error = ApiError(500, text_, code="engine_ended")
             status, body = error.status_code, error.body()
         except Exception as error:  # noqa: BLE001 - logged; it is the answer of this line
             _log.exception("a line of batch %s failed", batch["id"])
@@ -256,8 +285,11 @@ class Worker:
             asyncio.to_thread(self._store.answer, batch["id"], number, status == 200, record)
         )
         self._front.metrics.batch_line(status)
+        self._deaths.pop(place, None)
 
-    async def _ask(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(
+        self, endpoint: str, body: dict[str, Any], place: tuple[str, int]
+    ) -> dict[str, Any]:
         ask, writer = prepare(self._front, endpoint, body)
         while True:
             try:
@@ -271,6 +303,10 @@ class Worker:
         try:
             writer.serve(answer.served, None)
             return await complete(answer, writer)
+        except ApiError as error:
+            if error.status_code == 503 and not self._front.draining.is_set():
+                self._deaths[place] += 1
+            raise
         finally:
             answer.close()
 
