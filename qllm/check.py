@@ -246,7 +246,7 @@ class Watched(Scheduler):
             raise self._broken(f"changes requests or frames in {where}; a view is read-only")
 
     def _state(self) -> list[Any]:
-        state: list[Any] = [self.pool.num_free, self.ride_credit_ns, *self.suspects]
+        state: list[Any] = [self.pool.num_free, *self.riding, *self.suspects]
         for request in self.requests.values():
             state += [getattr(request, name) for name in _FIELDS]
             state.append(tuple(request.block_table))

@@ -154,7 +154,7 @@ def _state(scheduler: Scheduler | NativeScheduler) -> dict[str, Any]:
         "requests": requests,
         "frames": list(scheduler.frames.items()),
         "running": scheduler.running,
-        "ride_credit_ns": scheduler.ride_credit_ns,
+        "riding": scheduler.riding,
         "suspects": scheduler.suspects,
         "num_free": scheduler.pool.num_free,
     }

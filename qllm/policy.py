@@ -153,6 +153,8 @@ class View:
     max_segment_ns: int
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
+    ride_margin_ns: int
+    """What of a gap under a TPOT target is left free for what predictions miss."""
     capabilities: Cap
     """What the engine can do, for policies that `want` more than they need."""
     cuts: CutRule | None

@@ -30,7 +30,8 @@ from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.ranking import Ranking
 from qllm.request import Request
-from qllm.shapes import ride_credit_ns, shape_plan
+from qllm.riding import Riding, settle
+from qllm.shapes import shape_plan
 from qllm.types import NS_PER_S, Cap, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule, check_state, malformed, refuse_policy
 from qllm.victims import BadVictimError, victims_for
@@ -53,7 +54,7 @@ class Scheduler:
         self.frames: dict[FrameId, Parked] = {}
         self.running: Parked | None = None
         self.costs: CostTable = NO_COSTS
-        self.ride_credit_ns = 0
+        self.riding = Riding()
         self.suspects: list[RequestId] = []
         """Requests of a frame that raised; rerun one by one, before anything else."""
         self._next_frame_id = 0
@@ -182,7 +183,8 @@ class Scheduler:
             costs=self.costs,
             finest_grain=self.limits.grain,
             max_segment_ns=self.limits.max_segment_ns,
-            ride_credit_ns=self.ride_credit_ns,
+            ride_credit_ns=self.riding.credit_ns,
+            ride_margin_ns=self.riding.margin_ns,
             capabilities=CAPABILITIES,
             cuts=self.cuts if self.limits.batch_invariant else None,
         )
@@ -420,9 +422,7 @@ class Scheduler:
             self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
             return
         assert ranking is not None
-        self.ride_credit_ns = ride_credit_ns(
-            self.ride_credit_ns, ranking, self.costs, program, done, elapsed_ns
-        )
+        self.riding = settle(self.riding, ranking, self.costs, program, done, elapsed_ns)
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
         """The running program reached its end; `sampled` requests have one more token."""

@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import cached_property
 from heapq import merge
 
-from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Program, Row
+from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
 from qllm.policy import (
     NO_DEADLINE,
-    CostTable,
     FrameView,
     Groups,
     RankPolicy,
@@ -27,6 +26,7 @@ from qllm.policy import (
     next_row,
 )
 from qllm.ranking import Ranked, Ranking
+from qllm.riding import RIDE_CAP, ride_allowance_ns, tpot_target_ns
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS
@@ -36,51 +36,6 @@ GOOD_SLICE_NS = 10 * NS_PER_MS
 a millisecond."""
 MIN_CHUNK = 32
 """Tokens of the smallest prefill step made to fit a slice."""
-RIDE_CAP = 8
-"""Most allowances that are saved up; one decode step of the best tier earns one."""
-
-
-def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[RequestView]) -> int:
-    """Time that worse tiers may take per step of these decoding requests."""
-    predicted = costs.decode(len(decoding))
-    targets = [int(r.slo.tpot_ms * NS_PER_MS) for r in decoding if r.slo.tpot_ms is not None]
-    if targets:
-        return max(0, min(targets) - predicted)
-    return int(predicted * policy.ride.frac)
-
-
-def ride_credit_ns(
-    credit_ns: int,
-    ranking: Ranking,
-    costs: CostTable,
-    program: Program,
-    done: bool,
-    elapsed_ns: int,
-) -> int:
-    """The ride credit after a run: earned by decodes of the best tier, spent by the others.
-
-    Args:
-        credit_ns: Before the run.
-        ranking: The order after it.
-        costs: Predicts what the decodes would have taken alone.
-        program: What ran.
-        done: Whether it reached its end.
-        elapsed_ns: For how long it ran.
-    """
-    tiers = ranking.tiers
-    if len(tiers) < 2:
-        return 0
-    best = {x.request_id: x.request for x in ranking.admitted if x.tier == tiers[0]}
-    decoding = [best[i] for i in program.request_ids if i in best]
-    if not decoding:
-        return credit_ns - elapsed_ns
-    if not done or not all(r.is_decoding for r in decoding):
-        return credit_ns
-    allowance = ride_allowance_ns(ranking.policy, costs, decoding)
-    credit_ns += allowance
-    if len(decoding) < len(program.rows):
-        credit_ns -= max(0, elapsed_ns - costs.decode(len(decoding)))
-    return min(credit_ns, RIDE_CAP * allowance)
 
 
 class _Batch:
@@ -406,11 +361,12 @@ class _Shaper:
         """
         decoding = [self.view.by_id[row.request_id] for row in best.rows]
         allowance = ride_allowance_ns(self.policy, self.view.costs, decoding)
-        slice_ns = self.view.ride_credit_ns
-        if any(r.slo.tpot_ms is not None for r in decoding):  # no gap may be over the target
-            slice_ns = min(slice_ns, max(MIN_SLICE_NS, allowance))
+        slice_ns, room_ns = self.view.ride_credit_ns, NO_DEADLINE
+        if tpot_target_ns(decoding) is not None:  # no gap may be over the target
+            room_ns = max(0, allowance - self.view.ride_margin_ns)
+            slice_ns = min(slice_ns, max(MIN_SLICE_NS, room_ns))
         for tier in worse:
-            joining = self.joining(best, tier)
+            joining = self.joining(best, tier, room_ns)
             other = self.other_work(best, tier, len(joining), slice_ns)
             if not joining and other is None:
                 continue
@@ -424,8 +380,8 @@ class _Shaper:
             return replace(other, slice_ns=min(slice_ns, other.slice_ns or NO_DEADLINE))
         return best
 
-    def joining(self, best: Plan, tier: int) -> list[Row]:
-        """Decode rows of a worse tier for which the best tier leaves seats and KV."""
+    def joining(self, best: Plan, tier: int, room_ns: int) -> list[Row]:
+        """Decode rows of a worse tier for which the best tier leaves seats, KV and time."""
         rows: list[Row] = []
         batch = _Batch(self.view, 0)
         for x in self.decodes[tier]:
@@ -434,6 +390,8 @@ class _Shaper:
             if batch.free_blocks < 0 or len(best.rows) + len(batch.rows) > self.view.max_num_seqs:
                 break
             rows.append(row)
+        while rows and self.extra_ns(len(best.rows), len(rows)) > room_ns:
+            rows.pop()
         return rows
 
     def other_work(self, best: Plan, tier: int, num_joining: int, slice_ns: int) -> Plan | None:

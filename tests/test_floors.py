@@ -17,7 +17,7 @@ DEVICE = {"accelerate", "cuda", "cupy", "nixl", "numba", "torch", "transformers"
 
 F0 = {"types", "errors", "config"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
-F1 |= {"compile", "costs", "decision", "ranking", "validate", "victims"}
+F1 |= {"compile", "costs", "decision", "ranking", "riding", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint", "cuda"}
 NATIVE = {"device"}

@@ -17,11 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qllm import trace
 from qllm.check import LIMITS, SHAPE, Watched, World, watch
 from qllm.check import overload as overloaded_world
+from qllm.compile import compile_program
 from qllm.errors import ConfigError
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import CostTable, RankPolicy, View, next_row
-from qllm.shapes import GOOD_SLICE_NS, MIN_CHUNK, ride_allowance_ns, shape_plan
+from qllm.ranking import Ranking
+from qllm.riding import Riding, ride_allowance_ns, settle
+from qllm.shapes import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
 from qllm.sim import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
@@ -407,7 +410,7 @@ def test_nobody_rides_on_credit_that_is_not_there() -> None:
     world.step()
     scheduler = world.scheduler
     for credit_ms, rides in ((-20, False), (0, False), (200, True)):
-        scheduler.ride_credit_ns = credit_ms * NS_PER_MS
+        scheduler.riding = Riding(credit_ms * NS_PER_MS)
         plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
         assert [row.request_id for row in plan.rows] == [batch if rides else chat]
         assert plan.slice_ns is None or plan.slice_ns <= max(1, credit_ms) * NS_PER_MS
@@ -426,7 +429,7 @@ def test_credit_is_saved_up_to_a_slice_that_is_worth_the_switch() -> None:
         8 * ride_allowance_ns(Qllm2(), scheduler.costs, [scheduler.requests[chat]]) > GOOD_SLICE_NS
     )
     for credit_ns, rides in ((GOOD_SLICE_NS - 1, False), (GOOD_SLICE_NS, True)):
-        scheduler.ride_credit_ns = credit_ns
+        scheduler.riding = Riding(credit_ns)
         plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
         assert [row.request_id for row in plan.rows] == [batch if rides else chat]
     world.run()
@@ -443,7 +446,7 @@ def test_a_slice_beside_decodes_with_a_target_fits_the_target(grain: Grain) -> N
     world.step()
     spare_ns = 30 * NS_PER_MS
     target_ms = (scheduler.costs.decode(1) + spare_ns) / NS_PER_MS
-    scheduler.ride_credit_ns = 8 * spare_ns
+    scheduler.riding = Riding(8 * spare_ns)
     for slo, most_ns in ((Slo(), 8 * spare_ns), (Slo(tpot_ms=target_ms), spare_ns)):
         scheduler.requests[chat].slo = slo
         plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
@@ -457,6 +460,58 @@ def test_a_slice_beside_decodes_with_a_target_fits_the_target(grain: Grain) -> N
     world.run()
 
 
+@pytest.mark.parametrize("prompts", [(900,) * 6, (40,) * 40])
+def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) -> None:
+    world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
+    chat = world.submit(LS, 10, 400)
+    for _ in range(3):
+        world.step()
+    scheduler = world.scheduler
+    request = scheduler.requests[chat]
+    target_ns = 2 * scheduler.costs.decode(1)
+    request.slo = Slo(tpot_ms=target_ns / NS_PER_MS)
+    batch = [world.submit(BE, length, 30) for length in prompts]
+    gaps, last_ns = [], request.last_token_ns
+    while chat not in world.finished:
+        world.step()
+        if request.last_token_ns != last_ns:
+            gaps.append((request.last_token_ns or 0) - (last_ns or 0))
+            last_ns = request.last_token_ns
+    assert sum(gap > target_ns for gap in gaps) <= 0.03 * len(gaps)
+    assert sum(gaps) > 1.2 * len(gaps) * min(gaps), "nobody rode"
+    assert any(number in world.finished or scheduler.requests[number].served_ns for number in batch)
+    world.run()
+    finished_well(world)
+
+
+def test_the_margin_follows_the_gaps() -> None:
+    world = World(Qllm2(), costs=SLOW)
+    chat = world.submit(LS, 10, 40, slo=Slo(tpot_ms=80.0))
+    world.submit(BE, 10, 40)
+    while not all(r.is_decoding for r in world.scheduler.requests.values()):
+        world.step()
+    scheduler = world.scheduler
+    ranking = Ranking(scheduler.policy, scheduler.requests.values())
+    ranking.update(world.clock())
+    plan = Plan(rows=(next_row(scheduler.requests[chat], scheduler.view(0)),))
+    decode = compile_program(
+        plan, frame_id=1, samples=[True], shape=scheduler.shape, cuts=scheduler.cuts
+    )
+
+    def after(riding: Riding, elapsed_ms: int) -> Riding:
+        return settle(riding, ranking, scheduler.costs, decode, True, elapsed_ms * NS_PER_MS)
+
+    nobody_rode = after(Riding(margin_ns=7), 90)
+    assert nobody_rode.margin_ns == 7
+    late = after(Riding(margin_ns=512, spent_ns=41 * NS_PER_MS), 40)
+    assert (late.margin_ns, late.spent_ns) == (512 + 10 * NS_PER_MS, 0)
+    assert after(Riding(margin_ns=512, spent_ns=40 * NS_PER_MS), 40).margin_ns == 511
+    assert (
+        after(Riding(margin_ns=79 * NS_PER_MS, spent_ns=NS_PER_MS), 80).margin_ns == 80 * NS_PER_MS
+    )
+    world.run()
+
+
 def test_the_ride_credit_is_gone_when_one_tier_is_left() -> None:
     world = World(Qllm2(ride_frac=1.0), costs=SLOW)
     world.submit(LS, 10, 6)
@@ -464,7 +519,7 @@ def test_the_ride_credit_is_gone_when_one_tier_is_left() -> None:
     while len(world.finished) < 1:
         world.step()
     world.step()
-    assert world.scheduler.ride_credit_ns == 0
+    assert world.scheduler.riding.credit_ns == 0
     world.cancel(batch)
     world.run()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 """Of everything in this file; the extension refuses a block of another version."""
 NONE = -(2**63)
 """A time or a threshold that is not set."""
@@ -119,7 +119,8 @@ _LIMITS += _numbers("max_step_tokens", "block_size", "finest_grain", "max_segmen
 _POLICY = _numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
 _POLICY += _numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
 _POLICY += _numbers("max_be_stall_ms")
-_COUNTERS = _numbers("ride_credit_ns", "idle_since_ns", "num_live", "num_free")
+_COUNTERS = _numbers("ride_credit_ns", "ride_margin_ns", "ride_spent_ns", "idle_since_ns")
+_COUNTERS += _numbers("num_live", "num_free")
 _COUNTERS += _numbers("free_request", "free_frame", "next_frame_id", "epoch", "num_odd")
 _COUNTERS += _numbers("running", "num_parked", "num_admitted", "num_waiting", "num_unranked")
 _COUNTERS += _numbers("num_suspects", "num_effects")

@@ -31,6 +31,7 @@ from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyErro
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy
 from qllm.request import Request
+from qllm.riding import Riding
 from qllm.types import NS_PER_MS, NS_PER_S, FrameId, Frontier, Grain, RequestId
 from qllm.validate import check_state
 
@@ -149,9 +150,9 @@ class NativeScheduler:
         self._costs = table
 
     @property
-    def ride_credit_ns(self) -> int:
-        """Time that worse tiers may take from decoding requests of the best tier right now."""
-        return self.block.get("ride_credit_ns")
+    def riding(self) -> Riding:
+        """What other tiers may take from decoding requests of the best tier."""
+        return Riding(*(self.block.get(f"ride_{name}") for name in Riding._fields))
 
     @property
     def suspects(self) -> list[RequestId]:

@@ -378,7 +378,7 @@ struct Scheduler : Ranking {
   // Earn or spend the time that worse tiers may take from decoding requests.
   QLLM_HD void settle_ride(i32 frame, bool done, i64 elapsed_ns) {
     if (!has_two_tiers()) {
-      s->ride_credit_ns = 0;
+      s->ride_credit_ns = s->ride_spent_ns = 0;
       return;
     }
     const Frame& f = frames[frame];
@@ -395,13 +395,22 @@ struct Scheduler : Ranking {
     }
     if (!count) {
       s->ride_credit_ns -= elapsed_ns;
+      s->ride_spent_ns += elapsed_ns;
       return;
     }
     if (!done || !decoding) return;
     i64 allowance = ride_allowance_ns(*this, count, tpot_ns);
     i64 credit = s->ride_credit_ns + allowance;
-    if (count < f.num_rows) credit -= most<i64>(0, elapsed_ns - decode_cost(count));
+    bool joined = count < f.num_rows;
+    if (joined) credit -= most<i64>(0, elapsed_ns - decode_cost(count));
+    if (tpot_ns != kNone && (joined || s->ride_spent_ns)) {
+      if (s->ride_spent_ns + elapsed_ns > tpot_ns)
+        s->ride_margin_ns = least(tpot_ns, s->ride_margin_ns + tpot_ns / kMarginGrowth);
+      else
+        s->ride_margin_ns -= s->ride_margin_ns / kMarginDecay;
+    }
     s->ride_credit_ns = least(credit, kRideCap * allowance);
+    s->ride_spent_ns = 0;
   }
 
   // The running frame reached its end; return how many tokens its rows sampled.

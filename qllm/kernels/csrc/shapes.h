@@ -8,6 +8,8 @@ const i64 kMinSliceNs = kNsPerMs;
 const i64 kGoodSliceNs = 10 * kNsPerMs;
 const i64 kMinChunk = 32;
 const i64 kRideCap = 8;
+const i64 kMarginGrowth = 8;
+const i64 kMarginDecay = 512;
 
 // Rows of one step, and the seats, prefill tokens and blocks that they leave.
 struct Batch {
@@ -422,14 +424,16 @@ struct Shapes : Ranking {
       if (own != kNone) tpot_ns = tpot_ns == kNone ? own : least(tpot_ns, own);
     }
     i64 allowance = ride_allowance_ns(*this, best.num_rows, tpot_ns);
-    i64 slice_ns = s->ride_credit_ns;
-    if (tpot_ns != kNone) slice_ns = least(slice_ns, most(kMinSliceNs, allowance));
+    i64 slice_ns = s->ride_credit_ns, room_ns = kNoDeadline;
+    if (tpot_ns != kNone) {  // no gap may be over the target
+      room_ns = most<i64>(0, allowance - s->ride_margin_ns);
+      slice_ns = least(slice_ns, most(kMinSliceNs, room_ns));
+    }
     for (i32 t = next; t < num_tiers; t++) {
-      i32 joining = join(best.num_rows, t);
+      i32 joining = join(best.num_rows, t, room_ns);
       Plan other = other_work(best.num_rows + joining, t, slice_ns);
       if (!joining && !other.num_rows) continue;
-      i64 extra = decode_cost(best.num_rows + joining) - decode_cost(best.num_rows);
-      i64 worth = joining ? most<i64>(0, extra) : kGoodSliceNs;
+      i64 worth = joining ? extra_ns(best.num_rows, joining) : kGoodSliceNs;
       if (s->ride_credit_ns < most(kMinSliceNs, least(worth, kRideCap * allowance))) return best;
       if (!other.num_rows || (joining && waits_longer(joining, other))) {
         for (i32 i = 0; i < joining; i++) best_rows[best.num_rows + i] = joining_rows[i];
@@ -441,8 +445,12 @@ struct Shapes : Ranking {
     }
     return best;
   }
-  // Decode rows of a worse tier for which the best tier leaves seats and KV.
-  QLLM_HD i32 join(i32 num_best, i32 t) const {
+  // What more decode rows add to a step.
+  QLLM_HD i64 extra_ns(i32 num_rows, i32 num_more) const {
+    return most<i64>(0, decode_cost(num_rows + num_more) - decode_cost(num_rows));
+  }
+  // Decode rows of a worse tier for which the best tier leaves seats, KV and time.
+  QLLM_HD i32 join(i32 num_best, i32 t, i64 room_ns) const {
     Batch out = empty_batch(joining_rows, 0);
     i32 count = 0;
     for (i32 d = tiers[t].decodes; d < tiers[t].decodes_end; d++) {
@@ -451,6 +459,7 @@ struct Shapes : Ranking {
       if (out.free_blocks < 0) break;
       count++;
     }
+    while (count && extra_ns(num_best, count) > room_ns) count--;
     return count;
   }
   // A parked frame of the tier, or a prefill for which seats are left.

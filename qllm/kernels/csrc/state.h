@@ -3,7 +3,7 @@
 namespace qllm {
 typedef int i32;
 typedef long long i64;
-const i64 kVersion = 1;
+const i64 kVersion = 2;
 const i64 kNone = -9223372036854775807LL - 1;
 const i32 kCostLevels = 32;
 enum Kind { IDLE = 0, WAIT = 1, START = 2, RESUME = 3 };
@@ -135,6 +135,8 @@ struct State {
   i64 num_decode_ns;
   i64 prefill_token_ns;
   i64 ride_credit_ns;
+  i64 ride_margin_ns;
+  i64 ride_spent_ns;
   i64 idle_since_ns;
   i64 num_live;
   i64 num_free;
