@@ -6,6 +6,8 @@
 - interference: LS TTFT over HTTP at a steady rate, with processes that do nothing but burn CPU on
   the front end's core and without, in turn. Engines are pinned to `--engine-core`, everything
   else, this client and the hogs too, to `--front-core`.
+- vllm: the same for vLLM's CPU build with one thread, its engine pinned like ours; installed as
+  `bench/peers.py` does. What goes wrong is the row.
 - streams: CPU time of the front end with many streams open while the engine is stopped (SIGSTOP),
   so that nothing happens in any; then it goes on, and each must end.
 
@@ -33,9 +35,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 from qllm_serve import Serve, serving
+from servers import PEERS, InstallError, Place, free_port, installed
+from servers import serving as serving_peer
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.random_moe import make_random_moe
+from qllm.random_moe import cache_dir, make_random_moe
 
 PROMPT_TOKENS, MAX_TOKENS = 64, 4
 REACH = {"overhead_p50_ms": 3.0, "overhead_p99_ms": 10.0, "interference": 1.3, "idle_cores": 0.05}
@@ -134,7 +138,7 @@ def solo(model: str, threads: int, core: int | None) -> Iterator[Callable[[list[
         process.stdin.close()
 
 
-# -- the three rows
+# -- the rows
 
 
 async def overhead(args: argparse.Namespace, server: Serve, socket: str) -> dict[str, Any]:
@@ -178,13 +182,13 @@ def hogs(count: int, core: int | None) -> Iterator[None]:
             process.wait()
 
 
-async def at_rate(server: Serve, rate: float, seconds: float, rng: random.Random) -> list[float]:
+async def at_rate(url: str, rate: float, seconds: float, rng: random.Random) -> list[float]:
     """Open loop: TTFT of each request, counted from when it was due."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(due: float) -> float:
             late_ms = 1e3 * (time.perf_counter() - due)
-            return late_ms + await http_ttft_ms(session, server.url, prompt(rng))
+            return late_ms + await http_ttft_ms(session, url, prompt(rng))
 
         tasks: list[asyncio.Task[float]] = []
         start = due = time.perf_counter()
@@ -194,14 +198,14 @@ async def at_rate(server: Serve, rate: float, seconds: float, rng: random.Random
         return list(await asyncio.gather(*tasks))
 
 
-async def interference(args: argparse.Namespace, server: Serve) -> dict[str, Any]:
-    """Row 2."""
+async def interference(args: argparse.Namespace, url: str) -> dict[str, Any]:
+    """Row 2, of any server."""
     rng = random.Random(args.seed)
     found: dict[str, list[float]] = {"quiet": [], "hogged": []}
     for _ in range(args.turns):
         for name in found:
             with hogs(args.hogs if name == "hogged" else 0, args.front_core):
-                found[name] += await at_rate(server, args.rate, args.seconds / args.turns, rng)
+                found[name] += await at_rate(url, args.rate, args.seconds / args.turns, rng)
     ttft = {name: percentiles(values) for name, values in found.items()}
     return {
         "rate_per_s": args.rate,
@@ -210,6 +214,33 @@ async def interference(args: argparse.Namespace, server: Serve) -> dict[str, Any
         "ttft_ms": ttft,
         "p99_ratio": round(ttft["hogged"]["p99"] / ttft["quiet"]["p99"], 3),
     }
+
+
+def family(pid: int) -> Iterator[int]:
+    """The processes that a process started, and theirs."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield int(child)
+        yield from family(int(child))
+
+
+def vllm(args: argparse.Namespace) -> dict[str, Any]:
+    """Row 4: its server on the front end's core, the processes it starts on the engine's."""
+    peer = PEERS["vllm"]
+    try:
+        home = installed(peer, cache_dir() / "peers")
+        place = Place(home, Path(args.model), free_port(), args.threads)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # it inherits this
+        with (
+            tempfile.TemporaryDirectory(prefix="qllm-vllm-") as folder,
+            serving_peer(peer, place, Path(folder) / "log") as process,
+        ):
+            for pid in (os.getpid(), process.pid):
+                pin(pid, args.front_core)
+            for child in family(process.pid):
+                pin(child, args.engine_core)
+            return asyncio.run(interference(args, f"http://127.0.0.1:{place.port}"))
+    except InstallError as error:
+        return {"error": str(error)}
 
 
 async def streams(args: argparse.Namespace, server: Serve) -> dict[str, Any]:
@@ -272,6 +303,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "model": Path(args.model).name, "threads": args.threads,
         "cores": {"engine": args.engine_core, "front": args.front_core},
     }  # fmt: skip
+    wanted = set(args.rows.split(","))
     pin(os.getpid(), args.front_core)
     with tempfile.TemporaryDirectory(prefix="qllm-http-") as folder:
         socket = f"{folder}/engine"
@@ -282,12 +314,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             pin(server.engine_pid, args.engine_core)
             rows: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
                 "overhead": lambda: overhead(args, server, socket),
-                "interference": lambda: interference(args, server),
+                "interference": lambda: interference(args, server.url),
                 "streams": lambda: streams(args, server),
             }
-            for name in args.rows.split(","):
+            for name in wanted & rows.keys():
                 report[name] = asyncio.run(rows[name]())
                 print(name, json.dumps(report[name]), file=sys.stderr)
+    if "vllm" in wanted:
+        report["vllm"] = vllm(args)
+        print("vllm", json.dumps(report["vllm"]), file=sys.stderr)
     return {**report, "reach": REACH, "holds": holds(report)}
 
 
@@ -296,7 +331,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="alias or folder, instead of --size")
     parser.add_argument("--size", default="300m", help="of a random model")
-    parser.add_argument("--rows", default="overhead,interference,streams")
+    parser.add_argument("--rows", default="overhead,interference,streams,vllm")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0, help="per side of interference")
     parser.add_argument("--turns", type=int, default=4, help="of quiet and hogged")
