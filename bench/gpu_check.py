@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "in-place"
 MARK = "gpu-check-section "
-BUDGETS_S = {"tests": 90, "exact": 60, "kernels": 45, "qwen3": 165, "mixtral": 105}
+BUDGETS_S = {"tests": 75, "exact": 55, "kernels": 45, "qwen3": 165, "mixtral": 135}
 """Together less than 8 minutes."""
 DRY_PATIENCE = 10
 """Times the budget in a dry run: a busy CPU is no finding."""

@@ -21,6 +21,9 @@ from qllm import QLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 POLICIES = ("fcfs", "chunked-priority", "qllm2", "layered", "priority-layered")
+LOADED = POLICIES[:3]
+"""Compared at the loads of the paper's set-up, a fifth of the requests LS, batches of 32."""
+LOADS, LS_SHARE, BATCH = (0.7, 1.0, 1.3), 0.2, 32
 PEER_S = 30.0
 """Longest wait for the peer."""
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -167,11 +170,15 @@ def prompt(rng: random.Random, num: int, vocab: int) -> list[int]:
     return [rng.randrange(8, vocab) for _ in range(num)]
 
 
-def engine_of(part: Part, model: Any, policy: str) -> QLLMEngine:
+def engine_of(part: Part, model: Any, policy: str, batch: int = 32) -> QLLMEngine:
     """An engine as the benchmark serves with."""
-    tokens = 2048 if part.dry else 131072
     return QLLMEngine.from_model(
-        model, policy=policy, max_kv_tokens=tokens, conformance=False, max_step_tokens=2048
+        model,
+        policy=policy,
+        max_kv_tokens=2048 if part.dry else 131072,
+        max_num_seqs=batch,
+        max_step_tokens=2048,
+        conformance=False,
     )
 
 
@@ -209,10 +216,13 @@ def sizes_of(model: Any) -> dict[str, int]:
     return {"dense_bytes": dense, "vocab": model.config.vocab_size, "total_bytes": total}
 
 
-def mixed(part: Part, model: Any, policy: str, seconds: float, rate: float) -> dict[str, Any]:
-    """A BE backlog of long prompts, and LS requests at a rate, for some seconds."""
+def mixed(
+    part: Part, model: Any, policy: str, seconds: float, rate: float, *, alone: bool = False
+) -> dict[str, Any]:
+    """A BE backlog of long prompts (or LS `alone`), and LS requests at a rate, for some seconds."""
     rng, vocab = random.Random(2), model.config.vocab_size
     long, short, backlog = (40, 12, 2) if part.dry else (1500, 200, 12)
+    backlog = 0 if alone else backlog
     new = 6 if part.dry else 40
     with engine_of(part, model, policy) as engine:
         engine.submit(prompt(rng, short, vocab), "LS", new, sampling=GREEDY).result(120)
@@ -248,6 +258,56 @@ def mixed(part: Part, model: Any, policy: str, seconds: float, rate: float) -> d
         "joules": None if joules is None or spent is None else spent - joules,
         "preemptions": after["num_preemptions"] - before["num_preemptions"],
     }  # fmt: skip
+
+
+def capacity(part: Part, model: Any) -> dict[str, Any]:
+    """Requests per second with a full queue."""
+    rng, num = random.Random(3), 4 if part.dry else 3 * BATCH
+    with engine_of(part, model, "fcfs", BATCH) as engine:
+        for _ in range(2):  # the first warms up
+            begin = time.monotonic()
+            handles = [engine.submit(*job(part, rng, model)) for _ in range(num)]
+            for handle in handles:
+                handle.result(120)
+            took = time.monotonic() - begin
+    return {"requests": num, "requests_per_s": num / took}
+
+
+def job(part: Part, rng: random.Random, model: Any) -> tuple[list[int], str, int]:
+    """Prompt, class and output tokens of one request of the paper's mix."""
+    low, high, new = (8, 24, 4) if part.dry else (64, 512, 32)
+    ids = prompt(rng, rng.randint(low, high), model.config.vocab_size)
+    return ids, "LS" if rng.random() < LS_SHARE else "BE", new
+
+
+def loaded(part: Part, model: Any, policy: str, full_rate: float) -> dict[str, Any]:
+    """Open loop at parts of the capacity; who has no token yet has waited until the end."""
+    seconds, out = 1.0 if part.dry else 5.0, {}
+    with engine_of(part, model, policy, BATCH) as engine:
+        engine.submit(*job(part, random.Random(4), model)).result(120)
+        for load in LOADS[:1] if part.dry else LOADS:
+            rng, handles = random.Random(5), []
+            begin = due = time.monotonic()
+            while (due := due + rng.expovariate(load * full_rate)) < begin + seconds:
+                time.sleep(max(0.0, due - time.monotonic()))
+                handles.append((due, engine.submit(*job(part, rng, model))))
+            end = begin + seconds
+            time.sleep(max(0.0, end - time.monotonic()))
+            for _, handle in handles:
+                handle.cancel()
+            found = [(due, handle.result(60).metrics) for due, handle in handles]
+            ttft = [
+                1e3 * (end - due) if m.ttft_ms is None else m.ttft_ms
+                for due, m in found
+                if m.priority == 0
+            ]
+            tokens = sum(m.num_prefilled_tokens + m.num_output_tokens for _, m in found)
+            out[str(load)] = {
+                "requests": len(found), "ls_requests": len(ttft),
+                "ls_ttft_mean_ms": sum(ttft) / len(ttft) if ttft else None,
+                "tokens_per_s": tokens / seconds,
+            }  # fmt: skip
+    return out
 
 
 def _spin(until: float) -> None:
@@ -343,7 +403,8 @@ def big(part: Part, name: str) -> None:
     set_up = {"set_up_s": round(time.monotonic() - begin, 1), **sizes}
     part.section("model", lambda: set_up)
     part.section("decode", lambda: decode(part, model, sizes))
-    seconds, rate = (1.5, 4.0) if part.dry else (6.0, 8.0)
+    seconds, rate = (1.5, 4.0) if part.dry else (5.0, 8.0)
+    part.section("ls_alone", lambda: mixed(part, model, "qllm2", seconds, rate, alone=True))
     for policy in POLICIES[1:3] if part.dry else POLICIES:
         part.section(
             f"mixed_{policy}", lambda policy=policy: mixed(part, model, policy, seconds, rate)
@@ -352,6 +413,19 @@ def big(part: Part, name: str) -> None:
         part.section("interference", lambda: interference(part, model))
         part.section("peer_eager", lambda: peer(part, model, eager))
         part.section("peer_continuous_batching", lambda: peer(part, model, continuous))
+    else:
+        load_sections(part, model)
+
+
+def load_sections(part: Part, model: Any) -> None:
+    """The paper's set-up at parts of the measured capacity."""
+    full: dict[str, Any] = {}
+    part.section("capacity", lambda: full.setdefault("found", capacity(part, model)))
+    for policy in LOADED[:1] if part.dry else LOADED:
+        part.section(
+            f"load_{policy}",
+            lambda policy=policy: loaded(part, model, policy, full["found"]["requests_per_s"]),
+        )
 
 
 def kernels(part: Part) -> None:

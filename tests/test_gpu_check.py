@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import gpu_check  # noqa: E402 - bench is no package
 
-BIG = {"model", "decode", "mixed_chunked-priority", "mixed_qllm2"}
+BIG = {"model", "decode", "ls_alone", "mixed_chunked-priority", "mixed_qllm2"}
+LOADS = {"capacity", "load_fcfs"}
 PEERS = {"interference", "peer_eager", "peer_continuous_batching"}
 
 
@@ -55,7 +56,7 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     found = dry_run(tmp_path, *gpu_check.BUDGETS_S)
     assert found["exact"] == {"tokens_mixtral"}
     assert found["qwen3"] == BIG | PEERS
-    assert found["mixtral"] == BIG
+    assert found["mixtral"] == BIG | LOADS
     assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_1.0"} <= found["kernels"]
 
 
