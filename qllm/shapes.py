@@ -121,14 +121,15 @@ class _Shaper:
     def margin_ns(self, bound_ns: int) -> int:
         """What may pass between falling due and running.
 
-        It is the slices of all who fall due, at most half of the bound; a group of layers has
-        no slice that could end it, so there it is the half.
+        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses
+        now and then), at most the half; a group of layers has no slice that could end it, so
+        there it is the half.
         """
         if self.policy.groups is not None:
             return bound_ns // 2
         turns = len(self.view.frames) + 2
         slices = turns * (self.min_slice_ns + 2 * min(self.view.max_segment_ns, 50 * NS_PER_MS))
-        return min(bound_ns - bound_ns // 2, slices)
+        return min(bound_ns - bound_ns // 2, max(slices, bound_ns // 8))
 
     @cached_property
     def bounded(self) -> list[tuple[int, RequestView]]:
@@ -308,7 +309,7 @@ class _Shaper:
 
     def layered(self) -> Plan:
         """Decodes of every tier, and the next group of the first cohort that can advance."""
-        prefilling = [t for t in self.tiers if self.prefills[t] or self.ranking.waiting_of(t)]
+        prefilling = [tier for tier in self.tiers if self.has_prefill(tier)]
         for force in (False, True):
             for tier in prefilling:
                 batch = self.batch(self.tiers, cohorts=(tier,), force=force)
@@ -335,7 +336,7 @@ class _Shaper:
                 plan, decodes_only = self.tier_plan(tier)
                 if plan is None:
                     continue
-                if decodes_only and self.policy.ride.frac:
+                if decodes_only and self.policy.ride.frac and not self.has_prefill(tier):
                     return self.ride_along(plan, self.tiers[position + 1 :])
                 return plan
         elif rows := self.batch(self.tiers).rows:
@@ -352,6 +353,10 @@ class _Shaper:
         if not batch.rows:
             return None, False
         return self.finish_plan(batch.rows), not batch.num_prefills
+
+    def has_prefill(self, tier: int) -> bool:
+        """Whether somebody of the tier owes prefill, if only for want of a seat or of KV."""
+        return bool(self.prefills[tier] or self.ranking.waiting_of(tier))
 
     def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
         """Let the next worse tier with work use what the best tier's decodes can spare.

@@ -417,6 +417,34 @@ def test_nobody_rides_on_credit_that_is_not_there() -> None:
     world.run()
 
 
+def test_nobody_rides_while_the_best_tier_waits_for_a_seat() -> None:
+    """What BE takes then, LS waits for."""
+    world = World(Qllm2(max_be_stall_ms=None), limits=replace(LIMITS, max_num_seqs=2), costs=SLOW)
+    scheduler = world.scheduler
+
+    def planned() -> list[int]:
+        scheduler.riding = Riding(200 * NS_PER_MS)
+        plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
+        return [row.request_id for row in plan.rows]
+
+    chats = [world.submit(LS, 10, 40)]
+    for _ in range(3):
+        world.step()
+    batch = world.submit(BE, 500, 4)
+    scheduler.riding = Riding(10 * NS_PER_MS)
+    world.step()
+    assert scheduler.requests[batch].frame_id is not None
+    chats.append(world.submit(LS, 10, 40))
+    world.step()
+    while not scheduler.requests[chats[1]].is_decoding:
+        world.step()
+    assert planned() == [batch]
+    world.submit(LS, 10, 1)
+    world.step()
+    assert planned() == chats
+    world.run()
+
+
 def test_credit_is_saved_up_to_a_slice_that_is_worth_the_switch() -> None:
     world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
     chat = world.submit(LS, 10, 40)
@@ -460,7 +488,7 @@ def test_a_slice_beside_decodes_with_a_target_fits_the_target(grain: Grain) -> N
     world.run()
 
 
-@pytest.mark.parametrize("prompts", [(900,) * 6, (40,) * 40])
+@pytest.mark.parametrize("prompts", [(900,) * 20, (40,) * 40])
 def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) -> None:
     world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
     chat = world.submit(LS, 10, 400)
@@ -468,7 +496,7 @@ def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) ->
         world.step()
     scheduler = world.scheduler
     request = scheduler.requests[chat]
-    target_ns = 2 * scheduler.costs.decode(1)
+    target_ns = 4 * scheduler.costs.decode(1)
     request.slo = Slo(tpot_ms=target_ns / NS_PER_MS)
     batch = [world.submit(BE, length, 30) for length in prompts]
     gaps, last_ns = [], request.last_token_ns
@@ -486,11 +514,12 @@ def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) ->
 
 def test_the_margin_follows_the_gaps() -> None:
     world = World(Qllm2(), costs=SLOW)
-    chat = world.submit(LS, 10, 40, slo=Slo(tpot_ms=80.0))
-    world.submit(BE, 10, 40)
-    while not all(r.is_decoding for r in world.scheduler.requests.values()):
-        world.step()
+    chat = world.submit(LS, 10, 400, slo=Slo(tpot_ms=80.0))
+    world.submit(BE, 10, 400)
+    world.step()
     scheduler = world.scheduler
+    while not all(r.is_decoding for r in scheduler.requests.values()):
+        world.step()
     ranking = Ranking(scheduler.policy, scheduler.requests.values())
     ranking.update(world.clock())
     plan = Plan(rows=(next_row(scheduler.requests[chat], scheduler.view(0)),))

@@ -256,7 +256,8 @@ struct Shapes : Ranking {
   QLLM_HD i64 margin_ns() const {
     if (groups()) return bound_ns() / 2;
     i64 slice = min_slice_ns + 2 * least<i64>(s->max_segment_ns, 50 * kNsPerMs);
-    return least(bound_ns() - bound_ns() / 2, (s->num_parked + 2) * slice);
+    i64 slices = most((s->num_parked + 2) * slice, bound_ns() / 8);
+    return least(bound_ns() - bound_ns() / 2, slices);
   }
   QLLM_HD bool is_bounded(const Request& r) const {
     return r.tier > tiers[0].tier || r.priority > kPriorityLs;
@@ -381,8 +382,7 @@ struct Shapes : Ranking {
   QLLM_HD Plan layered() {
     for (i32 force = 0; force < 2; force++) {
       for (i32 t = 0; t < num_tiers; t++) {
-        if (tiers[t].prefills == tiers[t].prefills_end && tiers[t].waiting == tiers[t].waiting_end)
-          continue;
+        if (!has_prefill(tiers[t])) continue;
         Batch out = batch(order, num_tiers, best_rows, kNone, t, force != 0);
         if (out.num_prefills) return finish(out);
       }
@@ -409,13 +409,18 @@ struct Shapes : Ranking {
         Batch out = batch(order + t, 1, best_rows, kNone, kEveryCohort, false);
         if (!out.num_rows) continue;
         plan = finish(out);
-        return out.num_prefills || s->ride_frac == 0 ? plan : ride_along(plan, t + 1);
+        bool rides = !out.num_prefills && s->ride_frac != 0 && !has_prefill(tiers[t]);
+        return rides ? ride_along(plan, t + 1) : plan;
       }
     }
     Batch out = batch(order, num_tiers, best_rows, kNone, kEveryCohort, true);
     return out.num_rows ? finish(out) : no_plan();
   }
 
+  // Whether somebody of the tier owes prefill, if only for want of a seat or of KV.
+  QLLM_HD bool has_prefill(const Tier& t) const {
+    return t.prefills < t.prefills_end || t.waiting < t.waiting_end;
+  }
   // Let the next worse tier with work use what the best tier's decodes can spare.
   QLLM_HD Plan ride_along(const Plan& best, i32 next) {
     i64 tpot_ns = kNone;
