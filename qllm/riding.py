@@ -31,7 +31,9 @@ class Riding(NamedTuple):
     margin_ns: int = 0
     """Room in a gap under a target that is left for what prediction misses."""
     spent_ns: int = 0
-    """What they took since the last decode step."""
+    """What they took since the best tier ran."""
+    best_ns: int = 0
+    """When the best tier last ran; decisions and switches since then are part of the gap too."""
 
 
 def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
@@ -52,7 +54,8 @@ def settle(
     costs: CostTable,
     program: Program,
     done: bool,
-    elapsed_ns: int,
+    start_ns: int,
+    end_ns: int,
 ) -> Riding:
     """What it is after a run: earned by decodes of the best tier, spent by the others.
 
@@ -62,25 +65,27 @@ def settle(
         costs: Predicts what the decodes would have taken alone.
         program: What ran.
         done: Whether it reached its end.
-        elapsed_ns: For how long it ran.
+        start_ns: From when,
+        end_ns: and until when it ran.
     """
-    credit, margin, spent = riding
+    credit, margin, spent, best_ns = riding
+    elapsed_ns = end_ns - start_ns
     tiers = ranking.tiers
     if len(tiers) < 2:
-        return Riding(margin_ns=margin)
+        return Riding(margin_ns=margin, best_ns=end_ns)
     best = {x.request_id: x.request for x in ranking.admitted if x.tier == tiers[0]}
     decoding = [best[i] for i in program.request_ids if i in best]
     if not decoding:
-        return Riding(credit - elapsed_ns, margin, spent + elapsed_ns)
+        return Riding(credit - elapsed_ns, margin, spent + elapsed_ns, best_ns)
     if not done or not all(r.is_decoding for r in decoding):
-        return riding
+        return Riding(credit, margin, 0, end_ns)
     allowance, target = ride_allowance_ns(ranking.policy, costs, decoding), tpot_target_ns(decoding)
     credit += allowance
     if joined := len(decoding) < len(program.rows):
         credit -= max(0, elapsed_ns - costs.decode(len(decoding)))
     if target is not None and (joined or spent):
-        if spent + elapsed_ns > target:
+        if end_ns - best_ns > target:
             margin = min(target, margin + target // MARGIN_GROWTH)
         else:
             margin -= margin // MARGIN_DECAY
-    return Riding(min(credit, RIDE_CAP * allowance), margin)
+    return Riding(min(credit, RIDE_CAP * allowance), margin, 0, end_ns)

@@ -409,20 +409,20 @@ class Scheduler:
                 continue
             request.served_ns += end_ns - start_ns
             request.last_progress_ns = end_ns
-        self._settle_ride(program, end == program.end, end_ns - start_ns, end_ns)
+        self._settle_ride(program, end == program.end, start_ns, end_ns)
 
-    def _settle_ride(self, program: Program, done: bool, elapsed_ns: int, now_ns: int) -> None:
+    def _settle_ride(self, program: Program, done: bool, start_ns: int, end_ns: int) -> None:
         """Earn or spend the time that worse tiers may take from decoding requests."""
         policy = self.policy
         if not isinstance(policy, RankPolicy) or not policy.ride.frac:
             return
         try:
-            ranking = self._ranked(now_ns)
+            ranking = self._ranked(end_ns)
         except Exception as error:  # noqa: BLE001 - reported by the next decision
             self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
             return
         assert ranking is not None
-        self.riding = settle(self.riding, ranking, self.costs, program, done, elapsed_ns)
+        self.riding = settle(self.riding, ranking, self.costs, program, done, start_ns, end_ns)
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
         """The running program reached its end; `sampled` requests have one more token."""

@@ -527,17 +527,17 @@ def test_the_margin_follows_the_gaps() -> None:
         plan, frame_id=1, samples=[True], shape=scheduler.shape, cuts=scheduler.cuts
     )
 
-    def after(riding: Riding, elapsed_ms: int) -> Riding:
-        return settle(riding, ranking, scheduler.costs, decode, True, elapsed_ms * NS_PER_MS)
+    def after(riding: Riding, gap_ms: int) -> Riding:
+        start_ns, end_ns = world.clock(), riding.best_ns + gap_ms * NS_PER_MS
+        return settle(riding, ranking, scheduler.costs, decode, True, start_ns, end_ns)
 
-    nobody_rode = after(Riding(margin_ns=7), 90)
-    assert nobody_rode.margin_ns == 7
-    late = after(Riding(margin_ns=512, spent_ns=41 * NS_PER_MS), 40)
-    assert (late.margin_ns, late.spent_ns) == (512 + 10 * NS_PER_MS, 0)
-    assert after(Riding(margin_ns=512, spent_ns=40 * NS_PER_MS), 40).margin_ns == 511
-    assert (
-        after(Riding(margin_ns=79 * NS_PER_MS, spent_ns=NS_PER_MS), 80).margin_ns == 80 * NS_PER_MS
-    )
+    now_ns = world.clock()
+    assert after(Riding(0, 7, 0, now_ns), 90).margin_ns == 7, "nobody rode"
+    late = after(Riding(0, 512, 1, now_ns), 81)
+    assert late[1:] == (512 + 10 * NS_PER_MS, 0, now_ns + 81 * NS_PER_MS)
+    assert after(Riding(0, 512, 1, now_ns), 80).margin_ns == 511
+    most_ns = 80 * NS_PER_MS
+    assert after(Riding(0, most_ns - 1, 1, now_ns), 81).margin_ns == most_ns
     world.run()
 
 

@@ -372,13 +372,15 @@ struct Scheduler : Ranking {
     }
     if (s->ride_frac != 0) {
       update(end_ns);
-      settle_ride(frame, done, end_ns - start_ns);
+      settle_ride(frame, done, start_ns, end_ns);
     }
   }
   // Earn or spend the time that worse tiers may take from decoding requests.
-  QLLM_HD void settle_ride(i32 frame, bool done, i64 elapsed_ns) {
+  QLLM_HD void settle_ride(i32 frame, bool done, i64 start_ns, i64 end_ns) {
+    i64 elapsed_ns = end_ns - start_ns;
     if (!has_two_tiers()) {
       s->ride_credit_ns = s->ride_spent_ns = 0;
+      s->ride_best_ns = end_ns;
       return;
     }
     const Frame& f = frames[frame];
@@ -398,19 +400,22 @@ struct Scheduler : Ranking {
       s->ride_spent_ns += elapsed_ns;
       return;
     }
+    i64 best_ns = s->ride_best_ns;
+    s->ride_best_ns = end_ns;
+    bool spent = s->ride_spent_ns != 0;
+    s->ride_spent_ns = 0;
     if (!done || !decoding) return;
     i64 allowance = ride_allowance_ns(*this, count, tpot_ns);
     i64 credit = s->ride_credit_ns + allowance;
     bool joined = count < f.num_rows;
     if (joined) credit -= most<i64>(0, elapsed_ns - decode_cost(count));
-    if (tpot_ns != kNone && (joined || s->ride_spent_ns)) {
-      if (s->ride_spent_ns + elapsed_ns > tpot_ns)
+    if (tpot_ns != kNone && (joined || spent)) {
+      if (end_ns - best_ns > tpot_ns)
         s->ride_margin_ns = least(tpot_ns, s->ride_margin_ns + tpot_ns / kMarginGrowth);
       else
         s->ride_margin_ns -= s->ride_margin_ns / kMarginDecay;
     }
     s->ride_credit_ns = least(credit, kRideCap * allowance);
-    s->ride_spent_ns = 0;
   }
 
   // The running frame reached its end; return how many tokens its rows sampled.

@@ -137,6 +137,7 @@ struct State {
   i64 ride_credit_ns;
   i64 ride_margin_ns;
   i64 ride_spent_ns;
+  i64 ride_best_ns;
   i64 idle_since_ns;
   i64 num_live;
   i64 num_free;
@@ -158,7 +159,7 @@ struct State {
   i64 wait_until_ns;
   i64 stuck;
 };
-static_assert(sizeof(State) == 768, "State");
+static_assert(sizeof(State) == 776, "State");
 
 // The arrays of a block: X(type, name).
 #define QLLM_SECTIONS(X) X(Request, requests) X(Frame, frames) X(Row, frame_rows) X(i32, parked) X(i32, admitted) X(i32, waiting) X(i32, unranked) X(i32, suspects) X(i32, next_block) X(i32, free_blocks) X(i32, marks) X(Effect, effects) X(Tier, tiers) X(i32, order) X(i32, decodes) X(i32, prefills) X(i32, chosen) X(Row, plan_rows)
