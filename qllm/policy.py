@@ -155,6 +155,8 @@ class View:
     """Time that worse tiers may take from decoding requests of the best tier right now."""
     ride_margin_ns: int
     """What of a gap under a TPOT target is left free for what predictions miss."""
+    ride_used_ns: int
+    """Time since the best tier last ran, if worse tiers ran since; else 0."""
     capabilities: Cap
     """What the engine can do, for policies that `want` more than they need."""
     cuts: CutRule | None

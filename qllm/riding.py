@@ -35,6 +35,10 @@ class Riding(NamedTuple):
     best_ns: int = 0
     """When the best tier last ran; decisions and switches since then are part of the gap too."""
 
+    def used_ns(self, now_ns: int) -> int:
+        """What of the present gap is used; 0 until another tier ran."""
+        return now_ns - self.best_ns if self.spent_ns else 0
+
 
 def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
     """The strictest target of these requests."""

@@ -185,6 +185,7 @@ class Scheduler:
             max_segment_ns=self.limits.max_segment_ns,
             ride_credit_ns=self.riding.credit_ns,
             ride_margin_ns=self.riding.margin_ns,
+            ride_used_ns=self.riding.used_ns(now_ns),
             capabilities=CAPABILITIES,
             cuts=self.cuts if self.limits.batch_invariant else None,
         )

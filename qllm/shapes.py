@@ -366,10 +366,10 @@ class _Shaper:
         """
         decoding = [self.view.by_id[row.request_id] for row in best.rows]
         allowance = ride_allowance_ns(self.policy, self.view.costs, decoding)
-        slice_ns, room_ns = self.view.ride_credit_ns, NO_DEADLINE
-        if tpot_target_ns(decoding) is not None:  # no gap may be over the target
-            room_ns = max(0, allowance - self.view.ride_margin_ns)
-            slice_ns = min(slice_ns, max(MIN_SLICE_NS, room_ns))
+        room_ns = NO_DEADLINE if tpot_target_ns(decoding) is None else self.room_ns(allowance)
+        if room_ns < MIN_SLICE_NS:
+            return best
+        slice_ns = min(self.view.ride_credit_ns, room_ns)
         for tier in worse:
             joining = self.joining(best, tier, room_ns)
             other = self.other_work(best, tier, len(joining), slice_ns)
@@ -384,6 +384,12 @@ class _Shaper:
                 return self.finish_plan((*best.rows, *joining))
             return replace(other, slice_ns=min(slice_ns, other.slice_ns or NO_DEADLINE))
         return best
+
+    def room_ns(self, allowance_ns: int) -> int:
+        """What the present gap leaves under a target; a gap always has room for one slice."""
+        view = self.view
+        room = allowance_ns - view.ride_margin_ns - view.ride_used_ns
+        return room if view.ride_used_ns else max(MIN_SLICE_NS, room)
 
     def joining(self, best: Plan, tier: int, room_ns: int) -> list[Row]:
         """Decode rows of a worse tier for which the best tier leaves seats, KV and time."""

@@ -429,11 +429,14 @@ struct Shapes : Ranking {
       if (own != kNone) tpot_ns = tpot_ns == kNone ? own : least(tpot_ns, own);
     }
     i64 allowance = ride_allowance_ns(*this, best.num_rows, tpot_ns);
-    i64 slice_ns = s->ride_credit_ns, room_ns = kNoDeadline;
-    if (tpot_ns != kNone) {  // no gap may be over the target
-      room_ns = most<i64>(0, allowance - s->ride_margin_ns);
-      slice_ns = least(slice_ns, most(kMinSliceNs, room_ns));
+    i64 room_ns = kNoDeadline;
+    if (tpot_ns != kNone) {  // no gap may be over the target, but each has room for one slice
+      i64 used_ns = s->ride_spent_ns ? now_ns - s->ride_best_ns : 0;
+      room_ns = allowance - s->ride_margin_ns - used_ns;
+      if (!used_ns) room_ns = most(kMinSliceNs, room_ns);
     }
+    if (room_ns < kMinSliceNs) return best;
+    i64 slice_ns = least(s->ride_credit_ns, room_ns);
     for (i32 t = next; t < num_tiers; t++) {
       i32 joining = join(best.num_rows, t, room_ns);
       Plan other = other_work(best.num_rows + joining, t, slice_ns);
