@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from serving import Serving, serving, tiny_engine
 
+import qllm
 from qllm.random_moe import cache_dir
 
+ROOT = Path(__file__).resolve().parent.parent
+GUIDELLM = "guidellm==0.8.1"
 VLLM = cache_dir() / "peers" / "vllm" / "bin" / "vllm"
 """Where `make bench-peers` puts it."""
 
@@ -24,9 +27,26 @@ def served() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> str:
-    import qllm
-
     return str(Path(qllm.__file__).parent / "models" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def guidellm() -> str:
+    """The Python of an environment that has it; what it shares with ours is ours."""
+    home = cache_dir() / "clients" / GUIDELLM
+    python, mark = str(home / "bin" / "python"), home / "installed"
+    if not mark.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        ours = Path(sys.prefix) / "lib" / version / "site-packages"
+        (home / "lib" / version / "site-packages" / "ours.pth").write_text(f"{ours}\n")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pinned = ["--constraint", str(ROOT / "constraints.txt"), GUIDELLM]
+        done = subprocess.run([*pip, *pinned], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{GUIDELLM} does not install here: {done.stderr[-500:]}")
+        mark.touch()
+    return python
 
 
 def run(*command: str, cwd: Path) -> None:
@@ -40,17 +60,20 @@ def run(*command: str, cwd: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_guidellm(served: Serving, tokenizer: str, tmp_path: Path, route: str) -> None:
+def test_guidellm(
+    served: Serving, guidellm: str, tokenizer: str, tmp_path: Path, route: str
+) -> None:
     run(
-        sys.executable, "-m", "guidellm", "run",
+        guidellm, "-m", "guidellm", "run",
         "--backend", f"kind=openai_http,target={served.url},model=tiny,request_format={route}",
         "--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4",
         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-        "--tokenizer", tokenizer, "--output", "kind=json,path=found.json",
+        "--tokenizer", f"kind=hf_auto,model={tokenizer}", "--output", "kind=json,path=found.json",
         "--disable-console-interactive", cwd=tmp_path,
     )  # fmt: skip
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found
+    (found,) = json.loads((tmp_path / "found.json").read_text())["benchmarks"]
+    totals = {"successful": 4, "errored": 0, "incomplete": 0, "total": 4}
+    assert found["metrics"]["request_totals"] == totals
 
 
 @pytest.mark.slow
