@@ -26,13 +26,14 @@ def num_threads(threads: Threads) -> int | None:
     return threads
 
 
-def parse_threads(text: str) -> int | None:
-    """The same from the command line, a file or the environment.
+def parse_threads(text: str | int) -> int | None:
+    """The same from the command line, a file or the environment, where numbers are text.
 
     Raises:
         ConfigError: It is neither "auto" nor an integer >= 1.
     """
-    return num_threads(int(text) if text.strip().lstrip("-").isdecimal() else text)  # type: ignore[arg-type]
+    text = str(text).strip()
+    return num_threads(int(text) if text.lstrip("-").isdecimal() else text)  # type: ignore[arg-type]
 
 
 def usable_cores(
