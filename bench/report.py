@@ -151,9 +151,10 @@ def policies_part(document: dict[str, Any]) -> list[str]:
     ]
     points = {TITLES[n]: p for n, p in points_of(document).items() if n != "S7" and p}
     if points:
-        draw(
-            points, FIGURE, f"live on CPU, commit {document['machine']['commit']}; lower right wins"
-        )
+        commits = {
+            row["commit"] for name, row in document["rows"].items() if TITLES[name] in points
+        }
+        draw(points, FIGURE, f"live on CPU, commit {', '.join(commits)}; lower right wins")
         lines += ["", f"![LS TTFT p99 against BE tokens/s](images/{FIGURE.name})"]
     lines += POLICY_NOTES.splitlines()
     for name, title in TITLES.items():
