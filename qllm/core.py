@@ -1,6 +1,5 @@
 """What every host runs: a model, its runner, a scheduler and the loop over them."""
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,12 +39,6 @@ def torch_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def freeze_garbage() -> None:
-    """Keep what is loaded out of collections: a full one stops every thread for 0.2-0.4 s."""
-    gc.collect()
-    gc.freeze()
 
 
 def make_runner(model: Any, config: EngineConfig) -> TorchRunner:

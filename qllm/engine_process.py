@@ -28,9 +28,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from qllm import portable
 from qllm.config import EngineConfig
-from qllm.core import Core, crash_text, freeze_garbage
+from qllm.core import Core, crash_text
 from qllm.errors import ConfigError, EngineClosedError, QllmError
-from qllm.host import ModelInfo
+from qllm.host import ModelInfo, freeze_garbage
 from qllm.ingress import Call, Cancel
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlBlock, FrontEndBlock

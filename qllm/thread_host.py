@@ -10,10 +10,10 @@ from typing import Any
 
 from qllm import portable
 from qllm.config import EngineConfig
-from qllm.core import Core, crash_text, freeze_garbage
+from qllm.core import Core, crash_text
 from qllm.errors import EngineClosedError
 from qllm.handle import Handle
-from qllm.host import Host, MakeHandle
+from qllm.host import Host, MakeHandle, freeze_garbage
 from qllm.ingress import Call, Cancel, InprocIngress, Submission
 from qllm.metrics import RequestMetrics
 from qllm.models.loader import LoadedModel

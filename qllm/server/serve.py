@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 from qllm.errors import EngineClosedError, QllmError
+from qllm.host import freeze_garbage
 from qllm.llm import QLLMEngine
 from qllm.transports.meeting import Meeting, parse_address, read_secret
 
@@ -137,6 +138,7 @@ def serve(config: ServerConfig) -> None:
         app = create_app(engine, config, partial(make_engine, config))
         front: Front = app.state.front
         server = make_server(app, config)
+        freeze_garbage()
         host, port = sock.getsockname()[:2]
         sys.stderr.write(f"qllm: {config.model_name} at http://{host}:{port}\n")
         sys.stderr.flush()
