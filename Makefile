@@ -2,16 +2,20 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY := .venv/.ready
+CLIENTS := .venv/clients
 
-.PHONY: demo test check sanitize gpu-check bench-engine bench-policies bench-peers bench-report clean
+.PHONY: demo test test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-report clean
 
 demo: $(READY)
 	.venv/bin/qllm demo
 
-test: $(READY)
+test: $(CLIENTS)/.ready
 	scripts/test
 
-check: $(READY)
+test-peers: $(READY)  # after `make bench-peers`
+	.venv/bin/python -m pytest -m peers
+
+check: $(CLIENTS)/.ready
 	scripts/check
 
 sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan and TSan
@@ -42,4 +46,11 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cp
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# A client of the server, apart: what it needs (uvloop, sanic) would change what ours runs on.
+$(CLIENTS)/.ready: $(READY)
+	.venv/bin/python -m venv $(CLIENTS)
+	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt guidellm==0.8.1
 	@touch $@

@@ -140,7 +140,7 @@ def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
     table.add("LS capacity; LS rate", f"{capacity:.2f}/s; {rate:.2f}/s")
     names = args.policies or list(SETUPS)
     windows: dict[str, list[Window]] = {name: [] for name in names}
-    settings = {"max_step_tokens": args.max_step_tokens} if args.max_step_tokens else {}
+    settings = {"max_step_tokens": args.max_step_tokens}
     for i, seed in enumerate(args.seeds):
         load = (
             load_of_trace(args.trace, seed) if args.trace else make_load(seed, rate, args.seconds)
@@ -426,7 +426,7 @@ def main() -> None:
             "rounds": args.rounds,
             "quick": args.quick,
             "trace": args.trace,
-            "max_step_tokens": args.max_step_tokens or "default",
+            "max_step_tokens": args.max_step_tokens,
             "workload": {
                 "ls_prompt": LS_PROMPT,
                 "ls_output": LS_OUTPUT,

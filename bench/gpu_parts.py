@@ -170,13 +170,13 @@ def prompt(rng: random.Random, num: int, vocab: int) -> list[int]:
     return [rng.randrange(8, vocab) for _ in range(num)]
 
 
-def engine_of(part: Part, model: Any, policy: str, batch: int = 32) -> QLLMEngine:
+def engine_of(part: Part, model: Any, policy: str) -> QLLMEngine:
     """An engine as the benchmark serves with."""
     return QLLMEngine.from_model(
         model,
         policy=policy,
         max_kv_tokens=2048 if part.dry else 131072,
-        max_num_seqs=batch,
+        max_num_seqs=BATCH,
         max_step_tokens=2048,
         conformance=False,
     )
@@ -263,7 +263,7 @@ def mixed(
 def capacity(part: Part, model: Any) -> dict[str, Any]:
     """Requests per second with a full queue."""
     rng, num = random.Random(3), 4 if part.dry else 3 * BATCH
-    with engine_of(part, model, "fcfs", BATCH) as engine:
+    with engine_of(part, model, "fcfs") as engine:
         for _ in range(2):  # the first warms up
             begin = time.monotonic()
             handles = [engine.submit(*job(part, rng, model)) for _ in range(num)]
@@ -283,7 +283,7 @@ def job(part: Part, rng: random.Random, model: Any) -> tuple[list[int], str, int
 def loaded(part: Part, model: Any, policy: str, full_rate: float) -> dict[str, Any]:
     """Open loop at parts of the capacity; who has no token yet has waited until the end."""
     seconds, out = 1.0 if part.dry else 5.0, {}
-    with engine_of(part, model, policy, BATCH) as engine:
+    with engine_of(part, model, policy) as engine:
         engine.submit(*job(part, random.Random(4), model)).result(120)
         for load in LOADS[:1] if part.dry else LOADS:
             rng, handles = random.Random(5), []

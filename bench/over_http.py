@@ -45,6 +45,7 @@ PROMPT_TOKENS, MAX_TOKENS = 64, 4
 REACH = {"overhead_p50_ms": 3.0, "overhead_p99_ms": 10.0, "interference": 1.3, "idle_cores": 0.05}
 """At most; what the project promises."""
 SETTINGS = {"conformance": False, "max_kv_tokens": 65536}
+ROWS = ("overhead", "interference", "streams", "vllm")
 HOG = "while True: pass"
 IDLE_S = 10.0
 
@@ -303,7 +304,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "model": Path(args.model).name, "threads": args.threads,
         "cores": {"engine": args.engine_core, "front": args.front_core},
     }  # fmt: skip
-    wanted = set(args.rows.split(","))
     pin(os.getpid(), args.front_core)
     with tempfile.TemporaryDirectory(prefix="qllm-http-") as folder:
         socket = f"{folder}/engine"
@@ -317,10 +317,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "interference": lambda: interference(args, server.url),
                 "streams": lambda: streams(args, server),
             }
-            for name in wanted & rows.keys():
+            for name in (name for name in args.rows if name in rows):
                 report[name] = asyncio.run(rows[name]())
                 print(name, json.dumps(report[name]), file=sys.stderr)
-    if "vllm" in wanted:
+    if "vllm" in args.rows:
         report["vllm"] = vllm(args)
         print("vllm", json.dumps(report["vllm"]), file=sys.stderr)
     return {**report, "reach": REACH, "holds": holds(report)}
@@ -331,7 +331,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="alias or folder, instead of --size")
     parser.add_argument("--size", default="300m", help="of a random model")
-    parser.add_argument("--rows", default="overhead,interference,streams,vllm")
+    parser.add_argument("--rows", default=",".join(ROWS), help="with commas between")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0, help="per side of interference")
     parser.add_argument("--turns", type=int, default=4, help="of quiet and hogged")
@@ -345,6 +345,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--solo", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.rows = args.rows.split(",")
+    if unknown := set(args.rows) - set(ROWS):
+        parser.error(f"unknown rows: {', '.join(sorted(unknown))}; known: {', '.join(ROWS)}")
     args.model = args.model or str(make_random_moe(size=args.size, seed=0))
     return args
 

@@ -154,7 +154,7 @@ def policies_part(document: dict[str, Any]) -> list[str]:
         commits = {
             row["commit"] for name, row in document["rows"].items() if TITLES[name] in points
         }
-        draw(points, FIGURE, f"live on CPU, commit {', '.join(commits)}; lower right wins")
+        draw(points, FIGURE, f"live on CPU, commit {', '.join(sorted(commits))}; lower right wins")
         lines += ["", f"![LS TTFT p99 against BE tokens/s](images/{FIGURE.name})"]
     lines += POLICY_NOTES.splitlines()
     for name, title in TITLES.items():
@@ -290,9 +290,11 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
     ]
     for policy, numbers in policies.items():
         for name, n in numbers.items():
-            ok = _mark(None if n["error"] is None else abs(n["error"]) <= BOUND)
-            found = f"{_number(n, 'measured')} | {_number(n, 'predicted')} | {n['error']:+.0%}"
-            lines.append(f"| {policy} | {NUMBERS[name]} | {found} | {ok} |")
+            error, ok = "-", None
+            if n["error"] is not None:
+                error, ok = f"{n['error']:+.0%}", abs(n["error"]) <= BOUND
+            found = f"{_number(n, 'measured')} | {_number(n, 'predicted')} | {error}"
+            lines.append(f"| {policy} | {NUMBERS[name]} | {found} | {_mark(ok)} |")
     return lines
 
 

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qllm.errors import ConfigError
 
@@ -32,8 +33,10 @@ def parse_threads(text: str | int) -> int | None:
     Raises:
         ConfigError: It is neither "auto" nor an integer >= 1.
     """
-    text = str(text).strip()
-    return num_threads(int(text) if text.lstrip("-").isdecimal() else text)  # type: ignore[arg-type]
+    found: Any = str(text).strip()
+    with suppress(ValueError):
+        found = int(found)
+    return num_threads(found)
 
 
 def usable_cores(

@@ -46,10 +46,12 @@ def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
     return min(targets, default=None)
 
 
-def ride_allowance_ns(policy: RankPolicy, costs: CostTable, decoding: Sequence[RequestView]) -> int:
-    """Time that worse tiers may take per step of these decoding requests."""
-    predicted, target = costs.decode(len(decoding)), tpot_target_ns(decoding)
-    return int(predicted * policy.ride.frac) if target is None else max(0, target - predicted)
+def ride_allowance_ns(
+    policy: RankPolicy, costs: CostTable, num_decodes: int, target_ns: int | None
+) -> int:
+    """Time that worse tiers may take per step of decoding requests with this target, if any."""
+    predicted = costs.decode(num_decodes)
+    return int(predicted * policy.ride.frac) if target_ns is None else max(0, target_ns - predicted)
 
 
 def settle(
@@ -83,7 +85,8 @@ def settle(
         return Riding(credit - elapsed_ns, margin, spent + elapsed_ns, best_ns)
     if not done or not all(r.is_decoding for r in decoding):
         return Riding(credit, margin, 0, end_ns)
-    allowance, target = ride_allowance_ns(ranking.policy, costs, decoding), tpot_target_ns(decoding)
+    target = tpot_target_ns(decoding)
+    allowance = ride_allowance_ns(ranking.policy, costs, len(decoding), target)
     credit += allowance
     if joined := len(decoding) < len(program.rows):
         credit -= max(0, elapsed_ns - costs.decode(len(decoding)))

@@ -365,8 +365,9 @@ class _Shaper:
         gets a slice of its own. The two take turns, and each waits until the credit is worth it.
         """
         decoding = [self.view.by_id[row.request_id] for row in best.rows]
-        allowance = ride_allowance_ns(self.policy, self.view.costs, decoding)
-        room_ns = NO_DEADLINE if tpot_target_ns(decoding) is None else self.room_ns(allowance)
+        target_ns = tpot_target_ns(decoding)
+        allowance = ride_allowance_ns(self.policy, self.view.costs, len(decoding), target_ns)
+        room_ns = NO_DEADLINE if target_ns is None else self.room_ns(allowance)
         if room_ns < MIN_SLICE_NS:
             return best
         slice_ns = min(self.view.ride_credit_ns, room_ns)

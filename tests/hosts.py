@@ -51,20 +51,11 @@ class Poisoned(Qllm2):
     """Ends its process when a request with a prompt of `POISON` tokens comes."""
 
     def rank(
-        self,
-        arrival_ns: int,
-        priority: int,
-        deadline_ns: int,
-        prompt_tokens: int,
-        done_tokens: int,
-        served_ns: int,
-        now_ns: int,
+        self, arrival_ns: int, priority: int, deadline_ns: int, prompt_tokens: int, *more: int
     ) -> tuple[int, int]:
         if prompt_tokens == POISON:
             os._exit(3)
-        return super().rank(
-            arrival_ns, priority, deadline_ns, prompt_tokens, done_tokens, served_ns, now_ns
-        )
+        return super().rank(arrival_ns, priority, deadline_ns, prompt_tokens, *more)
 
 
 class Unpicklable(FileGate):

@@ -66,7 +66,7 @@ def test_threads_are_a_number_auto_or_left_to_torch() -> None:
 
 def test_threads_from_a_command_line_or_an_environment() -> None:
     assert [parse_threads(text) for text in ("3", "auto")] == [3, usable_cores()]
-    for wrong in ("0", "-1", "many", "1.5", ""):
+    for wrong in ("0", "-1", "--3", "many", "1.5", ""):
         with pytest.raises(ConfigError, match="threads="):
             parse_threads(wrong)
     environ = {"QLLM_MODEL": "tiny", "QLLM_THREADS": "auto"}

@@ -212,7 +212,13 @@ def test_a_parked_frame_says_what_it_holds() -> None:
     assert held[OpKind.ATTN, 1, False] == stream, "between layers: one residual stream, once"
     slots = 2 * stream  # two experts per token
     assert held[OpKind.EXPERTS, 1, True] >= 3 * stream + slots  # the stream, mid, input, slots
-    assert runner.frames[program.frame_id].head is not None
+    frame = runner.frames[program.frame_id]
+    head, held_at_end = frame.head, frame.num_bytes()
+    assert head is not None
+    frame.head = None
+    vocab = 4 * model.config.vocab_size
+    assert held_at_end - frame.num_bytes() == head.x_BD.nbytes + vocab, "the logits of one row"
+    frame.head = head
     runner.finish(program)
     assert not runner.frames
 

@@ -13,10 +13,10 @@ from serving import Serving, serving, tiny_engine
 import qllm
 from qllm.random_moe import cache_dir
 
-ROOT = Path(__file__).resolve().parent.parent
-GUIDELLM = "guidellm==0.8.1"
+CLIENTS = Path(sys.prefix) / "clients" / "bin" / "python"
+"""Has guidellm; `make test` puts it there."""
 VLLM = cache_dir() / "peers" / "vllm" / "bin" / "vllm"
-"""Where `make bench-peers` puts it."""
+"""Where `make bench-peers` puts it; `make test-peers` runs the tests that need it."""
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +30,6 @@ def tokenizer() -> str:
     return str(Path(qllm.__file__).parent / "models" / "tiny")
 
 
-@pytest.fixture(scope="module")
-def guidellm() -> str:
-    """The Python of an environment that has it; what it shares with ours is ours."""
-    home = cache_dir() / "clients" / GUIDELLM
-    python, mark = str(home / "bin" / "python"), home / "installed"
-    if not mark.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
-        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        ours = Path(sys.prefix) / "lib" / version / "site-packages"
-        (home / "lib" / version / "site-packages" / "ours.pth").write_text(f"{ours}\n")
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        pinned = ["--constraint", str(ROOT / "constraints.txt"), GUIDELLM]
-        done = subprocess.run([*pip, *pinned], capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{GUIDELLM} does not install here: {done.stderr[-500:]}")
-        mark.touch()
-    return python
-
-
 def run(*command: str, cwd: Path) -> None:
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -60,11 +41,9 @@ def run(*command: str, cwd: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_guidellm(
-    served: Serving, guidellm: str, tokenizer: str, tmp_path: Path, route: str
-) -> None:
+def test_guidellm(served: Serving, tokenizer: str, tmp_path: Path, route: str) -> None:
     run(
-        guidellm, "-m", "guidellm", "run",
+        str(CLIENTS), "-m", "guidellm", "run",
         "--backend", f"kind=openai_http,target={served.url},model=tiny,request_format={route}",
         "--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4",
         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
@@ -76,8 +55,7 @@ def test_guidellm(
     assert found["metrics"]["request_totals"] == totals
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed; `make bench-peers` does")
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("backend", "endpoint"),
     [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],

@@ -7,7 +7,7 @@ when another frame of the same class wants the lane, x_TD is copied out first.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -151,12 +151,12 @@ class Lane:
         before = self.frame
         if before is not None:
             if self.holds(before.x_TD):
-                before.x_TD = before.x_TD.clone()  # type: ignore[union-attr]
+                before.x_TD = before.x_TD.clone()
             if self.holds(before.master_TD):
-                before.master_TD = before.master_TD.clone()  # type: ignore[union-attr]
+                before.master_TD = before.master_TD.clone()
         self.frame = frame
 
-    def holds(self, x_TD: Tensor | None) -> bool:
+    def holds(self, x_TD: Tensor | None) -> TypeGuard[Tensor]:
         """Whether a tensor is this lane's x_TD."""
         return x_TD is not None and x_TD.data_ptr() == self.x_TD.data_ptr()
 

@@ -375,7 +375,7 @@ class CudaRunner(TorchRunner):
         view = lane.x_TD[: part.num_tokens]
         if not lane.holds(x):
             if lane.holds(frame.master_TD):
-                frame.master_TD = frame.master_TD.clone()  # type: ignore[union-attr]
+                frame.master_TD = frame.master_TD.clone()
             if x is not None:
                 view.copy_(x)
         if key.embed:
