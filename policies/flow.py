@@ -40,8 +40,9 @@ class Flow:
 
     def deadline_ns(self, request: RequestView) -> int:
         """When its next token is due, by its own target or the default."""
-        if request.deadline_ns is not None:
-            return request.deadline_ns
+        own_ns = request.deadline_ns
+        if own_ns is not None:
+            return own_ns
         if request.is_decoding:
             return (request.last_token_ns or request.arrival_ns) + self.tpot_ms * NS_PER_MS
         ttft_ms = self.ls_ttft_ms if request.priority <= Priority.LS else self.be_ttft_ms
@@ -49,9 +50,13 @@ class Flow:
 
     def plan(self, view: View) -> Plan:
         """Return the decodes when they are due, else the prefill that is due first."""
-        free = sorted((r for r in view.requests if r.frame_id is None), key=self.deadline_ns)
-        decodes = [r for r in free if r.is_decoding]
-        prefill = self._first_prefill(view, [r for r in free if not r.is_decoding])
+        decodes: list[RequestView] = []
+        prefills: list[RequestView] = []
+        for r in view.requests:
+            if r.frame_id is None:
+                (decodes if r.is_decoding else prefills).append(r)
+        decodes.sort(key=self.deadline_ns)
+        prefill = self._first_prefill(view, prefills)
         slice_ns = None
         if decodes:
             start_ns = self.deadline_ns(decodes[0]) - view.costs.decode(len(decodes))
@@ -67,6 +72,7 @@ class Flow:
         if first is not None:
             due_ns = self._due_ns(view, first)
             prefills = [r for r in prefills if self.deadline_ns(r) < due_ns]
+        prefills = sorted(prefills, key=self.deadline_ns)
         rows = fill(view, self._batch(prefills)) or fill(view, prefills)
         return rows if rows or first is None else first.rows
 

@@ -62,7 +62,8 @@ class Mlfq:
         """Return the best levels, as many as fit."""
         if view.frames:
             return Plan(rows=view.frames[0].rows)
-        order = sorted(view.requests, key=lambda r: self._entry(view, r))
+        known = self._entries
+        order = sorted(view.requests, key=lambda r: known.get(r.request_id) or self._entry(view, r))
         return Plan(rows=fill(view, order))
 
     def victims(

@@ -73,7 +73,8 @@ def fill(
         if len(rows) == view.max_num_seqs:
             break
         row = next_row(request, view, max(1, tokens))
-        if not request.is_decoding and row.num_tokens > tokens:
+        cost = 0 if request.is_decoding else row.num_tokens
+        if cost > tokens:
             continue
         if blocked and not request.is_admitted:
             continue
@@ -81,7 +82,7 @@ def fill(
             blocked = blocked or not request.is_admitted
             continue
         rows.append(row)
-        tokens -= 0 if request.is_decoding else row.num_tokens
+        tokens -= cost
     return tuple(rows)
 
 

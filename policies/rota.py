@@ -14,6 +14,7 @@ it newcomers may count on `max_swap_frac` of the pool per step. Transfers do not
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from qllm.errors import ConfigError
 from qllm.plan import Plan
@@ -21,6 +22,11 @@ from qllm.policy import RequestView, StepReport, View, next_row
 from qllm.types import NS_PER_MS, Cap, Evict, RequestId
 
 from .parts import behind_all, check_at_least, fill
+
+
+def grace_ns(share: float, target_ms: float | None, default_ms: int) -> int:
+    """What may be waited of a target, or of the default where there is none."""
+    return int(share * (default_ms if target_ms is None else target_ms) * NS_PER_MS)
 
 
 @dataclass(kw_only=True)
@@ -57,21 +63,22 @@ class Rota:
         since_ns = self._since_ns.get(request.request_id)
         if since_ns is not None:
             return since_ns - now_ns
-        slo = request.slo
-        if request.is_admitted:
-            grace = self.tpot_share * (self.tpot_ms if slo.tpot_ms is None else slo.tpot_ms)
-            late_ns = now_ns - request.last_progress_ns - int(grace * NS_PER_MS)
-            return int(self.lag_weight * max(0, late_ns))
-        grace = self.ttft_share * (self.ttft_ms if slo.ttft_ms is None else slo.ttft_ms)
-        return max(0, now_ns - request.arrival_ns - int(grace * NS_PER_MS))
+        if request.block_table:
+            late_ns = now_ns - request.last_progress_ns
+            if self.tpot_share:
+                late_ns -= grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
+            return int(self.lag_weight * late_ns) if late_ns > 0 else 0
+        late_ns = now_ns - request.arrival_ns
+        return max(0, late_ns - grace_ns(self.ttft_share, request.slo.ttft_ms, self.ttft_ms))
 
     def plan(self, view: View) -> Plan:
         """Return everyone, or the largest lags, as many as fit."""
         if view.frames:
             return Plan(rows=view.frames[0].rows)
-        order = sorted(view.requests, key=lambda r: (r.arrival_ns, r.request_id))
+        order = view.requests
         if not self._all_fit(view):
-            order.sort(key=lambda r: -self.lag_ns(r, view.now_ns))
+            lag = partial(self.lag_ns, now_ns=view.now_ns)
+            order = sorted(order, key=lag, reverse=True)
         can_swap = Cap.KV_SWAP in view.capabilities
         extra = int(self.max_swap_frac * view.num_blocks) if can_swap else 0
         return Plan(rows=fill(view, order, extra_blocks=extra))
@@ -87,7 +94,7 @@ class Rota:
     ) -> list[tuple[RequestId, Evict]]:
         """Return the smallest lags first."""
         how = Evict.SWAP if Cap.KV_SWAP in view.capabilities else Evict.RECOMPUTE
-        order = sorted(behind_all(view, keep), key=lambda r: self.lag_ns(r, view.now_ns))
+        order = sorted(behind_all(view, keep), key=partial(self.lag_ns, now_ns=view.now_ns))
         return [(r.request_id, how) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:

@@ -23,23 +23,34 @@ class _Ruler:
     def __init__(self, cuts: CutRule) -> None:
         self._cuts = cuts
         self._marks = [0]
+        self._priced: list[tuple[int, float]] = []
+        """Per block, its tokens and its cost."""
 
-    def between(self, lo: int, hi: int) -> list[int]:
-        """The cuts in (lo, hi)."""
-        marks = self._marks
+    def blocks(self, lo: int, hi: int) -> tuple[list[int], list[tuple[int, float]]]:
+        """Where [lo, hi) is cut, both ends included; and of each block its tokens and cost."""
+        marks, priced, cuts = self._marks, self._priced, self._cuts
         while marks[-1] < hi:
-            marks.append(marks[-1] + self._cuts.block(marks[-1]))
-        return marks[bisect_right(marks, lo) : bisect_left(marks, hi)]
+            marks.append(marks[-1] + cuts.block(marks[-1]))
+            priced.append(cuts.priced(marks[-2], marks[-1]))
+        first, last = bisect_right(marks, lo), bisect_left(marks, hi)
+        if first == last:
+            return [lo, hi], [cuts.priced(lo, hi)]
+        ends = cuts.priced(lo, marks[first]), cuts.priced(marks[last - 1], hi)
+        return [lo, *marks[first:last], hi], [ends[0], *priced[first : last - 1], ends[1]]
 
 
 _ruler = lru_cache(maxsize=16)(_Ruler)
 
 
-def _row_blocks(lo: int, hi: int, cuts: CutRule, one_query_from: int) -> tuple[int, ...]:
+def _row_blocks(
+    lo: int, hi: int, cuts: CutRule, one_query_from: int
+) -> tuple[list[int], list[tuple[int, float]]]:
+    """Where a row is cut; and of each block its tokens and cost."""
     alone = max(lo, min(hi, one_query_from))
-    if lo == alone:
-        return tuple(range(lo, hi + 1))
-    return (lo, *_ruler(cuts).between(lo, alone), *range(alone, hi + 1))
+    marks, priced = _ruler(cuts).blocks(lo, alone) if lo < alone else ([lo], [])
+    marks += range(alone + 1, hi + 1)
+    priced += [cuts.priced(at, at + 1) for at in range(alone, hi)]
+    return marks, priced
 
 
 def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> int:
@@ -51,12 +62,12 @@ def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> 
         cuts: The cut rule.
         one_query_from: Position from which every token is a block of its own.
     """
-    marks = _row_blocks(row.lo, num_tokens, cuts, one_query_from)
+    marks, _ = _row_blocks(row.lo, num_tokens, cuts, one_query_from)
     return marks[max(1, bisect_right(marks, row.hi) - 1)]
 
 
 def _attn_cuts(
-    group: Sequence[int], costs: Sequence[list[tuple[int, float]]], max_cost: float
+    group: Sequence[int], costs: Sequence[Sequence[tuple[int, float]]], max_cost: float
 ) -> list[tuple[int, int]]:
     """Pack the blocks of a group's rows, in order, into as few ops as `max_cost` allows.
 
@@ -125,14 +136,18 @@ def compile_program(
             (level L2: what was decoded one by one is recomputed one by one).
     """
     rows = plan.rows
-    num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv
+    num_layers = shape.num_layers
     alone = one_query_from or [row.hi for row in rows]
     blocks: list[tuple[int, ...]] = []
-    costs: list[list[tuple[int, float]]] = []
+    costs: list[Sequence[tuple[int, float]]] = []
     for (_, lo, hi, _, _), a in zip(rows, alone, strict=True):
-        marks = (lo, hi) if hi - lo == 1 else _row_blocks(lo, hi, cuts, a)
-        blocks.append(marks)
-        costs.append([(y - x, (y - x) * (1.0 + per_kv * y)) for x, y in pairwise(marks)])
+        if hi - lo == 1:
+            blocks.append((lo, hi))
+            costs.append((cuts.priced(lo, hi),))
+        else:
+            marks, priced = _row_blocks(lo, hi, cuts, a)
+            blocks.append(tuple(marks))
+            costs.append(priced)
     starts, ends = [row.start_layer for row in rows], [row.end_layer for row in rows]
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -140,7 +155,7 @@ def compile_program(
 
     def one_op(kind: OpKind, layer: int, members: tuple[int, ...]) -> None:
         if members:
-            total = sum([rows[r].hi - rows[r].lo for r in members])
+            total = sum([hi - lo for _, lo, hi, _, _ in map(rows.__getitem__, members)])
             g = groups.setdefault(members, len(groups))
             stretches.append(Stretch(layer, layer + 1, g, ((kind, ((0, total),)),)))
 

@@ -228,6 +228,11 @@ class CutRule(NamedTuple):
             size //= 2
         return size
 
+    def priced(self, lo: int, hi: int) -> tuple[int, float]:
+        """How many the tokens [lo, hi) are, and what they cost."""
+        num = hi - lo
+        return num, num * (1.0 + self.attn_cost_per_kv * hi)
+
 
 NO_CUTS = CutRule(
     max_cost=float("inf"),

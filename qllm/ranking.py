@@ -33,6 +33,8 @@ class Ranking:
         """Those who hold KV, best first."""
         self.waiting: list[Ranked] = []
         """Those who hold none, best first."""
+        self.num_own_tiers = 0
+        """How many have a tier that is not their priority."""
         self._where: dict[RequestId, Ranked] = {}
         """The places of those who wait."""
         self._unranked = list(requests)
@@ -45,11 +47,14 @@ class Ranking:
     def forget(self, request_id: RequestId) -> None:
         """It is gone."""
         place = self._where.pop(request_id, None)
-        if place is not None:
-            del self.waiting[bisect_left(self.waiting, place)]
-        else:
-            self.admitted = [x for x in self.admitted if x.request_id != request_id]
+        if place is None:
+            place = next((x for x in self.admitted if x.request_id == request_id), None)
+            self.admitted = [x for x in self.admitted if x is not place]
             self._unranked = [r for r in self._unranked if r.request_id != request_id]
+        else:
+            del self.waiting[bisect_left(self.waiting, place)]
+        if place is not None:
+            self.num_own_tiers -= place.tier != place.request.priority
 
     def update(self, now_ns: int) -> None:
         """Rank whoever may rank differently now.
@@ -58,19 +63,24 @@ class Ranking:
             TypeError: The policy did not return two ints.
         """
         if self.policy.reads >= Reads.TIME:
-            self._unranked += [x.request for x in self.waiting]
+            self._unrank(self.waiting)
             self.waiting, self._where = [], {}
         if self.policy.reads >= Reads.PROGRESS:
-            self._unranked += [x.request for x in self.admitted]
+            self._unrank(self.admitted)
             self.admitted = []
         while self._unranked:
             x = self.rank(self._unranked[-1], now_ns)
             self._unranked.pop()
+            self.num_own_tiers += x.tier != x.request.priority
             if x.request.block_table:
                 insort(self.admitted, x)
             else:
                 insort(self.waiting, x)
                 self._where[x.request_id] = x
+
+    def _unrank(self, order: Sequence[Ranked]) -> None:
+        self._unranked += [x.request for x in order]
+        self.num_own_tiers -= sum([x.tier != x.request.priority for x in order])
 
     def rank(self, request: RequestView, now_ns: int) -> Ranked:
         """Ask the policy.
@@ -113,6 +123,8 @@ class Ranking:
             if x.request.is_admitted is not holds or x.request_id in found:
                 raise InvariantError(f"request {x.request_id} is ranked in the wrong place")
             found[x.request_id] = x.request
+        if self.num_own_tiers != sum(x.tier != x.request.priority for x, _ in places):
+            raise InvariantError(f"{self.num_own_tiers} requests have tiers of their own")
         if found != {r.request_id: r for r in requests}:
             raise InvariantError(f"ranked are {sorted(found)}, others are live")
 

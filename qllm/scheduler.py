@@ -304,11 +304,12 @@ class Scheduler:
         """Give every row its blocks, evicting lower ranks where they are short."""
         gone: set[RequestId] = set()
         kept: list[Row] = []
+        block_size = self.limits.block_size
         for row in rows:
             if row.request_id in gone:
                 continue
             request = self.requests[row.request_id]
-            need = self.pool.blocks_for(row.hi) - len(request.block_table)
+            need = -(-row.hi // block_size) - len(request.block_table)
             if need <= 0:
                 kept.append(row)
                 continue

@@ -83,8 +83,9 @@ class _Shaper:
         self.prefills: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
         """Both per tier, of those who hold KV and are in no frame."""
         for x in ranking.admitted:
-            if x.request.frame_id is None:
-                (self.decodes if x.request.is_decoding else self.prefills)[x.tier].append(x)
+            r = x.request
+            if r.frame_id is None:
+                (self.decodes if r.is_decoding else self.prefills)[x.tier].append(x)
 
     def frame_tier(self, frame: FrameView) -> int:
         return min(self.tier_of[row.request_id] for row in frame.rows)
@@ -110,11 +111,9 @@ class _Shaper:
         The stop word carries priorities: where tiers are not priorities, any arrival stops
         them, and a false alarm resumes them.
         """
-        best = min(self.tier_of[row.request_id] for row in rows)
-        for order in (self.ranking.admitted, self.ranking.waiting):
-            if any(tier != request.priority for tier, _, _, request in order):
-                return ANY_ARRIVAL
-        return best
+        if self.ranking.num_own_tiers:
+            return ANY_ARRIVAL
+        return min([self.tier_of[row.request_id] for row in rows])
 
     # -- the stall bound (I14)
 
@@ -146,7 +145,7 @@ class _Shaper:
         ]
 
     def next_due_ns(self, running: set[RequestId]) -> int | None:
-        others = (due for due, request in self.bounded if request.request_id not in running)
+        others = [due for due, request in self.bounded if request.request_id not in running]
         return min(others, default=None)
 
     def stalled(self) -> Plan | None:
@@ -368,7 +367,7 @@ class _Shaper:
         target_ns = tpot_target_ns(decoding)
         allowance = ride_allowance_ns(self.policy, self.view.costs, len(decoding), target_ns)
         room_ns = NO_DEADLINE if target_ns is None else self.room_ns(allowance)
-        if room_ns < MIN_SLICE_NS:
+        if min(room_ns, self.view.ride_credit_ns) < MIN_SLICE_NS:
             return best
         slice_ns = min(self.view.ride_credit_ns, room_ns)
         for tier in worse:

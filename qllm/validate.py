@@ -1,6 +1,7 @@
 """The rules a plan must keep, whoever made it (I2, I4, I5, I10, budgets); the state's own."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from qllm.decision import Parked
@@ -33,9 +34,10 @@ def malformed(plan: Any) -> str | None:
     """Say what of an alleged plan is not of its type; ends a sentence like `broken_rule`."""
     if not isinstance(plan, Plan):
         return f"returned {type(plan).__name__} instead of a Plan"
-    for row in plan.rows if isinstance(plan.rows, tuple) else (plan.rows,):
-        if not isinstance(row, Row) or not all(isinstance(number, int) for number in row):
-            return f"planned {row!r}, which is not a Row of integers"
+    rows = plan.rows if isinstance(plan.rows, tuple) else (plan.rows,)
+    if not _are_rows(rows):
+        wrong = next(row for row in rows if not _are_rows((row,)))
+        return f"planned {wrong!r}, which is not a Row of integers"
     times = (plan.slice_ns, plan.wait_until_ns)
     whole = (plan.stop_below, *(time for time in times if time is not None))
     if not isinstance(plan.grain, Grain) or not all(isinstance(number, int) for number in whole):
@@ -46,6 +48,12 @@ def malformed(plan: Any) -> str | None:
     if not isinstance(plan.drop, tuple) or not all(isinstance(i, int) for i in plan.drop):
         return f"planned drop={plan.drop!r}, which is not a tuple of request ids"
     return None
+
+
+def _are_rows(rows: Sequence[Any]) -> bool:
+    return all([issubclass(kind, Row) for kind in set(map(type, rows))]) and all(
+        [issubclass(kind, int) for kind in set(map(type, chain.from_iterable(rows)))]
+    )
 
 
 def broken_rule(
@@ -112,13 +120,13 @@ def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
 
 
 def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View) -> str | None:
-    if all(requests[row.request_id].frame_id is not None for row in plan.rows):
+    if all([requests[row.request_id].frame_id is not None for row in plan.rows]):
         return None
-    tokens = sum(
-        row.num_tokens
-        for row in plan.rows
-        if (request := requests[row.request_id]).frontier is None and not request.is_decoding
-    )
+    tokens = 0
+    for row in plan.rows:
+        request = requests[row.request_id]
+        if request.frontier is None and not request.is_decoding:
+            tokens += row.num_tokens
     if tokens > view.max_step_tokens:
         return f"planned {tokens} new prefill tokens; max_step_tokens is {view.max_step_tokens}"
     if len(plan.rows) > view.max_num_seqs:
