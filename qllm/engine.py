@@ -8,6 +8,7 @@ take what arrived -> decide -> effects -> run a program until its end or a bound
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from qllm import trace
@@ -115,6 +116,8 @@ class EngineLoop:
         self.metrics = MetricsBuilder()
         self.costs = Costs()
         self.live: dict[RequestId, Live] = {}
+        self._expiries: list[tuple[int, RequestId]] = []
+        """A heap of when requests time out, of those that have ended too."""
         self.pending: deque[Item] = deque()
         """Drained from the ingress and not looked at yet."""
         self.closing = False
@@ -205,14 +208,14 @@ class EngineLoop:
             len(item.token_ids),
             request.max_total_tokens,
         )
-        self.live[item.request_id] = Live(item, request)
+        self._know(item, request)
         self.scheduler.add(request, self.now_ns())
         return request
 
     def restored(self, item: Submission, request: Request) -> None:
         """Take over a request of a checkpoint, which the runner knows already."""
         self.meet(item)
-        self.live[item.request_id] = Live(item, request)
+        self._know(item, request)
         self.scheduler.adopt(request)
 
     def disown(self, request_id: RequestId) -> None:
@@ -255,18 +258,20 @@ class EngineLoop:
             )
         )
 
+    def _know(self, item: Submission, request: Request) -> None:
+        self.live[item.request_id] = Live(item, request)
+        if item.deadline_ns is not None:
+            heappush(self._expiries, (item.deadline_ns, item.request_id))
+
     def _expire(self, now: int) -> None:
-        late = [
-            request_id
-            for request_id, live in self.live.items()
-            if live.submission.deadline_ns is not None and live.submission.deadline_ns <= now
-        ]
-        for request_id in late:
-            self._finish(request_id, FinishReason.TIMEOUT)
+        while (expiry_ns := self._next_expiry_ns()) is not None and expiry_ns <= now:
+            self._finish(self._expiries[0][1], FinishReason.TIMEOUT)
 
     def _next_expiry_ns(self) -> int | None:
-        deadlines = (live.submission.deadline_ns for live in self.live.values())
-        return min((d for d in deadlines if d is not None), default=None)
+        expiries = self._expiries
+        while expiries and expiries[0][1] not in self.live:
+            heappop(expiries)
+        return expiries[0][0] if expiries else None
 
     def _idle(self, decision: Decision) -> None:
         until = [t for t in (decision.wait_until_ns, self._next_expiry_ns()) if t is not None]

@@ -125,7 +125,7 @@ class _Meter:
         self.evictions = 0
         self.lo = self.hi = self.depth = 0
         """Tokens [0, lo) are computed, tokens [lo, hi) through layers [0, depth)."""
-        self.lost = [(0, 0)] * len(_Cause)
+        self.lost: dict[_Cause, tuple[int, int]] = {}
         """Per cause: tokens [a, b) that were computed and are not yet planned again."""
         self.num_recomputed = [0] * len(_Cause)
 
@@ -136,7 +136,7 @@ class _Meter:
             self.last_ran_ns = at_ns
         if row.lo < (self.hi if row.start_layer < self.depth else self.lo):
             self.lose(_Cause.PREEMPTED, row.lo, self.hi)
-        for cause, (a, b) in enumerate(self.lost):
+        for cause, (a, b) in self.lost.items():
             num_again = min(row.hi, b) - max(row.lo, a)
             if num_again > 0:
                 self.num_recomputed[cause] += num_again
@@ -150,7 +150,7 @@ class _Meter:
     def lose(self, cause: _Cause, lo: int, hi: int) -> None:
         """Tokens [lo, hi), and with them all that is computed from `lo` on, are gone."""
         hi = max(hi, self.hi)
-        a, b = self.lost[cause]
+        a, b = self.lost.get(cause, (0, 0))
         self.lost[cause] = (min(a, lo), max(b, hi)) if a < b else (lo, hi)
         self.lo = self.hi = min(lo, self.hi)
         self.depth = 0
@@ -158,8 +158,8 @@ class _Meter:
     def evict(self, at_ns: int) -> None:
         self.left(at_ns)
         self.evictions += 1
-        ends = [b for a, b in self.lost if a < b]
-        self.lost = [(0, 0)] * len(_Cause)
+        ends = [b for a, b in self.lost.values() if a < b]
+        self.lost = {}
         self.lose(_Cause.EVICTED, 0, max(ends, default=0))
 
     def worked(self, start_ns: int, at_ns: int) -> None:

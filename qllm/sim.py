@@ -186,36 +186,39 @@ class SimRunner:
         if longest_ns > self.segments.longest_ns:
             self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
         self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
+        rows, dead, reached, requests = program.rows, frame.dead, frame.reached, self.requests
         for group, first, num_layers in timeline.layers(start, end):
             for r in program.groups[group]:
-                row = program.rows[r]
-                if row.request_id in frame.dead:
+                request_id, lo, hi, _, _ = row = rows[r]
+                if request_id in dead:
                     continue
-                if frame.reached[row.request_id] != first:
+                if reached[request_id] != first:
                     raise InvariantError(f"{row} runs layer {first} out of order")
-                frame.reached[row.request_id] = first + num_layers
-                self.requests[row.request_id].layer_work += row.num_tokens * num_layers
+                reached[request_id] = first + num_layers
+                requests[request_id].layer_work += (hi - lo) * num_layers
 
     def finish(self, program: Program) -> list[Sampled]:
         """Commit and sample."""
         frame = self.frames.pop(program.frame_id)
+        num_layers, vocab_size = self.shape.num_layers, self.shape.vocab_size
         out = []
-        for r, row in enumerate(program.rows):
-            if row.request_id in frame.dead:
+        for row, samples in zip(program.rows, program.samples, strict=True):
+            request_id, _, hi, _, end = row
+            if request_id in frame.dead:
                 continue
-            request = self.requests[row.request_id]
-            if frame.reached[row.request_id] != row.end_layer:
-                raise InvariantError(f"{row} ended at layer {frame.reached[row.request_id]}")
-            if row.end_layer < self.shape.num_layers:
+            request = self.requests[request_id]
+            if frame.reached[request_id] != end:
+                raise InvariantError(f"{row} ended at layer {frame.reached[request_id]}")
+            if end < num_layers:
                 continue
-            request.num_computed = row.hi
-            owed = row.hi * self.shape.num_layers
-            if request.layer_work != owed:
-                raise InvariantError(f"{row}: {request.layer_work} token-layers done, {owed} owed")
-            if program.samples[r]:
-                token = (row.request_id * 7919 + row.hi * 104729) % self.shape.vocab_size
+            request.num_computed = hi
+            if request.layer_work != hi * num_layers:
+                raise InvariantError(
+                    f"{row}: {request.layer_work} token-layers done, {hi * num_layers} owed"
+                )
+            if samples:
                 request.num_tokens += 1
-                out.append(Sampled(row.request_id, token))
+                out.append(Sampled(request_id, (request_id * 7919 + hi * 104729) % vocab_size))
         return out
 
     def split(self, program: Program, index: Index) -> None:

@@ -148,17 +148,18 @@ def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Wor
         return Work(hi - lo, len(members), 0, 0)
     at = num_rows = kv_tokens = pairs = 0
     for r in members:
-        row = program.rows[r]
-        first = row.lo + max(0, lo - at)
-        last = row.lo + min(row.num_tokens, hi - at)
-        at += row.num_tokens
-        if first >= last:
-            continue
-        num_rows += 1
-        if row.num_tokens == 1:
-            kv_tokens += row.hi
-        else:
-            pairs += (last - first) * (first + last + 1) // 2
+        _, begin, end, _, _ = program.rows[r]
+        if at >= hi:
+            break
+        num = end - begin
+        if at + num > lo:
+            num_rows += 1
+            if num == 1:
+                kv_tokens += end
+            else:
+                first, last = begin + max(0, lo - at), begin + min(num, hi - at)
+                pairs += (last - first) * (first + last + 1) // 2
+        at += num
     return Work(hi - lo, num_rows, kv_tokens, pairs)
 
 
