@@ -24,9 +24,9 @@ from qllm.types import NS_PER_MS, Cap, Evict, RequestId
 from .parts import behind_all, check_at_least, fill
 
 
-def grace_ns(share: float, target_ms: float | None, default_ms: int) -> int:
+def grace_ns(share: float, target_ms: float | None, default_ms: int) -> float:
     """What may be waited of a target, or of the default where there is none."""
-    return int(share * (default_ms if target_ms is None else target_ms) * NS_PER_MS)
+    return share * (default_ms if target_ms is None else target_ms) * NS_PER_MS
 
 
 @dataclass(kw_only=True)
@@ -58,18 +58,18 @@ class Rota:
                 raise ConfigError(f"{name}={value!r} must be a number in [0, {most}]")
         self._since_ns: dict[RequestId, int] = {}
 
-    def lag_ns(self, request: RequestView, now_ns: int) -> int:
+    def lag_ns(self, request: RequestView, now_ns: int) -> float:
         """How much longer than it may a request has waited; negative while it runs."""
         since_ns = self._since_ns.get(request.request_id)
         if since_ns is not None:
-            return since_ns - now_ns
+            return float(since_ns - now_ns)
         if request.block_table:
-            late_ns = now_ns - request.last_progress_ns
+            late_ns: float = now_ns - request.last_progress_ns
             if self.tpot_share:
                 late_ns -= grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
-            return int(self.lag_weight * late_ns) if late_ns > 0 else 0
+            return self.lag_weight * late_ns if late_ns > 0 else 0.0
         late_ns = now_ns - request.arrival_ns
-        return max(0, late_ns - grace_ns(self.ttft_share, request.slo.ttft_ms, self.ttft_ms))
+        return max(0.0, late_ns - grace_ns(self.ttft_share, request.slo.ttft_ms, self.ttft_ms))
 
     def plan(self, view: View) -> Plan:
         """Return everyone, or the largest lags, as many as fit."""
