@@ -34,6 +34,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from common import machine
 from qllm_serve import Serve, serving
 from servers import PEERS, InstallError, Place, free_port, installed
 from servers import serving as serving_peer
@@ -358,7 +359,7 @@ def main() -> int:
     if args.solo:
         be_solo(args.model, args.threads)
         return 0
-    print(json.dumps(run(args)))
+    print(json.dumps({"bench": "over_http", "machine": machine(), **run(args)}))
     return 0
 
 

@@ -2,13 +2,14 @@
 
     python bench/report.py
 
-Every number of the page is read from `bench/results/`: what `bench/engine.py`,
-`bench/ablation.py`, `bench/peers.py` and `bench/validate_sim.py` wrote. Rows that miss their
-target are marked, and listed on top.
+Every number of the page is read from `bench/results/`: the JSON documents that the benchmarks
+wrote there, or printed as their last line. Rows that miss their target are marked, and listed on
+top.
 """
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,17 +299,150 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+Line = tuple[str, str, str, bool | None]
+"""What, measured, target, reached."""
+
+
+def _at_most(what: str, found: float, target: float, digits: int = 1) -> Line:
+    return what, f"{found:,.{digits}f}", f"<= {target:g}", found <= target
+
+
+def decide_lines(document: dict[str, Any]) -> list[Line]:
+    """Of `bench/decide.py`: the slowest policy."""
+    args, rows = document["args"], document["rows"]
+    slowest = max(rows, key=lambda row: row["p99_us"])
+    what = f"decision and program, {args['scheduler']} scheduler, {args['live']} live requests"
+    policies = f"worst of {len({row['policy'] for row in rows})} policies ({slowest['policy']})"
+    lines = [_at_most(f"{what}, p99 us, {policies}", slowest["p99_us"], DECISION_US, 0)]
+    cores = [row["core_p99_us"] for row in rows if row["core_p99_us"]]
+    if cores:
+        lines.append(_at_most("  of it the decision in C++, p99 us", max(cores), CORE_US))
+    fixed = max(row["yardstick_p50_us"] for row in rows)
+    return [
+        *lines,
+        ("  the machine: a fixed loop of 10 us on a quiet Zen 4", f"{fixed:.1f}", "", None),
+    ]
+
+
+def sim_speed_lines(document: dict[str, Any]) -> list[Line]:
+    """Of `bench/sim_speed.py`."""
+    what = f"{document['config']['requests']:,} Azure-like requests through 48 layers, CPU s"
+    grains = document["grains"].items()
+    return [_at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
+
+
+def differential_lines(document: dict[str, Any]) -> list[Line]:
+    """Of `bench/differential.py`."""
+    num, differences = sum(document["traces"].values()), document["differences"]
+    found = f"{num:,} traces, {document['agreed_on']['decisions']:,} decisions, {differences}"
+    ok = num >= DIFFERENTIAL_TRACES and not differences
+    target = f"0 in >= {DIFFERENTIAL_TRACES:,}"
+    return [("differences between the native scheduler and the Python one", found, target, ok)]
+
+
+def over_http_lines(document: dict[str, Any]) -> list[Line]:
+    """Of `bench/over_http.py`."""
+    reach = document["reach"]
+    lines: list[Line] = []
+    if http := document.get("overhead", {}).get("http_ms", {}).get("over_python"):
+        for name in ("p50", "p99"):
+            target = reach[f"overhead_{name}_ms"]
+            lines.append(
+                _at_most(
+                    f"TTFT over HTTP and the rings minus the Python API, {name} ms",
+                    http[name],
+                    target,
+                )
+            )
+    what = "LS TTFT p99, other work hogs the front end's core / quiet"
+    if found := document.get("interference"):
+        lines.append(_at_most(what, found["p99_ratio"], reach["interference"], 2))
+        lines.append(("  quiet; hogged, ms", _quiet_hogged(found), "", None))
+    if (found := document.get("vllm")) and "p99_ratio" in found:
+        lines.append(
+            (
+                f"  the same, vLLM's CPU build: {_quiet_hogged(found)} ms",
+                f"{found['p99_ratio']:.2f}",
+                "",
+                None,
+            )
+        )
+    if found := document.get("streams"):
+        lines.append(
+            _at_most(
+                f"{found['open']:,} open streams, idle: cores",
+                found["front_end_cores"],
+                reach["idle_cores"],
+                3,
+            )
+        )
+    return lines
+
+
+def _quiet_hogged(found: dict[str, Any]) -> str:
+    return "; ".join(f"{found['ttft_ms'][name]['p99']:.0f}" for name in ("quiet", "hogged"))
+
+
+def soak_lines(document: dict[str, Any]) -> list[Line]:
+    """Of `bench/soak.py`."""
+    minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
+    accepted = sum(counts.get(name, 0) for name in ("ended", "accepted_and_left", "sent_vanish"))
+    problems = len(document["problems"])
+    what = f"{minutes:.0f} minutes at {document['load']} of capacity, {accepted:,} requests"
+    lines: list[Line] = [
+        (f"{what}: lost, duplicated or wrong answers", f"{problems}", "0", not problems)
+    ]
+    lines.append(
+        _at_most("  LS TTFT p99 / the calm run", document["ls_ttft_p99_ratio"], SOAK_RATIO, 2)
+    )
+    for name in ("front_end", "engine"):
+        slope = memory[f"{name}_rss_mb_per_minute"]
+        found = f"{slope:+.2f} MB a minute at {memory[f'{name}_rss_mb']:,.0f} MB"
+        lines.append(
+            (f"  resident memory of the {name.replace('_', ' ')} after warm-up", found, "", None)
+        )
+    return lines
+
+
+DECISION_US, CORE_US, DIFFERENTIAL_TRACES, SOAK_RATIO = 300.0, 5.0, 10_000, 1.5
+"""What the project promises, where a result does not say it."""
+
+SMALL = {
+    "over_http.json": ("HTTP and the rings", over_http_lines),
+    "soak.json": ("A long overload", soak_lines),
+    "decide.json": ("A decision", decide_lines),
+    "decide-native.json": ("A decision in C++", decide_lines),
+    "differential.json": ("Two schedulers, the same decisions", differential_lines),
+    "sim_speed.json": ("The simulator's speed", sim_speed_lines),
+}
+"""Results of one table: title, and the lines of it."""
+
+
+def small_part(name: str, document: dict[str, Any]) -> list[str]:
+    """One table under a title."""
+    title, lines_of = SMALL[name]
+    return ["", f"## {title}", "", f"- {_machine(document)}", *_table(lines_of(document))]
+
+
 PARTS = {
     "policies-cpu.json": policies_part,
     "peers-cpu.json": peers_part,
     "validate_sim.json": simulator_part,
     "engine-cpu.json": engine_part,
+    **{name: partial(small_part, name) for name in SMALL},
 }
 
 
 def page(documents: dict[str, dict[str, Any]]) -> str:
     """The page of the results that there are, what they miss first."""
     losing = [(name, line) for name, doc in documents.items() for line in doc.get("losing", ())]
+    losing += [
+        (name, f"{what.strip()}: {found} (target {target})")
+        for name, (_, lines_of) in SMALL.items()
+        if name in documents
+        for what, found, target, ok in lines_of(documents[name])
+        if ok is False
+    ]
     lines = [HEAD]
     if losing:
         lines += ["## What misses its target", ""]

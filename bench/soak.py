@@ -35,6 +35,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from common import machine
 from qllm_serve import Serve, serving
 from soak_cases import MALFORMED, Case, StreamCheck, make_cases
 
@@ -443,7 +444,7 @@ def main() -> int:
         settings = [f"--set={text}" for text in (*SETTINGS, f"listen={socket}")]
         with serving(args.model, f"--threads={args.threads}", *settings) as server:
             report = asyncio.run(soak(args, server, socket))
-    print(json.dumps(report))
+    print(json.dumps({"bench": "soak", "machine": machine(), **report}))
     return 0 if report["ok"] else 1
 
 

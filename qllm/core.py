@@ -12,8 +12,10 @@ from qllm.engine import Deciding, EngineLoop, Sink
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.host import ModelInfo
 from qllm.ingress import Call, Ingress, Submission
+from qllm.ingress.native import native_ends
+from qllm.ingress.ring import ENDS, Ends
 from qllm.models.conformance import check as check_conformance
-from qllm.models.loader import LoadedModel
+from qllm.models.loader import LoadedModel, vocabulary_of
 from qllm.plugins import cap_names, degraded, load_policy
 from qllm.runner import TorchRunner
 from qllm.scheduler import Scheduler
@@ -27,6 +29,15 @@ def _scheduler(config: EngineConfig) -> Callable[..., Deciding]:
     from qllm.device.scheduler import NativeScheduler  # numba is needed only here
 
     return NativeScheduler
+
+
+def ring_ends(config: EngineConfig) -> Ends:
+    """The engine's ends of the rings: of the language that its scheduler is in."""
+    if config.scheduler == "python":
+        return ENDS
+    from qllm.device.native import load_native  # nothing else needs the extension
+
+    return native_ends(load_native())
 
 
 @contextmanager
@@ -140,6 +151,7 @@ class Core:
             sampling_defaults=loaded.generation_defaults,
             drivers=tuple(str(driver) for driver in self.runner.drivers),
             kernels=self.runner.names,
+            vocabulary=vocabulary_of(loaded.tokenizer),
         )
 
     def serve(self) -> BaseException | None:

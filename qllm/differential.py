@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from qllm.check import World, random_costs
@@ -31,8 +32,15 @@ class DifferenceError(InvariantError):
 class Twin(Scheduler):
     """The Python scheduler, with a native one that has to say and to be the same."""
 
-    def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
-        self.native = NativeScheduler(policy, shape, cuts, limits, capacity=2)
+    def __init__(
+        self,
+        policy: Any,
+        shape: ModelShape,
+        cuts: CutRule,
+        limits: Limits,
+        native: Callable[..., NativeScheduler] = NativeScheduler,
+    ) -> None:
+        self.native = native(policy, shape, cuts, limits, capacity=2)
         self.seen: Counter[str] = Counter()
         self._deciding = False
         super().__init__(policy, shape, cuts, limits)
@@ -293,14 +301,16 @@ def _disturb(world: World, rng: random.Random) -> None:
             world.loop._apply(effect)
 
 
-def run_trace(policy: Any, seed: str) -> Outcome:
+def run_trace(
+    policy: Any, seed: str, native: Callable[..., NativeScheduler] = NativeScheduler
+) -> Outcome:
     """Serve a random world with both schedulers.
 
     Raises:
         DifferenceError: They did not agree.
     """
     rng = random.Random(seed)
-    world = random_world(policy, rng)
+    world = random_world(policy, rng, partial(Twin, native=native))
     for _ in range(20_000):
         if world.idle:
             break

@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from qllm import portable
 from qllm.config import EngineConfig
-from qllm.core import Core, crash_text
+from qllm.core import Core, crash_text, ring_ends
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.host import ModelInfo, freeze_garbage
 from qllm.ingress import Call, Cancel
@@ -235,7 +235,7 @@ class EngineProcess:
             raise
         finally:
             block.segment.close_fd()
-        return Lane(block, doorbell)
+        return Lane(block, doorbell, ring_ends(self._start.config))
 
     def _new_block(self) -> FrontEndBlock:
         """The memory of one more front end."""

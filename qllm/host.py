@@ -39,6 +39,8 @@ class ModelInfo(NamedTuple):
     """Keywords of SamplingParams for requests without any, from the generation config."""
     drivers: tuple[str, ...]
     kernels: dict[str, str]
+    vocabulary: str | None
+    """Digest of the tokenizer's vocabulary, if there is a tokenizer: front ends use the same."""
 
 
 class Host(ABC):

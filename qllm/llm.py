@@ -27,7 +27,7 @@ from qllm.errors import ConfigError, InvalidRequestError, QueueFullError, Reques
 from qllm.handle import Handle, Result
 from qllm.host import Host
 from qllm.ingress import Submission
-from qllm.models.loader import check_device, load, load_tokenizer, wrap
+from qllm.models.loader import check_device, load, load_tokenizer, vocabulary_of, wrap
 from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
 from qllm.prompts import to_token_ids
@@ -487,7 +487,13 @@ class QLLMEngine:
 def _tokenizer(host: Host, where: str, trust_remote_code: bool) -> Any:
     """Load a front end's tokenizer; without one there is no front end."""
     try:
-        return load_tokenizer(where, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(where, trust_remote_code=trust_remote_code)
+        if host.info.vocabulary and vocabulary_of(tokenizer) not in (None, host.info.vocabulary):
+            raise ConfigError(
+                f"the tokenizer at {where!r} has another vocabulary than that of the engine's "
+                f"model {host.info.name!r}; give tokenizer= a copy of the engine's files"
+            )
+        return tokenizer
     except BaseException:
         host.close()
         raise

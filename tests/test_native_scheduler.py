@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from families import VOCAB, make_model
+from on_device import DeviceCalls
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.check import LIMITS, SHAPE, World
 from qllm.decision import Limits
 from qllm.device import layout
+from qllm.device.native import load_native
+from qllm.device.rank import compile_host
 from qllm.device.scheduler import NativeScheduler
 from qllm.differential import DifferenceError, Twin, random_shape, random_world, run_trace
 from qllm.errors import CheckpointError, ConfigError
@@ -46,6 +49,30 @@ def test_any_shape_decides_the_same() -> None:
         policy = random_shape(random.Random(number))
         seen += run_trace(policy, f"any-{number}").seen
     assert all(seen[what] for what in ("resume", "slice", "evictkv", "kill", "drop")), seen
+
+
+def by_number(policy: Any, *args: Any, **settings: Any) -> NativeScheduler:
+    """A native scheduler whose functions are called as a kernel launch calls them."""
+
+    def calls(policy: Any) -> DeviceCalls:
+        rank, native = compile_host(policy), load_native()
+        return DeviceCalls(lambda which, at, *n: int(native.call(at, rank.address, which, *n)))
+
+    return NativeScheduler(policy, *args, calls=calls, **settings)
+
+
+def test_functions_called_by_number_decide_the_same() -> None:
+    seen: Counter[str] = Counter()
+    for number in range(20):
+        policy = random_shape(random.Random(number))
+        seen += run_trace(policy, f"number-{number}", by_number).seen
+    assert all(seen[what] for what in ("resume", "slice", "evictkv", "kill", "drop")), seen
+    with pytest.raises(AttributeError):
+        DeviceCalls(print).decided(1)
+    made = by_number(load_policy("fcfs"), SHAPE, NO_CUTS, LIMITS)
+    assert load_native().call(made.block.address, 0, len(layout.CALLS)) == -1
+    with pytest.raises(TypeError, match="3 to 9 arguments, not 10"):
+        load_native().call(*range(10))
 
 
 @pytest.mark.slow
@@ -99,7 +126,8 @@ def test_a_change_of_policy_changes_both() -> None:
     assert set(world.finished.values()) == {FinishReason.LENGTH}
 
 
-def test_a_checkpoint_is_taken_over_alike() -> None:
+@pytest.mark.parametrize("native", [NativeScheduler, by_number])
+def test_a_checkpoint_is_taken_over_alike(native: Any) -> None:
     world = World(load_policy("qllm2"), scheduler=Twin)
     for i in range(4):
         world.submit(BE, 100 + i, 3)
@@ -112,7 +140,7 @@ def test_a_checkpoint_is_taken_over_alike() -> None:
     world.submit(LS, 50, 3)
     world.loop._take()
     old = world.scheduler
-    twin = Twin(load_policy("qllm2"), SHAPE, NO_CUTS, LIMITS)
+    twin = Twin(load_policy("qllm2"), SHAPE, NO_CUTS, LIMITS, native)
     for request in old.requests.values():
         twin.adopt(replace(request, block_table=[], frame_id=None))
     for parked in old.frames.values():

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sysconfig
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from qllm.device.native import load_native
 from qllm.ingress import Cancel, Submission, codec, layout, ring
 from qllm.ingress.layout import HEADER, LINE, STRUCTS, TRAILER
-from qllm.ingress.ring import OVERHEAD, Record, RingError, RingReader, RingWriter, record_bytes
+from qllm.ingress.native import native_ends
+from qllm.ingress.ring import (
+    ENDS,
+    OVERHEAD,
+    Ends,
+    Reader,
+    Record,
+    RingError,
+    RingWriter,
+    record_bytes,
+)
 from qllm.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, Sampled, SamplingParams, Slo
 
@@ -67,19 +79,37 @@ def test_every_reason_has_a_number() -> None:
 # -- one ring
 
 
+NATIVE_ENDS = native_ends(load_native())
+BOTH = pytest.mark.parametrize("ends", [ENDS, NATIVE_ENDS], ids=["python", "native"])
+"""Ends in Python, and in C++."""
+
+
 class Pair:
     """A ring in plain memory with both its ends."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, ends: Ends = ENDS) -> None:
         self.data = bytearray(capacity)
         self.tail = memoryview(bytearray(8)).cast("Q")
-        self.writer = RingWriter(memoryview(self.data), self.tail)
-        self.reader = RingReader(memoryview(self.data), self.tail)
+        self.ends = ends
+        self.writer: Any = ends.writer(memoryview(self.data), self.tail)
+        self.reader: Any = ends.reader(memoryview(self.data), self.tail)
+        self.num_read = 0
 
-    def reader_of(self, data: bytes) -> RingReader:
+    def read(self) -> Record | None:
+        """The next record."""
+        record: Record | None = self.reader.read()
+        self.num_read += record is not None
+        return record
+
+    def reader_of(self, data: bytes) -> Reader:
         """A reader at the same place that sees `data` instead."""
-        reader = RingReader(memoryview(bytearray(data)), memoryview(bytearray(8)).cast("Q"))
-        reader._at, reader._seq = self.reader._at, self.reader._seq
+        reader: Any = self.ends.reader(
+            memoryview(bytearray(data)), memoryview(bytearray(8)).cast("Q")
+        )
+        if self.ends is ENDS:
+            reader._at, reader._seq = self.tail[0], self.num_read
+        else:
+            reader._end["at"], reader._end["seq"] = self.tail[0], self.num_read
         return reader
 
 
@@ -120,19 +150,20 @@ def body_of(record: Record | None, size: int) -> bytes | None:
     return record.body[:size]
 
 
-def after_laps(capacity: int, laps: int, seed: int) -> Pair:
+def after_laps(capacity: int, laps: int, seed: int, ends: Ends = ENDS) -> Pair:
     """A ring full of old records, at some place in it."""
-    pair, rng = Pair(capacity), random.Random(seed)
-    while pair.reader._at < laps * capacity:
+    pair, rng = Pair(capacity, ends), random.Random(seed)
+    while pair.tail[0] < laps * capacity:
         assert pair.writer.write(2, 3, rng.randbytes(rng.randrange(200)))
-        assert pair.reader.read() is not None
+        assert pair.read() is not None
     return pair
 
 
+@BOTH
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 300), max_size=60), st.randoms(use_true_random=False))
-def test_what_goes_in_comes_out_in_order(sizes: list[int], rng: random.Random) -> None:
-    pair, waiting = Pair(1024), deque[bytes]()
+@given(sizes=st.lists(st.integers(0, 300), max_size=60), rng=st.randoms(use_true_random=False))
+def test_what_goes_in_comes_out_in_order(sizes: list[int], rng: random.Random, ends: Ends) -> None:
+    pair, waiting = Pair(1024, ends), deque[bytes]()
     refused = 0
     for size in sizes:
         body = rng.randbytes(size)
@@ -145,18 +176,28 @@ def test_what_goes_in_comes_out_in_order(sizes: list[int], rng: random.Random) -
             assert pair.writer.num_used == used
         while waiting and rng.random() < 0.45:
             want = waiting.popleft()
-            record = pair.reader.read()
+            record = pair.read()
             assert body_of(record, len(want)) == want
             assert record is not None
             assert (record.kind, record.flags) == (7, 1)
     for want in waiting:
-        assert body_of(pair.reader.read(), len(want)) == want
-    assert pair.reader.read() is None
+        assert body_of(pair.read(), len(want)) == want
+    assert pair.read() is None
     assert pair.writer.num_used == 0
 
 
-def test_a_slow_reader_loses_nothing() -> None:
-    pair = Pair(64 * LINE)
+def test_both_write_the_same_bytes() -> None:
+    pairs, rng = [Pair(1024, ENDS), Pair(1024, NATIVE_ENDS)], random.Random(0)
+    for number in range(300):
+        body, flags = rng.randbytes(rng.randrange(300)), rng.randrange(1 << 16)
+        assert [pair.writer.write(number, flags, body) for pair in pairs] == [True, True]
+        assert pairs[0].data == pairs[1].data
+        assert pairs[0].read() == pairs[1].read() is not None
+
+
+@BOTH
+def test_a_slow_reader_loses_nothing(ends: Ends) -> None:
+    pair = Pair(64 * LINE, ends)
     count = 0
     while pair.writer.write(1, 0, count.to_bytes(8, "little")):
         count += 1
@@ -164,22 +205,24 @@ def test_a_slow_reader_loses_nothing() -> None:
     for _ in range(3):
         assert not pair.writer.write(1, 0, bytes(8))
     for n in range(count):
-        assert body_of(pair.reader.read(), 8) == n.to_bytes(8, "little")
+        assert body_of(pair.read(), 8) == n.to_bytes(8, "little")
     assert pair.writer.write(1, 0, bytes(8))
 
 
-def test_a_record_larger_than_the_ring_is_refused() -> None:
-    pair = Pair(4 * LINE)
+@BOTH
+def test_a_record_larger_than_the_ring_is_refused(ends: Ends) -> None:
+    pair = Pair(4 * LINE, ends)
     assert pair.writer.write(1, 0, bytes(3 * LINE - OVERHEAD))
     with pytest.raises(ValueError, match="a record of 256 bytes exceeds a ring of 256"):
         pair.writer.write(1, 0, bytes(3 * LINE - OVERHEAD + 1))
 
 
+@BOTH
 @pytest.mark.parametrize("laps", [0, 3])
 @pytest.mark.parametrize("size", [0, 32, 33, 150])
-def test_a_torn_write_is_never_used(laps: int, size: int) -> None:
+def test_a_torn_write_is_never_used(laps: int, size: int, ends: Ends) -> None:
     for seed in range(6):
-        pair = after_laps(512, laps, seed)
+        pair = after_laps(512, laps, seed, ends)
         before = bytes(pair.data)
         body = random.Random(seed).randbytes(size)
         assert pair.writer.write(9, 4, body)
@@ -197,12 +240,13 @@ def test_a_torn_write_is_never_used(laps: int, size: int) -> None:
                     assert record is None or body_of(record, size) == body
 
 
+@BOTH
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 150), st.integers(0, 2**32), st.data())
+@given(size=st.integers(0, 150), seed=st.integers(0, 2**32), data=st.data())
 def test_a_write_seen_in_any_order_of_bytes_is_never_misread(
-    size: int, seed: int, data: st.DataObject
+    size: int, seed: int, data: st.DataObject, ends: Ends
 ) -> None:
-    pair = after_laps(512, 2, seed)
+    pair = after_laps(512, 2, seed, ends)
     before = bytes(pair.data)
     body = random.Random(seed).randbytes(size)
     assert pair.writer.write(9, 4, body)
@@ -240,39 +284,48 @@ def test_a_writer_that_dies_at_any_byte_leaves_nothing_or_all() -> None:
         assert body_of(old.reader_of(bytes(journal.data)).read(), len(body)) == body
 
 
-def test_a_prompt_cannot_pass_for_a_record() -> None:
+@BOTH
+def test_a_prompt_cannot_pass_for_a_record(ends: Ends) -> None:
     """Old bytes that look like the next record, where the reader looks next."""
-    pair = Pair(16 * LINE)
+    pair = Pair(16 * LINE, ends)
     fake = ring.encode(2, 1, 0, b"fake")
     assert pair.writer.write(1, 0, bytes(LINE - HEADER.itemsize) + fake + bytes(400))
-    assert pair.reader.read() is not None
-    while pair.writer._head % (16 * LINE) != 0:
+    assert pair.read() is not None
+    while pair.writer.head % (16 * LINE) != 0:
         assert pair.writer.write(1, 0, b"")
-        assert pair.reader.read() is not None
-    forged = ring.encode(pair.writer._seq + 2, 1, 0, b"fake")
+        assert pair.read() is not None
+    forged = ring.encode(pair.num_read + 2, 1, 0, b"fake")
     pair.data[LINE : LINE + len(forged)] = forged
     assert pair.writer.write(1, 0, b"true")
-    assert body_of(pair.reader.read(), 4) == b"true"
-    assert pair.reader.read() is None
+    assert body_of(pair.read(), 4) == b"true"
+    assert pair.read() is None
 
 
-def test_an_overwritten_record_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(512)
+@BOTH
+def test_an_overwritten_record_is_an_error_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, ends: Ends
+) -> None:
+    pair = Pair(512, ends)
+    now_ns = 10**12
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
     pair.writer.write(1, 0, b"hello")
     pair.data[HEADER.itemsize] ^= 1
-    assert pair.reader.read() is None
-    assert pair.reader.read() is None
-    monkeypatch.setattr(ring, "BROKEN_AFTER_NS", 0)
+    assert pair.read() is None
+    assert pair.read() is None
+    now_ns += ring.BROKEN_AFTER_NS
+    assert pair.read() is None
+    now_ns += 1
     with pytest.raises(RingError, match=r"record 1 .* wrong checksum"):
-        pair.reader.read()
+        pair.read()
 
 
+@BOTH
 @settings(max_examples=200, deadline=None)
-@given(st.binary(min_size=256, max_size=256))
-@example(ring.encode(1, 1, 0, b"").ljust(256, b"\xff"))
-@example((1).to_bytes(8, "little") + b"\xff" * 248)
-def test_any_bytes_can_be_read(data: bytes) -> None:
-    reader = RingReader(memoryview(bytearray(data)), memoryview(bytearray(8)).cast("Q"))
+@given(data=st.binary(min_size=256, max_size=256))
+@example(data=ring.encode(1, 1, 0, b"").ljust(256, b"\xff"))
+@example(data=(1).to_bytes(8, "little") + b"\xff" * 248)
+def test_any_bytes_can_be_read(data: bytes, ends: Ends) -> None:
+    reader = ends.reader(memoryview(bytearray(data)), memoryview(bytearray(8)).cast("Q"))
     record = reader.read()
     assert record is None or data.startswith(ring.encode(1, *record))
 
@@ -323,7 +376,7 @@ def test_a_request_survives_its_record(submission: Submission) -> None:
     flags, body = codec.encode_submission(submission)
     pair = Pair(record_bytes(len(body)) + LINE)
     assert pair.writer.write(layout.REQUEST_KIND, flags, body)
-    record = pair.reader.read()
+    record = pair.read()
     assert record is not None
     assert codec.decode_submission(record) == submission
 

@@ -124,6 +124,8 @@ def test_who_does_not_belong_is_turned_away(
         QLLMEngine.connect(address)
     with pytest.raises(ConfigError, match="profile='shm' meets an engine with profile='tcp'"):
         QLLMEngine.connect(address, profile="shm", secret_file=secret_file)
+    with pytest.raises(ConfigError, match="'tiny' has another vocabulary"):
+        QLLMEngine.connect(address, secret_file=secret_file, tokenizer="tiny")
     with pytest.raises(EngineClosedError, match="no engine answers at 127"):
         QLLMEngine.connect(f"127.0.0.1:{free_port()}")
     assert engine.submit("abc", max_tokens=2).result(10)

@@ -1,7 +1,7 @@
 """A block of the native scheduler's state in host memory, and how Python reads and writes it."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,17 +34,27 @@ assert layout.REQUEST.fields is not None
 _TABLE_AT = layout.REQUEST.fields["num_blocks"][1]
 
 
+Zeros = Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]
+
+
+def host_zeros(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Memory of the host."""
+    return np.zeros(count, np.int64)
+
+
 class Block:
     """One block.
 
     Args:
         sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
+        zeros: Makes its memory, so many numbers of eight bytes.
     """
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], zeros: Zeros = host_zeros) -> None:
         self.sizes = sizes
+        self._zeros = zeros
         self.offsets, num_bytes = layout.section_offsets(sizes)
-        self._memory = np.zeros(num_bytes // 8, np.int64)
+        self._memory = zeros(num_bytes // 8)
         self.address: int = self._memory.ctypes.data
         self._cells = memoryview(self._memory.data)
         self._bytes = self._cells.cast("B")
@@ -55,7 +65,7 @@ class Block:
 
     def grown(self, capacity: int) -> "Block":
         """A copy with room for more requests; the new slots are not linked yet."""
-        bigger = Block({**self.sizes, "capacity": capacity})
+        bigger = Block({**self.sizes, "capacity": capacity}, self._zeros)
         own = {"capacity", *(f"at_{section.name}" for section in layout.SECTIONS)}
         num_cells = layout.STATE.itemsize // 8
         for at in set(range(num_cells)) - {_CELLS[name] for name in own}:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 2
+VERSION = 3
 """Of everything in this file; the extension refuses a block of another version."""
 NONE = -(2**63)
 """A time or a threshold that is not set."""
@@ -32,6 +32,13 @@ NOWHERE, ADMITTED, WAITING, UNRANKED = range(4)
 """Places of a request in the order."""
 SAMPLES, DEAD = 1, 2
 """Flags of a row."""
+CALLS = (
+    *("start", "add_slots", "rank_anew", "add", "remove", "evict", "adopt", "new_frame", "park"),
+    *("decide", "done", "stopped", "failed"),
+)
+"""The functions of the scheduler; a kernel launch names one by its index."""
+MOST_NUMBERS = 6
+"""Arguments of a call."""
 
 
 def _numbers(*names: str, kind: str = "<i8") -> list[tuple[str, Any]]:
@@ -160,6 +167,7 @@ ENUMS = {
         "UNRANKED": UNRANKED,
     },
     "RowFlag": {"SAMPLES": SAMPLES, "DEAD": DEAD},
+    "Call": {f"CALL_{name.upper()}": index for index, name in enumerate(CALLS)},
 }
 _C = {"i4": "i32", "i8": "i64", "f8": "double"}
 
@@ -202,6 +210,7 @@ def emit_header() -> str:
         f"const i64 kVersion = {VERSION};",
         "const i64 kNone = -9223372036854775807LL - 1;",
         f"const i32 kCostLevels = {COST_LEVELS};",
+        f"const i32 kMostNumbers = {MOST_NUMBERS};",
     ]
     for enum, names in ENUMS.items():
         values = ", ".join(f"{name} = {value}" for name, value in names.items())

@@ -7,7 +7,6 @@ on the host: it decides on integers, and this class turns its rows into programs
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from qllm.compile import compile_program
@@ -24,10 +23,11 @@ from qllm.decision import (
     Split,
 )
 from qllm.device import layout
-from qllm.device.block import Block, NativePool
+from qllm.device.block import Block, NativePool, Zeros, host_zeros
 from qllm.device.layout import NONE
+from qllm.device.native import load_native
 from qllm.device.rank import compile_host
-from qllm.errors import CheckpointError, ConfigError, InvariantError, PolicyError
+from qllm.errors import CheckpointError, InvariantError, PolicyError
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy
 from qllm.request import Request
@@ -40,20 +40,9 @@ _SLOT, _FLAGS = 5, 6
 """Of a row."""
 
 
-def _load_native() -> Any:
-    try:
-        native = import_module("qllm.device._scheduler")
-    except ImportError as error:
-        raise ConfigError(
-            f"the native scheduler was not built ({error}); install qllm where a C++ compiler is, "
-            "or use scheduler='python'"
-        ) from error
-    if native.VERSION != layout.VERSION:
-        raise ConfigError(
-            f"the native scheduler was built from version {native.VERSION} of its state, not "
-            f"{layout.VERSION}; install qllm again"
-        )
-    return native
+def host_calls(policy: RankPolicy) -> Any:
+    """The functions of the scheduler in this process; they are given the policy's rank."""
+    return load_native()
 
 
 class NativeScheduler:
@@ -65,6 +54,8 @@ class NativeScheduler:
         cuts: Where ops are cut.
         limits: Settings.
         capacity: Live requests there is room for at first; the block grows.
+        calls: Makes the functions of the scheduler for a policy; by default those of this machine.
+        zeros: Makes the memory of the block.
 
     Raises:
         ConfigError: The policy cannot be compiled, or numba or the extension is missing.
@@ -78,8 +69,10 @@ class NativeScheduler:
         limits: Limits,
         *,
         capacity: int = 256,
+        calls: Callable[[RankPolicy], Any] = host_calls,
+        zeros: Zeros = host_zeros,
     ) -> None:
-        self.native = _load_native()
+        self._calls = calls
         self.shape = shape
         self.cuts = cuts
         self.limits = limits
@@ -94,7 +87,8 @@ class NativeScheduler:
                 "seats": limits.max_num_seqs,
                 "num_blocks": limits.num_blocks,
                 "num_marks": len(marks),
-            }
+            },
+            zeros,
         )
         self.block.array("marks")[:] = marks
         self.block.set(
@@ -121,6 +115,7 @@ class NativeScheduler:
 
     @policy.setter
     def policy(self, policy: RankPolicy) -> None:
+        self.native = self._calls(policy)
         self._rank = compile_host(policy)
         self._policy = policy
         slack, groups = policy.slack, policy.groups

@@ -18,7 +18,7 @@ from qllm.ingress.codec import decode_cancel, decode_submission, encode_finish, 
 from qllm.ingress.layout import FINISH_KIND, TOKEN_KIND
 from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
-from qllm.ingress.ring import RingError, RingReader, RingWriter
+from qllm.ingress.ring import ENDS, Ends, RingError
 from qllm.metrics import RequestMetrics
 from qllm.plan import ANY_ARRIVAL
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
@@ -82,11 +82,11 @@ class Announcer(Protocol):
 class Lane:
     """The engine's ends of one front end's rings. Used by the loop's thread alone."""
 
-    def __init__(self, block: FrontEndBlock, doorbell: Announcer) -> None:
+    def __init__(self, block: FrontEndBlock, doorbell: Announcer, ends: Ends = ENDS) -> None:
         self.number = block.number
-        self._requests = (RingReader(*block.rings["ls"]), RingReader(*block.rings["be"]))
-        self._cancels = RingReader(*block.rings["cancel"])
-        self.tokens = RingWriter(*block.rings["token"])
+        self._requests = (ends.reader(*block.rings["ls"]), ends.reader(*block.rings["be"]))
+        self._cancels = ends.reader(*block.rings["cancel"])
+        self.tokens = ends.writer(*block.rings["token"])
         self._words = block.segment.words
         self._doorbell = doorbell
         self._backlog: deque[tuple[int, int, bytes]] = deque()

@@ -4,6 +4,7 @@ Names are turned into one local folder first; everything that can be wrong with 
 not a causal decoder, a missing or truncated shard) is found before a weight is read.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -109,6 +110,14 @@ def load_tokenizer(
     """
     name, folder = _locate(os.fspath(name_or_path), weights=False, code=trust_remote_code)
     return _tokenizer(name, folder, trust_remote_code)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """A digest of which text every id stands for; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    pairs = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:

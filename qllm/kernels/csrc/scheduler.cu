@@ -1,20 +1,37 @@
-// The device build of the scheduler: one thread decides; the policy's rank is linked in.
-#include "scheduler.h"
+// The device build: one thread does what a launch asks for; the policy's rank is linked in.
+#include "calls.h"
+#include "rings.h"
 
-// One decision at a time of the engine's clock; `answer` is an Answer.
-extern "C" __global__ void qllm_decide(qllm::State* state, qllm::i64 now_ns, qllm::i32* answer) {
-  if (threadIdx.x == 0 && blockIdx.x == 0)
-    *answer = qllm::Scheduler(state, nullptr).decide(now_ns);
+// Call a function of the scheduler by number.
+extern "C" __global__ void qllm_call(qllm::State* state, qllm::i32 which, qllm::i64 n0,
+                                     qllm::i64 n1, qllm::i64 n2, qllm::i64 n3, qllm::i64 n4,
+                                     qllm::i64 n5, qllm::i64* answer) {
+  if (threadIdx.x || blockIdx.x) return;
+  const qllm::i64 numbers[] = {n0, n1, n2, n3, n4, n5};
+  *answer = qllm::call(state, nullptr, which, numbers);
 }
 
-// The frame that ran has reached its end, or (`done` is 0) has stopped at a boundary.
-extern "C" __global__ void qllm_ran(qllm::State* state, qllm::i32 done, qllm::i32 high,
-                                    qllm::i32 layer, qllm::i32 inside, qllm::i32 preempted,
-                                    qllm::i64 start_ns, qllm::i64 end_ns) {
+// Take the next record of a ring into `body` (of `room` bytes): its length, 0 if there is none that
+// is whole, -1 if it is broken for good or longer than `room`.
+extern "C" __global__ void qllm_ring_read(qllm::RingEnd* end, qllm::i64 now_ns, qllm::u8* body,
+                                          qllm::u64 room, qllm::i64* length) {
   if (threadIdx.x || blockIdx.x) return;
-  qllm::Scheduler scheduler(state, nullptr);
-  if (done)
-    scheduler.done(high, start_ns, end_ns);
-  else
-    scheduler.stopped(high, layer, inside, start_ns, end_ns, preempted);
+  qllm::RingReader reader(end);
+  *length = reader.look(now_ns);
+  if (*length <= 0) return;
+  qllm::u64 num_body = qllm::u64(*length) - qllm::kHeader - qllm::kTrailer;
+  if (num_body > room) {
+    *length = -1;
+    return;
+  }
+  reader.copy(body, num_body);
+  reader.take(qllm::u64(*length));
+}
+
+// Write one record; `done` is what RingWriter::write returns.
+extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, qllm::u32 flags,
+                                           const qllm::u8* body, qllm::u64 num_body,
+                                           qllm::i64* done) {
+  if (threadIdx.x == 0 && blockIdx.x == 0)
+    *done = qllm::RingWriter(end).write(kind, flags, body, num_body);
 }

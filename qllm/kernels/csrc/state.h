@@ -3,14 +3,16 @@
 namespace qllm {
 typedef int i32;
 typedef long long i64;
-const i64 kVersion = 2;
+const i64 kVersion = 3;
 const i64 kNone = -9223372036854775807LL - 1;
 const i32 kCostLevels = 32;
+const i32 kMostNumbers = 6;
 enum Kind { IDLE = 0, WAIT = 1, START = 2, RESUME = 3 };
 enum Answer { OK = 0, EMPTY_PLAN = 1, STALLS = 2, NO_KV = 3, NO_ROOM = 4 };
 enum EffectKind { KILL = 1, DROP = 2, EVICT = 3, SPLIT = 4 };
 enum Place { NOWHERE = 0, ADMITTED = 1, WAITING = 2, UNRANKED = 3 };
 enum RowFlag { SAMPLES = 1, DEAD = 2 };
+enum Call { CALL_START = 0, CALL_ADD_SLOTS = 1, CALL_RANK_ANEW = 2, CALL_ADD = 3, CALL_REMOVE = 4, CALL_EVICT = 5, CALL_ADOPT = 6, CALL_NEW_FRAME = 7, CALL_PARK = 8, CALL_DECIDE = 9, CALL_DONE = 10, CALL_STOPPED = 11, CALL_FAILED = 12 };
 
 struct Request {
   i64 id;

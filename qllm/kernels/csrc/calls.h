@@ -1,0 +1,29 @@
+// The functions of the scheduler by number: how a kernel launch names the one it wants.
+#pragma once
+#include "scheduler.h"
+
+namespace qllm {
+
+// Arguments are in `n`, in the order of the function's own; a function of nothing answers 0.
+QLLM_HD_CALL inline i64 call(State* state, RankFunction rank, i32 which, const i64* n) {
+  Scheduler s(state, rank);
+  switch (which) {
+    case CALL_START: return s.start(), 0;
+    case CALL_ADD_SLOTS: return s.add_slots(n[0]), 0;
+    case CALL_RANK_ANEW: return s.rank_anew(), 0;
+    case CALL_ADD: return s.add(n[0], n[1], n[2], n[3], n[4], n[5]);
+    case CALL_REMOVE: return s.remove(i32(n[0])), 0;
+    case CALL_EVICT: return s.evict(i32(n[0]), n[1]), 0;
+    case CALL_ADOPT: return s.adopt(i32(n[0])), 0;
+    case CALL_NEW_FRAME: return s.new_frame();
+    case CALL_PARK: return s.park(i32(n[0])), 0;
+    case CALL_DECIDE: return s.decide(n[0]);
+    case CALL_DONE: return s.done(i32(n[0]), n[1], n[2]);
+    case CALL_STOPPED:
+      return s.stopped(i32(n[0]), i32(n[1]), i32(n[2]), n[3], n[4], i32(n[5])), 0;
+    case CALL_FAILED: return s.failed();
+  }
+  return -1;
+}
+
+}  // namespace qllm

@@ -1,0 +1,100 @@
+"""The native scheduler with every decision made on a GPU, and records of rings written there.
+
+One kernel launch per call and a wait for it: this shows that the device decides as the host does,
+it is not how a device serves. All memory is page-locked memory of the host, which the device
+reads and writes at the same address. Never run on a GPU (docs/gpu-status.md).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from qllm.device import layout
+from qllm.device.link import link_kernel
+from qllm.device.scheduler import NativeScheduler
+from qllm.policy import RankPolicy
+
+Launch = Callable[..., int]
+"""Launches a function by its index in `layout.CALLS`, on a block, with numbers; its answer."""
+
+
+class DeviceCalls:
+    """The functions of the native scheduler, as kernel launches."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        """A function of `layout.CALLS`, as the host's: of block, rank and numbers."""
+        if name not in layout.CALLS:
+            raise AttributeError(name)
+        which = layout.CALLS.index(name)
+
+        def call(address: int, rank: int, *numbers: int) -> int:
+            """The policy's rank is in the kernel."""
+            return self._launch(which, address, *numbers)
+
+        return call
+
+
+class Kernels:
+    """The kernels of one policy on this machine's GPU.
+
+    Raises:
+        ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.
+    """
+
+    def __init__(self, policy: RankPolicy) -> None:
+        import cupy
+
+        number = str(cupy.cuda.Device().compute_capability)  # like "90"
+        cubin = link_kernel(policy, (int(number[:-1]), int(number[-1])))
+        self._folder = TemporaryDirectory(prefix="qllm-kernels-")
+        file = Path(self._folder.name) / "scheduler.cubin"
+        file.write_bytes(cubin)
+        self._module = cupy.RawModule(path=str(file))
+        self._synchronize = cupy.cuda.get_current_stream().synchronize
+        self._answer = pinned_zeros(1)
+
+    def _run(self, name: str, *arguments: Any) -> int:
+        """Launch one thread, wait, and return what it answered."""
+        answer = np.uint64(self._answer.ctypes.data)
+        self._module.get_function(name)((1,), (1,), (*arguments, answer))
+        self._synchronize()
+        return int(self._answer[0])
+
+    def call(self, which: int, address: int, *numbers: int) -> int:
+        """A function of the scheduler."""
+        padded = [*numbers, *[0] * (layout.MOST_NUMBERS - len(numbers))]
+        return self._run("qllm_call", np.uint64(address), np.int32(which), *map(np.int64, padded))
+
+    def ring_read(self, end: int, now_ns: int, body: int, room: int) -> int:
+        """Take the next record: its length, 0 if there is none, -1 if it is broken or too long."""
+        return self._run(
+            "qllm_ring_read", np.uint64(end), np.int64(now_ns), np.uint64(body), np.uint64(room)
+        )
+
+    def ring_write(self, end: int, kind: int, flags: int, body: int, num_body: int) -> int:
+        """Write a record: 1, 0 if there is no room for it now, -1 if it exceeds the ring."""
+        numbers = (np.uint32(kind), np.uint32(flags), np.uint64(body), np.uint64(num_body))
+        return self._run("qllm_ring_write", np.uint64(end), *numbers)
+
+
+def pinned_zeros(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Page-locked memory of the host, which the device sees at the same address."""
+    import cupyx
+
+    made: np.ndarray[Any, np.dtype[np.int64]] = cupyx.zeros_pinned(count, np.int64)
+    return made
+
+
+def device_scheduler(*args: Any, **settings: Any) -> NativeScheduler:
+    """A native scheduler that lives on the GPU; arguments are those of `NativeScheduler`."""
+
+    def calls(policy: RankPolicy) -> DeviceCalls:
+        return DeviceCalls(Kernels(policy).call)
+
+    return NativeScheduler(*args, calls=calls, zeros=pinned_zeros, **settings)

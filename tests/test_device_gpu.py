@@ -1,0 +1,55 @@
+"""The scheduler and the rings in device code: what they say on a GPU is what they say here."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from on_device import Kernels, device_scheduler, pinned_zeros
+
+from qllm.differential import run_trace
+from qllm.ingress.native import RING_END
+from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
+from qllm.plugins import load_policy
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["qllm2", "priority-layered"])
+def test_the_device_decides_as_the_python_scheduler(name: str) -> None:
+    seen: Counter[str] = Counter()
+    for number in range(4):
+        seen += run_trace(load_policy(name), f"{name}-{number}", device_scheduler).seen
+    assert seen["accept"] > 50
+
+
+def test_the_device_reads_and_writes_records() -> None:
+    kernels, rng = Kernels(load_policy("qllm2")), random.Random(0)
+    capacity = 1024
+    ring, tail, body = pinned_zeros(capacity // 8), pinned_zeros(1), pinned_zeros(capacity // 8)
+    ends = pinned_zeros(2 * RING_END.itemsize // 8).view(RING_END)
+    ends[:] = (ring.ctypes.data, tail.ctypes.data, capacity, 0, 0, 0)
+    ours = memoryview(ring).cast("B"), memoryview(tail).cast("B").cast("Q")
+    writer, reader = RingWriter(*ours), RingReader(*ours)
+    text = body.view(np.uint8)
+    theirs = ends[0:1].ctypes.data, ends[1:2].ctypes.data
+    for number in range(40):
+        data = rng.randbytes(rng.randrange(300))
+        if number % 2:
+            text[: len(data)] = np.frombuffer(data, np.uint8)
+            assert kernels.ring_write(theirs[0], 7, number, body.ctypes.data, len(data)) == 1
+            record = reader.read()
+            assert record is not None
+            assert (record.kind, record.flags) == (7, number)
+            assert record.body.rstrip(b"\0") == data.rstrip(b"\0")
+            # each end keeps its own place: bring those that took no part along
+            writer._head, writer._seq = reader._at, reader._seq
+            ends[1] = ends[0]
+        else:
+            assert kernels.ring_read(theirs[1], 1, body.ctypes.data, capacity) == 0
+            assert writer.write(7, number, data)
+            length = kernels.ring_read(theirs[1], 1, body.ctypes.data, capacity)
+            assert length >= len(data) + OVERHEAD
+            assert text[: len(data)].tobytes() == data
+            reader._at, reader._seq = writer._head, writer._seq
+            ends[0] = ends[1]
