@@ -136,14 +136,14 @@ def compile_program(
             (level L2: what was decoded one by one is recomputed one by one).
     """
     rows = plan.rows
-    num_layers = shape.num_layers
+    num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv
     alone = one_query_from or [row.hi for row in rows]
     blocks: list[tuple[int, ...]] = []
     costs: list[Sequence[tuple[int, float]]] = []
     for (_, lo, hi, _, _), a in zip(rows, alone, strict=True):
         if hi - lo == 1:
             blocks.append((lo, hi))
-            costs.append((cuts.priced(lo, hi),))
+            costs.append(((1, 1.0 + per_kv * hi),))
         else:
             marks, priced = _row_blocks(lo, hi, cuts, a)
             blocks.append(tuple(marks))

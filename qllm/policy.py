@@ -167,7 +167,8 @@ class View:
         request, hi = self.by_id[row.request_id], row.hi
         if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
             hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
-        return max(0, -(-hi // self.block_size) - len(request.block_table))
+        need = -(-hi // self.block_size) - len(request.block_table)
+        return need if need > 0 else 0
 
 
 def next_row(
@@ -186,8 +187,8 @@ def next_row(
     if front is not None:
         return Row(request.request_id, front.lo, front.hi, front.layer, end)
     lo, hi = request.num_computed_tokens, request.num_tokens
-    if max_tokens is not None:
-        hi = min(hi, lo + max_tokens)
+    if max_tokens is not None and hi > lo + max_tokens:
+        hi = lo + max_tokens
     return Row(request.request_id, lo, hi, 0, end)
 
 

@@ -123,10 +123,13 @@ class Ranking:
             if x.request.is_admitted is not holds or x.request_id in found:
                 raise InvariantError(f"request {x.request_id} is ranked in the wrong place")
             found[x.request_id] = x.request
-        if self.num_own_tiers != sum(x.tier != x.request.priority for x, _ in places):
-            raise InvariantError(f"{self.num_own_tiers} requests have tiers of their own")
         if found != {r.request_id: r for r in requests}:
             raise InvariantError(f"ranked are {sorted(found)}, others are live")
+        own = sum(x.tier != x.request.priority for x, _ in places)
+        if self.num_own_tiers != own:
+            raise InvariantError(
+                f"{own} requests have tiers of their own, not {self.num_own_tiers}"
+            )
 
 
 def _first(order: Sequence[Ranked], tier: int) -> int:

@@ -79,8 +79,9 @@ def broken_rule(
     if len(planned) < len(plan.rows):
         twice = next(i for i in planned if sum(r.request_id == i for r in plan.rows) > 1)
         return f"planned request {twice} twice in one step (I5)"
+    get = requests.get
     for row in plan.rows:
-        request = requests.get(row.request_id)
+        request = get(row[0])
         if request is None:
             return f"planned request {row.request_id}, which is not live"
         wrong = _broken_row(row, request, num_layers)
@@ -120,11 +121,11 @@ def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
 
 
 def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View) -> str | None:
-    if all([requests[row.request_id].frame_id is not None for row in plan.rows]):
+    planned = [requests[row[0]] for row in plan.rows]
+    if all([request.frame_id is not None for request in planned]):
         return None
     tokens = 0
-    for row in plan.rows:
-        request = requests[row.request_id]
+    for row, request in zip(plan.rows, planned, strict=True):
         if request.frontier is None and not request.is_decoding:
             tokens += row.num_tokens
     if tokens > view.max_step_tokens:

@@ -16,6 +16,7 @@ from qllm.remote_host import Clock
 from qllm.server.config import load_config
 from qllm.transports.meeting import (
     MIN_SECRET_BYTES,
+    VERSION,
     Address,
     MeetingError,
     Wire,
@@ -81,7 +82,7 @@ def test_without_the_same_secret_nobody_meets(engines: bytes, front_ends: bytes)
 def test_a_false_engine_is_seen() -> None:
     front_end, engine = sockets()
     fake, wire = Wire(engine), Wire(front_end)
-    fake.send({"qllm": 1, "nonce": "0" * 64})
+    fake.send({"qllm": VERSION, "nonce": "0" * 64})
     fake.send({"proof": "0" * 64})
     with pytest.raises(MeetingError, match="is it ours"):
         wire.be_front_end(SECRET)

@@ -429,6 +429,23 @@ def test_a_request_in_the_wrong_place_is_found() -> None:
         ranking.check(requests)
 
 
+def test_a_tier_that_is_no_priority_is_counted() -> None:
+    """Where there is one, any arrival stops a pass: the stop word speaks of priorities."""
+    world = World(Fcfs())
+    world.submit(BE, 10, 3)
+    world.step()
+    ranking, requests = world.scheduler._ranking, world.scheduler.requests.values()
+    assert isinstance(ranking, Ranking)
+    ranking.update(0)
+    assert ranking.num_own_tiers == 1
+    ranking.num_own_tiers = 0
+    with pytest.raises(InvariantError, match="1 requests have tiers of their own, not 0"):
+        ranking.check(requests)
+    ranking.num_own_tiers = 1
+    world.run()
+    assert ranking.num_own_tiers == 0
+
+
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
