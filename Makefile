@@ -1,6 +1,7 @@
 # `make demo` and `make test` work on a fresh clone: the first call fills .venv, later ones find it up to date.
 PYTHON ?= python3
-PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := .venv/bin/python $(INSTALL)
 READY := .venv/.ready
 CLIENTS := .venv/clients
 
@@ -13,7 +14,7 @@ test: $(CLIENTS)/.ready
 	scripts/test
 
 test-peers: $(READY)  # after `make bench-peers`
-	.venv/bin/python -m pytest -m peers
+	scripts/test -m peers -n 0
 
 check: $(CLIENTS)/.ready
 	scripts/check
@@ -52,5 +53,5 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cp
 $(CLIENTS)/.ready: $(READY)
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt guidellm==0.8.1
+	$(CLIENTS)/bin/python $(INSTALL) guidellm==0.8.1
 	@touch $@

@@ -262,13 +262,14 @@ def test_a_write_seen_in_any_order_of_bytes_is_never_misread(
         assert record is not None
 
 
-def test_a_writer_that_dies_at_any_byte_leaves_nothing_or_all() -> None:
+@BOTH
+def test_a_writer_that_dies_at_any_byte_leaves_nothing_or_all(ends: Ends) -> None:
     for seed in range(12):
-        old = after_laps(512, 2, seed)
+        old = after_laps(512, 2, seed, ends)
         body = random.Random(seed).randbytes(seed * 14)
         journal = Journal(bytearray(old.data))
         writer = RingWriter(journal, old.tail)  # type: ignore[arg-type]
-        writer._head, writer._seq = old.writer._head, old.writer._seq
+        writer._head, writer._seq = old.writer.head, old.num_read
         assert writer.write(5, 0, body)
         first, last = journal.stores[0], journal.stores[-1]
         assert first[1] == bytes(8), "the word behind the record is zeroed first"
