@@ -13,11 +13,11 @@ from families import DTYPES, FAMILIES, VOCAB, make_model
 from qllm.compile import compile_program
 from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
+from qllm.errors import ModelError
 from qllm.plan import NO_CUTS, NO_STOP, START, Index, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams
 
-CAPTURED = [family for family in FAMILIES if family != "deepseek_v3"]
 GREEDY = SamplingParams(temperature=0)
 BUCKETS = [Bucket(4, False), Bucket(64, True)]
 NUM_PAGES = 64
@@ -154,7 +154,7 @@ def test_op_by_op_the_tokens_are_those_of_the_cpu(family: str) -> None:
     assert runner.pages.num_free == runner.pages.num_pages
 
 
-@pytest.mark.parametrize("family", CAPTURED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_by_stages_the_tokens_are_those_of_the_cpu(family: str) -> None:
     runner, fake = captured_runner(family, layers_per_stage=2)
     for grain, temperature in ((Grain.STEP, 0.8), (Grain.LAYER, 0.0)):
@@ -172,12 +172,61 @@ def test_weights_read_are_counted_on_the_device() -> None:
         assert runner.expert_bytes == cpu.expert_bytes
 
 
-def test_latents_run_op_by_op_and_say_so() -> None:
-    runner, fake = captured_runner("deepseek_v3")
-    assert runner.stages is None
-    assert "MLA" in runner.names["stages"]
-    assert not fake.graphs
-    assert schedule(runner, sampling_of(0), Grain.STEP) == wanted("deepseek_v3", 0.0)
+def test_latents_are_never_expanded_and_others_may_still_do() -> None:
+    """DeepSeek's keys and values are products of its latents that no step of ours computes."""
+    runner = device_runner("deepseek_v3")
+    attn: Any = runner.parts.layers[0].self_attn
+    assert "over latents" in runner.names["attention"]
+    rows: list[int] = []
+    attn.kv_b_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[-2]))
+    assert schedule(runner, sampling_of(0), Grain.EXPERT) == wanted("deepseek_v3", 0.0)
+    assert rows == []
+    with torch.no_grad():
+        runner.model(torch.tensor([PROMPTS[1]]))
+    assert rows == [len(PROMPTS[1])]
+    runner.close()
+    assert "expand_kv" not in vars(attn)
+
+
+def test_latents_that_expand_in_an_unknown_way_are_refused() -> None:
+    model = make_model("deepseek_v3")
+    attn: Any = model.model.layers[2].self_attn
+    attn.kv_b_proj = torch.nn.Linear(32, attn.kv_b_proj.out_features, bias=True)
+    with pytest.raises(ModelError, match="layer 2: DeepseekV3Attention expands its latents"):
+        CudaRunner(model, num_pages=8, graphs=False)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_interpreted_kernels_give_the_first_tokens(family: str) -> None:
+    drivers = [Driver(device_runner(family, kernels_name=name)) for name in ("torch", "triton")]
+    for driver in drivers:
+        for i in (0, 1):
+            driver.add(i, PROMPTS[1][: 3 + i])
+        driver.sweep([driver.row(0), driver.row(1)])
+        driver.sweep([driver.row(0), driver.row(1)])
+    assert drivers[0].tokens == drivers[1].tokens
+    assert all(len(tokens) == 2 for tokens in drivers[1].tokens.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "num"),
+    [("mixtral", 3), ("qwen2_moe", 3), ("qwen3_moe", 3), ("olmoe", 0), ("gpt_oss", 0)],
+)
+def test_known_attention_rotates_and_writes_in_one_launch(family: str, num: int) -> None:
+    """OLMoE here clips its projections and GPT-OSS rotates otherwise: their modules do it."""
+    runner = device_runner(family)
+    assert f"({num} of 3 layers)" in runner.names["rope"]
+
+
+def test_a_window_of_known_attention_is_kept() -> None:
+    tokens = []
+    for how in (TorchRunner, CudaRunner):
+        model = make_model("mixtral")
+        model.config.sliding_window = 6
+        more = {"kernels": "reference"} if how is TorchRunner else {"num_pages": NUM_PAGES}
+        runner = how(model, **more)
+        tokens.append(schedule(runner, sampling_of(0.8), Grain.STEP))
+    assert tokens[0] == tokens[1] != wanted("mixtral", 0.8)
 
 
 def test_what_the_device_cannot_sample_is_sampled_on_the_host() -> None:
@@ -198,7 +247,7 @@ def _with_head(runner: CudaRunner) -> list[Any]:
 
 @pytest.mark.parametrize("grain", [Grain.LAYER, Grain.EXPERT])
 @pytest.mark.parametrize("stages", [True, False])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
 def test_parked_frames_lose_nothing(family: str, stages: bool, grain: Grain) -> None:
     """Frames of both classes stop anywhere, others run between, and each goes on where it was."""
     rng = random.Random(5)

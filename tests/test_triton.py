@@ -9,12 +9,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from interpret import DEVICES
+from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
 
 from qllm import sampler
 from qllm.kernels import reference
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.tiles import Query, tiles_of
-from qllm.kernels.triton import attention, moe, norm, sampling
+from qllm.kernels.triton import attention, moe, norm, rope, sampling
 from qllm.types import SamplingParams
 
 FEW = settings(max_examples=8, deadline=None, phases=[Phase.generate])
@@ -115,12 +116,13 @@ def test_attention(
 
 
 @DEVICES
+@pytest.mark.parametrize("rope_width", [16, 8])
 @pytest.mark.parametrize("counts", [(1, 1), (5, 1)])
-def test_attention_over_latents(device: str, counts: tuple[int, ...]) -> None:
-    """MLA: 128 heads of queries over one latent, which is key and value, and one rope part."""
+def test_attention_over_latents(device: str, counts: tuple[int, ...], rope_width: int) -> None:
+    """MLA: 32 heads of queries over one latent, which is key and value, and one rope part."""
     noise, lengths, num = Noise(3, device), [33, 70], sum(counts)
-    (c, kr), tables = cache(noise, lengths, 16, 1, (128, 16), torch.float32)
-    q, qr = noise(num, 32, 128), noise(num, 32, 16)
+    (c, kr), tables = cache(noise, lengths, 16, 1, (128, rope_width), torch.float32)
+    q, qr = noise(num, 32, 128), noise(num, 32, rope_width)
     queries = [Query(0, 0, 33 - counts[0], counts[0]), Query(1, counts[0], 69, 1)]
     tiles = tiles_of(queries, num, 16, torch.device(device))
     found, wanted = (torch.zeros(num, 32, 128, device=device) for _ in "ab")
@@ -157,6 +159,39 @@ def test_kv_is_written_to_its_slots(
     for a, b, c in zip(found, wanted, by_hand, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, c)
+
+
+@DEVICES
+@FEW
+@given(
+    num=st.integers(0, 9),
+    heads=st.sampled_from([(4, 1), (6, 3), (2, 2)]),
+    widths=st.sampled_from([(16, 16), (6, 5), (128, 128)]),
+    dtype=DTYPES,
+)
+def test_rotated_keys_are_written_and_queries_turn_in_place(
+    device: str, num: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    noise, (width, width_v) = Noise(num, device), widths
+    q, k = (noise(n, num, width, dtype=dtype).transpose(0, 1) for n in heads)
+    v = noise(num, heads[1], width_v, dtype=dtype)
+    cos, sin = (noise(num, width, dtype=dtype) for _ in "ab")
+    slots = noise.order(12)[:num].long()
+    slots[1::3] = -1
+    live = slots[slots >= 0]
+    pair = (x.transpose(0, 1)[None] for x in (q, k))
+    turned = apply_rotary_pos_emb(*pair, cos[None], sin[None])
+    by_hand_q, by_hand_k = (x[0].transpose(0, 1) for x in turned)
+    for kernels in (rope, reference):
+        own_q, pages = q.clone(), [noise(12, heads[1], w, dtype=dtype) for w in widths]
+        before = [x.clone() for x in pages]
+        kernels.rotate_and_write(own_q, k, v, cos, sin, *pages, slots)
+        close(own_q, by_hand_q)
+        close(pages[0][live], by_hand_k[slots >= 0])
+        assert torch.equal(pages[1][live], v[slots >= 0])
+        rest = torch.ones(12, dtype=torch.bool, device=device)
+        rest[live] = False
+        assert all(torch.equal(x[rest], y[rest]) for x, y in zip(pages, before, strict=True))
 
 
 def experts_of(

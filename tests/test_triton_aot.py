@@ -56,9 +56,9 @@ class Launcher:
 
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.tiles import Query, tiles_of
-from qllm.kernels.triton import attention, moe, norm, sampling
+from qllm.kernels.triton import attention, moe, norm, rope, sampling
 
-for module in (attention, moe, norm, sampling):
+for module in (attention, moe, norm, rope, sampling):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.JITFunction) and name in sys.argv[1].split(","):
             setattr(module, name, Launcher(name, value))
@@ -98,6 +98,11 @@ for dtype in (B, F):
     pages = new(1024, 4, 128, dtype=dtype)
     attention.write(new(5, 4, 128, dtype=dtype), new(5, 4, 128, dtype=dtype), pages, pages,
                     torch.zeros(5, dtype=torch.int64))
+    for heads in (32, 64):
+        rope.rotate_and_write(new(5, heads, 128, dtype=dtype), new(5, 4, 128, dtype=dtype),
+                              new(5, 4, 128, dtype=dtype), new(5, 128, dtype=dtype),
+                              new(5, 128, dtype=dtype), pages, pages,
+                              torch.zeros(5, dtype=torch.int64))
 one = torch.ones(1, dtype=torch.int32)
 SHAPES = [(1, 128, 8, 2048, 768, B), (64, 128, 8, 2048, 768, B), (2048, 128, 8, 2048, 768, B),
           (32, 8, 2, 4096, 14336, B), (600, 8, 2, 4096, 14336, B), (9, 8, 4, 64, 48, F)]
@@ -125,7 +130,7 @@ print(json.dumps(DONE))
 KERNELS = {
     "attention": ["_attend", "_join", "_write"],
     "experts": ["_count", "_sort", "_up", "_down", "_combine"],
-    "rest": ["_rms_norm", "_sample"],
+    "rest": ["_rms_norm", "_rotate_and_write", "_sample"],
 }
 SHARED_MEMORY = 227 * 1024
 """What one block may have on an H100 or H200."""

@@ -1,25 +1,11 @@
 """RMSNorm modules of the model call our kernel while a device runner drives it."""
 
-import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qllm.kernels.device import Kernels
-from qllm.models.discover import source_digest
-
-
-def _plain(self: Any, hidden_states: Tensor) -> Tensor:
-    input_dtype = hidden_states.dtype
-    hidden_states = hidden_states.to(torch.float32)
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    return self.weight * hidden_states.to(input_dtype)  # type: ignore[no-any-return]
-
-
-PLAIN = source_digest(_plain)
-"""The forward that most families share, by its source."""
+from qllm.models.known import is_norm
 
 
 class Norms:
@@ -27,12 +13,7 @@ class Norms:
 
     def __init__(self, model: nn.Module, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.modules: list[Any] = [
-            m
-            for m in model.modules()
-            if hasattr(m, "variance_epsilon")
-            and source_digest(inspect.unwrap(type(m).forward)) == PLAIN
-        ]
+        self.modules: list[Any] = [m for m in model.modules() if is_norm(m)]
 
     def enter(self) -> None:
         """Make them call our kernel."""

@@ -69,6 +69,23 @@ class Pages:
 
     def write(self, layer: int, k_TGD: Tensor, v_TGE: Tensor, slots_T: Tensor) -> None:
         """Put keys and values of tokens into slots; -1 writes nothing."""
+        self._kernels.write(k_TGD, v_TGE, *self._made(layer, k_TGD, v_TGE), slots_T)
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGE: Tensor,
+        rope: tuple[Tensor, Tensor],
+        slots_T: Tensor,
+    ) -> None:
+        """The same with keys that are not rotated yet; rotates the queries in place."""
+        cos, sin = rope
+        pages = self._made(layer, k_TGD, v_TGE)
+        self._kernels.rotate_and_write(q_TND, k_TGD, v_TGE, cos, sin, *pages, slots_T)
+
+    def _made(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
         if self._k is None or self._v is None:
             slots = self.num_pages * self.page_size
 
@@ -76,7 +93,7 @@ class Pages:
                 return like.new_zeros((self.num_layers, slots, *like.shape[1:]))
 
             self._k, self._v = make(k_TGD), make(v_TGE)
-        self._kernels.write(k_TGD, v_TGE, self._k[layer], self._v[layer], slots_T)
+        return self._k[layer], self._v[layer]
 
 
 class PagedKV(RequestKV):

@@ -16,20 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.cuda.experts import DeviceExperts, DeviceWork
+from qllm.cuda.experts import DeviceWork
 from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
 from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
-from qllm.cuda.norms import Norms
+from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Body, Part, Stages
 from qllm.cuda.step import PagedStep
-from qllm.errors import InvariantError, ModelError
+from qllm.errors import InvariantError
 from qllm.kernels.device import kernels
-from qllm.kernels.routing import expert_weights
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.kv_cache import RequestKV
-from qllm.models.attention import Step
-from qllm.models.fast import Rope
 from qllm.models.frame import Frame, LayerState
 from qllm.models.rope import STATIC
 from qllm.plan import Index, OpKind, Program, Row, Stop
@@ -87,11 +84,10 @@ class CudaRunner(TorchRunner):
         spare = max_num_seqs * 2
         layers = self.shape.num_layers
         self.pages = Pages(layers, num_pages + spare, page_size, self.kernels)
-        self._hits = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._experts_of = self._device_experts()
-        self._norms = Norms(model, self.kernels)
-        self._norms.enter()
-        self._block = query_block(_heads_per_group(model))
+        self.layers = DeviceLayers(model, self.parts, self._drivers, self.kernels)
+        self._drivers = self.layers.drivers
+        self.layers.enter()
+        self._block = query_block(self.layers.heads_per_group)
         self._pending: dict[int, tuple[list[RequestId], list[int], Tensor, Tensor]] = {}
         self._marks: deque[Any] = deque()
         self._on_cuda = on_cuda
@@ -107,20 +103,9 @@ class CudaRunner(TorchRunner):
 
     # what there is
 
-    def _device_experts(self) -> tuple[DeviceExperts | None, ...]:
-        out: list[DeviceExperts | None] = []
-        for parts in self.parts.layers:
-            found = None if parts.experts is None else expert_weights(parts.experts)
-            if isinstance(found, str):
-                raise ModelError(f"layer {parts.index}: {found}; no device kernel is made for it")
-            out.append(None if found is None else DeviceExperts(found, self.kernels, self._hits))
-        return tuple(out)
-
     def _why_not_captured(self, graphs: GraphApi | bool | None) -> str:
         if graphs is False or (graphs is None and not self._on_cuda):
             return "not asked for" if graphs is False else f"device {self._device.type}"
-        if self.parts.latent_kv:
-            return "MLA: the model expands its latents by length"
         if any(driver is Driver.REPLAY for driver in self.drivers):
             return "a layer is driven by replay"
         rope = getattr(self.parts.rotary_emb, "rope_type", "")
@@ -129,41 +114,33 @@ class CudaRunner(TorchRunner):
     @property
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
-        name = self.kernels.name
-        stages = self.stages
-        return {
-            "experts": f"{name} fused",
-            "router": "torch",
-            "linear": "torch",
-            "head": "torch",
-            "attention": "sdpa on gathered latents" if self.parts.latent_kv else f"{name} paged",
-            "norm": f"{name} ({len(self._norms.modules)} modules)",
-            "sampling": f"{name}, on the host for penalties, biases and logprobs",
-            "stages": self.not_captured
-            if stages is None
-            else f"{len(stages.captured)} graphs, {stages.layers_per_stage} layers per stage",
-        }
+        captured = self.not_captured
+        if self.stages is not None:
+            num, k = len(self.stages.captured), self.stages.layers_per_stage
+            captured = f"{num} graphs, {k} layers per stage"
+        return {**self.layers.names, "stages": captured}
 
     def close(self) -> None:
-        self._norms.leave()
+        self.layers.leave()
         self.pages.release()
         self.stages = None  # stages and runner know each other: their memory would stay
         super().close()
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Give the model's norms their own forward for a while, with no frame open."""
-        self._norms.leave()
+        """Run layers and norms by the model's own forwards for a while, with no frame open."""
+        self.layers.norms.leave()
+        self._drivers = self.compute.drivers
         try:
             yield
         finally:
-            self._norms.enter()
+            self._drivers = self.layers.drivers
+            self.layers.norms.enter()
 
     @property
     def expert_bytes(self) -> int:
         """Weights read so far: each expert once per layer of a program. Waits for the device."""
-        first = next((e for e in self._experts_of if e is not None), None)
-        return 0 if first is None else int(self._hits) * first.weights.bytes_per_expert
+        return self.layers.expert_bytes
 
     @expert_bytes.setter
     def expert_bytes(self, value: int) -> None:
@@ -226,8 +203,6 @@ class CudaRunner(TorchRunner):
 
     def _new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Any:
         spans = self._spans(frame, group, lo, hi)
-        if self.parts.latent_kv:
-            return Step(spans, hi - lo, latent=True)
         kvs: dict[int, PagedKV] = {}
         queries = []
         slots = [-1] * (hi - lo)
@@ -245,7 +220,7 @@ class CudaRunner(TorchRunner):
         return PagedStep(self.pages, self.kernels, tables.to(self._device), tiles, at_slots)
 
     def _new_work(self, layer: int, ids_TK: Tensor) -> DeviceWork:
-        experts = self._experts_of[layer]
+        experts = self.layers.experts[layer]
         assert experts is not None
         return experts.begin(ids_TK, EXPERT_RANGES)
 
@@ -263,16 +238,6 @@ class CudaRunner(TorchRunner):
             return stop
         state.experts_x_TD = None
         return 0
-
-    def layer(self, index: int, x_TD: Tensor, rope: Rope, step: Any, num_tokens: Tensor) -> Tensor:
-        """A whole layer, for capture: no host decision depends on a device value."""
-        driver, experts = self._drivers[index], self._experts_of[index]
-        mid = driver.attend(x_TD, rope, step)
-        if experts is None:
-            return driver.dense(x_TD, mid)
-        routed = driver.route(x_TD, mid)
-        out = experts.run(routed.x_TD, routed.ids_TK, routed.weights_TK, num_tokens)
-        return driver.combine(x_TD, mid, routed, out.to(routed.x_TD.dtype))
 
     # running
 
@@ -334,10 +299,10 @@ class CudaRunner(TorchRunner):
             lanes = {
                 whole: Lane(*sizes, width, self._block, like.detach()) for whole in (True, False)
             }
-        body = Body(self, self.pages, (cos[0], sin[0]))
+        body = Body(self.parts, self.layers, self.kernels, self.pages, (cos[0], sin[0]))
         self.stages = Stages(Graphs(api), body, lanes, self.shape.num_layers, k)
         self.stages.capture(buckets)
-        self._hits.zero_()
+        self.layers.forget_bytes()
 
     def _part(self, frame: Frame, op: int, limit: int) -> Part | None:
         if self.stages is None or self.on_logits is not None:
@@ -479,12 +444,6 @@ class CudaRunner(TorchRunner):
 def _is_asked(program: Program, stop: Stop) -> bool:
     late = stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
     return stop.word < program.stop_below or late
-
-
-def _heads_per_group(model: Any) -> int:
-    config = model.config
-    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return max(1, int(config.num_attention_heads // groups))
 
 
 def default_buckets(max_num_seqs: int, max_step_tokens: int) -> list[Bucket]:

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from qllm.cuda.graphs import Graphs
 from qllm.cuda.lanes import Bucket, Lane
+from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import Pages
 from qllm.cuda.step import PagedStep
+from qllm.kernels.device import Kernels
+from qllm.models.discover import ModelParts
 from qllm.plan import OpKind, Ops, Program
 from qllm.types import Grain
 
@@ -54,20 +57,30 @@ class Body:
     """What a stage computes, from the tensors of its lane to the tensors of its lane.
 
     Args:
-        runner: Its model, kernels and experts.
+        parts: Of the model.
+        layers: Run it.
+        kernels: Sample, and what the steps need.
         pages: The KV.
         rope: Cos and sin of every position, each [S, H].
     """
 
-    def __init__(self, runner: Any, pages: Pages, rope: tuple[Tensor, Tensor]) -> None:
-        self._runner, self._pages, self._rope = runner, pages, rope
+    def __init__(
+        self,
+        parts: ModelParts,
+        layers: DeviceLayers,
+        kernels: Kernels,
+        pages: Pages,
+        rope: tuple[Tensor, Tensor],
+    ) -> None:
+        self._parts, self._layers, self._kernels = parts, layers, kernels
+        self._pages, self._rope = pages, rope
 
     def of(self, key: Key, lane: Lane) -> Callable[[], None]:
         """The function to capture."""
         return lambda: self._run(key, lane)
 
     def _run(self, key: Key, lane: Lane) -> None:
-        runner, parts, data = self._runner, self._runner.parts, lane.on_device
+        parts, data = self._parts, lane.on_device
         num = key.bucket.tokens
         x = lane.x_TD[:num]
         if key.embed:
@@ -75,21 +88,21 @@ class Body:
             if parts.embedding_multiplier is not None:
                 x = x * parts.embedding_multiplier
         tables, tiles, slots = lane.step_tensors(key.bucket)
-        step = PagedStep(self._pages, runner.kernels, tables, tiles, slots)
-        rope = tuple(t.index_select(0, data["pos"][:num]).unsqueeze(0) for t in self._rope)
+        step = PagedStep(self._pages, self._kernels, tables, tiles, slots)
+        cos, sin = (t.index_select(0, data["pos"][:num]).unsqueeze(0) for t in self._rope)
         for layer in range(key.start, key.end):
-            x = runner.layer(layer, x, rope, step, data["num_tokens"])
+            x = self._layers.run(layer, x, (cos, sin), step, data["num_tokens"])
         lane.x_TD[:num].copy_(x)
         if key.head:
             self._head(x, lane, min(lane.max_rows, num))
 
     def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
-        parts, d = self._runner.parts, lane.on_device
+        parts, d = self._parts, lane.on_device
         logits = parts.lm_head(parts.norm(x_TD.index_select(0, d["last"][:rows])))
         if parts.logits_scaling is not None:
             logits = logits / parts.logits_scaling
         columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-        self._runner.kernels.sample(
+        self._kernels.sample(
             logits, *(d[name][:rows] for name in columns), lane.tokens_R[:rows], lane.peaks_R[:rows]
         )
 

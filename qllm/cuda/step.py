@@ -1,10 +1,15 @@
 """What one ATTN op attends, as device tensors: the model's modules write and attend through it."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
 from qllm.cuda.pages import Pages
 from qllm.kernels.device import Kernels
 from qllm.kernels.tiles import Tiles
+from qllm.models.fast import Rope
 
 
 class PagedStep:
@@ -27,10 +32,22 @@ class PagedStep:
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values; `attend` reads them from their pages."""
+        """Write keys and values, or latents and their rotated part; `attend` reads the pages.
+
+        Returns:
+            Nothing, [1, G, 0, H] each, so that no module works on what is not read.
+        """
         k, v = k_1GTH[0].transpose(0, 1), v_1GTH[0].transpose(0, 1)
         self._pages.write(layer_idx, k, v, self._slots_T)
-        return k_1GTH, v_1GTH
+        return k_1GTH[:, :, :0], v_1GTH[:, :, :0]
+
+    def rotate_and_write(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGE: Tensor, rope: Rope
+    ) -> None:
+        """Rotate queries in place; write rotated keys, and values, to their pages."""
+        cos_1TH, sin_1TH = rope
+        angles = cos_1TH[0].contiguous(), sin_1TH[0].contiguous()
+        self._pages.rotate_and_write(layer, q_TND, k_TGD, v_TGE, angles, self._slots_T)
 
     def attend(
         self,
@@ -44,17 +61,24 @@ class PagedStep:
         layer: int = module.layer_idx  # type: ignore[assignment]
         k_SGD, v_SGE = self._pages.layer(layer)
         q_TND = q_1NTH[0].transpose(0, 1)
-        out = q_TND.new_zeros((*q_TND.shape[:2], v_SGE.shape[2]))
-        self._kernels.attend(
-            q_TND,
-            k_SGD,
-            v_SGE,
-            self._tables_RP,
-            self._tiles,
-            page_size=self._pages.page_size,
-            scale=q_TND.shape[2] ** -0.5 if scaling is None else scaling,
-            window=window,
-            sinks_N=sinks_N,
-            out_TNE=out,
+        how: dict[str, Any] = {
+            "scale": q_TND.shape[2] ** -0.5 if scaling is None else scaling,
+            "window": window,
+            "sinks_N": sinks_N,
+        }
+        if not keeps_latents(module):
+            return self._call(q_TND, k_SGD, v_SGE, **how).unsqueeze(0)
+        q_TNR, q_rope_TNF = into_latents(module, q_TND)
+        how |= {"q_rope_TNF": q_rope_TNF, "k_rope_SF": v_SGE[:, 0]}
+        out_TNR = self._call(q_TNR, k_SGD, k_SGD, **how)
+        return out_of_latents(module, out_TNR).unsqueeze(0)
+
+    def _call(self, q_TND: Tensor, k_SGD: Tensor, v_SGE: Tensor, **how: Any) -> Tensor:
+        out = torch.zeros(
+            (*q_TND.shape[:2], v_SGE.shape[2]), dtype=q_TND.dtype, device=q_TND.device
         )
-        return out.unsqueeze(0)
+        size, tables = self._pages.page_size, self._tables_RP
+        self._kernels.attend(
+            q_TND, k_SGD, v_SGE, tables, self._tiles, page_size=size, out_TNE=out, **how
+        )
+        return out

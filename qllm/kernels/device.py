@@ -14,6 +14,7 @@ class Kernels(NamedTuple):
 
     name: str
     write: Callable[..., None]
+    rotate_and_write: Callable[..., None]
     attend: Callable[..., None]
     route: Callable[..., Any]
     run_experts: Callable[..., None]
@@ -44,4 +45,4 @@ def kernels(name: str) -> Kernels:
     return Kernels(name, *(found[field] for field in fields))
 
 
-_MODULES = ("attention", "moe", "norm", "sampling")
+_MODULES = ("attention", "moe", "norm", "rope", "sampling")

@@ -23,6 +23,26 @@ def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: T
         pages[last].copy_(torch.where(is_last.any(), own, kept))
 
 
+def rotate_and_write(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    k_SGD: Tensor,
+    v_SGE: Tensor,
+    slots_T: Tensor,
+) -> None:
+    """See `kernels.triton.rope.rotate_and_write`."""
+    q_TND.copy_(_rotated(q_TND, cos_TD, sin_TD))
+    write(_rotated(k_TGD, cos_TD, sin_TD), v_TGE, k_SGD, v_SGE, slots_T)
+
+
+def _rotated(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    left, right = x_TND.chunk(2, 2)
+    return x_TND * cos_TD[:, None] + torch.cat((-right, left), 2) * sin_TD[:, None]
+
+
 def attend(
     q_TND: Tensor,
     k_SGD: Tensor,

@@ -1,12 +1,10 @@
 """The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
 
-What a part computes is known by the fingerprint of its module's forward; a part that is not in
-the tables below, or whose shape the kernels are not made for, stays with torch. Results round
-where the modules round and differ from theirs only by the order of fp32 sums.
+A part that is not in the tables of `known`, or whose shape the kernels are not made for, stays
+with torch. Results round where the modules round and differ from theirs only by the order of
+fp32 sums.
 """
 
-import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,25 +13,9 @@ from torch import Tensor, nn
 
 from qllm.kernels import cpu
 from qllm.models.attention import Step
-from qllm.models.discover import LayerParts, fingerprint, source_digest
+from qllm.models.discover import LayerParts, fingerprint
 from qllm.models.fast import FastDriver, Rope, Routed
-
-ATTENTION = {
-    "ce1772849260": "plain",  # mixtral
-    "7d221b620ce4": "plain",  # qwen2_moe, granitemoe, phimoe
-    "9b8e69f64c3f": "qk_norm",  # qwen3_moe: per head
-    "4d62a8e741c1": "qk_norm",  # olmoe: over all heads
-}
-"""Fingerprint of Attention.forward -> whether queries and keys are normed."""
-ROTATION = ("d7bb227c7094", "b59dbfffe0ee")
-"""Digests of `apply_rotary_pos_emb` and `rotate_half`: in halves, in the dtype of the model."""
-NORM = "5cf66a5b73d6"
-"""Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
-ROUTER = {
-    "3b47be678984": "wide",  # mixtral: renormalised, weights stay fp32
-    "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, olmoe: `norm_topk_prob`
-}
-"""Fingerprint of Router.forward: softmax over all experts, then top-k."""
+from qllm.models.known import ROUTER, attention_kind, is_norm
 
 
 def is_usable(tensor: Tensor) -> bool:
@@ -43,15 +25,7 @@ def is_usable(tensor: Tensor) -> bool:
 
 
 def _is_norm(module: Any) -> bool:
-    return fingerprint(module) == NORM and is_usable(module.weight)
-
-
-def _rotates_in_halves(module: nn.Module) -> bool:
-    names = vars(sys.modules[type(module).__module__])
-    found: list[Any] = [names.get(name) for name in ("apply_rotary_pos_emb", "rotate_half")]
-    if not all(inspect.isfunction(f) for f in found):
-        return False
-    return tuple(source_digest(f) for f in found) == ROTATION
+    return is_norm(module) and is_usable(module.weight)
 
 
 def swiglu(experts: Any) -> bool:
@@ -85,18 +59,14 @@ class NativeDriver(FastDriver):
     # -- what is known
 
     def _knows_attention(self, attn: Any) -> bool:
-        kind = ATTENTION.get(fingerprint(attn))
-        normed = kind == "qk_norm"
-        linears = [getattr(attn, f"{x}_proj", None) for x in "qkvo"]
+        kind = attention_kind(attn)
         return (
             kind is not None
             and attn.head_dim in cpu.HEAD_DIMS
             and attn.num_key_value_groups <= cpu.MAX_SHARE
-            and getattr(attn.config, "clip_qkv", None) is None
-            and all(type(x) is nn.Linear and is_usable(x.weight) for x in linears)
-            and _rotates_in_halves(attn)
+            and all(is_usable(getattr(attn, f"{x}_proj").weight) for x in "qkvo")
             and _is_norm(self._norm)
-            and (not normed or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
+            and (kind == "plain" or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
         )
 
     def _knows_router(self, router: Any) -> bool:
@@ -111,7 +81,7 @@ class NativeDriver(FastDriver):
         qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
         norm: Any = self._norm
         qk_norm = None
-        if ATTENTION[fingerprint(attn)] == "qk_norm":
+        if attention_kind(attn) != "plain":
             eps = attn.q_norm.variance_epsilon
             qk_norm = (attn.q_norm.weight.detach(), attn.k_norm.weight.detach(), eps)
         self._kv_heads = attn.k_proj.out_features // attn.head_dim

@@ -31,8 +31,9 @@ def _attend(
     q, k, v, q2, k2, sinks, out, part, tables, t_seq, t_tok, t_len, t_pos,
     q_t, q_n, q2_t, q2_n, k_s, k_g, k2_s, v_s, v_g, out_t, out_n, table_r, scale, window,
     R: tl.constexpr, RC: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    D2: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr, IEEE: tl.constexpr,
+    D2: tl.constexpr, D2_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    IEEE: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     n = tl.load(t_len + tile).to(tl.int32)
@@ -56,10 +57,10 @@ def _attend(
         other=0.0,
     )
     if D2 > 0:
-        d2 = tl.arange(0, D2)
+        d2 = tl.arange(0, D2_PAD)
         qq2 = tl.load(
             q2 + tok[:, None] * q2_t + head[:, None] * q2_n + d2[None, :],
-            mask=is_row[:, None],
+            mask=is_row[:, None] & (d2 < D2)[None, :],
             other=0.0,
         )
     num_keys = first_pos + n
@@ -85,7 +86,11 @@ def _attend(
         )
         s = tl.dot(qq, kk, input_precision=precision)
         if D2 > 0:
-            kk2 = tl.load(k2 + slot[None, :] * k2_s + d2[:, None], mask=is_key[None, :], other=0.0)
+            kk2 = tl.load(
+                k2 + slot[None, :] * k2_s + d2[:, None],
+                mask=is_key[None, :] & (d2 < D2)[:, None],
+                other=0.0,
+            )
             s += tl.dot(qq2, kk2, input_precision=precision)
         seen = is_key[None, :] & (j[None, :] <= pos[:, None])
         if window > 0:
@@ -235,9 +240,10 @@ def attend(
     q2, k2 = (q_TND, k_SGD) if q_rope_TNF is None or k_rope_SF is None else (q_rope_TNF, k_rope_SF)
     meta = {
         "R": ratio, "D": d, "D_PAD": max(16, triton.next_power_of_2(d)),
-        "D2": q2.shape[2] if is_mla else 0, "DV": dv, "DV_PAD": max(16, triton.next_power_of_2(dv)),
-        "PAGE": page_size, "BLOCK_S": 32 if is_mla or d > 128 else 64,
-        "SINKS": sinks_N is not None, "IEEE": q_TND.dtype is torch.float32,
+        "D2": q2.shape[2] if is_mla else 0, "D2_PAD": max(16, triton.next_power_of_2(q2.shape[2])),
+        "DV": dv, "DV_PAD": max(16, triton.next_power_of_2(dv)), "PAGE": page_size,
+        "BLOCK_S": 32 if is_mla or d > 128 else 64, "SINKS": sinks_N is not None,
+        "IEEE": q_TND.dtype is torch.float32,
     }  # fmt: skip
     for part in tiles.parts:
         splits = SPLITS if part.block == 1 else 1

@@ -1,0 +1,87 @@
+"""MLA on a device: attention over latents that are never expanded.
+
+MLA keeps one vector per token from which the keys and values of all heads are products. Each query
+head is brought into the space of these latents before attention, and its output back out of it:
+two batched products of as many rows as there are queries, however long the context.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+from qllm.models.discover import source_digest
+
+EXPANSION = "e5ae38130e7f"
+"""Digest of the `expand_kv` that all MLA families of transformers share."""
+
+
+def keeps_latents(module: nn.Module) -> bool:
+    """Whether an attention module caches latents and expands them itself."""
+    return hasattr(module, "expand_kv")
+
+
+class Latents:
+    """The attention modules of a model that keep latents.
+
+    Args:
+        modules: Attention modules of all layers.
+
+    Raises:
+        ModelError: One expands its latents in a way that is not known.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules: list[Any] = [m for m in modules if keeps_latents(m)]
+        for module in self.modules:
+            proj = module.kv_b_proj
+            is_known = source_digest(type(module).expand_kv) == EXPANSION
+            if not (is_known and type(proj) is nn.Linear and proj.bias is None):
+                raise ModelError(
+                    f"layer {module.layer_idx}: {type(module).__name__} expands its latents in a "
+                    "way that is not known; no device kernel attends over them"
+                )
+
+    def enter(self) -> None:
+        """Let the modules expand nothing where a step gives them nothing to expand."""
+        for module in self.modules:
+            module.expand_kv = _unless_empty(module.expand_kv)
+
+    def leave(self) -> None:
+        """Give them back what they had."""
+        for module in self.modules:
+            vars(module).pop("expand_kv", None)
+
+
+def _unless_empty(expand: Any) -> Any:
+    def expand_kv(kv_1GTR: Tensor, rot_1GTF: Tensor) -> tuple[Tensor, Tensor]:
+        if kv_1GTR.shape[2] == 0:
+            return kv_1GTR, rot_1GTF
+        keys, values = expand(kv_1GTR, rot_1GTF)
+        return keys, values
+
+    return expand_kv
+
+
+def _expansion(module: Any) -> tuple[Tensor, Tensor]:
+    """The two halves of the expansion's weight: keys [N, D, R] and values [N, E, R]."""
+    rank, key, value = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
+    weight = module.kv_b_proj.weight.view(-1, key + value, rank)
+    keys, values = torch.split(weight, [key, value], 1)
+    return keys, values
+
+
+def into_latents(module: nn.Module, q_TND: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries in the space of the latents [T, N, R], and their rotated part [T, N, F]."""
+    keys_NDR, _ = _expansion(module)
+    width = keys_NDR.shape[1]
+    q_TND, q_rope_TNF = torch.split(q_TND, [width, q_TND.shape[2] - width], 2)
+    return torch.bmm(q_TND.transpose(0, 1), keys_NDR).transpose(0, 1), q_rope_TNF
+
+
+def out_of_latents(module: nn.Module, out_TNR: Tensor) -> Tensor:
+    """What attention gave as values [T, N, E]."""
+    _, values_NER = _expansion(module)
+    return torch.bmm(out_TNR.transpose(0, 1), values_NER.mT).transpose(0, 1)
