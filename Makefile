@@ -23,8 +23,10 @@ sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan
 	scripts/sanitize $(ARGS)
 	scripts/sanitize-kernels
 
-gpu-check:  # the machine's own python3 and torch: no .venv; ARGS=--dry-run walks it on a CPU
-	python3 bench/gpu_check.py $(ARGS)
+# The machine's own python3 and torch, no .venv; but ARGS=--dry-run walks it on a CPU, in .venv.
+DRY := $(findstring --dry-run,$(ARGS))
+gpu-check: $(if $(DRY),$(READY))
+	$(if $(DRY),.venv/bin/python,python3) bench/gpu_check.py $(ARGS)
 
 # Results land in bench/results, runs in .benchmarks; ARGS="--quick" to try, "--rows S2" for a part.
 bench-engine: $(READY)

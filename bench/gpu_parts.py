@@ -165,6 +165,11 @@ def energy_j() -> float | None:
         return None
 
 
+def device_allocs() -> int:
+    """How often torch has asked the driver for memory."""
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+
 def prompt(rng: random.Random, num: int, vocab: int) -> list[int]:
     """Random ids."""
     return [rng.randrange(8, vocab) for _ in range(num)]
@@ -226,7 +231,7 @@ def mixed(
     new = 6 if part.dry else 40
     with engine_of(part, model, policy) as engine:
         engine.submit(prompt(rng, short, vocab), "LS", new, sampling=GREEDY).result(120)
-        before, joules = engine.stats(), energy_j()
+        before, joules, allocs = engine.stats(), energy_j(), device_allocs()
         flood: list[Any] = []
         done_be, ls, begin = 0, [], time.monotonic()
         due = begin + rng.expovariate(rate)
@@ -241,7 +246,7 @@ def mixed(
                 due += rng.expovariate(rate)
             time.sleep(0.002)
         results = [handle.result(120).metrics for handle in ls]
-        after, spent = engine.stats(), energy_j()
+        after, spent, allocs = engine.stats(), energy_j(), device_allocs() - allocs
         be_tokens = done_be * (long + new)
         for handle in flood:
             handle.cancel()
@@ -257,6 +262,7 @@ def mixed(
         "expert_gb": (after["expert_bytes"] - before["expert_bytes"]) / 1e9,
         "joules": None if joules is None or spent is None else spent - joules,
         "preemptions": after["num_preemptions"] - before["num_preemptions"],
+        "device_allocs": allocs,
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The engine over the device runner: a CPU stands in for the device, and a fake for its graphs."""
 
+import os
 import random
 from typing import Any
 
@@ -59,9 +60,11 @@ def test_a_storm_gives_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch, po
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_cuda_is_refused_at_once() -> None:
+def test_without_a_gpu_cuda_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     with pytest.raises(ConfigError, match="device='cuda': torch sees no CUDA device"):
         QLLMEngine.from_pretrained("tiny", device="cuda")
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"  # set before torch is asked
 
 
 def test_a_model_on_cuda_gets_the_device_runner_and_no_level_two() -> None:
@@ -85,3 +88,21 @@ def test_on_a_gpu_a_storm_is_repeatable(dtype: str) -> None:
             ]
             runs.append([r.token_ids for r in alone])
     assert runs[0] == runs[1]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_serving_takes_no_memory_from_the_driver() -> None:
+    """Every grain, class and size within the limits of an engine that has only just started."""
+    model = make_model("mixtral", DTYPES["bf16"]).cuda()
+    with QLLMEngine.from_model(
+        model, policy="qllm2", max_num_seqs=8, max_kv_tokens=4096, max_step_tokens=256
+    ) as engine:
+        engine.submit([1, 2, 3], "LS", 2, sampling=SAMPLING).result(60)
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        handles = [
+            engine.submit([i + 1] * (7 + 60 * (i % 4)), "LS" if i % 3 == 0 else "BE", 8)
+            for i in range(24)
+        ]
+        for handle in handles:
+            handle.result(120)
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import interpret  # noqa: F401 - mends the interpreter
 import pytest
 import torch
 from fake_cuda import FakeCuda
@@ -162,6 +163,18 @@ def test_by_stages_the_tokens_are_those_of_the_cpu(family: str) -> None:
         assert schedule(runner, sampling_of(temperature), grain) == wanted(family, temperature)
         assert len(fake.replays) - before == 8 * (1 if grain is Grain.STEP else 2)
         forget(runner)
+
+
+def test_the_largest_step_is_rehearsed_outside_of_graphs() -> None:
+    """What ops one by one need is asked of the driver before the first request, not beside one."""
+    seen: list[tuple[int, bool]] = []
+    model = make_model("mixtral")
+    fake = FakeCuda()
+    model.model.layers[2].self_attn.o_proj.register_forward_hook(
+        lambda _, args, out: seen.append((args[0].shape[0], fake.on_side))
+    )
+    CudaRunner(model, num_pages=NUM_PAGES, page_size=4, graphs=fake, buckets=BUCKETS)
+    assert (64, False) in seen[-1:]
 
 
 def test_weights_read_are_counted_on_the_device() -> None:

@@ -21,7 +21,7 @@ from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
 from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages
-from qllm.cuda.stages import Body, Part, Stages
+from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import InvariantError
 from qllm.kernels.device import kernels
@@ -299,10 +299,15 @@ class CudaRunner(TorchRunner):
             lanes = {
                 whole: Lane(*sizes, width, self._block, like.detach()) for whole in (True, False)
             }
-        body = Body(self.parts, self.layers, self.kernels, self.pages, (cos[0], sin[0]))
-        self.stages = Stages(Graphs(api), body, lanes, self.shape.num_layers, k)
-        self.stages.capture(buckets)
+            body = Body(self.parts, self.layers, self.kernels, self.pages, (cos[0], sin[0]))
+            self.stages = Stages(Graphs(api), body, lanes, self.shape.num_layers, k)
+            self.stages.capture(buckets)
+            self._rehearse(body, max(buckets), lanes[True])
         self.layers.forget_bytes()
+
+    def _rehearse(self, body: Body, bucket: Bucket, lane: Lane) -> None:
+        """Run the largest step outside of graphs: torch keeps the memory for ops one by one."""
+        body.of(Key(True, 0, self.shape.num_layers, bucket, embed=True, head=True), lane)()
 
     def _part(self, frame: Frame, op: int, limit: int) -> Part | None:
         if self.stages is None or self.on_logits is not None:

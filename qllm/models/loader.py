@@ -158,7 +158,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device of that name.
+    """The device of that name; CUDA is told to load its kernels at start, before it starts.
 
     Raises:
         ConfigError: It is unknown, or not there.
@@ -167,6 +167,8 @@ def check_device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r} is unknown; use cpu or cuda") from error
+    if place.type == "cuda":  # a kernel loaded while serving waits for all that runs
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: torch sees no CUDA device here; use cpu")
     if place.type == "meta":
