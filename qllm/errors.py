@@ -9,6 +9,7 @@ QllmError
 ├── RequestFailedError     raised by `result()` of a request that ended in `error`
 ├── CheckpointError        a checkpoint file is truncated, foreign or of another version
 ├── PolicyError            a policy raised, or returned a plan that breaks an invariant
+├── DeviceError            the device faulted or hangs: its process must end
 └── InvariantError         our own bug: an invariant of the executor does not hold
 """
 
@@ -50,6 +51,10 @@ class CheckpointError(QllmError):
 
 class PolicyError(QllmError):
     """A policy raised, or planned what an invariant forbids. The message names both."""
+
+
+class DeviceError(QllmError):
+    """The device faulted or hangs: its context is lost, and its process must end."""
 
 
 class InvariantError(QllmError, AssertionError):

@@ -75,19 +75,24 @@ class TorchGraphApi:
         )
 
     def node_types(self, graph: Any) -> list[str]:
-        from cuda.bindings import runtime
-
-        raw = runtime.cudaGraph_t(init_value=int(graph.raw_cuda_graph()))
-        _, num = _checked(runtime.cudaGraphGetNodes(raw))
-        nodes, _ = _checked(runtime.cudaGraphGetNodes(raw, num))
-        types = [_checked(runtime.cudaGraphNodeGetType(node))[0] for node in nodes[:num]]
-        return [t.name.removeprefix("cudaGraphNodeType") for t in types]
+        return raw_node_types(graph)
 
     def instantiate(self, graph: Any) -> None:
         graph.instantiate()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+
+def raw_node_types(graph: Any) -> list[str]:
+    """Type of each node of one of torch's graphs, in the order of `cudaGraphGetNodes`."""
+    from cuda.bindings import runtime
+
+    raw = runtime.cudaGraph_t(init_value=int(graph.raw_cuda_graph()))
+    _, num = _checked(runtime.cudaGraphGetNodes(raw))
+    nodes, _ = _checked(runtime.cudaGraphGetNodes(raw, num))
+    types = [_checked(runtime.cudaGraphNodeGetType(node))[0] for node in nodes[:num]]
+    return [t.name.removeprefix("cudaGraphNodeType") for t in types]
 
 
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
