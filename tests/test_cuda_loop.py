@@ -105,8 +105,9 @@ def served(api: FakeLoopApi, watch: Watch, **more: Any) -> int:
 def test_a_heartbeat_that_stands_still_is_a_hang_and_a_moving_one_is_not() -> None:
     with pytest.raises(DeviceError, match=r"no turn for 2\.\d s after turn 7"):
         served(Running(100_000), Watch(lambda: 7, lambda: False), hang_s=2.0)
-    beats, stop = iter(range(10_000_000)), iter([False, True])
-    assert served(Running(5_000), Watch(lambda: next(beats), lambda: next(stop)), hang_s=2.0) == 1
+    looks, stop = iter(range(10_000_000)), iter([False, True])
+    slow = Watch(lambda: next(looks) // 1_500, lambda: next(stop))  # looks are a millisecond apart
+    assert served(Running(5_000), slow, hang_s=2.0) == 1
 
 
 def test_a_fault_and_a_launch_without_a_turn_end_the_process() -> None:
