@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from qllm.cubins import kernel_of
 from qllm.device import layout
-from qllm.device.link import link_kernel
 from qllm.device.scheduler import NativeScheduler
 from qllm.policy import RankPolicy
 
@@ -51,7 +51,7 @@ class Kernels:
         import cupy
 
         number = str(cupy.cuda.Device().compute_capability)  # like "90"
-        cubin = link_kernel(policy, (int(number[:-1]), int(number[-1])))
+        cubin = kernel_of(policy, (int(number[:-1]), int(number[-1])))
         self._folder = TemporaryDirectory(prefix="qllm-kernels-")
         file = Path(self._folder.name) / "scheduler.cubin"
         file.write_bytes(cubin)

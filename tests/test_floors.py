@@ -23,7 +23,17 @@ F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint", "cuda"
 NATIVE = {"device"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {"checks", "core", "cores", "demo", "differential", "engine_process", "handle", "host"}
+F5 |= {
+    "checks",
+    "core",
+    "cores",
+    "cubins",
+    "demo",
+    "differential",
+    "engine_process",
+    "handle",
+    "host",
+}
 F5 |= {"plots", "plugins", "portable", "process_host", "prompts", "random_moe", "remote_door"}
 F5 |= {"remote_host", "ring_host", "scaffold", "simulation", "templates", "thread_host"}
 F5 |= {"workloads"}

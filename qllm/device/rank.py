@@ -118,6 +118,15 @@ def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., Non
         ) from error
 
 
+def rank_text(policy: Any) -> str:
+    """The source of a policy's `rank` with its numbers in it: what a compiled kernel depends on.
+
+    Raises:
+        ConfigError: As for `rank_tree`.
+    """
+    return ast.unparse(rank_tree(policy)[0])
+
+
 def rank_tree(policy: Any) -> tuple[ast.Module, str]:
     """Return `rank` as a function of integers and an array for the verdict, without `self`.
 
