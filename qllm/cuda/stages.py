@@ -69,8 +69,10 @@ class Body:
     def _run(self, key: Key, lane: Lane) -> None:
         runner, parts, data = self._runner, self._runner.parts, lane.on_device
         num = key.bucket.tokens
-        x = lane.x_TD[:num]
-        if key.embed:
+        at = data["gather"][:num]
+        if not key.embed:
+            x = lane.hidden_SD.index_select(0, at)
+        else:
             x = parts.embed(data["ids"][:num])
             if parts.embedding_multiplier is not None:
                 x = x * parts.embedding_multiplier
@@ -79,9 +81,10 @@ class Body:
         rope = tuple(t.index_select(0, data["pos"][:num]).unsqueeze(0) for t in self._rope)
         for layer in range(key.start, key.end):
             x = runner.layer(layer, x, rope, step, data["num_tokens"])
-        lane.x_TD[:num].copy_(x)
         if key.head:
             self._head(x, lane, min(lane.max_rows, num))
+        else:
+            lane.hidden_SD.index_copy_(0, at, x)
 
     def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
         parts, d = self._runner.parts, lane.on_device
