@@ -159,8 +159,13 @@ class Stages:
             op: Index of the op.
             can_sample: The device can sample all rows that do.
         """
-        ops, whole = program.ops, program.grain is Grain.STEP
-        k = self.num_layers if whole else self.layers_per_stage
+        whole = program.grain is Grain.STEP
+        part = self._part(program, op, can_sample, whole)
+        # rows of a cohort leave a step in the middle: it goes by stages, and is not parked there
+        return self._part(program, op, can_sample, False) if whole and part is None else part
+
+    def _part(self, program: Program, op: int, can_sample: bool, whole: bool) -> Part | None:
+        ops, k = program.ops, self.num_layers if whole else self.layers_per_stage
         found = _cover(ops, op, k, self.num_layers) if isinstance(ops, Ops) else None
         if found is None:
             return None

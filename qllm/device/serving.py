@@ -4,10 +4,9 @@ A second block of memory beside STATE (see `layout`), with the same slots: SERVE
 of SECTIONS, each at the byte offset that SERVER names. Addresses in it are 8-byte numbers.
 """
 
-from typing import Any
-
 import numpy as np
 
+from qllm.device import layout
 from qllm.device.layout import I4, Dtype, Section, _numbers
 
 VERSION = 1
@@ -39,4 +38,21 @@ SERVER: Dtype = np.dtype(
     ]
 )
 
-STRUCTS: dict[str, Any] = {"Serving": SERVING, "Server": SERVER}
+STRUCTS: dict[str, Dtype] = {"Serving": SERVING, "Server": SERVER}
+HEADER = layout.HEADER.with_name("serving.h")
+
+
+def emit_header() -> str:
+    """Return `serving.h`: the structs of this block, for C++ and CUDA."""
+    lines = [*layout.header_of("serving"), '#include "state.h"', "namespace qllm {"]
+    lines += [
+        f"const i64 kServingVersion = {VERSION};",
+        f"const i32 kMostStopIds = {MOST_STOP_IDS};",
+    ]
+    lines += layout.struct_lines(STRUCTS)
+    lines += layout.section_lines("QLLM_SERVING_SECTIONS", SECTIONS, STRUCTS)
+    return "\n".join([*lines, "}  // namespace qllm", ""])
+
+
+if __name__ == "__main__":
+    HEADER.write_text(emit_header())
