@@ -188,7 +188,8 @@ class NativeWorld:
             stop = -1 if self.alarm() else stop
             self._became(self.loop.after(self.now_ns, stop))
             self.check()
-        assert not (self.slots or due or arrived), "it does not come to an end"
+        assert not self.slots, "it does not come to an end"
+        assert not due
         keys = [self.loop._keys[branch] for branch in self.loop.trace]
         return Outcome(self.tokens, keys, self.parks)
 

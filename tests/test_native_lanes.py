@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,13 @@ from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
 from qllm.decision import Limits
 from qllm.device import lanes, layout, serving
-from qllm.device.stages import StageLoop
+from qllm.device.native import load_native
+from qllm.device.stages import StageLoop, check_stages
 from qllm.differential import random_shape
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, InvariantError
 from qllm.models.frame import Frame
 from qllm.plan import NO_CUTS, ModelShape, OpKind, Plan, Program, Row
 from qllm.plugins import load_policy
-from qllm.policy import Groups
 from qllm.types import Grain, SamplingParams
 
 LIMITS = Limits(
@@ -227,6 +227,103 @@ def test_a_random_frame_gets_the_hosts_stage_and_the_hosts_lane() -> None:
     assert (
         min(seen[what] for what in ("head", "whole", "stage", "groups", "dead", "other head")) > 20
     ), seen
-    print(seen, parks, failed)
     assert parks > 100
     assert failed > 20
+
+
+def test_a_frame_that_fits_no_stage_is_rerun_row_by_row() -> None:
+    """Too small stages in spite of the check: nothing is lost, nobody waits for ever."""
+    misfits = 0
+    for number in range(40):
+        policy, rng = random_shape(random.Random(number)), random.Random(number)
+        loop, stages = dry_loop(policy, buckets=BIG if policy.groups else BUCKETS)
+        table = loop.lanes.arrays["stages"]
+        table["tokens"] = table["tokens"].clip(max=LIMITS.max_step_tokens)
+
+        def replay(branch: int, stages: Stages = stages) -> None:
+            for lane in stages.lanes.values():
+                lane.peaks_R.zero_()
+
+        world = NativeWorld(loop, replay=replay)
+        jobs = random_jobs(rng, 9, 50, 97)
+        found = world.run(jobs)
+        assert {n: len(tokens) for n, tokens in found.tokens.items()} == {
+            n: job.max_tokens for n, job in enumerate(jobs)
+        }
+        misfits += world.misfits
+    assert misfits > 5
+
+
+def test_a_frame_that_a_host_parked_inside_a_layer_fits_no_stage() -> None:
+    for name, value in (("inside", 1), ("layer", 3)):
+        loop, _ = dry_loop(load_policy("qllm2"))
+        slot = loop.add(
+            range(9), priority=0, arrival_ns=0, sampling=SamplingParams(), seed=1, request_id=4
+        )
+        assert loop.before(0) >= 0
+        assert loop.after(1, -9) == lanes.PARKED
+        loop.scheduler.block.array("frames")[name] = value
+        assert loop.before(2) == lanes.CANNOT
+        loop.scheduler.call("failed")
+        assert loop.before(3) >= 0
+        loop.remove(slot)
+        assert loop.before(4) == lanes.NOTHING
+        assert loop.scheduler.block.get("kind") == layout.IDLE
+
+
+# -- set-up
+
+
+def refused(name: str = "fcfs", **how: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        dry_loop(load_policy(name), **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"rows": 4}, "rows of a stage (max_num_seqs of the runner): 4 were captured for"),
+        ({"max_total_tokens": 61}, "tokens of a sequence: 60 were captured for, up to 61 can come"),
+        ({"buckets": BUCKETS[::2]}, "tokens of a decode stage: 2 were captured for, up to 5"),
+        ({"buckets": BUCKETS[:3]}, "tokens of a prefill stage: 12 were captured for, up to 45"),
+        ({"limits": replace(LIMITS, num_blocks=65)}, "65 KV blocks do not fit 64 pages"),
+        ({"limits": replace(LIMITS, block_size=8)}, "a block has 8 tokens, a page 4"),
+        ({"limits": replace(LIMITS, batch_invariant=True)}, "batch-invariant"),
+        (
+            {"name": "layered", "k": 2},
+            "cohorts of 2 groups stop at layers [1], stages begin at layers [0, 2]; set "
+            "layers_per_stage to 1 or max_groups to less than 2",
+        ),
+    ],
+)
+def test_settings_for_which_a_stage_is_missing_are_refused(how: dict[str, Any], words: str) -> None:
+    assert words in refused(**how)
+
+
+def test_a_gap_between_stages_is_refused() -> None:
+    stages, pages = dry_stages(3, 1, BUCKETS, 6, (64, 15), block=4)
+    stages.captured = {key: graph for key, graph in stages.captured.items() if key.start != 1}
+    with pytest.raises(ConfigError, match=r"stages of \d+ tokens begin at layers \[0, 2\] only"):
+        check_stages(stages, pages, load_policy("fcfs"), LIMITS, LONGEST)
+
+
+def test_there_are_as_many_slots_as_asked_for() -> None:
+    loop, _ = dry_loop(load_policy("fcfs"))
+    how: dict[str, Any] = {"priority": 0, "arrival_ns": 0, "sampling": SamplingParams(), "seed": 0}
+    for number in range(64):
+        loop.add([1], request_id=number, **how)
+    with pytest.raises(InvariantError, match="there is no slot for request 64"):
+        loop.add([1], request_id=64, **how)
+
+
+def test_the_headers_are_made_from_the_layouts() -> None:
+    for module in (serving, lanes):
+        assert module.HEADER.read_text() == module.emit_header()
+
+
+def test_what_is_called_wrongly_is_refused() -> None:
+    native = load_native()
+    for function, num in ((native.turn_before, 5), (native.turn_fill, 5), (native.turn_after, 6)):
+        with pytest.raises(TypeError, match=f"{num} arguments, not 2"):
+            function(1, 2)

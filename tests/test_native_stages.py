@@ -96,10 +96,13 @@ def test_tokens_and_branches_are_those_of_the_host(family: str, name: str) -> No
 
 
 def test_stages_of_two_layers_go_the_same_way() -> None:
-    jobs = random_jobs(random.Random(3), 9, 45, VOCAB)
-    host, native = both("qwen2_moe", "qllm2", jobs, k=2)
-    assert native == host
-    assert native.parks > 0
+    parks = 0
+    for seed in range(3):
+        jobs = random_jobs(random.Random(seed), 9, 45, VOCAB)
+        host, native = both("qwen2_moe", "qllm2", jobs, k=2)
+        assert native == host
+        parks += native.parks
+    assert parks > 0
 
 
 # -- adversarial: the native side alone, against each request alone on the host
@@ -109,17 +112,17 @@ def alone(runner: CudaRunner, job: Job) -> list[int]:
     return HostWorld(runner, policy_of("fcfs"), LIMITS).run([job]).tokens[0]
 
 
-@pytest.mark.parametrize("name", ["qllm2", "priority-layered", "edf"])
+@pytest.mark.parametrize("name", ["qllm2", "priority-layered"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_no_interleaving_changes_a_token(family: str, name: str) -> None:
     """False alarms, cancels between stages, too little KV: a frame may be parked at any stage."""
     runner, parks, evictions = runner_of(family), 0, 0
     for seed in range(2):
-        rng = random.Random(f"{family} {name} {seed}")
+        rng = random.Random(f"{name} {seed}")
         jobs = random_jobs(rng, 9, 45, VOCAB)
         wanted = {number: alone(runner, job) for number, job in enumerate(jobs)}
         spoil(runner)
-        loop = loop_of(runner, name, replace(LIMITS, num_blocks=26))
+        loop = loop_of(runner, name, replace(LIMITS, num_blocks=14))
         cancels = [(rng.randrange(20_000_000), number) for number in (2, 5)]
         world = NativeWorld(loop, cancels=cancels, alarm=lambda rng=rng: rng.random() < 0.5)
         with torch.inference_mode():

@@ -21,7 +21,6 @@ from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.policy import Groups, RankPolicy
 from qllm.types import NS_PER_MS, SamplingParams, Slo
 
-
 NO_SLO = Slo()
 
 
