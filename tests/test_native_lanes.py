@@ -271,6 +271,63 @@ def test_a_frame_that_a_host_parked_inside_a_layer_fits_no_stage() -> None:
         assert loop.scheduler.block.get("kind") == layout.IDLE
 
 
+def frame_of_rows(loop: StageLoop, layers: list[tuple[int, int]]) -> None:
+    """Let a frame run whose rows, three tokens each, cross these layers."""
+    for number in range(len(layers)):
+        loop.add(
+            [number, 7, 9], priority=0, arrival_ns=number, sampling=SamplingParams(),
+            seed=number, request_id=number,
+        )  # fmt: skip
+    assert loop.before(0) >= 0
+    block = loop.scheduler.block
+    slot = block.get("running")
+    block.array("frames")["grain"][slot] = Grain.LAYER
+    rows = block.array("frame_rows")[slot * LIMITS.max_num_seqs :]
+    for row, (start, end) in zip(rows, layers, strict=False):
+        row["start"], row["end"] = start, end
+
+
+@pytest.mark.parametrize(
+    "layers", [[(0, 1), (1, 3)], [(0, 1), (2, 3)], [(0, 2), (1, 2), (2, 3)], [(0, 3), (1, 2)]]
+)
+def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[int, int]]) -> None:
+    loop, stages = dry_loop(load_policy("fcfs"))
+    frame_of_rows(loop, layers)
+    mirror, begins = Mirror(loop, stages, 3), []
+    for lane in stages.lanes.values():
+        lane.peaks_R.zero_()
+    became = lanes.GOES_ON
+    while became == lanes.GOES_ON:
+        branch = loop.before(1)
+        mirror.compare(branch)
+        begins.append(loop._keys[branch].start)
+        became = loop.after(2)
+    assert became == lanes.ENDED
+    assert begins == sorted({layer for start, end in layers for layer in range(start, end)})
+    ended = [number for number, (_, end) in enumerate(layers) if end == 3]
+    assert len(loop.sampled) == len(ended)
+    requests = loop.scheduler.block.array("requests")
+    assert [int(requests[slot]["id"]) for slot, _ in loop.sampled] == ended
+
+
+def test_a_frame_parked_before_a_gap_goes_on_behind_it() -> None:
+    loop, _ = dry_loop(load_policy("qllm2"))
+    frame_of_rows(loop, [(0, 1), (2, 3)])
+    loop.before(1)
+    assert loop.after(2, -9) == lanes.PARKED
+    block = loop.scheduler.block
+    assert block.frame(int(block.ints("parked", 1)[0]))[4] == 2
+    assert loop._keys[loop.before(3)].start == 2
+
+
+def test_no_stage_crosses_a_layer_where_rows_leave() -> None:
+    loop, _ = dry_loop(load_policy("fcfs"))
+    frame_of_rows(loop, [(0, 1), (0, 3)])
+    table = loop.lanes.arrays["stages"]
+    table["end"][table["start"] == 0] = 2
+    assert loop.before(1) == lanes.CANNOT
+
+
 # -- set-up
 
 

@@ -35,12 +35,11 @@ LANE: Dtype = np.dtype(
         *_numbers(*(f"at_{name}" for name in TENSORS)),
         *_numbers("loaded_frame"),
         *_numbers("loaded_layer", "loaded_rows", kind="<i4"),
-        *_numbers("loaded_tokens", "max_rows", "max_pages", "block", kind="<i4"),
-        *_numbers("prefill_tiles", "reserved", kind="<i4"),
+        *_numbers("max_rows", "max_pages", "block", "prefill_tiles", kind="<i4"),
     ]
 )
 """Addresses; whose data is here: the id of a frame, the layer where its group became this one,
-how many rows of it live, and the bucket; and sizes."""
+and how many rows of it live; and sizes. A group has one bucket, wherever it is."""
 
 SAMPLED: Dtype = np.dtype(_numbers("slot", "token", kind="<i4"))
 

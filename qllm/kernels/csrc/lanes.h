@@ -39,14 +39,12 @@ struct Lane {
   i64 loaded_frame;
   i32 loaded_layer;
   i32 loaded_rows;
-  i32 loaded_tokens;
   i32 max_rows;
   i32 max_pages;
   i32 block;
   i32 prefill_tiles;
-  i32 reserved;
 };
-static_assert(sizeof(Lane) == 184, "Lane");
+static_assert(sizeof(Lane) == 176, "Lane");
 
 struct Sampled {
   i32 slot;

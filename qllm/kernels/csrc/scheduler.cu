@@ -38,8 +38,8 @@ extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, q
     *done = qllm::RingWriter(end).write(kind, flags, body, num_body);
 }
 
-// What the loop does before a stage (turns.h): choose its branch, and fill its lane with all threads
-// of one block.
+// What the loop does before a stage (turns.h): choose its branch, and fill its lane with all
+// threads of one block.
 extern "C" __global__ void qllm_before(qllm::State* state, qllm::Server* server, qllm::Lanes* lanes,
                                        qllm::i64 now_ns, qllm::i64* branch) {
   qllm::Turns turns(state, nullptr, server, lanes);

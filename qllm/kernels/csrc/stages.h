@@ -37,7 +37,8 @@ struct Stages : Block {
   QLLM_LANES_SECTIONS(X)
 #undef X
 
-  QLLM_HD Stages(State* state, Server* serves, Lanes* has) : Block(state, nullptr), server(serves), now(has) {
+  QLLM_HD Stages(State* state, Server* serves, Lanes* has)
+      : Block(state, nullptr), server(serves), now(has) {
 #define X(type, name) name = (type*)((char*)serves + serves->at_##name);
     QLLM_SERVING_SECTIONS(X)
 #undef X
@@ -110,13 +111,11 @@ struct Stages : Block {
   QLLM_HD bool take_lane(const Stage& stage, const Group& g) {
     Lane& lane = lanes[stage.whole];
     i64 id = running().id;
-    if (lane.loaded_frame == id && lane.loaded_layer == g.since && lane.loaded_rows == g.num_live &&
-        lane.loaded_tokens == stage.tokens)
+    if (lane.loaded_frame == id && lane.loaded_layer == g.since && lane.loaded_rows == g.num_live)
       return false;
     lane.loaded_frame = id;
     lane.loaded_layer = g.since;
     lane.loaded_rows = g.num_live;
-    lane.loaded_tokens = stage.tokens;
     return true;
   }
   template <class T>
@@ -181,7 +180,8 @@ struct Stages : Block {
     }
     if (mine.thread == 0) *ints(lane.at_num_tokens) = at;
   }
-  QLLM_HD void write_tokens(const Lane& lane, i32 seq, i32 at, const Row& row, bool live, Share mine) const {
+  QLLM_HD void write_tokens(const Lane& lane, i32 seq, i32 at, const Row& row, bool live,
+                            Share mine) const {
     const i64* table = ints(lane.at_tables) + i64(seq) * lane.max_pages;
     const i32* ids = tokens + row.slot * server->max_total_tokens;
     for (i64 t = mine.from(at), end = at + row.hi - row.lo; t < end; t += mine.threads) {
