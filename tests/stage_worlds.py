@@ -267,10 +267,11 @@ def dry_stages(
     rows: int,
     pages: tuple[int, int],
     block: int,
+    device: str = "cpu",
 ) -> tuple[Stages, Any]:
     """Stages whose graphs do nothing, and their pages: (number of pages, pages of a sequence)."""
     page_size, num_pages, max_pages = 4, *pages
-    hidden = torch.zeros((num_pages * page_size + 1, 1))
+    hidden = torch.zeros((num_pages * page_size + 1, 1), device=device)
     most = max(bucket.tokens for bucket in buckets)
     made = {whole: Lane(most, rows, max_pages, block, hidden) for whole in (True, False)}
     stages = Stages(None, None, made, num_layers, k)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import DeviceTurns
 from stage_worlds import NativeWorld, dry_stages, random_jobs
 
 from qllm.compile import compile_program
@@ -18,6 +19,7 @@ from qllm.cuda.stages import Key, Stages
 from qllm.decision import Limits
 from qllm.device import lanes, layout, serving
 from qllm.device.native import load_native
+from qllm.device.rank import compile_host
 from qllm.device.stages import StageLoop, check_stages
 from qllm.differential import random_shape
 from qllm.errors import ConfigError, InvariantError
@@ -37,14 +39,17 @@ LONGEST = 60
 
 
 def dry_loop(
-    policy: Any, k: int = 1, buckets: list[Bucket] = BUCKETS, **changes: Any
+    policy: Any,
+    k: int = 1,
+    buckets: list[Bucket] = BUCKETS,
+    rows: int = 6,
+    limits: Limits = LIMITS,
+    device: str = "cpu",
+    **how: Any,
 ) -> tuple[StageLoop, Stages]:
-    how: dict[str, Any] = {"limits": LIMITS, "max_total_tokens": LONGEST, "rows": 6, **changes}
-    stages, pages = dry_stages(3, k, buckets, how["rows"], (64, 15), block=4)
-    loop = StageLoop(
-        policy, stages, pages, SHAPE, how["limits"], max_total_tokens=how["max_total_tokens"]
-    )
-    return loop, stages
+    stages, pages = dry_stages(3, k, buckets, rows, (64, 15), block=4, device=device)
+    how = {"max_total_tokens": LONGEST, **how}
+    return StageLoop(policy, stages, pages, SHAPE, limits, **how), stages
 
 
 class Mirror:
@@ -189,16 +194,17 @@ class Mirror:
         lane._device.copy_(saved)
 
 
-def random_dry_run(number: int, threads: int = 7) -> tuple[NativeWorld, Mirror]:
+def random_dry_run(number: int, threads: int = 7, **where: Any) -> tuple[NativeWorld, Mirror]:
     rng = random.Random(number)
     policy = random_shape(rng)
-    loop, stages = dry_loop(policy, buckets=BIG if policy.groups else BUCKETS)
+    loop, stages = dry_loop(policy, buckets=BIG if policy.groups else BUCKETS, **where)
     mirror = Mirror(loop, stages, threads)
     vocab = random.Random(-number)
 
     def filled(branch: int) -> None:
         mirror.compare(branch)
-        mirror.refill(branch)
+        if threads:
+            mirror.refill(branch)
 
     def replay(branch: int) -> None:
         loop.trace.append(branch)
@@ -229,6 +235,32 @@ def test_a_random_frame_gets_the_hosts_stage_and_the_hosts_lane() -> None:
     ), seen
     assert parks > 100
     assert failed > 20
+
+
+class HostKernels:
+    """The kernels of the device build, by the host build's functions."""
+
+    def __init__(self, policy: Any) -> None:
+        self._rank, self._native = compile_host(policy), load_native()
+
+    def call(self, which: int, address: int, *numbers: int) -> int:
+        return int(self._native.call(address, self._rank.address, which, *numbers))
+
+    def turn(self, name: str, threads: int, state: int, *numbers: int) -> int:
+        where = state, self._rank.address, *numbers[:2]
+        if name == "qllm_after":
+            return int(self._native.turn_after(*where, *numbers[2:]))
+        branch: int = self._native.turn_before(*where, *numbers[2:])
+        if branch >= 0:
+            self._native.turn_fill(*where, threads)
+        return branch
+
+
+def test_turns_made_as_kernels_are_launched_are_the_same() -> None:
+    for number in range(3):
+        kernels: Any = HostKernels(random_shape(random.Random(number)))
+        world, _ = random_dry_run(number, 0, calls=lambda _, kernels=kernels: DeviceTurns(kernels))
+        assert world.tokens == random_dry_run(number)[0].tokens
 
 
 def test_a_frame_that_fits_no_stage_is_rerun_row_by_row() -> None:

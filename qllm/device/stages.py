@@ -5,7 +5,7 @@ On a device a graph holds WHILE { before; SWITCH over the stages; after }, with 
 the native side chose. It is the oracle for the graph: both must take the same branches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from qllm.decision import Limits
 from qllm.device import lanes, layout, serving
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.layout import NONE, Dtype, Section
-from qllm.device.scheduler import NativeScheduler
+from qllm.device.scheduler import NativeScheduler, host_calls
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.policy import Groups, RankPolicy
@@ -210,6 +210,8 @@ class StageLoop:
         limits: Settings.
         max_total_tokens: Longest sequence.
         capacity: Most live requests.
+        calls: Makes the native functions for a policy; by default those of this machine.
+        zeros: Makes the memory of all blocks.
 
     Raises:
         ConfigError: The policy cannot be compiled, or the stages do not fit the settings.
@@ -225,12 +227,16 @@ class StageLoop:
         *,
         max_total_tokens: int,
         capacity: int = 64,
+        calls: Callable[[RankPolicy], Any] = host_calls,
+        zeros: Zeros = host_zeros,
     ) -> None:
         check_stages(stages, pages, policy, limits, max_total_tokens)
-        self.scheduler = NativeScheduler(policy, shape, NO_CUTS, limits, capacity=capacity)
+        self.scheduler = NativeScheduler(
+            policy, shape, NO_CUTS, limits, capacity=capacity, calls=calls, zeros=zeros
+        )
         sizes = {"capacity": capacity, "max_total_tokens": max_total_tokens}
-        self.server = Records(serving.SERVER, serving.SECTIONS, sizes, serving.VERSION)
-        self.lanes = lanes_of(stages, shape.num_layers, limits.max_num_seqs)
+        self.server = Records(serving.SERVER, serving.SECTIONS, sizes, serving.VERSION, zeros)
+        self.lanes = lanes_of(stages, shape.num_layers, limits.max_num_seqs, zeros)
         self._tokens = self.server.arrays["tokens"].reshape(capacity, max_total_tokens)
         self._stages = stages
         self._keys = branches(list(stages.captured))

@@ -163,6 +163,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_scheduler", "The scheduler over r
 
 PyMODINIT_FUNC PyInit__scheduler() {
   PyObject* self = PyModule_Create(&module);
-  if (self && PyModule_AddIntConstant(self, "VERSION", long(kVersion)) < 0) Py_CLEAR(self);
+  bool ok = self && PyModule_AddIntConstant(self, "STATE_VERSION", long(kVersion)) == 0 &&
+            PyModule_AddIntConstant(self, "SERVING_VERSION", long(kServingVersion)) == 0 &&
+            PyModule_AddIntConstant(self, "LANES_VERSION", long(kLanesVersion)) == 0;
+  if (!ok) Py_CLEAR(self);
   return self;
 }
