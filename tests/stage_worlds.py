@@ -213,7 +213,7 @@ class NativeWorld:
         assert job.sampling.seed is not None
         self.slots[number] = self.loop.add(
             job.ids, priority=job.priority, arrival_ns=job.at_ns, sampling=job.sampling,
-            seed=job.sampling.seed, request_id=number, slo=job.slo,
+            seed=job.sampling.seed, max_tokens=job.max_tokens, request_id=number, slo=job.slo,
         )  # fmt: skip
         self.tokens[number], self.left[number] = [], job.max_tokens
 
@@ -246,6 +246,9 @@ class NativeWorld:
         numbers = {slot: number for number, slot in self.slots.items()}
         for slot, token in self.loop.sampled:
             number = numbers[slot]
+            request = self.loop.scheduler.block.array("requests")[slot]
+            had = int(request["num_prompt"]) + len(self.tokens[number])
+            assert request["num_tokens"] == had + (token != lanes.BROKEN)
             if token == lanes.BROKEN:
                 self.failed.append(number)
                 self._end(number)

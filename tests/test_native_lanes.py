@@ -290,7 +290,13 @@ def test_a_frame_that_a_host_parked_inside_a_layer_fits_no_stage() -> None:
     for name, value in (("inside", 1), ("layer", 3)):
         loop, _ = dry_loop(load_policy("qllm2"))
         slot = loop.add(
-            range(9), priority=0, arrival_ns=0, sampling=SamplingParams(), seed=1, request_id=4
+            range(9),
+            priority=0,
+            arrival_ns=0,
+            sampling=SamplingParams(),
+            seed=1,
+            max_tokens=1,
+            request_id=4,
         )
         assert loop.before(0) >= 0
         assert loop.after(1, -9) == lanes.PARKED
@@ -308,7 +314,7 @@ def frame_of_rows(loop: StageLoop, layers: list[tuple[int, int]]) -> None:
     for number in range(len(layers)):
         loop.add(
             [number, 7, 9], priority=0, arrival_ns=number, sampling=SamplingParams(),
-            seed=number, request_id=number,
+            seed=number, max_tokens=1, request_id=number,
         )  # fmt: skip
     assert loop.before(0) >= 0
     block = loop.scheduler.block
@@ -320,12 +326,13 @@ def frame_of_rows(loop: StageLoop, layers: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layers", [[(0, 1), (1, 3)], [(0, 1), (2, 3)], [(0, 2), (1, 2), (2, 3)], [(0, 3), (1, 2)]]
+    "layers",
+    [[(0, 3)], [(0, 1), (1, 3)], [(0, 1), (2, 3)], [(0, 2), (1, 2), (2, 3)], [(0, 3), (1, 2)]],
 )
 def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[int, int]]) -> None:
     loop, stages = dry_loop(load_policy("fcfs"))
     frame_of_rows(loop, layers)
-    mirror, begins = Mirror(loop, stages, 3), []
+    mirror, begins, fills = Mirror(loop, stages, 3), [], []
     for lane in stages.lanes.values():
         lane.peaks_R.zero_()
     became = lanes.GOES_ON
@@ -333,9 +340,12 @@ def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[in
         branch = loop.before(1)
         mirror.compare(branch)
         begins.append(loop._keys[branch].start)
+        fills.append(loop.lanes.get("fill") == 1)
         became = loop.after(2)
     assert became == lanes.ENDED
     assert begins == sorted({layer for start, end in layers for layer in range(start, end)})
+    changes = {0} | {layer for row in layers for layer in row}
+    assert fills == [layer in changes for layer in begins]
     ended = [number for number, (_, end) in enumerate(layers) if end == 3]
     assert len(loop.sampled) == len(ended)
     requests = loop.scheduler.block.array("requests")
@@ -401,9 +411,11 @@ def test_there_are_as_many_slots_as_asked_for() -> None:
     loop, _ = dry_loop(load_policy("fcfs"))
     how: dict[str, Any] = {"priority": 0, "arrival_ns": 0, "sampling": SamplingParams(), "seed": 0}
     for number in range(64):
-        loop.add([1], request_id=number, **how)
+        loop.add([1], max_tokens=59, request_id=number, **how)
     with pytest.raises(InvariantError, match="there is no slot for request 64"):
-        loop.add([1], request_id=64, **how)
+        loop.add([1], max_tokens=59, request_id=64, **how)
+    with pytest.raises(InvariantError, match="request 65 has up to 61 tokens, 60 fit"):
+        loop.add([1], max_tokens=60, request_id=65, **how)
 
 
 def test_the_headers_are_made_from_the_layouts() -> None:

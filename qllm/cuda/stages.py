@@ -4,6 +4,7 @@
 
 There are two classes, each with a lane of its own: programs that may stop only between steps
 replay one graph for the whole step; others replay k layers at a time and may be parked between.
+A step in whose middle rows of a cohort join or leave goes by k layers too, and is not parked.
 What no graph was captured for (a bucket too small, layers that a cohort leaves in the middle of a
 stage, settings that only the host can sample by) is run op by op by the runner, from the same
 frame.

@@ -253,20 +253,28 @@ class StageLoop:
         arrival_ns: int,
         sampling: SamplingParams,
         seed: int,
+        max_tokens: int,
         request_id: int,
         slo: Slo = NO_SLO,
     ) -> int:
         """Take a request in and return its slot. The device must be able to sample for it.
 
+        Who calls ends it, after `max_tokens` tokens at the latest.
+
         Raises:
-            InvariantError: All slots are taken.
+            InvariantError: It is too long, or all slots are taken.
         """
+        longest = self._tokens.shape[1]
+        if len(ids) + max_tokens > longest:
+            raise InvariantError(
+                f"request {request_id} has up to {len(ids) + max_tokens} tokens, {longest} fit"
+            )
         times = [NONE if ms is None else int(ms * NS_PER_MS) for ms in slo]
         slot = self.scheduler.call("add", request_id, priority, arrival_ns, *times, len(ids))
         if slot < 0:
             raise InvariantError(f"there is no slot for request {request_id}")
         record = self.server.arrays["serving"][slot : slot + 1]
-        record["seed"] = seed
+        record["seed"], record["max_tokens"] = seed, max_tokens
         for name in ("top_k", "temperature", "top_p", "min_p"):
             record[name] = getattr(sampling, name)
         self._tokens[slot, : len(ids)] = ids
