@@ -17,6 +17,8 @@ from qllm.device import layout
 from qllm.device.scheduler import NativeScheduler
 from qllm.policy import RankPolicy
 
+THREADS = 128
+"""Of a block that fills a lane."""
 Launch = Callable[..., int]
 """Launches a function by its index in `layout.CALLS`, on a block, with numbers; its answer."""
 
@@ -40,6 +42,27 @@ class DeviceCalls:
         return call
 
 
+class DeviceTurns(DeviceCalls):
+    """With the turns of the stage loop."""
+
+    def __init__(self, kernels: "Kernels") -> None:
+        super().__init__(kernels.call)
+        self._kernels = kernels
+
+    def turn_before(self, state: int, rank: int, server: int, lanes: int, now_ns: int) -> int:
+        """Choose a stage and fill its lane with a block of threads."""
+        return self._kernels.turn("qllm_before", THREADS, state, server, lanes, now_ns)
+
+    def turn_fill(self, *_: int) -> None:
+        """It is filled already."""
+
+    def turn_after(
+        self, state: int, rank: int, server: int, lanes: int, now_ns: int, stop: int
+    ) -> int:
+        """Take in what the stage did."""
+        return self._kernels.turn("qllm_after", 1, state, server, lanes, now_ns, stop)
+
+
 class Kernels:
     """The kernels of one policy on this machine's GPU.
 
@@ -59,10 +82,10 @@ class Kernels:
         self._synchronize = cupy.cuda.get_current_stream().synchronize
         self._answer = pinned_zeros(1)
 
-    def _run(self, name: str, *arguments: Any) -> int:
-        """Launch one thread, wait, and return what it answered."""
+    def _run(self, name: str, *arguments: Any, threads: int = 1) -> int:
+        """Launch one block, wait, and return what it answered."""
         answer = np.uint64(self._answer.ctypes.data)
-        self._module.get_function(name)((1,), (1,), (*arguments, answer))
+        self._module.get_function(name)((1,), (threads,), (*arguments, answer))
         self._synchronize()
         return int(self._answer[0])
 
@@ -70,6 +93,11 @@ class Kernels:
         """A function of the scheduler."""
         padded = [*numbers, *[0] * (layout.MOST_NUMBERS - len(numbers))]
         return self._run("qllm_call", np.uint64(address), np.int32(which), *map(np.int64, padded))
+
+    def turn(self, name: str, threads: int, *numbers: int) -> int:
+        """A kernel of three addresses and numbers."""
+        addresses = map(np.uint64, numbers[:3])
+        return self._run(name, *addresses, *map(np.int64, numbers[3:]), threads=threads)
 
     def ring_read(self, end: int, now_ns: int, body: int, room: int) -> int:
         """Take the next record: its length, 0 if there is none, -1 if it is broken or too long."""

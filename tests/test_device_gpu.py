@@ -5,7 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from on_device import Kernels, device_scheduler, pinned_zeros
+from on_device import DeviceTurns, Kernels, device_scheduler, pinned_zeros
+from test_native_lanes import random_dry_run
 
 from qllm.differential import run_trace
 from qllm.ingress.native import RING_END
@@ -21,6 +22,16 @@ def test_the_device_decides_as_the_python_scheduler(name: str) -> None:
     for number in range(4):
         seen += run_trace(load_policy(name), f"{name}-{number}", device_scheduler).seen
     assert seen["accept"] > 50
+
+
+def test_the_device_chooses_stages_and_fills_lanes_as_the_host() -> None:
+    for number in range(6):
+        world, mirror = random_dry_run(
+            number, 0, device="cuda", calls=lambda policy: DeviceTurns(Kernels(policy)),
+            zeros=pinned_zeros,
+        )  # fmt: skip
+        assert mirror.seen["whole"] + mirror.seen["stage"] > 20
+        assert not world.slots
 
 
 def test_the_device_reads_and_writes_records() -> None:

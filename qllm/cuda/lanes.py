@@ -1,14 +1,19 @@
 """The device tensors that the stages of one class read and write: one lane per class.
 
 A lane holds the rows of one frame at a time. Everything that changes from step to step is data in
-these tensors, copied there in one transfer; the residual stream x_TD is what a stage leaves for
-the next. Frames of other lanes never touch it, so a frame parked between stages costs nothing;
-when another frame of the same class wants the lane, x_TD is copied out first.
+these tensors, copied there in one transfer.
+
+What a stage leaves for the next, the hidden state of every token, lies in hidden_SD: one row per
+KV slot, and a spare last one for padding and dead rows. A token has a slot for as long as it is
+under way, and nobody else has it. So a stage gathers the tokens of its group by their slots and
+puts them back at its end, and it costs nothing that frames are parked, that groups change, or that
+a row waits between two frames.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,29 +57,27 @@ class Lane:
         max_tokens: T, the largest bucket.
         max_rows: R.
         max_pages: P, pages of the longest sequence.
-        width: Of the residual stream.
         block: Queries of a prefill tile.
-        like: Dtype and device of the weights.
+        hidden_SD: Hidden states by KV slot, and one more row.
     """
 
     def __init__(
-        self, max_tokens: int, max_rows: int, max_pages: int, width: int, block: int, like: Tensor
+        self, max_tokens: int, max_rows: int, max_pages: int, block: int, hidden_SD: Tensor
     ) -> None:
-        self.max_rows, self.max_pages, self.block = max_rows, max_pages, block
-        self.frame: Frame | None = None
-        """Whose x_TD is here."""
+        self.max_tokens, self.max_rows, self.max_pages = max_tokens, max_rows, max_pages
+        self.block, self.hidden_SD = block, hidden_SD
         self.loaded: tuple[int, int] | None = None
         """Frame id and group of the rows whose data is here."""
-        self.x_TD = like.new_zeros((max_tokens, width))
-        self._prefill_tiles = max_tokens // block + max_rows
+        self._taken: Tensor | None = None
+        self.prefill_tiles = max_tokens // block + max_rows
         sizes = {
             "ids": max_tokens, "pos": max_tokens, "slots": max_tokens, "seq": max_tokens,
-            "tables": max_rows * max_pages, "decode": 4 * max_rows,
-            "prefill": 4 * self._prefill_tiles, "last": max_rows, "positions": max_rows,
+            "gather": max_tokens, "tables": max_rows * max_pages, "decode": 4 * max_rows,
+            "prefill": 4 * self.prefill_tiles, "last": max_rows, "positions": max_rows,
             "seeds": max_rows, "top_k": max_rows, "temperature": max_rows, "top_p": max_rows,
             "min_p": max_rows, "num_tokens": 1,
         }  # fmt: skip
-        device = like.device
+        device = hidden_SD.device
         total = sum(sizes.values())
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
@@ -124,6 +127,7 @@ class Lane:
                 h["seq"][at : at + num] = r
                 queries.append(Query(r, at, lo, num))
             at += num
+        h["gather"][:] = np.where(h["slots"] < 0, len(self.hidden_SD) - 1, h["slots"])
         h["num_tokens"][:] = at
         for name, tiles in zip(("decode", "prefill"), tile_rows(queries, self.block), strict=True):
             columns = h[name].reshape(4, -1)
@@ -137,32 +141,26 @@ class Lane:
 
     def _load_heads(self, heads: Sequence[LaneHead]) -> None:
         h = self._here
-        for name, nothing in (("last", 0), ("temperature", 0.0), ("top_k", 0), ("top_p", 1.0)):
-            h[name][:] = nothing
+        for name in ("last", "positions", "seeds", "temperature", "top_k", "min_p"):
+            h[name][:] = 0
+        h["top_p"][:] = 1.0
         for i, (last, position, p, seed) in enumerate(heads):
             h["last"][i], h["positions"][i], h["seeds"][i] = last, position, seed
             h["temperature"][i], h["top_k"][i] = p.temperature, p.top_k
             h["top_p"][i], h["min_p"][i] = p.top_p, p.min_p
 
-    def claim(self, frame: Frame) -> None:
-        """Make room for a frame's x_TD; that of the frame before is copied out."""
-        if self.frame is frame:
-            return
-        before = self.frame
-        if before is not None:
-            if self.holds(before.x_TD):
-                before.x_TD = before.x_TD.clone()
-            if self.holds(before.master_TD):
-                before.master_TD = before.master_TD.clone()
-        self.frame = frame
+    def put(self, x_TD: Tensor) -> None:
+        """Let the rows that are loaded go on from these hidden states."""
+        if x_TD is not self._taken:  # else they are where they were taken from
+            self.hidden_SD.index_copy_(0, self.on_device["gather"][: len(x_TD)], x_TD)
 
-    def holds(self, x_TD: Tensor | None) -> TypeGuard[Tensor]:
-        """Whether a tensor is this lane's x_TD."""
-        return x_TD is not None and x_TD.data_ptr() == self.x_TD.data_ptr()
+    def take(self, num_tokens: int) -> Tensor:
+        """A copy of the hidden states of the rows that are loaded."""
+        gather = self.on_device["gather"][:num_tokens]
+        self._taken = self.hidden_SD.index_select(0, gather)
+        return self._taken
 
     def forget(self, frame: Frame) -> None:
         """A frame is gone."""
-        if self.frame is frame:
-            self.frame = None
         if self.loaded is not None and self.loaded[0] == frame.program.frame_id:
-            self.loaded = None
+            self.loaded = self._taken = None

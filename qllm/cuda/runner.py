@@ -292,13 +292,12 @@ class CudaRunner(TorchRunner):
         self, api: GraphApi, buckets: list[Bucket], sizes: tuple[int, int, int], k: int
     ) -> None:
         like = self.parts.lm_head.weight
-        width = self.parts.lm_head.in_features
         with torch.inference_mode():
             positions = torch.arange(sizes[2] * self.pages.page_size, device=self._device)
             cos, sin = self.parts.rotary_emb(like[:1, :1], positions[None])
-            lanes = {
-                whole: Lane(*sizes, width, self._block, like.detach()) for whole in (True, False)
-            }
+            slots = self.pages.num_pages * self.pages.page_size
+            hidden = like.new_zeros((slots + 1, self.parts.lm_head.in_features))
+            lanes = {whole: Lane(*sizes, self._block, hidden) for whole in (True, False)}
             body = Body(self.parts, self.layers, self.kernels, self.pages, (cos[0], sin[0]))
             self.stages = Stages(Graphs(api), body, lanes, self.shape.num_layers, k)
             self.stages.capture(buckets)
@@ -339,19 +338,15 @@ class CudaRunner(TorchRunner):
         key, program = part.key, frame.program
         lane = self.stages.lanes[key.whole]
         x = None if key.embed else frame.activate(part.group)
-        lane.claim(frame)
         if lane.loaded != (program.frame_id, part.group):
             self._load(lane, frame, part.group)
-        view = lane.x_TD[: part.num_tokens]
-        if not lane.holds(x):
-            if lane.holds(frame.master_TD):
-                frame.master_TD = frame.master_TD.clone()
-            if x is not None:
-                view.copy_(x)
-        if key.embed:
+        if x is None:
             frame.flush()
+        else:
+            lane.put(x)
         self.stages.replay(key)
-        frame.x_TD, frame.group, frame.layer = view, part.group, LayerState()
+        frame.x_TD = None if key.head else lane.take(part.num_tokens)
+        frame.group, frame.layer = part.group, LayerState()
         moe = sum(self.shape.is_moe[key.start : key.end])
         frame.slots_done += moe * part.num_tokens * self.shape.experts_per_token
         if key.head:

@@ -4,6 +4,7 @@
 
 There are two classes, each with a lane of its own: programs that may stop only between steps
 replay one graph for the whole step; others replay k layers at a time and may be parked between.
+A step in whose middle rows of a cohort join or leave goes by k layers too, and is not parked.
 What no graph was captured for (a bucket too small, layers that a cohort leaves in the middle of a
 stage, settings that only the host can sample by) is run op by op by the runner, from the same
 frame.
@@ -82,8 +83,10 @@ class Body:
     def _run(self, key: Key, lane: Lane) -> None:
         parts, data = self._parts, lane.on_device
         num = key.bucket.tokens
-        x = lane.x_TD[:num]
-        if key.embed:
+        at = data["gather"][:num]
+        if not key.embed:
+            x = lane.hidden_SD.index_select(0, at)
+        else:
             x = parts.embed(data["ids"][:num])
             if parts.embedding_multiplier is not None:
                 x = x * parts.embedding_multiplier
@@ -92,9 +95,10 @@ class Body:
         cos, sin = (t.index_select(0, data["pos"][:num]).unsqueeze(0) for t in self._rope)
         for layer in range(key.start, key.end):
             x = self._layers.run(layer, x, (cos, sin), step, data["num_tokens"])
-        lane.x_TD[:num].copy_(x)
         if key.head:
             self._head(x, lane, min(lane.max_rows, num))
+        else:
+            lane.hidden_SD.index_copy_(0, at, x)
 
     def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
         parts, d = self._parts, lane.on_device
@@ -169,8 +173,13 @@ class Stages:
             op: Index of the op.
             can_sample: The device can sample all rows that do.
         """
-        ops, whole = program.ops, program.grain is Grain.STEP
-        k = self.num_layers if whole else self.layers_per_stage
+        whole = program.grain is Grain.STEP
+        part = self._part(program, op, can_sample, whole)
+        # rows of a cohort leave a step in the middle: it goes by stages, and is not parked there
+        return self._part(program, op, can_sample, False) if whole and part is None else part
+
+    def _part(self, program: Program, op: int, can_sample: bool, whole: bool) -> Part | None:
+        ops, k = program.ops, self.num_layers if whole else self.layers_per_stage
         found = _cover(ops, op, k, self.num_layers) if isinstance(ops, Ops) else None
         if found is None:
             return None

@@ -7,6 +7,7 @@ into a device. Numbers are little-endian; a time that is not known is NONE.
 A *slot* is the index of a live request or frame; it is stable while that lives.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,14 +179,19 @@ def cell(name: str) -> int:
     return int(STATE.fields[name][1]) // 8
 
 
-def section_offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def section_offsets(
+    sizes: dict[str, int], head: Dtype = STATE, sections: Sequence[Section] = SECTIONS
+) -> tuple[dict[str, int], int]:
     """Where each section begins, and the bytes of the whole block.
 
     Args:
-        sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
+        sizes: What the sizes of sections are products of; of a state `capacity`, `seats`,
+            `num_blocks` and `num_marks`.
+        head: What the block begins with.
+        sections: What follows.
     """
-    at, offsets = STATE.itemsize, {}
-    for section in SECTIONS:
+    at, offsets = head.itemsize, {}
+    for section in sections:
         offsets[section.name] = at
         at += -(-section.dtype.itemsize * count_of(section, sizes) // 8) * 8
     return offsets, at
@@ -202,8 +208,7 @@ def count_of(section: Section, sizes: dict[str, int]) -> int:
 def emit_header() -> str:
     """Return `state.h`: the structs of the block and the arrays behind it, for C++ and CUDA."""
     lines = [
-        "// Made from qllm/device/layout.py by `python -m qllm.device.layout`; do not edit.",
-        "#pragma once",
+        *header_of("layout"),
         "namespace qllm {",
         "typedef int i32;",
         "typedef long long i64;",
@@ -212,21 +217,42 @@ def emit_header() -> str:
         f"const i32 kCostLevels = {COST_LEVELS};",
         f"const i32 kMostNumbers = {MOST_NUMBERS};",
     ]
-    for enum, names in ENUMS.items():
-        values = ", ".join(f"{name} = {value}" for name, value in names.items())
-        lines.append(f"enum {enum} {{ {values} }};")
-    for struct, dtype in STRUCTS.items():
+    lines += [line for enum, names in ENUMS.items() for line in enum_lines(enum, names)]
+    lines += struct_lines(STRUCTS)
+    lines += section_lines("QLLM_SECTIONS", SECTIONS, STRUCTS)
+    return "\n".join([*lines, "}  // namespace qllm", ""])
+
+
+def header_of(module: str) -> list[str]:
+    """The first lines of a header that a module of this package makes."""
+    made = f"qllm/device/{module}.py by `python -m qllm.device.{module}`"
+    return [f"// Made from {made}; do not edit.", "#pragma once"]
+
+
+def enum_lines(enum: str, names: dict[str, int]) -> list[str]:
+    """An enum in C++."""
+    values = ", ".join(f"{name} = {value}" for name, value in names.items())
+    return [f"enum {enum} {{ {values} }};"]
+
+
+def struct_lines(structs: dict[str, Dtype]) -> list[str]:
+    """The structs in C++, their sizes asserted."""
+    lines = []
+    for struct, dtype in structs.items():
         lines += ["", f"struct {struct} {{"]
         for name in dtype.names or ():
             base, shape = dtype[name].subdtype or (dtype[name], ())
             lines.append(f"  {_C[base.str[1:]]} {name}{''.join(f'[{n}]' for n in shape)};")
         lines.append("};")
         lines.append(f'static_assert(sizeof({struct}) == {dtype.itemsize}, "{struct}");')
-    types = {dtype: name for name, dtype in STRUCTS.items()} | {I4: "i32"}
-    lines += ["", "// The arrays of a block: X(type, name)."]
-    arrays = " ".join(f"X({types[s.dtype]}, {s.name})" for s in SECTIONS)
-    lines += [f"#define QLLM_SECTIONS(X) {arrays}", "}  // namespace qllm", ""]
-    return "\n".join(lines)
+    return lines
+
+
+def section_lines(macro: str, sections: Sequence[Section], structs: dict[str, Dtype]) -> list[str]:
+    """A macro that names the arrays of a block and their types."""
+    types = {dtype: name for name, dtype in structs.items()} | {I4: "i32"}
+    arrays = " ".join(f"X({types[s.dtype]}, {s.name})" for s in sections)
+    return ["", "// The arrays of a block: X(type, name).", f"#define {macro}(X) {arrays}"]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from qllm.device import layout
+from qllm.device import lanes, layout, serving
 from qllm.errors import ConfigError
 
 
@@ -20,9 +20,11 @@ def load_native() -> Any:
             f"the native scheduler was not built ({error}); install qllm where a C++ compiler is, "
             "or use scheduler='python'"
         ) from error
-    if native.VERSION != layout.VERSION:
-        raise ConfigError(
-            f"the native scheduler was built from version {native.VERSION} of its state, not "
-            f"{layout.VERSION}; install qllm again"
-        )
+    for what, module in (("STATE", layout), ("SERVING", serving), ("LANES", lanes)):
+        built = getattr(native, f"{what}_VERSION", "?")
+        if built != module.VERSION:
+            raise ConfigError(
+                f"the native scheduler was built from version {built} of its {what.lower()}, not "
+                f"{module.VERSION}; install qllm again"
+            )
     return native

@@ -106,6 +106,16 @@ class NativeScheduler:
     def _do(self, function: Callable[..., Any], *numbers: int) -> Any:
         return function(self.block.address, self._rank.address, *numbers)
 
+    def call(self, name: str, *numbers: int) -> int:
+        """A function of `layout.CALLS`, for who keeps no `Request` of its own."""
+        answer: int | None = self._do(getattr(self.native, name), *numbers)
+        return answer or 0
+
+    @property
+    def rank_address(self) -> int:
+        """Where the policy's compiled rank lies."""
+        return self._rank.address
+
     # -- settings
 
     @property

@@ -105,6 +105,9 @@ struct Block {
     const Request& r = requests[row.slot];
     return r.live && r.id == row.request_id;
   }
+  QLLM_HD bool has_live_request(const Row& row) const {
+    return !(row.flags & DEAD) && has_request(row);
+  }
 
   // -- costs
 

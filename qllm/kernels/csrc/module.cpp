@@ -10,6 +10,7 @@
 
 #include "calls.h"
 #include "rings.h"
+#include "turns.h"
 
 namespace {
 
@@ -61,6 +62,47 @@ PyObject* call_by_number(PyObject*, PyObject* const* args, Py_ssize_t num) {
   return PyLong_FromLongLong(call(state, rank, i32(which), numbers));
 }
 
+// -- the turns of the loop (turns.h); addresses of state, rank, server and lanes come first
+
+template <int Count>
+bool read_numbers(PyObject* const* args, Py_ssize_t num, i64 (&numbers)[Count]) {
+  if (num != Count) {
+    PyErr_Format(PyExc_TypeError, "%d arguments, not %d", Count, int(num));
+    return false;
+  }
+  for (int i = 0; i < Count; i++) numbers[i] = PyLong_AsLongLong(args[i]);
+  return !PyErr_Occurred();
+}
+
+Turns turns_of(const i64* n) {
+  return Turns((State*)n[0], (RankFunction)n[1], (Server*)n[2], (Lanes*)n[3]);
+}
+
+// (..., now_ns): the branch of the next stage, NOTHING or CANNOT.
+PyObject* turn_before(PyObject*, PyObject* const* args, Py_ssize_t num) {
+  i64 n[5];
+  if (!read_numbers(args, num, n)) return nullptr;
+  return PyLong_FromLong(turns_of(n).before(n[4]));
+}
+
+// (..., threads): fill the lane of the chosen stage as so many threads would.
+PyObject* turn_fill(PyObject*, PyObject* const* args, Py_ssize_t num) {
+  i64 n[5];
+  if (!read_numbers(args, num, n)) return nullptr;
+  Turns turns = turns_of(n);
+  i32 threads = i32(n[4]);
+  for (i32 thread = 0; thread < threads; thread++) turns.stages.clear({thread, threads});
+  for (i32 thread = 0; thread < threads; thread++) turns.stages.write({thread, threads});
+  Py_RETURN_NONE;
+}
+
+// (..., now_ns, stop): what became of the running frame.
+PyObject* turn_after(PyObject*, PyObject* const* args, Py_ssize_t num) {
+  i64 n[6];
+  if (!read_numbers(args, num, n)) return nullptr;
+  return PyLong_FromLong(turns_of(n).after(n[4], n[5]));
+}
+
 // -- one end of a ring (rings.h); `args[0]` is the address of its RingEnd
 
 PyObject* ring_has_news(PyObject*, PyObject* end) {
@@ -105,6 +147,9 @@ PyMethodDef methods[] = {
     QLLM_METHOD(park),   QLLM_METHOD(decide),    QLLM_METHOD(done),      QLLM_METHOD(stopped),
     QLLM_METHOD(failed),
     {"call", (PyCFunction)(void (*)())call_by_number, METH_FASTCALL, "See calls.h."},
+    {"turn_before", (PyCFunction)(void (*)())turn_before, METH_FASTCALL, "See turns.h."},
+    {"turn_fill", (PyCFunction)(void (*)())turn_fill, METH_FASTCALL, "See turns.h."},
+    {"turn_after", (PyCFunction)(void (*)())turn_after, METH_FASTCALL, "See turns.h."},
     {"ring_has_news", ring_has_news, METH_O, "See rings.h."},
     {"ring_read", (PyCFunction)(void (*)())ring_read, METH_FASTCALL, "See rings.h."},
     {"ring_write", ring_write, METH_VARARGS, "See rings.h."},
@@ -118,6 +163,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_scheduler", "The scheduler over r
 
 PyMODINIT_FUNC PyInit__scheduler() {
   PyObject* self = PyModule_Create(&module);
-  if (self && PyModule_AddIntConstant(self, "VERSION", long(kVersion)) < 0) Py_CLEAR(self);
+  bool ok = self && PyModule_AddIntConstant(self, "STATE_VERSION", long(kVersion)) == 0 &&
+            PyModule_AddIntConstant(self, "SERVING_VERSION", long(kServingVersion)) == 0 &&
+            PyModule_AddIntConstant(self, "LANES_VERSION", long(kLanesVersion)) == 0;
+  if (!ok) Py_CLEAR(self);
   return self;
 }

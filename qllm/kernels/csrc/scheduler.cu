@@ -1,6 +1,8 @@
-// The device build: one thread does what a launch asks for; the policy's rank is linked in.
+// The device build: one thread does what a launch asks for, except where a block fills a lane; the
+// policy's rank is linked in.
 #include "calls.h"
 #include "rings.h"
+#include "turns.h"
 
 // Call a function of the scheduler by number.
 extern "C" __global__ void qllm_call(qllm::State* state, qllm::i32 which, qllm::i64 n0,
@@ -34,4 +36,25 @@ extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, q
                                            qllm::i64* done) {
   if (threadIdx.x == 0 && blockIdx.x == 0)
     *done = qllm::RingWriter(end).write(kind, flags, body, num_body);
+}
+
+// What the loop does before a stage (turns.h): choose its branch, and fill its lane with all
+// threads of one block.
+extern "C" __global__ void qllm_before(qllm::State* state, qllm::Server* server, qllm::Lanes* lanes,
+                                       qllm::i64 now_ns, qllm::i64* branch) {
+  qllm::Turns turns(state, nullptr, server, lanes);
+  if (threadIdx.x == 0) *branch = turns.before(now_ns);
+  __syncthreads();
+  if (!lanes->fill) return;
+  const qllm::Share mine = {qllm::i32(threadIdx.x), qllm::i32(blockDim.x)};
+  turns.stages.clear(mine);
+  __syncthreads();
+  turns.stages.write(mine);
+}
+
+// What it does after one.
+extern "C" __global__ void qllm_after(qllm::State* state, qllm::Server* server, qllm::Lanes* lanes,
+                                      qllm::i64 now_ns, qllm::i64 stop, qllm::i64* became) {
+  if (threadIdx.x || blockIdx.x) return;
+  *became = qllm::Turns(state, nullptr, server, lanes).after(now_ns, stop);
 }

@@ -357,9 +357,6 @@ struct Scheduler : Ranking {
     s->idle_since_ns = kNone;
     return frame;
   }
-  QLLM_HD bool has_live_request(const Row& row) const {
-    return !(row.flags & DEAD) && has_request(row);
-  }
   // Count the run for the requests whose rows took part in it: up to an op of layer `high`.
   QLLM_HD void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
     const Frame& f = frames[frame];

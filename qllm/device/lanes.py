@@ -1,0 +1,87 @@
+"""The captured stages and their lanes, as the native side sees them: which graphs, which tensors.
+
+A third block of memory beside STATE and SERVER: LANES, then the arrays of SECTIONS, each at the
+byte offset that LANES names. A stage's index in `stages` is the number of its branch in the
+SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from qllm.device import layout
+from qllm.device.layout import I4, Dtype, Section, _numbers
+
+VERSION = 1
+"""Of everything in this file."""
+NOTHING, CANNOT = -1, -2
+"""In place of a branch: nothing can run now; the frame that runs fits no stage."""
+GOES_ON, PARKED, ENDED = range(3)
+"""What became of the running frame after a stage."""
+BROKEN = -1
+"""In place of a token: the largest logit was not finite, so the request has failed."""
+TENSORS = (
+    *("ids", "pos", "slots", "seq", "gather", "tables", "decode", "prefill", "last", "positions"),
+    *("seeds", "top_k", "temperature", "top_p", "min_p", "num_tokens", "tokens", "peaks"),
+)
+"""Of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
+
+STAGE: Dtype = np.dtype(_numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
+"""One graph: layers [start, end), its bucket, and whether it samples; one that begins at layer 0
+embeds."""
+
+LANE: Dtype = np.dtype(
+    [
+        *_numbers(*(f"at_{name}" for name in TENSORS)),
+        *_numbers("loaded_frame"),
+        *_numbers("loaded_layer", "loaded_rows", kind="<i4"),
+        *_numbers("max_rows", "max_pages", "block", "prefill_tiles", kind="<i4"),
+    ]
+)
+"""Addresses; whose data is here: the id of a frame, the layer where its group became this one,
+and how many rows of it live; and sizes. A group has one bucket, wherever it is."""
+
+SAMPLED: Dtype = np.dtype(_numbers("slot", "token", kind="<i4"))
+
+SECTIONS = (
+    Section("stages", STAGE, "num_stages"),
+    Section("starts", I4, "num_starts"),
+    Section("lanes", LANE, "2"),
+    Section("sampled", SAMPLED, "seats"),
+)
+"""`stages`: those that begin at one layer lie together, by class, the best fit first. `starts`:
+where those of a class and a layer begin, at class * (num_layers + 1) + layer. `lanes`: of stages,
+and of whole steps. `sampled`: what the frame that ended last gave."""
+
+LANES: Dtype = np.dtype(
+    [
+        *_numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
+        *_numbers("num_stages", "num_starts", "seats", "num_layers", "spare_slot"),
+        *_numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
+    ]
+)
+"""Offsets and sizes; then of the running frame: the stage that was chosen last, the first layer not
+finished, whether the lane of that stage must be filled first, and when it began to run;
+`num_sampled`: entries of `sampled`; `failure`: what `decide` answered if it was not OK."""
+
+STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Lanes": LANES}
+ENUMS = {
+    "Branch": {"NOTHING": NOTHING, "CANNOT": CANNOT},
+    "Became": {"GOES_ON": GOES_ON, "PARKED": PARKED, "ENDED": ENDED},
+}
+HEADER = layout.HEADER.with_name("lanes.h")
+
+
+def emit_header() -> str:
+    """Return `lanes.h`: the structs of this block, for C++ and CUDA."""
+    lines = [*layout.header_of("lanes"), '#include "state.h"', "namespace qllm {"]
+    lines += [f"const i64 kLanesVersion = {VERSION};", f"const i32 kBroken = {BROKEN};"]
+    lines += [line for enum, names in ENUMS.items() for line in layout.enum_lines(enum, names)]
+    structs: dict[str, Any] = STRUCTS
+    lines += layout.struct_lines(structs)
+    lines += layout.section_lines("QLLM_LANES_SECTIONS", SECTIONS, structs)
+    return "\n".join([*lines, "}  // namespace qllm", ""])
+
+
+if __name__ == "__main__":
+    HEADER.write_text(emit_header())

@@ -1,0 +1,77 @@
+// Made from qllm/device/lanes.py by `python -m qllm.device.lanes`; do not edit.
+#pragma once
+#include "state.h"
+namespace qllm {
+const i64 kLanesVersion = 1;
+const i32 kBroken = -1;
+enum Branch { NOTHING = -1, CANNOT = -2 };
+enum Became { GOES_ON = 0, PARKED = 1, ENDED = 2 };
+
+struct Stage {
+  i32 start;
+  i32 end;
+  i32 tokens;
+  i32 prefill;
+  i32 head;
+  i32 whole;
+};
+static_assert(sizeof(Stage) == 24, "Stage");
+
+struct Lane {
+  i64 at_ids;
+  i64 at_pos;
+  i64 at_slots;
+  i64 at_seq;
+  i64 at_gather;
+  i64 at_tables;
+  i64 at_decode;
+  i64 at_prefill;
+  i64 at_last;
+  i64 at_positions;
+  i64 at_seeds;
+  i64 at_top_k;
+  i64 at_temperature;
+  i64 at_top_p;
+  i64 at_min_p;
+  i64 at_num_tokens;
+  i64 at_tokens;
+  i64 at_peaks;
+  i64 loaded_frame;
+  i32 loaded_layer;
+  i32 loaded_rows;
+  i32 max_rows;
+  i32 max_pages;
+  i32 block;
+  i32 prefill_tiles;
+};
+static_assert(sizeof(Lane) == 176, "Lane");
+
+struct Sampled {
+  i32 slot;
+  i32 token;
+};
+static_assert(sizeof(Sampled) == 8, "Sampled");
+
+struct Lanes {
+  i64 version;
+  i64 at_stages;
+  i64 at_starts;
+  i64 at_lanes;
+  i64 at_sampled;
+  i64 num_stages;
+  i64 num_starts;
+  i64 seats;
+  i64 num_layers;
+  i64 spare_slot;
+  i64 branch;
+  i64 layer;
+  i64 fill;
+  i64 start_ns;
+  i64 num_sampled;
+  i64 failure;
+};
+static_assert(sizeof(Lanes) == 128, "Lanes");
+
+// The arrays of a block: X(type, name).
+#define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled)
+}  // namespace qllm

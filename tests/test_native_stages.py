@@ -1,0 +1,161 @@
+"""The native loop over a model's stages: the tokens and the branches of the engine on the host."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from families import FAMILIES, VOCAB, make_model
+from stage_worlds import HostWorld, Job, NativeWorld, Outcome, random_jobs
+
+from qllm.cuda.lanes import Bucket
+from qllm.cuda.runner import CudaRunner
+from qllm.decision import Limits
+from qllm.device.stages import StageLoop
+from qllm.plugins import load_policy
+from qllm.types import Grain, SamplingParams
+
+CAPTURED = [family for family in FAMILIES if family != "deepseek_v3"]
+POLICIES = ["fcfs", "priority", "chunked-priority", "qllm2", "layered", "priority-layered"]
+LIMITS = Limits(
+    max_num_seqs=4, max_step_tokens=48, block_size=4, num_blocks=64, grain=Grain.LAYER,
+    max_segment_ns=5_000_000,
+)  # fmt: skip
+LONGEST = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    runner_of.cache_clear()
+
+
+@cache
+def runner_of(family: str, k: int = 1) -> CudaRunner:
+    return CudaRunner(
+        make_model(family), num_pages=LIMITS.num_blocks, page_size=4, max_num_seqs=4,
+        max_total_tokens=LONGEST, graphs=FakeCuda(), layers_per_stage=k,
+        buckets=[Bucket(4, False), Bucket(16, True), Bucket(104, True)],
+    )  # fmt: skip
+
+
+def policy_of(name: str) -> Any:
+    if name == "chunked-priority":
+        return load_policy(name, {"step_tokens": 12})
+    settings = {"group_tokens": 12, "max_groups": 3} if "layered" in name else {}
+    return load_policy(name, settings)
+
+
+def loop_of(runner: CudaRunner, name: str, limits: Limits = LIMITS) -> StageLoop:
+    assert runner.stages is not None
+    return StageLoop(
+        policy_of(name), runner.stages, runner.pages, runner.shape, limits, max_total_tokens=LONGEST
+    )
+
+
+def spoil(runner: CudaRunner) -> None:
+    """Let nobody find what another left."""
+    assert runner.stages is not None
+    tensors = [runner.pages._k, runner.pages._v, runner.stages.lanes[True].hidden_SD]
+    with torch.inference_mode():
+        for t in tensors:
+            assert t is not None
+            t.fill_(1e3)
+
+
+def both(family: str, name: str, jobs: list[Job], k: int = 1) -> tuple[Outcome, Outcome]:
+    runner = runner_of(family, k)
+    host = HostWorld(runner, policy_of(name), LIMITS).run(jobs)
+    assert runner.pages.num_free == runner.pages.num_pages
+    spoil(runner)
+    with torch.inference_mode():
+        native = NativeWorld(loop_of(runner, name)).run(jobs)
+    return host, native
+
+
+PAIRS = [(family, name) for family in CAPTURED for name in ("qllm2", "priority-layered")]
+PAIRS += [("mixtral", name) for name in POLICIES if ("mixtral", name) not in PAIRS]
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_tokens_and_branches_are_those_of_the_host(family: str, name: str) -> None:
+    jobs = random_jobs(random.Random(f"{family} {name}"), 8, 45, VOCAB)
+    host, native = both(family, name, jobs)
+    assert native.tokens == host.tokens
+    assert native.trace == host.trace
+    assert native.parks == host.parks
+    assert (native.parks > 0) == (name == "qllm2")
+    assert len({token for tokens in native.tokens.values() for token in tokens}) > 8
+
+
+def test_stages_of_two_layers_go_the_same_way() -> None:
+    parks = 0
+    for seed in range(3):
+        jobs = random_jobs(random.Random(seed), 9, 45, VOCAB)
+        host, native = both("qwen2_moe", "qllm2", jobs, k=2)
+        assert native == host
+        parks += native.parks
+    assert parks > 0
+
+
+# -- adversarial: the native side alone, against each request alone on the host
+
+
+def alone(runner: CudaRunner, job: Job) -> list[int]:
+    return HostWorld(runner, policy_of("fcfs"), LIMITS).run([job]).tokens[0]
+
+
+@pytest.mark.parametrize("name", ["qllm2", "priority-layered"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_no_interleaving_changes_a_token(family: str, name: str) -> None:
+    """False alarms, cancels between stages, too little KV: a frame may be parked at any stage."""
+    runner, parks, evictions = runner_of(family), 0, 0
+    for seed in range(2):
+        rng = random.Random(f"{name} {seed}")
+        jobs = random_jobs(rng, 9, 45, VOCAB)
+        wanted = {number: alone(runner, job) for number, job in enumerate(jobs)}
+        spoil(runner)
+        loop = loop_of(runner, name, replace(LIMITS, num_blocks=14))
+        cancels = [(rng.randrange(20_000_000), number) for number in (2, 5)]
+        world = NativeWorld(loop, cancels=cancels, alarm=lambda rng=rng: rng.random() < 0.5)
+        with torch.inference_mode():
+            found = world.run(jobs)
+        for number, tokens in found.tokens.items():
+            whole = len(tokens) == len(wanted[number])
+            assert tokens == wanted[number][: len(tokens)]
+            assert whole or number in (2, 5)
+        parks += found.parks
+        evictions += world.evictions
+    assert parks > 20 or name == "priority-layered"
+    assert evictions > 0
+
+
+def test_a_request_without_a_finite_logit_fails_alone() -> None:
+    runner = runner_of("mixtral")
+    jobs = [
+        Job(0, 0, (i + 1, 7, 9, 30 + i), 5, SamplingParams(temperature=0, seed=i)) for i in range(3)
+    ]
+    wanted = HostWorld(runner, policy_of("qllm2"), LIMITS).run(jobs).tokens
+    loop = loop_of(runner, "qllm2")
+    assert runner.stages is not None
+    peaks = [lane.peaks_R for lane in runner.stages.lanes.values()]
+
+    def replay(branch: int) -> None:
+        loop.replay(branch)
+        key = loop._keys[branch]
+        if key.head and 1 in world.slots and len(world.tokens[1]) == 2:
+            for peaks_R in peaks:
+                peaks_R[1] = float("inf")
+
+    world = NativeWorld(loop, replay=replay)
+    with torch.inference_mode():
+        found = world.run(jobs)
+    assert world.failed == [1]
+    assert found.tokens == {0: wanted[0], 1: wanted[1][:2], 2: wanted[2]}
