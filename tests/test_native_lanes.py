@@ -352,14 +352,17 @@ def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[in
     assert [int(requests[slot]["id"]) for slot, _ in loop.sampled] == ended
 
 
-def test_a_frame_parked_before_a_gap_goes_on_behind_it() -> None:
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_frame_is_parked_before_the_next_layer_that_somebody_owes(start: int) -> None:
     loop, _ = dry_loop(load_policy("qllm2"))
-    frame_of_rows(loop, [(0, 1), (2, 3)])
+    frame_of_rows(loop, [(0, 1), (start, 3)])
     loop.before(1)
     assert loop.after(2, -9) == lanes.PARKED
     block = loop.scheduler.block
-    assert block.frame(int(block.ints("parked", 1)[0]))[4] == 2
-    assert loop._keys[loop.before(3)].start == 2
+    assert block.frame(int(block.ints("parked", 1)[0]))[4] == start
+    served = {int(r["id"]): int(r["served_ns"]) for r in block.array("requests") if r["live"]}
+    assert served == {0: 2, 1: 0}
+    assert loop._keys[loop.before(3)].start == start
 
 
 def test_no_stage_crosses_a_layer_where_rows_leave() -> None:
