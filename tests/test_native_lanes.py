@@ -309,7 +309,9 @@ def test_a_frame_that_a_host_parked_inside_a_layer_fits_no_stage() -> None:
         assert loop.scheduler.block.get("kind") == layout.IDLE
 
 
-def frame_of_rows(loop: StageLoop, layers: list[tuple[int, int]]) -> None:
+def frame_of_rows(
+    loop: StageLoop, layers: list[tuple[int, int]], grain: Grain = Grain.LAYER
+) -> None:
     """Let a frame run whose rows, three tokens each, cross these layers."""
     for number in range(len(layers)):
         loop.add(
@@ -319,7 +321,7 @@ def frame_of_rows(loop: StageLoop, layers: list[tuple[int, int]]) -> None:
     assert loop.before(0) >= 0
     block = loop.scheduler.block
     slot = block.get("running")
-    block.array("frames")["grain"][slot] = Grain.LAYER
+    block.array("frames")["grain"][slot] = grain
     rows = block.array("frame_rows")[slot * LIMITS.max_num_seqs :]
     for row, (start, end) in zip(rows, layers, strict=False):
         row["start"], row["end"] = start, end
@@ -352,14 +354,28 @@ def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[in
     assert [int(requests[slot]["id"]) for slot, _ in loop.sampled] == ended
 
 
-def test_a_frame_parked_before_a_gap_goes_on_behind_it() -> None:
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_frame_is_parked_before_the_next_layer_that_somebody_owes(start: int) -> None:
     loop, _ = dry_loop(load_policy("qllm2"))
-    frame_of_rows(loop, [(0, 1), (2, 3)])
+    frame_of_rows(loop, [(0, 1), (start, 3)])
     loop.before(1)
     assert loop.after(2, -9) == lanes.PARKED
     block = loop.scheduler.block
-    assert block.frame(int(block.ints("parked", 1)[0]))[4] == 2
-    assert loop._keys[loop.before(3)].start == 2
+    assert block.frame(int(block.ints("parked", 1)[0]))[4] == start
+    served = {int(r["id"]): int(r["served_ns"]) for r in block.array("requests") if r["live"]}
+    assert served == {0: 2, 1: 0}
+    assert loop._keys[loop.before(3)].start == start
+
+
+@pytest.mark.parametrize("grain", [Grain.STEP, Grain.LAYER])
+def test_a_slice_ends_between_stages_but_not_in_a_step(grain: Grain) -> None:
+    loop, _ = dry_loop(load_policy("qllm2"))
+    frame_of_rows(loop, [(0, 1), (0, 3)], grain)
+    loop.scheduler.block.set(slice_ns=5)
+    assert not loop._keys[loop.before(1)].whole
+    assert loop.after(4) == lanes.GOES_ON
+    loop.before(4)
+    assert loop.after(5) == (lanes.GOES_ON if grain is Grain.STEP else lanes.PARKED)
 
 
 def test_no_stage_crosses_a_layer_where_rows_leave() -> None:

@@ -38,7 +38,7 @@ SERVER: Dtype = np.dtype(
     ]
 )
 
-STRUCTS: dict[str, Dtype] = {"Serving": SERVING, "Server": SERVER}
+STRUCTS: dict[str, Dtype] = {"Serving": SERVING, "ServerState": SERVER}
 HEADER = layout.HEADER.with_name("serving.h")
 
 
@@ -50,7 +50,7 @@ def emit_header() -> str:
         f"const i32 kMostStopIds = {MOST_STOP_IDS};",
     ]
     lines += layout.struct_lines(STRUCTS)
-    lines += layout.section_lines("QLLM_SERVING_SECTIONS", SECTIONS, STRUCTS)
+    lines += layout.section_lines("QLLM_SERVER_SECTIONS", SECTIONS, STRUCTS)
     return "\n".join([*lines, "}  // namespace qllm", ""])
 
 

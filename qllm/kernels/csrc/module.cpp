@@ -74,25 +74,29 @@ bool read_numbers(PyObject* const* args, Py_ssize_t num, i64 (&numbers)[Count]) 
   return !PyErr_Occurred();
 }
 
-Turns turns_of(const i64* n) {
-  return Turns((State*)n[0], (RankFunction)n[1], (Server*)n[2], (Lanes*)n[3]);
-}
+struct OwnTurns {
+  Scheduler scheduler;
+  Turns<Scheduler> turns;
+  explicit OwnTurns(const i64* n)
+      : scheduler((State*)n[0], (RankFunction)n[1]),
+        turns(scheduler, (State*)n[0], (ServerState*)n[2], (Lanes*)n[3]) {}
+};
 
 // (..., now_ns): the branch of the next stage, NOTHING or CANNOT.
 PyObject* turn_before(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[5];
   if (!read_numbers(args, num, n)) return nullptr;
-  return PyLong_FromLong(turns_of(n).before(n[4]));
+  return PyLong_FromLong(OwnTurns(n).turns.before(n[4]));
 }
 
 // (..., threads): fill the lane of the chosen stage as so many threads would.
 PyObject* turn_fill(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[5];
   if (!read_numbers(args, num, n)) return nullptr;
-  Turns turns = turns_of(n);
+  OwnTurns own(n);
   i32 threads = i32(n[4]);
-  for (i32 thread = 0; thread < threads; thread++) turns.stages.clear({thread, threads});
-  for (i32 thread = 0; thread < threads; thread++) turns.stages.write({thread, threads});
+  for (i32 thread = 0; thread < threads; thread++) own.turns.stages.clear({thread, threads});
+  for (i32 thread = 0; thread < threads; thread++) own.turns.stages.write({thread, threads});
   Py_RETURN_NONE;
 }
 
@@ -100,7 +104,7 @@ PyObject* turn_fill(PyObject*, PyObject* const* args, Py_ssize_t num) {
 PyObject* turn_after(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[6];
   if (!read_numbers(args, num, n)) return nullptr;
-  return PyLong_FromLong(turns_of(n).after(n[4], n[5]));
+  return PyLong_FromLong(OwnTurns(n).turns.after(n[4], n[5]));
 }
 
 // -- one end of a ring (rings.h); `args[0]` is the address of its RingEnd

@@ -40,9 +40,10 @@ extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, q
 
 // What the loop does before a stage (turns.h): choose its branch, and fill its lane with all
 // threads of one block.
-extern "C" __global__ void qllm_before(qllm::State* state, qllm::Server* server, qllm::Lanes* lanes,
-                                       qllm::i64 now_ns, qllm::i64* branch) {
-  qllm::Turns turns(state, nullptr, server, lanes);
+extern "C" __global__ void qllm_before(qllm::State* state, qllm::ServerState* server,
+                                       qllm::Lanes* lanes, qllm::i64 now_ns, qllm::i64* branch) {
+  qllm::Scheduler scheduler(state, nullptr);
+  qllm::Turns<qllm::Scheduler> turns(scheduler, state, server, lanes);
   if (threadIdx.x == 0) *branch = turns.before(now_ns);
   __syncthreads();
   if (!lanes->fill) return;
@@ -53,8 +54,10 @@ extern "C" __global__ void qllm_before(qllm::State* state, qllm::Server* server,
 }
 
 // What it does after one.
-extern "C" __global__ void qllm_after(qllm::State* state, qllm::Server* server, qllm::Lanes* lanes,
-                                      qllm::i64 now_ns, qllm::i64 stop, qllm::i64* became) {
+extern "C" __global__ void qllm_after(qllm::State* state, qllm::ServerState* server,
+                                      qllm::Lanes* lanes, qllm::i64 now_ns, qllm::i64 stop, qllm::i64* became) {
   if (threadIdx.x || blockIdx.x) return;
-  *became = qllm::Turns(state, nullptr, server, lanes).after(now_ns, stop);
+  qllm::Scheduler scheduler(state, nullptr);
+  qllm::Turns<qllm::Scheduler> turns(scheduler, state, server, lanes);
+  *became = turns.after(now_ns, stop);
 }

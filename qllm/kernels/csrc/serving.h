@@ -20,15 +20,15 @@ struct Serving {
 };
 static_assert(sizeof(Serving) == 128, "Serving");
 
-struct Server {
+struct ServerState {
   i64 version;
   i64 at_serving;
   i64 at_tokens;
   i64 capacity;
   i64 max_total_tokens;
 };
-static_assert(sizeof(Server) == 40, "Server");
+static_assert(sizeof(ServerState) == 40, "ServerState");
 
 // The arrays of a block: X(type, name).
-#define QLLM_SERVING_SECTIONS(X) X(Serving, serving) X(i32, tokens)
+#define QLLM_SERVER_SECTIONS(X) X(Serving, serving) X(i32, tokens)
 }  // namespace qllm

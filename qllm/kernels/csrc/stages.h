@@ -30,17 +30,17 @@ struct Group {
 };
 
 struct Stages : Block {
-  Server* server;
+  ServerState* server;
   Lanes* now;
 #define X(type, name) type* name;
-  QLLM_SERVING_SECTIONS(X)
+  QLLM_SERVER_SECTIONS(X)
   QLLM_LANES_SECTIONS(X)
 #undef X
 
-  QLLM_HD Stages(State* state, Server* serves, Lanes* has)
+  QLLM_HD Stages(State* state, ServerState* serves, Lanes* has)
       : Block(state, nullptr), server(serves), now(has) {
 #define X(type, name) name = (type*)((char*)serves + serves->at_##name);
-    QLLM_SERVING_SECTIONS(X)
+    QLLM_SERVER_SECTIONS(X)
 #undef X
 #define X(type, name) name = (type*)((char*)has + has->at_##name);
     QLLM_LANES_SECTIONS(X)
