@@ -11,6 +11,7 @@ from qllm.device.rank import compile_device
 from qllm.errors import ConfigError
 
 KERNELS = ("qllm_call", "qllm_ring_read", "qllm_ring_write")
+KERNELS += ("qllm_claim", "qllm_sampled", "qllm_publish")
 """Entry points of `kernels/csrc/scheduler.cu`."""
 
 

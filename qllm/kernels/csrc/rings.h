@@ -5,7 +5,7 @@
 // Loads and stores of a ring's words are acquire and release for the whole system (a NIC or
 // another processor writes the other end). Work per call: one record.
 #pragma once
-#include "state.h"
+#include "records.h"
 
 #if !defined(__CUDACC_RTC__)
 #include <string.h>
@@ -18,12 +18,7 @@
 
 namespace qllm {
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-const u64 kLine = 64;
-const u64 kHeader = 16, kTrailer = 16;  // seq, length, kind, flags; crc, reserved, seq
+const u64 kHeader = sizeof(RecordHeader), kTrailer = 16;  // seq, length, kind, flags; crc, reserved, seq
 const u64 kMostBody = 1ULL << 40;
 const i64 kBrokenAfterNs = 1000000000;
 
@@ -71,17 +66,6 @@ struct Crc {
   QLLM_D u32 sum() const { return ~value; }
 };
 
-// What each end keeps of a ring; zero but for the first three fields at first.
-struct RingEnd {
-  u64 bytes;     // address of the ring; a multiple of kLine of them
-  u64 tail;      // address of the reader's word: bytes it has taken
-  u64 capacity;  // bytes
-  u64 at;        // bytes written, or taken, by this end
-  u64 seq;       // records written, or taken
-  i64 wrong_since_ns;  // reader: since when the next record has had a wrong checksum; 0 it has not
-};
-static_assert(sizeof(RingEnd) == 48, "RingEnd");
-
 struct Ring {
   RingEnd* end;
 
@@ -127,15 +111,19 @@ struct RingReader : Ring {
   QLLM_D u32 kind() const { return u32(*word(end->at + 8) >> 32) & 0xFFFFu; }
   QLLM_D u32 flags() const { return u32(*word(end->at + 8) >> 48); }
 
-  // Copy the first bytes of the body of the record that `look` found.
-  QLLM_D void copy(u8* to, u64 num) const {
-    u64* p = word(end->at + kHeader);
+  // Copy bytes of the body of the record that `look` found; `from` is a multiple of eight.
+  QLLM_D void copy(u8* to, u64 num, u64 from = 0) const {
+    u64* p = word(end->at + kHeader + from);
     for (u64 i = 0; i < num; i += 8, p = after(p)) memcpy(to + i, p, num - i < 8 ? num - i : 8);
+  }
+  // Go past that record without giving it back.
+  QLLM_D void pass(u64 length) {
+    end->seq++;
+    end->at += length;
   }
   // Give back that record.
   QLLM_D void take(u64 length) {
-    end->seq++;
-    end->at += length;
+    pass(length);
     store_release(tail(), end->at);
   }
 };

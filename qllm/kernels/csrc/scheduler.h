@@ -62,14 +62,20 @@ struct Scheduler : Ranking {
   }
   // A request ended, for whatever reason: its row dies, its blocks come back.
   QLLM_HD void remove(i32 slot) {
+    retire(slot);
+    release(slot);
+  }
+  // The same, but its slot stays taken until `release`.
+  QLLM_HD_CALL void retire(i32 slot) {
     start_over(slot);
     forget(slot);
     clear_suspect(slot);
-    Request& r = requests[slot];
-    r.live = 0;
-    r.next = i32(s->free_request);
-    s->free_request = slot;
+    requests[slot].live = 0;
     s->num_live--;
+  }
+  QLLM_HD void release(i32 slot) {
+    requests[slot].next = i32(s->free_request);
+    s->free_request = slot;
   }
   // Take the KV of a request; it starts again from its first token.
   QLLM_HD_CALL void evict(i32 slot, i64 for_request) {
