@@ -11,7 +11,15 @@ import numpy as np
 
 Dtype = np.dtype[Any]
 
-TYPES = {"u1": "u8", "u2": "u16", "u4": "u32", "u8": "u64", "i4": "i32", "i8": "i64", "f8": "double"}
+TYPES = {
+    "u1": "u8",
+    "u2": "u16",
+    "u4": "u32",
+    "u8": "u64",
+    "i4": "i32",
+    "i8": "i64",
+    "f8": "double",
+}
 TYPEDEFS = (
     "typedef unsigned char u8;",
     "typedef unsigned short u16;",

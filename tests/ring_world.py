@@ -7,7 +7,8 @@ a program runs. Times, and so every number of every record, are comparable betwe
 import heapq
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from qllm.check import LIMITS, SHAPE, FlakyRunner
@@ -22,11 +23,14 @@ from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Doorbell, Lane, RingSink, ShmIngress
 from qllm.native_loop import NativeLoop, address_of
 from qllm.plan import NO_CUTS, CutRule, ModelShape
+from qllm.plugins import load_policy
 from qllm.scheduler import Scheduler
-from qllm.sim import VirtualClock
+from qllm.sim import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, FinishReason, RequestId, SamplingParams, Slo
 
 MAX_TOTAL = 512
+SHIPPED = ["fcfs", "ls-first", "priority", "qllm2", "chunked", "chunked-priority", "edf"]
+SHIPPED += ["layered", "priority-layered"]
 
 
 class VirtualShm(ShmIngress):
@@ -70,6 +74,7 @@ class RingWorld:
         *,
         shape: ModelShape = SHAPE,
         cuts: CutRule = NO_CUTS,
+        costs: SimCosts | None = None,
         num_front_ends: int = 1,
         ring_bytes: int = 1 << 18,
         **server: Any,
@@ -79,15 +84,17 @@ class RingWorld:
         self._count = 0
         self.control = ControlBlock.create(0)
         self.bell = Doorbell.create()
-        self.runner = FlakyRunner(shape, self.clock, None, cuts, self)
+        self.runner = FlakyRunner(shape, self.clock, costs, cuts, self)
         self.runner.poisoned = {}
         self.blocks = [FrontEndBlock.create(n, (ring_bytes,) * 4) for n in range(num_front_ends)]
         self.front_ends: list[FrontEnd] = []
         self.records: dict[RequestId, list[Any]] = defaultdict(list)
         self.reads = set(range(num_front_ends))
         self.broken: list[tuple[int, str]] = []
-        self.loop: Any = self._native(policy, limits, server) if native else self._python(
-            policy, limits
+        self.shown: list[tuple[int, int, list[int]]] = []
+        """After each step: requests live and waiting, and what each front end knows to wait."""
+        self.loop: Any = (
+            self._native(policy, limits, server) if native else self._python(policy, limits)
         )
         for block in self.blocks:
             self._attach(block)
@@ -167,8 +174,8 @@ class RingWorld:
         self,
         number: int,
         priority: int,
-        prompt_tokens: int,
-        max_tokens: int,
+        num_prompt: int,
+        num_output: int,
         *,
         at_ns: int = 0,
         front_end: int = 0,
@@ -180,10 +187,10 @@ class RingWorld:
             "request_id": request_id,
             "name": str(number),
             "priority": priority,
-            "token_ids": tuple(i % self.runner.shape.vocab_size for i in range(prompt_tokens)),
+            "token_ids": tuple(i % self.runner.shape.vocab_size for i in range(num_prompt)),
             "sampling": SamplingParams(seed=number),
             "stop_ids": frozenset(),
-            "max_tokens": max_tokens,
+            "max_tokens": num_output,
             "slo": Slo(),
             "arrival_ns": at_ns,
             "deadline_ns": None,
@@ -214,6 +221,8 @@ class RingWorld:
         ran: bool = self.loop.step()
         self.check()
         self.receive()
+        _, num_live, num_waiting = self.control.read_stats()
+        self.shown.append((num_live, num_waiting, [f.num_waiting for f in self.front_ends]))
         return ran
 
     def receive(self) -> None:
@@ -256,3 +265,21 @@ class RingWorld:
         self.bell.close()
         for segment in [self.control.segment, *(block.segment for block in self.blocks)]:
             segment.close_fd()
+
+
+@contextmanager
+def world(policy: str = "qllm2", native: bool = True, *args: Any, **more: Any) -> Iterator[Any]:
+    """A world with an installed policy, for a while."""
+    made = RingWorld(load_policy(policy), native, *args, **more)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tokens_alone(policy: str, *requests: tuple[int, int, int]) -> list[list[int]]:
+    """The tokens that the Python engine gives requests of (priority, prompt, max_tokens)."""
+    with world(policy, native=False) as w:
+        ids = [w.submit(n, *request) for n, request in enumerate(requests)]
+        w.run(len(ids))
+        return [w.tokens(i) for i in ids]

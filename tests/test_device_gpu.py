@@ -8,9 +8,9 @@ import pytest
 from on_device import Kernels, device_scheduler, pinned_zeros
 
 from qllm.differential import run_trace
-from qllm.structs import RING_END
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
 from qllm.plugins import load_policy
+from qllm.structs import RING_END
 
 pytestmark = pytest.mark.gpu
 

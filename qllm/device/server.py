@@ -14,10 +14,10 @@ from qllm.decision import Drop, Effect, Limits
 from qllm.device import layout, serving
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.deciding import NativeDecider
-from qllm.device.layout import NONE, Dtype
+from qllm.device.layout import NONE
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import CutRule, ModelShape
-from qllm.structs import RING_END
+from qllm.structs import RING_END, Dtype
 from qllm.types import RequestId, SamplingParams
 
 RINGS = ("ls", "be", "cancel", "token")

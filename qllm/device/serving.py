@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qllm.device.layout import I4, I8, Dtype, Section, c_enums, c_sections, numbers
-from qllm.structs import RING_END, c_struct
+from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
+from qllm.structs import RING_END, Dtype, c_struct
 
 VERSION = 2
 """Of everything in this file."""
@@ -20,7 +20,7 @@ MOST_CLAIMS = 16
 """Records that one call takes from one ring."""
 MOST_PUBLISHED = 64
 """Tokens of one request that one call writes."""
-MOST_PENDING = 64
+MOST_PENDING = 256
 """Cancels kept per front end for requests that are still in its rings."""
 TEXT_BYTES = 240
 """Of an error; the rest of a longer one is cut off."""

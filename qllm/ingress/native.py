@@ -9,6 +9,7 @@ import numpy as np
 from qllm.ingress.ring import BROKEN_AFTER_NS, Ends, Record, RingError, record_bytes
 from qllm.structs import RING_END
 
+
 class _NativeEnd:
     """What both ends have.
 

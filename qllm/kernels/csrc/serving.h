@@ -6,7 +6,7 @@ const i32 kServingVersion = 2;
 const i32 kMostStopIds = 8;
 const i32 kMostClaims = 16;
 const i32 kMostPublished = 64;
-const i32 kMostPending = 64;
+const i32 kMostPending = 256;
 const i32 kTextBytes = 240;
 const i32 kCauses = 3;
 enum Phase { FREE = 0, LIVE = 1, ENDED = 2 };
@@ -73,9 +73,9 @@ struct FrontEnd {
   i32 owing;
   i32 cursor;
   i32 num_pending;
-  Pending pending[64];
+  Pending pending[256];
 };
-static_assert(sizeof(FrontEnd) == 1288, "FrontEnd");
+static_assert(sizeof(FrontEnd) == 4360, "FrontEnd");
 
 struct Event {
   i64 request_id;
