@@ -94,11 +94,15 @@ BENCH = Floor(
 KERNELS = {"compile", "kernels", "kv_cache", "models", "runner"}
 KERNEL_BENCH = BENCH._replace(ours=BENCH.ours | KERNELS)
 """bench/cpu_kernels.py measures what has no public name."""
+LOOP_BENCH = BENCH._replace(ours=BENCH.ours | {"core", "models", "native_loop"})
+"""bench/native_loop.py puts loops side by side behind the same rings."""
 
 
 def floor_of(path: str) -> Floor:
     if path == "bench/cpu_kernels.py":
         return KERNEL_BENCH
+    if path == "bench/native_loop.py":
+        return LOOP_BENCH
     folder, module = Path(path).parts[:2]
     if folder != "qllm":
         return POLICIES if folder == "policies" else BENCH
