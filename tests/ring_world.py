@@ -63,6 +63,7 @@ class RingWorld:
         limits: Seats, blocks, grain.
         num_front_ends: Attached from the start.
         ring_bytes: Of each ring.
+        prepare: Called with the shared memory before it is used.
         server: Settings of the native server.
     """
 
@@ -77,6 +78,7 @@ class RingWorld:
         costs: SimCosts | None = None,
         num_front_ends: int = 1,
         ring_bytes: int = 1 << 18,
+        prepare: Callable[[memoryview], None] | None = None,
         **server: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -87,6 +89,9 @@ class RingWorld:
         self.runner = FlakyRunner(shape, self.clock, costs, cuts, self)
         self.runner.poisoned = {}
         self.blocks = [FrontEndBlock.create(n, (ring_bytes,) * 4) for n in range(num_front_ends)]
+        if prepare is not None:
+            for segment in (self.control.segment, *(block.segment for block in self.blocks)):
+                prepare(segment.bytes)
         self.front_ends: list[FrontEnd] = []
         self.records: dict[RequestId, list[Any]] = defaultdict(list)
         self.reads = set(range(num_front_ends))

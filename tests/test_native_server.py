@@ -5,10 +5,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from on_device import DeviceCalls
 from ring_world import SHIPPED, RingWorld, tokens_alone, world
 
 from qllm.decision import Limits
 from qllm.device import serving
+from qllm.device.native import load_native
+from qllm.device.rank import compile_host
 from qllm.differential import random_costs, random_shape
 from qllm.errors import ConfigError
 from qllm.ingress import CONTROL, layout
@@ -37,7 +40,7 @@ def random_limits(rng: random.Random, longest: int, exact: bool) -> Limits:
     )
 
 
-def random_world(policy: Any, seed: str, native: bool) -> tuple[RingWorld, int]:
+def random_world(policy: Any, seed: str, native: bool, **server: Any) -> tuple[RingWorld, int]:
     """A world with a random load in which nothing is plenty, and how many requests it has."""
     rng = random.Random(seed)
     longest, exact = rng.choice([20, 60, 200, 480]), rng.random() < 0.2
@@ -53,6 +56,7 @@ def random_world(policy: Any, seed: str, native: bool) -> tuple[RingWorld, int]:
         costs=random_costs(rng),
         num_front_ends=rng.choice([1, 2, 3]),
         capacity=64,
+        **server,
     )
     at_ns, rate = 0, rng.choice([1, 10, 50]) * NS_PER_MS
     classes: list[int] = rng.choice([[0, 10], [10], [-3, 0, 4, 10]])
@@ -80,11 +84,11 @@ def random_world(policy: Any, seed: str, native: bool) -> tuple[RingWorld, int]:
     return made, count
 
 
-def compare(make_policy: Any, seed: str) -> Counter[str]:
+def compare(make_policy: Any, seed: str, **server: Any) -> Counter[str]:
     """Run a trace through both engines; what it was made of."""
     runs = []
     for native in (False, True):
-        made, count = random_world(make_policy(), seed, native)
+        made, count = random_world(make_policy(), seed, native, **server)
         made.run(count)
         runs.append((made.clock.at_ns, dict(made.records), made.shown, made.broken))
         made.close()
@@ -120,6 +124,29 @@ def test_every_record_of_an_installed_policy_is_that_of_the_python_engine(name: 
     for number in range(8):
         seen += compare(lambda: load_policy(name), f"{name}-{number}")
     assert seen["tokens"] > 100
+
+
+def by_number(policy: Any) -> DeviceCalls:
+    """The functions of scheduler and server, called as a kernel launch calls them."""
+    rank, native = compile_host(policy), load_native()
+    return DeviceCalls(
+        lambda which, at, *n: int(native.call(at, rank.address, which, *n)),
+        lambda which, server, at, *n: int(native.server_call(server, at, rank.address, which, *n)),
+    )
+
+
+def test_functions_called_by_number_give_the_same_records() -> None:
+    seen: Counter[str] = Counter()
+    for number in range(12):
+        make = lambda n=number: random_shape(random.Random(n))  # noqa: E731
+        seen += compare(make, f"number-{number}", calls=by_number)
+    assert seen["preemptions"]
+    assert seen["cancelled"]
+    with world(calls=by_number) as w:
+        at = w.server.memory.address, w.server.block.address
+        assert load_native().server_call(*at, 0, len(serving.CALLS)) == -1
+    with pytest.raises(TypeError, match="4 to 10 arguments, not 11"):
+        load_native().server_call(*range(11))
 
 
 @pytest.mark.slow
@@ -197,6 +224,21 @@ def test_times_of_tokens_that_had_to_wait_are_those_of_sampling() -> None:
             w.run(len(ids))
             runs.append(dict(w.records))
     assert runs[0] == runs[1]
+
+
+def test_requests_that_wait_for_room_take_turns() -> None:
+    with world(ring_bytes=PAGE) as w:
+        w.reads = set()
+        ids = [w.submit(n, BE, 9, 200) for n in range(5)]
+        for _ in range(400):
+            w.step()
+        w.reads = {0}
+        for _ in range(6):  # 63 records each time
+            w.receive()
+            w.server.flush()
+        w.receive()
+        assert min(len(w.tokens(i)) for i in ids) > 64
+        w.run(5)
 
 
 # -- cancels and deadlines

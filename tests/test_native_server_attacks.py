@@ -56,7 +56,8 @@ def test_what_is_sampled_by_and_stopped_on_reaches_the_runner() -> None:
     with world() as w:
         seen: list[Any] = []
         w.runner.add = lambda *args: seen.append(args)
-        w.submit(0, BE, 4, 3, sampling=sampling, stop_ids=frozenset({3, 90}))
+        item = replace(sampling, stop_token_ids=(90, 91, 92))  # they are among the stop ids
+        w.submit(0, BE, 4, 3, sampling=item, stop_ids=frozenset({3, 90}))
         w.arrive()
         w.loop._take()
         assert seen == [(0, [0, 1, 2, 3], sampling, 4, 7)]
@@ -161,6 +162,7 @@ def test_no_record_of_an_attacker_harms_another_front_end(number: int) -> None:
         ({"num_prompt": 41}, "no request or cancel"),
         ({"num_prompt": 2**32 - 1}, "no request or cancel"),
         ({"num_stop_ids": 2**31}, "no request or cancel"),
+        ({"num_stop_ids": 2**31, "num_stop_token_ids": 2**31}, "no request or cancel"),
         ({"num_stop_bytes": 2**32 - 1}, "no request or cancel"),
         ({"temperature": float("nan")}, "no request or cancel"),
         ({"temperature": -1.0}, "no request or cancel"),

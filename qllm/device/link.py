@@ -10,10 +10,7 @@ from qllm.device.layout import HEADER
 from qllm.device.rank import compile_device
 from qllm.errors import ConfigError
 
-KERNELS = (
-    *("qllm_call", "qllm_ring_read", "qllm_ring_write"),
-    *("qllm_claim", "qllm_sampled", "qllm_publish"),
-)
+KERNELS = ("qllm_call", "qllm_server_call", "qllm_ring_read", "qllm_ring_write")
 """Entry points of `kernels/csrc/scheduler.cu`."""
 
 

@@ -36,6 +36,11 @@ WELL, BROKEN_RING, BAD_RECORD, FOREIGN_ID, DOUBLE_ID = range(5)
 """Why a front end was cut off; WELL is that it was not."""
 SERVE, DRAINED, STOP = range(3)
 """What front ends ask of the loop. DRAINED: no new requests come and none is left."""
+CALLS = (
+    *("open", "claim", "arrived", "asked", "decide", "done", "stopped", "failed", "sampled"),
+    *("end", "flush", "detach", "show", "find"),
+)
+"""The functions of the server; a kernel launch names one by its index."""
 CAUSES = 3
 """Why tokens are computed again: evicted, retried, preempted (see `qllm.metrics`)."""
 
@@ -122,6 +127,7 @@ ENUMS = {
         "DOUBLE_ID": DOUBLE_ID,
     },
     "Asked": {"SERVE": SERVE, "DRAINED": DRAINED, "STOP": STOP},
+    "ServerCall": {f"SERVER_{name.upper()}": index for index, name in enumerate(CALLS)},
 }
 _NUMBERS = {
     "ServingVersion": VERSION,

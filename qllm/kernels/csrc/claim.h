@@ -134,14 +134,14 @@ struct Claimer : Publisher {
   // -- requests
 
   // Slots that a front end may take now: others keep theirs, and BE leaves some to LS.
-  QLLM_D i64 num_claimable(i32 index, bool is_be) const {
+  QLLM_D_CALL i64 num_claimable(i32 index, bool is_be) const {
     i64 free = v->capacity - v->num_held - (is_be ? v->ls_slots : 0);
     for (i32 n = 0; n < v->num_front_ends; n++)
       if (n != index && front_ends[n].state == ATTACHED)
         free -= most<i64>(0, v->shared_slots - front_ends[n].held);
     return free;
   }
-  QLLM_D i32 take_requests(i32 index, bool is_be, i64 now_ns) {
+  QLLM_D_CALL i32 take_requests(i32 index, bool is_be, i64 now_ns) {
     FrontEnd& f = front_ends[index];
     RingEnd& end = is_be ? f.be : f.ls;
     i32 taken = 0;
@@ -239,7 +239,7 @@ struct Claimer : Publisher {
     v->lowered_ns = at_ns;
   }
   // Lower the word by the requests that `claim` would take of a ring now.
-  QLLM_D void lower_by(i32 index, bool is_be, i64 now_ns) {
+  QLLM_D_CALL void lower_by(i32 index, bool is_be, i64 now_ns) {
     RingEnd ahead = is_be ? front_ends[index].be : front_ends[index].ls;
     RingReader ring(&ahead);
     i64 num = least<i64>(kMostClaims, num_claimable(index, is_be)), length;

@@ -9,8 +9,6 @@
 #include <utility>
 
 #include "calls.h"
-#include "rings.h"
-#include "server.h"
 
 namespace {
 
@@ -75,17 +73,25 @@ struct Function<Owner, Member, Result (Home::*)(A...) const>
 #define QLLM_METHOD(name) {#name, QLLM_FUNCTION(Scheduler, name), "See scheduler.h."}
 #define QLLM_SERVER_METHOD(name) {"server_" #name, QLLM_FUNCTION(Server, name), "See server.h."}
 
-// (state, rank, which, number...): one of the functions above by its number, as a kernel does it.
+// (state, rank, which, number...) and (server, state, rank, which, number...): one of the functions
+// above by its number, as a kernel does it.
+template <class Owner>
 PyObject* call_by_number(PyObject*, PyObject* const* args, Py_ssize_t num) {
+  const Py_ssize_t fixed = Made<Owner>::num + 1;
   i64 numbers[kMostNumbers] = {};
-  if (num < 3 || num > 3 + kMostNumbers)
-    return PyErr_Format(PyExc_TypeError, "3 to %d arguments, not %d", 3 + kMostNumbers, int(num));
-  auto* state = (State*)PyLong_AsVoidPtr(args[0]);
-  auto rank = (RankFunction)PyLong_AsVoidPtr(args[1]);
-  i64 which = PyLong_AsLongLong(args[2]);
-  for (Py_ssize_t i = 3; i < num; i++) numbers[i - 3] = PyLong_AsLongLong(args[i]);
+  if (num < fixed || num > fixed + kMostNumbers)
+    return PyErr_Format(PyExc_TypeError, "%d to %d arguments, not %d", int(fixed),
+                        int(fixed + kMostNumbers), int(num));
+  void* at[3] = {};
+  for (Py_ssize_t i = 0; i < fixed - 1; i++) at[i] = PyLong_AsVoidPtr(args[i]);
+  i32 which = i32(PyLong_AsLongLong(args[fixed - 1]));
+  for (Py_ssize_t i = fixed; i < num; i++) numbers[i - fixed] = PyLong_AsLongLong(args[i]);
   if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLongLong(call(state, rank, i32(which), numbers));
+  if constexpr (std::is_same_v<Owner, Server>)
+    return PyLong_FromLongLong(
+        server_call((ServerState*)at[0], (State*)at[1], (RankFunction)at[2], which, numbers));
+  else
+    return PyLong_FromLongLong(call((State*)at[0], (RankFunction)at[1], which, numbers));
 }
 
 // -- one end of a ring (rings.h); `args[0]` is the address of its RingEnd
@@ -136,7 +142,8 @@ PyMethodDef methods[] = {
     QLLM_SERVER_METHOD(stopped), QLLM_SERVER_METHOD(failed),  QLLM_SERVER_METHOD(sampled),
     QLLM_SERVER_METHOD(end),     QLLM_SERVER_METHOD(flush),   QLLM_SERVER_METHOD(detach),
     QLLM_SERVER_METHOD(show),    QLLM_SERVER_METHOD(find),
-    {"call", (PyCFunction)(void (*)())call_by_number, METH_FASTCALL, "See calls.h."},
+    {"call", (PyCFunction)(void (*)())call_by_number<Scheduler>, METH_FASTCALL, "See calls.h."},
+    {"server_call", (PyCFunction)(void (*)())call_by_number<Server>, METH_FASTCALL, "See calls.h."},
     {"ring_has_news", ring_has_news, METH_O, "See rings.h."},
     {"ring_read", (PyCFunction)(void (*)())ring_read, METH_FASTCALL, "See rings.h."},
     {"ring_write", ring_write, METH_VARARGS, "See rings.h."},

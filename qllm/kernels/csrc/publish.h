@@ -5,12 +5,6 @@
 #pragma once
 #include "meter.h"
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define QLLM_D_CALL __device__ __noinline__
-#else
-#define QLLM_D_CALL
-#endif
-
 namespace qllm {
 
 // A literal of this file or a sibling, shown in an error.
@@ -62,7 +56,7 @@ struct Publisher {
     v->num_held++;
     front_ends[serving[slot].front_end].held++;
   }
-  QLLM_D void let_go(i32 slot) {
+  QLLM_D_CALL void let_go(i32 slot) {
     Serving& x = serving[slot];
     i32* link = bucket(requests[slot].id);
     while (*link != slot) link = &serving[*link].next;
@@ -94,7 +88,7 @@ struct Publisher {
     token.token_id = u32(tokens[at]);
     return write(f, kTokenKind, 0, (const u8*)&token, sizeof token);
   }
-  QLLM_D bool write_end(FrontEnd& f, const Ending& ending) {
+  QLLM_D_CALL bool write_end(FrontEnd& f, const Ending& ending) {
     const FinishRecord& r = ending.record;
     u64 size = sizeof r + r.num_error_bytes;
     if (!write(f, kFinishKind, r.header.flags, (const u8*)&ending, size)) return false;
@@ -191,7 +185,7 @@ struct Publisher {
     if (serving[slot].phase == LIVE) retire(slot, now_ns);
     let_go(slot);
   }
-  QLLM_D void retire(i32 slot, i64 now_ns) {
+  QLLM_D_CALL void retire(i32 slot, i64 now_ns) {
     Meter(serving[slot]).left(now_ns);
     scheduler.retire(slot);
     tell(REMOVED, slot);

@@ -12,8 +12,10 @@
 #endif
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define QLLM_D __device__
+#define QLLM_D_CALL __device__ __noinline__  // large, or called from several places
 #else
 #define QLLM_D
+#define QLLM_D_CALL
 #endif
 
 namespace qllm {
@@ -89,7 +91,7 @@ struct RingReader : Ring {
   QLLM_D bool has_news() const { return load_acquire(word(end->at)) == end->seq + 1; }
 
   // Bytes of the next record; 0 while there is none that is whole, -1 if it is broken for good.
-  QLLM_D i64 look(i64 now_ns) {
+  QLLM_D_CALL i64 look(i64 now_ns) {
     u64 seq = end->seq + 1;
     if (load_acquire(word(end->at)) != seq) return 0;
     u64 length = load_acquire(word(end->at + 8)) & 0xFFFFFFFFu;
@@ -112,7 +114,7 @@ struct RingReader : Ring {
   QLLM_D u32 flags() const { return u32(*word(end->at + 8) >> 48); }
 
   // Copy bytes of the body of the record that `look` found; `from` is a multiple of eight.
-  QLLM_D void copy(u8* to, u64 num, u64 from = 0) const {
+  QLLM_D_CALL void copy(u8* to, u64 num, u64 from = 0) const {
     u64* p = word(end->at + kHeader + from);
     for (u64 i = 0; i < num; i += 8, p = after(p)) memcpy(to + i, p, num - i < 8 ? num - i : 8);
   }
@@ -134,7 +136,7 @@ struct RingWriter : Ring {
   QLLM_D i64 num_used() const { return i64(end->at - load_acquire(tail())); }
 
   // Write one record: 1, 0 if there is no room for it now, -1 if it is larger than the ring.
-  QLLM_D i32 write(u32 kind, u32 flags, const u8* body, u64 num_body) {
+  QLLM_D_CALL i32 write(u32 kind, u32 flags, const u8* body, u64 num_body) {
     u64 length = record_bytes(num_body), seq = end->seq + 1;
     if (num_body > kMostBody || length + kLine > end->capacity) return -1;
     if (num_used() + i64(length + kLine) > i64(end->capacity)) return 0;

@@ -1,7 +1,5 @@
 // The device build: one thread does what a launch asks for; the policy's rank is linked in.
 #include "calls.h"
-#include "rings.h"
-#include "server.h"
 
 // Call a function of the scheduler by number.
 extern "C" __global__ void qllm_call(qllm::State* state, qllm::i32 which, qllm::i64 n0,
@@ -37,25 +35,12 @@ extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, q
     *done = qllm::RingWriter(end).write(kind, flags, body, num_body);
 }
 
-// Take what has arrived; `answer` is what Server::claim returns.
-extern "C" __global__ void qllm_claim(qllm::ServerState* server, qllm::State* state,
-                                      qllm::i64 now_ns, qllm::i64* answer) {
-  if (threadIdx.x == 0 && blockIdx.x == 0)
-    *answer = qllm::Server(server, state, nullptr).claim(now_ns);
-}
-
-// A request has one more token.
-extern "C" __global__ void qllm_sampled(qllm::ServerState* server, qllm::State* state,
-                                        qllm::i32 slot, qllm::i32 token, qllm::i64 now_ns) {
-  if (threadIdx.x == 0 && blockIdx.x == 0)
-    qllm::Server(server, state, nullptr).sampled(slot, token, now_ns);
-}
-
-// Write what found no room before and show what is held; `answer` is how many slots still owe.
-extern "C" __global__ void qllm_publish(qllm::ServerState* server, qllm::State* state,
-                                        qllm::i64* answer) {
+// Call a function of the server by number: claim, decide, publish and the others.
+extern "C" __global__ void qllm_server_call(qllm::ServerState* server, qllm::State* state,
+                                            qllm::i32 which, qllm::i64 n0, qllm::i64 n1,
+                                            qllm::i64 n2, qllm::i64 n3, qllm::i64 n4, qllm::i64 n5,
+                                            qllm::i64* answer) {
   if (threadIdx.x || blockIdx.x) return;
-  qllm::Server made(server, state, nullptr);
-  *answer = made.flush();
-  made.show();
+  const qllm::i64 numbers[] = {n0, n1, n2, n3, n4, n5};
+  *answer = qllm::server_call(server, state, nullptr, which, numbers);
 }

@@ -197,7 +197,7 @@ struct Scheduler : Ranking {
 
   // -- the decision
 
-  QLLM_HD i32 decide(i64 now_ns) {
+  QLLM_HD_CALL i32 decide(i64 now_ns) {
     s->decided_frame = -1;
     s->slice_ns = s->wait_until_ns = kNone;
     if (!s->num_live) {
@@ -367,7 +367,7 @@ struct Scheduler : Ranking {
     return !(row.flags & DEAD) && has_request(row);
   }
   // Count the run for the requests whose rows took part in it: up to an op of layer `high`.
-  QLLM_HD void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
+  QLLM_HD_CALL void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
     const Frame& f = frames[frame];
     for (i32 i = 0; i < f.num_rows; i++) {
       const Row& row = rows_of(frame)[i];
@@ -425,7 +425,7 @@ struct Scheduler : Ranking {
   }
 
   // The running frame reached its end; return how many tokens its rows sampled.
-  QLLM_HD i32 done(i32 high, i64 start_ns, i64 end_ns) {
+  QLLM_HD_CALL i32 done(i32 high, i64 start_ns, i64 end_ns) {
     i32 frame = take_running(), num_sampled = 0;
     progress(frame, high, true, start_ns, end_ns);
     for (i32 i = 0; i < frames[frame].num_rows; i++) {
@@ -455,7 +455,7 @@ struct Scheduler : Ranking {
     return num_sampled;
   }
   // The running frame stopped at a boundary: park it.
-  QLLM_HD void stopped(i32 high, i32 layer, i32 inside, i64 start_ns, i64 end_ns, i32 preempted) {
+  QLLM_HD_CALL void stopped(i32 high, i32 layer, i32 inside, i64 start_ns, i64 end_ns, i32 preempted) {
     i32 frame = take_running();
     progress(frame, high, false, start_ns, end_ns);
     Frame& f = frames[frame];
@@ -474,7 +474,7 @@ struct Scheduler : Ranking {
   }
   // The running frame raised: its requests are rerun one by one. Those that failed alone are
   // left in `chosen`; return how many.
-  QLLM_HD i32 failed() {
+  QLLM_HD_CALL i32 failed() {
     i32 frame = take_running(), hopeless = 0;
     for (i32 i = 0; i < frames[frame].num_rows; i++) {
       const Row& row = rows_of(frame)[i];

@@ -130,7 +130,7 @@ struct Server : Claimer {
     return scheduler.failed();
   }
   // The rows of the running frame went through the layers below `layer`; return that frame.
-  QLLM_D i32 worked(i64 start_ns, i64 end_ns, i32 layer) {
+  QLLM_D_CALL i32 worked(i64 start_ns, i64 end_ns, i32 layer) {
     i32 frame = i32(scheduler.s->running);
     for (i32 i = 0; i < scheduler.frames[frame].num_rows; i++) {
       const Row& row = scheduler.rows_of(frame)[i];
