@@ -358,10 +358,13 @@ class Program:
 class Stop(Protocol):
     """What a runner polls at a boundary. Reading `word` is one load."""
 
-    word: int
-    """Smallest priority among requests that arrived and were not yet seen by the scheduler."""
     stop_at_ns: int | None
     """Engine time at which a slice ends."""
+
+    @property
+    def word(self) -> int:
+        """Smallest priority among requests that arrived and were not yet seen by the scheduler."""
+        ...
 
     def now_ns(self) -> int:
         """The engine's clock, read only when a slice was given."""

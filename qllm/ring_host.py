@@ -12,7 +12,7 @@ from qllm.host import Host
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.codec import End, EngineMetrics
 from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
-from qllm.ingress.shm import NUMBER_BITS
+from qllm.ingress.layout import NUMBER_BITS
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0

@@ -24,8 +24,9 @@ from qllm.errors import QueueFullError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.codec import End
 from qllm.ingress.front_end import FrontEnd, FrontEndRings
+from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.ingress.shm import NUMBER_BITS, Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
 from qllm.types import FinishReason, Logprobs, Priority, Sampled, SamplingParams, Slo
 
 CAPACITY = 1 << 15

@@ -13,33 +13,39 @@ from typing import Any
 import numpy as np
 
 from qllm.cubins import kernel_of
-from qllm.device import layout
+from qllm.device import layout, serving
 from qllm.device.scheduler import NativeScheduler
 from qllm.policy import RankPolicy
 
 THREADS = 128
 """Of a block that fills a lane."""
 Launch = Callable[..., int]
-"""Launches a function by its index in `layout.CALLS`, on a block, with numbers; its answer."""
+"""Launches a function by its index in CALLS, on a block or two, with numbers; its answer."""
 
 
 class DeviceCalls:
-    """The functions of the native scheduler, as kernel launches."""
+    """The functions of the native scheduler and server, as kernel launches.
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    Args:
+        launch: Of a function of `layout.CALLS`, on a block of the scheduler.
+        launch_server: Of a function of `serving.CALLS`, on a block of the server and that.
+    """
+
+    def __init__(self, launch: Launch, launch_server: Launch | None = None) -> None:
+        self._launch, self._launch_server = launch, launch_server
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        """A function of `layout.CALLS`, as the host's: of block, rank and numbers."""
+        """A function of CALLS, as the host's: of blocks, rank and numbers. The rank is in the
+        kernel."""
+        of_server = name.removeprefix("server_")
+        if name != of_server and of_server in serving.CALLS:
+            which, launch = serving.CALLS.index(of_server), self._launch_server
+            assert launch is not None
+            return lambda server, state, rank, *numbers: launch(which, server, state, *numbers)
         if name not in layout.CALLS:
             raise AttributeError(name)
         which = layout.CALLS.index(name)
-
-        def call(address: int, rank: int, *numbers: int) -> int:
-            """The policy's rank is in the kernel."""
-            return self._launch(which, address, *numbers)
-
-        return call
+        return lambda address, rank, *numbers: self._launch(which, address, *numbers)
 
 
 class DeviceTurns(DeviceCalls):
@@ -94,6 +100,12 @@ class Kernels:
         padded = [*numbers, *[0] * (layout.MOST_NUMBERS - len(numbers))]
         return self._run("qllm_call", np.uint64(address), np.int32(which), *map(np.int64, padded))
 
+    def server_call(self, which: int, server: int, state: int, *numbers: int) -> int:
+        """A function of the server."""
+        padded = [*numbers, *[0] * (layout.MOST_NUMBERS - len(numbers))]
+        blocks = np.uint64(server), np.uint64(state)
+        return self._run("qllm_server_call", *blocks, np.int32(which), *map(np.int64, padded))
+
     def turn(self, name: str, threads: int, *numbers: int) -> int:
         """A kernel of three addresses and numbers."""
         addresses = map(np.uint64, numbers[:3])
@@ -122,7 +134,18 @@ def pinned_zeros(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def device_scheduler(*args: Any, **settings: Any) -> NativeScheduler:
     """A native scheduler that lives on the GPU; arguments are those of `NativeScheduler`."""
 
-    def calls(policy: RankPolicy) -> DeviceCalls:
-        return DeviceCalls(Kernels(policy).call)
+    return NativeScheduler(*args, calls=device_calls, zeros=pinned_zeros, **settings)
 
-    return NativeScheduler(*args, calls=calls, zeros=pinned_zeros, **settings)
+
+def device_calls(policy: RankPolicy) -> DeviceCalls:
+    """The functions of scheduler and server on this machine's GPU."""
+    kernels = Kernels(policy)
+    return DeviceCalls(kernels.call, kernels.server_call)
+
+
+def lock_pages(memory: memoryview) -> None:
+    """Let the device see shared memory of the host, at the same address, from here on."""
+    import cupy
+
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    cupy.cuda.runtime.hostRegister(address, len(memory), 2)  # mapped

@@ -241,7 +241,7 @@ class NativeWorld:
 
     def _became(self, became: int) -> None:
         self.parks += became == lanes.PARKED
-        if became != lanes.ENDED:
+        if became != lanes.OVER:
             return
         numbers = {slot: number for number, slot in self.slots.items()}
         for slot, token in self.loop.sampled:

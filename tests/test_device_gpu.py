@@ -5,13 +5,21 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from on_device import DeviceTurns, Kernels, device_scheduler, pinned_zeros
+from on_device import (
+    DeviceTurns,
+    Kernels,
+    device_calls,
+    device_scheduler,
+    lock_pages,
+    pinned_zeros,
+)
+from ring_world import RingWorld
 from test_native_lanes import random_dry_run
 
 from qllm.differential import run_trace
-from qllm.ingress.native import RING_END
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
 from qllm.plugins import load_policy
+from qllm.structs import RING_END
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +72,24 @@ def test_the_device_reads_and_writes_records() -> None:
             assert text[: len(data)].tobytes() == data
             reader._at, reader._seq = writer._head, writer._seq
             ends[0] = ends[1]
+
+
+def test_the_server_serves_the_same_records_from_the_device() -> None:
+    runs = []
+    for settings in (None, {"calls": device_calls, "zeros": pinned_zeros}):
+        world = RingWorld(
+            load_policy("qllm2"),
+            settings is not None,
+            num_front_ends=2,
+            prepare=lock_pages if settings else None,
+            **settings or {},
+        )
+        for number in range(30):
+            priority = 10 if number % 3 else 0
+            world.submit(
+                number, priority, 9 + number, 7, at_ns=number * 10**6, front_end=number % 2
+            )
+        world.cancel(4, 10**7)
+        world.run(30)
+        runs.append((dict(world.records), world.shown))
+    assert runs[0] == runs[1]

@@ -16,6 +16,7 @@ EFFECTS = {"asyncio", "datetime", "logging", "os", "random", "subprocess", "thre
 DEVICE = {"accelerate", "cuda", "cupy", "nixl", "numba", "torch", "transformers", "triton"}
 
 F0 = {"types", "errors", "config"}
+STRUCTS = {"structs"}
 F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
 F1 |= {"compile", "costs", "decision", "ranking", "riding", "validate", "victims"}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
@@ -23,21 +24,12 @@ F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint", "cuda"
 NATIVE = {"device"}
 F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
-F5 |= {
-    "checks",
-    "core",
-    "cores",
-    "cubins",
-    "demo",
-    "differential",
-    "engine_process",
-    "handle",
-    "host",
-}
-F5 |= {"plots", "plugins", "portable", "process_host", "prompts", "random_moe", "remote_door"}
+F5 |= {"checks", "core", "cores", "cubins", "demo", "differential", "engine_process", "handle"}
+F5 |= {"host", "native_loop", "plots", "plugins", "portable", "process_host", "prompts"}
+F5 |= {"random_moe", "remote_door"}
 F5 |= {"remote_host", "ring_host", "scaffold", "simulation", "templates", "thread_host"}
 F5 |= {"workloads"}
-OURS = F0 | F1 | F2 | F3 | NATIVE | F4 | F5
+OURS = F0 | STRUCTS | F1 | F2 | F3 | NATIVE | F4 | F5
 
 
 class Floor(NamedTuple):
@@ -50,13 +42,16 @@ class Floor(NamedTuple):
 
 FLOORS = [
     Floor(F0, F0, lambda name: name in STDLIB | {"pydantic"}),
+    Floor(STRUCTS, set(), lambda name: name in STDLIB - EFFECTS | {"numpy"}),
     Floor(F1, F0 | F1, lambda name: name in STDLIB - EFFECTS),
     Floor(F2, F0 | F1 | F2, lambda name: name not in DEVICE),
     Floor(F3, F0 | F3 | {"compile", "plan", "snapshot"}, lambda name: True),
     Floor(
-        NATIVE, F0 | F1 | NATIVE, lambda name: name in STDLIB - EFFECTS | {"cuda", "numba", "numpy"}
+        NATIVE,
+        F0 | STRUCTS | F1 | NATIVE,
+        lambda name: name in STDLIB - EFFECTS | {"cuda", "numba", "numpy"},
     ),
-    Floor(F4, F0 | F1 | F2 | F4, lambda name: name not in DEVICE),
+    Floor(F4, F0 | STRUCTS | F1 | F2 | F4, lambda name: name not in DEVICE),
     Floor(F5, OURS, lambda name: True),
 ]
 POLICIES = Floor(
@@ -91,11 +86,15 @@ BENCH = Floor(
 KERNELS = {"compile", "kernels", "kv_cache", "models", "runner"}
 KERNEL_BENCH = BENCH._replace(ours=BENCH.ours | KERNELS)
 """bench/cpu_kernels.py measures what has no public name."""
+LOOP_BENCH = BENCH._replace(ours=BENCH.ours | {"core", "models", "native_loop"})
+"""bench/native_loop.py puts loops side by side behind the same rings."""
 
 
 def floor_of(path: str) -> Floor:
     if path == "bench/cpu_kernels.py":
         return KERNEL_BENCH
+    if path == "bench/native_loop.py":
+        return LOOP_BENCH
     folder, module = Path(path).parts[:2]
     if folder != "qllm":
         return POLICIES if folder == "policies" else BENCH
@@ -149,6 +148,9 @@ def test_a_module_imports_only_what_its_floor_may(path: str) -> None:
         ("qllm/sim.py", "from qllm import engine"),
         ("qllm/device/scheduler.py", "import torch"),
         ("qllm/device/block.py", "from qllm.engine import EngineLoop"),
+        ("qllm/device/server.py", "from qllm.ingress.layout import REASONS"),
+        ("qllm/ingress/layout.py", "from qllm.device.serving import SERVING"),
+        ("qllm/structs.py", "from qllm.ingress import layout"),
         ("qllm/models/driver.py", "from ..scheduler import plan_step"),
         ("qllm/engine.py", "import qllm.runner"),
         ("qllm/engine.py", "from . import transports"),

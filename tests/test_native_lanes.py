@@ -93,7 +93,7 @@ class Mirror:
         pages: list[int] = []
         self.loop.scheduler.block.extend_table(slot, pages)
         kv = SimpleNamespace(pages=pages, slot=lambda t: pages[t // 4] * 4 + t % 4)
-        record = self.loop.server.arrays["serving"][slot]
+        record = self.loop.server.array("serving")[slot]
         how = SamplingParams(
             temperature=float(record["temperature"]), top_k=int(record["top_k"]),
             top_p=float(record["top_p"]), min_p=float(record["min_p"]),
@@ -269,7 +269,7 @@ def test_a_frame_that_fits_no_stage_is_rerun_row_by_row() -> None:
     for number in range(40):
         policy, rng = random_shape(random.Random(number)), random.Random(number)
         loop, stages = dry_loop(policy, buckets=BIG if policy.groups else BUCKETS)
-        table = loop.lanes.arrays["stages"]
+        table = loop.lanes.array("stages")
         table["tokens"] = table["tokens"].clip(max=LIMITS.max_step_tokens)
 
         def replay(branch: int, stages: Stages = stages) -> None:
@@ -344,7 +344,7 @@ def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[in
         begins.append(loop._keys[branch].start)
         fills.append(loop.lanes.get("fill") == 1)
         became = loop.after(2)
-    assert became == lanes.ENDED
+    assert became == lanes.OVER
     assert begins == sorted({layer for start, end in layers for layer in range(start, end)})
     changes = {0} | {layer for row in layers for layer in row}
     assert fills == [layer in changes for layer in begins]
@@ -381,7 +381,7 @@ def test_a_slice_ends_between_stages_but_not_in_a_step(grain: Grain) -> None:
 def test_no_stage_crosses_a_layer_where_rows_leave() -> None:
     loop, _ = dry_loop(load_policy("fcfs"))
     frame_of_rows(loop, [(0, 1), (0, 3)])
-    table = loop.lanes.arrays["stages"]
+    table = loop.lanes.array("stages")
     table["end"][table["start"] == 0] = 2
     assert loop.before(1) == lanes.CANNOT
 

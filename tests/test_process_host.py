@@ -29,7 +29,7 @@ from qllm.errors import (
     InvalidRequestError,
 )
 from qllm.handle import Result
-from qllm.ingress.shm import NUMBER_BITS
+from qllm.ingress.layout import NUMBER_BITS
 from qllm.trace import Finished
 from qllm.types import FinishReason, RequestStatus, Slo
 

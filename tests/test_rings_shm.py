@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from qllm.errors import ConfigError, InvalidRequestError, QueueFullError
 from qllm.ingress import CONTROL, Call, Cancel, Submission, codec
 from qllm.ingress.front_end import FrontEnd
+from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.ring import RingWriter
-from qllm.ingress.shm import NUMBER_BITS, Doorbell, Lane, RingSink, ShmIngress
+from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress
 from qllm.plan import ANY_ARRIVAL
 from qllm.types import FinishReason, Sampled, SamplingParams, Slo
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from qllm.decision import Parked
 from qllm.device import layout
-from qllm.device.layout import NONE, Dtype, cell
+from qllm.device.layout import NONE, cell
 from qllm.errors import InvariantError
 from qllm.policy import CostTable
 from qllm.request import Request
+from qllm.structs import Dtype
 from qllm.types import RequestId
 
 _PACK = {"i4": "i", "i8": "q"}

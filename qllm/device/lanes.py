@@ -5,18 +5,17 @@ byte offset that LANES names. A stage's index in `stages` is the number of its b
 SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
 """
 
-from typing import Any
-
 import numpy as np
 
 from qllm.device import layout
-from qllm.device.layout import I4, Dtype, Section, _numbers
+from qllm.device.layout import I4, Section, c_enums, c_sections, numbers
+from qllm.structs import Dtype, c_struct
 
 VERSION = 1
 """Of everything in this file."""
 NOTHING, CANNOT = -1, -2
 """In place of a branch: nothing can run now; the frame that runs fits no stage."""
-GOES_ON, PARKED, ENDED = range(3)
+GOES_ON, PARKED, OVER = range(3)
 """What became of the running frame after a stage."""
 BROKEN = -1
 """In place of a token: the largest logit was not finite, so the request has failed."""
@@ -26,22 +25,22 @@ TENSORS = (
 )
 """Of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
 
-STAGE: Dtype = np.dtype(_numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
+STAGE: Dtype = np.dtype(numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
 """One graph: layers [start, end), its bucket, and whether it samples; one that begins at layer 0
 embeds."""
 
 LANE: Dtype = np.dtype(
     [
-        *_numbers(*(f"at_{name}" for name in TENSORS)),
-        *_numbers("loaded_frame"),
-        *_numbers("loaded_layer", "loaded_rows", kind="<i4"),
-        *_numbers("max_rows", "max_pages", "block", "prefill_tiles", kind="<i4"),
+        *numbers(*(f"at_{name}" for name in TENSORS)),
+        *numbers("loaded_frame"),
+        *numbers("loaded_layer", "loaded_rows", kind="<i4"),
+        *numbers("max_rows", "max_pages", "block", "prefill_tiles", kind="<i4"),
     ]
 )
 """Addresses; whose data is here: the id of a frame, the layer where its group became this one,
 and how many rows of it live; and sizes. A group has one bucket, wherever it is."""
 
-SAMPLED: Dtype = np.dtype(_numbers("slot", "token", kind="<i4"))
+SAMPLED: Dtype = np.dtype(numbers("slot", "token", kind="<i4"))
 
 SECTIONS = (
     Section("stages", STAGE, "num_stages"),
@@ -55,9 +54,9 @@ and of whole steps. `sampled`: what the frame that ended last gave."""
 
 LANES: Dtype = np.dtype(
     [
-        *_numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
-        *_numbers("num_stages", "num_starts", "seats", "num_layers", "spare_slot"),
-        *_numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
+        *numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
+        *numbers("num_stages", "num_starts", "seats", "num_layers", "spare_slot"),
+        *numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
     ]
 )
 """Offsets and sizes; then of the running frame: the stage that was chosen last, the first layer not
@@ -67,20 +66,28 @@ finished, whether the lane of that stage must be filled first, and when it began
 STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Lanes": LANES}
 ENUMS = {
     "Branch": {"NOTHING": NOTHING, "CANNOT": CANNOT},
-    "Became": {"GOES_ON": GOES_ON, "PARKED": PARKED, "ENDED": ENDED},
+    "Became": {"GOES_ON": GOES_ON, "PARKED": PARKED, "OVER": OVER},
 }
 HEADER = layout.HEADER.with_name("lanes.h")
 
 
 def emit_header() -> str:
-    """Return `lanes.h`: the structs of this block, for C++ and CUDA."""
-    lines = [*layout.header_of("lanes"), '#include "state.h"', "namespace qllm {"]
-    lines += [f"const i64 kLanesVersion = {VERSION};", f"const i32 kBroken = {BROKEN};"]
-    lines += [line for enum, names in ENUMS.items() for line in layout.enum_lines(enum, names)]
-    structs: dict[str, Any] = STRUCTS
-    lines += layout.struct_lines(structs)
-    lines += layout.section_lines("QLLM_LANES_SECTIONS", SECTIONS, structs)
-    return "\n".join([*lines, "}  // namespace qllm", ""])
+    """Return `lanes.h`: the structs of this block and the arrays behind it, for C++ and CUDA."""
+    lines = [
+        "// Made from qllm/device/lanes.py by `python -m qllm.device.lanes`; do not edit.",
+        "#pragma once",
+        '#include "state.h"',
+        "namespace qllm {",
+        f"const i64 kLanesVersion = {VERSION};",
+        f"const i32 kBroken = {BROKEN};",
+        *c_enums(ENUMS),
+        "",
+    ]
+    known = {dtype: name for name, dtype in STRUCTS.items()}
+    for name, dtype in STRUCTS.items():
+        lines += c_struct(name, dtype, known)
+    lines += [c_sections("QLLM_LANES_SECTIONS", SECTIONS, known), "}  // namespace qllm", ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ into a device. Numbers are little-endian; a time that is not known is NONE.
 A *slot* is the index of a live request or frame; it is stable while that lives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from qllm.structs import TYPEDEFS, Dtype, c_struct
 
 VERSION = 3
 """Of everything in this file; the extension refuses a block of another version."""
@@ -20,8 +22,6 @@ NONE = -(2**63)
 COST_LEVELS = 32
 """Most entries of a cost table."""
 HEADER = Path(__file__).parent.parent / "kernels" / "csrc" / "state.h"
-
-Dtype = np.dtype[Any]
 
 IDLE, WAIT, START, RESUME = range(4)
 """Kinds of a decision: nothing lives; wait until `wait_until_ns`; make a frame; go on with one."""
@@ -42,32 +42,33 @@ MOST_NUMBERS = 6
 """Arguments of a call."""
 
 
-def _numbers(*names: str, kind: str = "<i8") -> list[tuple[str, Any]]:
+def numbers(*names: str, kind: str = "<i8") -> list[tuple[str, Any]]:
+    """Fields of one type."""
     return [(name, kind) for name in names]
 
 
 REQUEST: Dtype = np.dtype(
     [
-        *_numbers("id", "arrival_ns", "priority", "ttft_ns", "tpot_ns", "served_ns"),
-        *_numbers("last_progress_ns", "first_token_ns", "last_token_ns", "tier", "key"),
-        *_numbers("mark", "gone"),
-        *_numbers("num_prompt", "num_tokens", "num_computed", kind="<i4"),
-        *_numbers("num_blocks", "first_block", "last_block", kind="<i4"),
-        *_numbers("front_lo", "front_hi", "front_layer", "frame", kind="<i4"),
-        *_numbers("evictions", "preemptions", "failures", "place", "next", "live", kind="<i4"),
+        *numbers("id", "arrival_ns", "priority", "ttft_ns", "tpot_ns", "served_ns"),
+        *numbers("last_progress_ns", "first_token_ns", "last_token_ns", "tier", "key"),
+        *numbers("mark", "gone"),
+        *numbers("num_prompt", "num_tokens", "num_computed", kind="<i4"),
+        *numbers("num_blocks", "first_block", "last_block", kind="<i4"),
+        *numbers("front_lo", "front_hi", "front_layer", "frame", kind="<i4"),
+        *numbers("evictions", "preemptions", "failures", "place", "next", "live", kind="<i4"),
     ]
 )
 """`front_layer` and `frame` are -1 where there is none; `next` links free slots. `mark` and `gone`
 stamp those who take part in the decision under way."""
 
 ROW: Dtype = np.dtype(
-    [("request_id", "<i8"), *_numbers("lo", "hi", "start", "end", "slot", "flags", kind="<i4")]
+    [("request_id", "<i8"), *numbers("lo", "hi", "start", "end", "slot", "flags", kind="<i4")]
 )
 
 FRAME: Dtype = np.dtype(
     [
-        *_numbers("id", "parked_ns", "stop_below"),
-        *_numbers("num_rows", "layer", "inside", "grain", "next", "reserved", kind="<i4"),
+        *numbers("id", "parked_ns", "stop_below"),
+        *numbers("num_rows", "layer", "inside", "grain", "next", "reserved", kind="<i4"),
     ]
 )
 """`layer`: the first one not finished; `inside`: whether that is begun. Its rows lie in
@@ -76,14 +77,14 @@ FRAME: Dtype = np.dtype(
 TIER: Dtype = np.dtype(
     [
         ("tier", "<i8"),
-        *_numbers("decodes", "decodes_end", "prefills", "prefills_end", kind="<i4"),
-        *_numbers("waiting", "waiting_end", "admitted_end", "cohort", kind="<i4"),
+        *numbers("decodes", "decodes_end", "prefills", "prefills_end", kind="<i4"),
+        *numbers("waiting", "waiting_end", "admitted_end", "cohort", kind="<i4"),
     ]
 )
 """Ranges of the scratch arrays of the same names."""
 
 EFFECT: Dtype = np.dtype(
-    [*_numbers("frame_id", "request_id", "for_request"), *_numbers("kind", "lost", kind="<i4")]
+    [*numbers("frame_id", "request_id", "for_request"), *numbers("kind", "lost", kind="<i4")]
 )
 
 
@@ -97,6 +98,7 @@ class Section(NamedTuple):
 
 
 I4: Dtype = np.dtype("<i4")
+I8: Dtype = np.dtype("<i8")
 SECTIONS = (
     Section("requests", REQUEST, "capacity"),
     Section("frames", FRAME, "capacity"),
@@ -122,26 +124,26 @@ the blocks of a request; `free_blocks` is a stack of `num_free`. `marks`: where 
 (level L2). From `tiers`
 on it is scratch of one call."""
 
-_LIMITS = _numbers("capacity", "seats", "num_blocks", "num_marks", "num_layers")
-_LIMITS += _numbers("max_step_tokens", "block_size", "finest_grain", "max_segment_ns")
-_POLICY = _numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
-_POLICY += _numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
-_POLICY += _numbers("max_be_stall_ms")
-_COUNTERS = _numbers("ride_credit_ns", "ride_margin_ns", "ride_spent_ns", "ride_best_ns")
-_COUNTERS += _numbers("idle_since_ns", "num_live", "num_free")
-_COUNTERS += _numbers("free_request", "free_frame", "next_frame_id", "epoch", "num_odd")
-_COUNTERS += _numbers("running", "num_parked", "num_admitted", "num_waiting", "num_unranked")
-_COUNTERS += _numbers("num_suspects", "num_effects")
-_DECISION = _numbers("kind", "decided_frame", "slice_ns", "wait_until_ns", "stuck")
+_LIMITS = numbers("capacity", "seats", "num_blocks", "num_marks", "num_layers")
+_LIMITS += numbers("max_step_tokens", "block_size", "finest_grain", "max_segment_ns")
+_POLICY = numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
+_POLICY += numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
+_POLICY += numbers("max_be_stall_ms")
+_COUNTERS = numbers("ride_credit_ns", "ride_margin_ns", "ride_spent_ns", "ride_best_ns")
+_COUNTERS += numbers("idle_since_ns", "num_live", "num_free")
+_COUNTERS += numbers("free_request", "free_frame", "next_frame_id", "epoch", "num_odd")
+_COUNTERS += numbers("running", "num_parked", "num_admitted", "num_waiting", "num_unranked")
+_COUNTERS += numbers("num_suspects", "num_effects")
+_DECISION = numbers("kind", "decided_frame", "slice_ns", "wait_until_ns", "stuck")
 
 STATE: Dtype = np.dtype(
     [
-        *_numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
+        *numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
         *_LIMITS,
         *_POLICY,
         ("ride_frac", "<f8"),
         ("decode_ns", "<i8", (COST_LEVELS,)),
-        *_numbers("num_decode_ns", "prefill_token_ns"),
+        *numbers("num_decode_ns", "prefill_token_ns"),
         *_COUNTERS,
         *_DECISION,
     ]
@@ -170,7 +172,6 @@ ENUMS = {
     "RowFlag": {"SAMPLES": SAMPLES, "DEAD": DEAD},
     "Call": {f"CALL_{name.upper()}": index for index, name in enumerate(CALLS)},
 }
-_C = {"i4": "i32", "i8": "i64", "f8": "double"}
 
 
 def cell(name: str) -> int:
@@ -179,17 +180,19 @@ def cell(name: str) -> int:
     return int(STATE.fields[name][1]) // 8
 
 
-def section_offsets(
-    sizes: dict[str, int], head: Dtype = STATE, sections: Sequence[Section] = SECTIONS
-) -> tuple[dict[str, int], int]:
+def section_offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Where each section begins, and the bytes of the whole block.
 
     Args:
-        sizes: What the sizes of sections are products of; of a state `capacity`, `seats`,
-            `num_blocks` and `num_marks`.
-        head: What the block begins with.
-        sections: What follows.
+        sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
     """
+    return place(STATE, SECTIONS, sizes)
+
+
+def place(
+    head: Dtype, sections: Sequence[Section], sizes: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+    """Where each of some sections begins behind a head, and the bytes of it all."""
     at, offsets = head.itemsize, {}
     for section in sections:
         offsets[section.name] = at
@@ -197,7 +200,7 @@ def section_offsets(
     return offsets, at
 
 
-def count_of(section: Section, sizes: dict[str, int]) -> int:
+def count_of(section: Section, sizes: Mapping[str, int]) -> int:
     """Elements of a section."""
     count = 1
     for factor in section.size.split(" * "):
@@ -208,51 +211,38 @@ def count_of(section: Section, sizes: dict[str, int]) -> int:
 def emit_header() -> str:
     """Return `state.h`: the structs of the block and the arrays behind it, for C++ and CUDA."""
     lines = [
-        *header_of("layout"),
+        "// Made from qllm/device/layout.py by `python -m qllm.device.layout`; do not edit.",
+        "#pragma once",
         "namespace qllm {",
-        "typedef int i32;",
-        "typedef long long i64;",
+        *TYPEDEFS,
         f"const i64 kVersion = {VERSION};",
         "const i64 kNone = -9223372036854775807LL - 1;",
         f"const i32 kCostLevels = {COST_LEVELS};",
         f"const i32 kMostNumbers = {MOST_NUMBERS};",
+        *c_enums(ENUMS),
+        "",
     ]
-    lines += [line for enum, names in ENUMS.items() for line in enum_lines(enum, names)]
-    lines += struct_lines(STRUCTS)
-    lines += section_lines("QLLM_SECTIONS", SECTIONS, STRUCTS)
-    return "\n".join([*lines, "}  // namespace qllm", ""])
+    known = {dtype: name for name, dtype in STRUCTS.items()}
+    for name, dtype in STRUCTS.items():
+        lines += c_struct(name, dtype, known)
+    lines += [c_sections("QLLM_SECTIONS", SECTIONS, known), "}  // namespace qllm", ""]
+    return "\n".join(lines)
 
 
-def header_of(module: str) -> list[str]:
-    """The first lines of a header that a module of this package makes."""
-    made = f"qllm/device/{module}.py by `python -m qllm.device.{module}`"
-    return [f"// Made from {made}; do not edit.", "#pragma once"]
-
-
-def enum_lines(enum: str, names: dict[str, int]) -> list[str]:
-    """An enum in C++."""
-    values = ", ".join(f"{name} = {value}" for name, value in names.items())
-    return [f"enum {enum} {{ {values} }};"]
-
-
-def struct_lines(structs: dict[str, Dtype]) -> list[str]:
-    """The structs in C++, their sizes asserted."""
+def c_enums(enums: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Enums, one per line."""
     lines = []
-    for struct, dtype in structs.items():
-        lines += ["", f"struct {struct} {{"]
-        for name in dtype.names or ():
-            base, shape = dtype[name].subdtype or (dtype[name], ())
-            lines.append(f"  {_C[base.str[1:]]} {name}{''.join(f'[{n}]' for n in shape)};")
-        lines.append("};")
-        lines.append(f'static_assert(sizeof({struct}) == {dtype.itemsize}, "{struct}");')
+    for enum, names in enums.items():
+        values = ", ".join(f"{name} = {value}" for name, value in names.items())
+        lines.append(f"enum {enum} {{ {values} }};")
     return lines
 
 
-def section_lines(macro: str, sections: Sequence[Section], structs: dict[str, Dtype]) -> list[str]:
-    """A macro that names the arrays of a block and their types."""
-    types = {dtype: name for name, dtype in structs.items()} | {I4: "i32"}
+def c_sections(macro: str, sections: Sequence[Section], known: Mapping[Dtype, str]) -> str:
+    """A macro that names the arrays of a block."""
+    types = {**known, I4: "i32", I8: "i64"}
     arrays = " ".join(f"X({types[s.dtype]}, {s.name})" for s in sections)
-    return ["", "// The arrays of a block: X(type, name).", f"#define {macro}(X) {arrays}"]
+    return f"// The arrays of a block: X(type, name).\n#define {macro}(X) {arrays}"
 
 
 if __name__ == "__main__":

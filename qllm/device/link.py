@@ -10,7 +10,10 @@ from qllm.device.layout import HEADER
 from qllm.device.rank import compile_device
 from qllm.errors import ConfigError
 
-KERNELS = ("qllm_call", "qllm_ring_read", "qllm_ring_write", "qllm_before", "qllm_after")
+KERNELS = (
+    *("qllm_call", "qllm_server_call", "qllm_ring_read", "qllm_ring_write"),
+    *("qllm_before", "qllm_after"),
+)
 """Entry points of `kernels/csrc/scheduler.cu`."""
 
 

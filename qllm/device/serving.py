@@ -1,57 +1,161 @@
 """What the device keeps of a request beside the scheduler's state: tokens, sampling, its end.
 
 A second block of memory beside STATE (see `layout`), with the same slots: SERVER, then the arrays
-of SECTIONS, each at the byte offset that SERVER names. Addresses in it are 8-byte numbers.
+of SECTIONS, each at the byte offset that SERVER names. Addresses in it are 8-byte numbers. A
+request holds its slot from the claim until its last record is in its front end's token ring.
 """
+
+from pathlib import Path
 
 import numpy as np
 
-from qllm.device import layout
-from qllm.device.layout import I4, Dtype, Section, _numbers
+from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
+from qllm.structs import RING_END, Dtype, c_struct
 
-VERSION = 1
+VERSION = 2
 """Of everything in this file."""
 MOST_STOP_IDS = 8
 """Ids that end a request on the device; one with more is not served there."""
+MOST_CLAIMS = 16
+"""Records that one call takes from one ring."""
+MOST_PUBLISHED = 64
+"""Tokens of one request that one call writes."""
+MOST_PENDING = 256
+"""Cancels kept per front end for requests that are still in its rings."""
+TEXT_BYTES = 240
+"""Of an error; the rest of a longer one is cut off."""
+HEADER = Path(__file__).parent.parent / "kernels" / "csrc" / "serving.h"
+
+FREE, LIVE, ENDED = range(3)
+"""Phases of a slot. ENDED: some of its records found no room in the token ring yet."""
+ADDED, REMOVED = 1, 2
+"""Kinds of an event."""
+DETACHED, ATTACHED = 0, 1
+"""States of a front end."""
+WELL, BROKEN_RING, BAD_RECORD, FOREIGN_ID, DOUBLE_ID = range(5)
+"""Why a front end was cut off; WELL is that it was not."""
+SERVE, DRAINED, STOP = range(3)
+"""What front ends ask of the loop. DRAINED: no new requests come and none is left."""
+CALLS = (
+    *("open", "claim", "arrived", "asked", "decide", "done", "stopped", "failed", "sampled"),
+    *("end", "flush", "detach", "show", "find"),
+)
+"""The functions of the server; a kernel launch names one by its index."""
+CAUSES = 3
+"""Why tokens are computed again: evicted, retried, preempted (see `qllm.metrics`)."""
 
 SERVING: Dtype = np.dtype(
     [
-        *_numbers("seed", "top_k"),
-        *_numbers("temperature", "top_p", "min_p", kind="<f8"),
-        *_numbers("deadline_ns"),
+        ("seed", "<u8"),
+        *numbers("top_k"),
+        *numbers("temperature", "top_p", "min_p", kind="<f8"),
+        *numbers("deadline_ns", "planned_ns", "last_ran_ns", "stall_ns", "parked_ns"),
+        *numbers("parked_at_ns", "frame_id"),
         ("stop_ids", "<i8", (MOST_STOP_IDS,)),
-        *_numbers("num_stop_ids", "max_tokens", "front_end", "flags", kind="<i4"),
+        ("lost_from", "<i4", (CAUSES,)),
+        ("lost_to", "<i4", (CAUSES,)),
+        ("recomputed", "<i4", (CAUSES,)),
+        *numbers("lo", "hi", "depth", kind="<i4"),
+        *numbers("num_stop_ids", "max_tokens", "front_end", "flags", kind="<i4"),
+        *numbers("phase", "reason", "num_published", "owes", "next", "num_text", kind="<i4"),
+        ("text", "u1", (TEXT_BYTES,)),
     ]
 )
-"""Of the live request in a slot. `max_tokens`: sampled ones; `front_end`: who gets them."""
+"""Of the request in a slot. `max_tokens`: sampled ones; `front_end`: index of who gets them.
+`planned_ns` to `depth` are what `qllm.metrics` keeps of a request: `parked_at_ns` and `frame_id`
+while it is in a parked frame, `lo`, `hi`, `depth` what is computed, `lost_*` per cause the tokens
+to be planned again. `reason` and `text` say how it ended; `owes`: records wait for room; `next`
+links the slots of a bucket."""
+
+PENDING: Dtype = np.dtype([("request_id", "<i8"), *numbers("reason", "passed", kind="<i4")])
+"""A cancel that came before its request was claimed. `passed`: bit 0 and 1 say that the LS and the
+BE ring were seen empty since, so that its request is in neither."""
+
+FRONT_END: Dtype = np.dtype(
+    [
+        *((name, RING_END) for name in ("ls", "be", "cancel", "token")),
+        *numbers("number", "progress"),
+        *numbers("num_claimed", "num_refused", "num_ended", "num_written"),
+        *numbers("state", "why", "held", "owing", "cursor", "num_pending", kind="<i4"),
+        ("pending", PENDING, (MOST_PENDING,)),
+    ]
+)
+"""`number`: in the ids of its requests. `progress`: address of its word. `num_claimed` counts
+requests taken out of its rings; of these `num_refused` ended at once. `num_ended` and
+`num_written` count requests that ended, and records in its token ring. `held`: slots; `owing`:
+those of them with records that wait for room; `cursor`: the slot after which to look for these."""
+
+EVENT: Dtype = np.dtype([("request_id", "<i8"), *numbers("kind", "slot", kind="<i4")])
+"""For the host: a request took a slot, or is computed no more. Whoever calls takes them and sets
+`num_events` to 0."""
 
 SECTIONS = (
     Section("serving", SERVING, "capacity"),
     Section("tokens", I4, "capacity * max_total_tokens"),
+    Section("token_ns", I8, "capacity * max_total_tokens"),
+    Section("front_ends", FRONT_END, "num_front_ends"),
+    Section("buckets", I4, "num_buckets"),
+    Section("events", EVENT, "capacity * 4"),
 )
-"""`tokens`: of the request in slot s, prompt and sampled, from s * max_total_tokens on."""
+"""`tokens`: of the request in slot s, prompt and sampled, from s * max_total_tokens on; `token_ns`:
+when each was sampled. `buckets`: heads of the chains in which a slot is found by its id."""
 
 SERVER: Dtype = np.dtype(
     [
-        *_numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
-        *_numbers("capacity", "max_total_tokens"),
+        *numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
+        *numbers("capacity", "max_total_tokens", "num_front_ends", "num_buckets"),
+        *numbers("vocab_size", "ls_slots", "shared_slots", "control"),
+        *numbers("first_front_end", "num_held", "num_events", "next_deadline_ns", "most_layers"),
+        *numbers("bell_seen", "word", "lowered_ns", "num_steps", "num_tokens"),
     ]
 )
+"""Offsets; sizes; `ls_slots`: slots that BE requests leave free; `shared_slots`: slots that every
+attached front end can have whatever the others hold; `control`: address of the engine's control
+block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found."""
 
-STRUCTS: dict[str, Dtype] = {"Serving": SERVING, "ServerState": SERVER}
-HEADER = layout.HEADER.with_name("serving.h")
+STRUCTS = {"Serving": SERVING, "Pending": PENDING, "FrontEnd": FRONT_END, "Event": EVENT}
+STRUCTS |= {"ServerState": SERVER}
+ENUMS = {
+    "Phase": {"FREE": FREE, "LIVE": LIVE, "ENDED": ENDED},
+    "EventKind": {"ADDED": ADDED, "REMOVED": REMOVED},
+    "Attached": {"DETACHED": DETACHED, "ATTACHED": ATTACHED},
+    "Why": {
+        "WELL": WELL,
+        "BROKEN_RING": BROKEN_RING,
+        "BAD_RECORD": BAD_RECORD,
+        "FOREIGN_ID": FOREIGN_ID,
+        "DOUBLE_ID": DOUBLE_ID,
+    },
+    "Asked": {"SERVE": SERVE, "DRAINED": DRAINED, "STOP": STOP},
+    "ServerCall": {f"SERVER_{name.upper()}": index for index, name in enumerate(CALLS)},
+}
+_NUMBERS = {
+    "ServingVersion": VERSION,
+    "MostStopIds": MOST_STOP_IDS,
+    "MostClaims": MOST_CLAIMS,
+    "MostPublished": MOST_PUBLISHED,
+    "MostPending": MOST_PENDING,
+    "TextBytes": TEXT_BYTES,
+    "Causes": CAUSES,
+}
 
 
 def emit_header() -> str:
-    """Return `serving.h`: the structs of this block, for C++ and CUDA."""
-    lines = [*layout.header_of("serving"), '#include "state.h"', "namespace qllm {"]
-    lines += [
-        f"const i64 kServingVersion = {VERSION};",
-        f"const i32 kMostStopIds = {MOST_STOP_IDS};",
+    """Return `serving.h`: the structs of the block and the arrays behind it, for C++ and CUDA."""
+    lines = [
+        "// Made from qllm/device/serving.py by `python -m qllm.device.serving`; do not edit.",
+        "#pragma once",
+        '#include "records.h"',
+        "namespace qllm {",
+        *(f"const i32 k{name} = {value};" for name, value in _NUMBERS.items()),
+        *c_enums(ENUMS),
+        "",
     ]
-    lines += layout.struct_lines(STRUCTS)
-    lines += layout.section_lines("QLLM_SERVER_SECTIONS", SECTIONS, STRUCTS)
-    return "\n".join([*lines, "}  // namespace qllm", ""])
+    known = {dtype: name for name, dtype in STRUCTS.items()} | {RING_END: "RingEnd"}
+    for name, dtype in STRUCTS.items():
+        lines += c_struct(name, dtype, known)
+    lines += [c_sections("QLLM_SERVER_SECTIONS", SECTIONS, known), "}  // namespace qllm", ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

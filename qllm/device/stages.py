@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qllm.decision import Limits
-from qllm.device import lanes, layout, serving
+from qllm.device import lanes, serving
 from qllm.device.block import Zeros, host_zeros
-from qllm.device.layout import NONE, Dtype, Section
-from qllm.device.scheduler import NativeScheduler, host_calls
+from qllm.device.deciding import host_calls
+from qllm.device.layout import NONE
+from qllm.device.records import Records
+from qllm.device.scheduler import NativeScheduler
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.policy import Groups, RankPolicy
+from qllm.structs import Dtype
 from qllm.types import NS_PER_MS, SamplingParams, Slo
 
 NO_SLO = Slo()
@@ -30,44 +33,6 @@ class Sampled(NamedTuple):
     slot: int
     token: int
     """Its next token, or `lanes.BROKEN`: no logit was finite, the request must end."""
-
-
-class Records:
-    """A block of memory: a head, then the arrays that it names the offsets of.
-
-    Args:
-        head: What it begins with.
-        sections: What follows.
-        sizes: What the sizes of sections are products of.
-        version: Of the block.
-        zeros: Makes its memory, so many numbers of eight bytes.
-    """
-
-    def __init__(
-        self,
-        head: Dtype,
-        sections: Sequence[Section],
-        sizes: dict[str, int],
-        version: int,
-        zeros: Zeros = host_zeros,
-    ) -> None:
-        offsets, num_bytes = layout.section_offsets(sizes, head, sections)
-        memory = zeros(-(-num_bytes // 8))
-        self.address: int = memory.ctypes.data
-        self.head = np.frombuffer(memory, head, 1)
-        self.arrays = {
-            s.name: np.frombuffer(memory, s.dtype, layout.count_of(s, sizes), offsets[s.name])
-            for s in sections
-        }
-        self.head["version"] = version
-        for name, size in sizes.items():
-            self.head[name] = size
-        for name, at in offsets.items():
-            self.head[f"at_{name}"] = at
-
-    def get(self, name: str) -> int:
-        """A number of the head."""
-        return int(self.head[name][0])
 
 
 def branches(captured: Sequence[Any]) -> list[Any]:
@@ -97,15 +62,15 @@ def lanes_of(stages: Any, num_layers: int, seats: int, zeros: Zeros = host_zeros
     num_starts = 2 * (num_layers + 1)
     sizes = {"num_stages": len(keys), "num_starts": num_starts, "seats": seats}
     out = Records(lanes.LANES, lanes.SECTIONS, sizes, lanes.VERSION, zeros)
-    out.head["num_layers"] = num_layers
+    out.set(num_layers=num_layers)
     for branch, key in enumerate(keys):
         numbers = (key.start, key.end, *key.bucket, key.head, key.whole)
-        out.arrays["stages"][branch] = numbers
+        out.array("stages")[branch] = numbers
     begins = [key.whole * (num_layers + 1) + key.start for key in keys]
-    out.arrays["starts"][:] = np.searchsorted(begins, range(num_starts))
+    out.array("starts")[:] = np.searchsorted(begins, range(num_starts))
     for whole in (False, True):
-        _describe(stages.lanes[whole], out.arrays["lanes"][int(whole) : int(whole) + 1])
-    out.head["spare_slot"] = len(stages.lanes[True].hidden_SD) - 1
+        _describe(stages.lanes[whole], out.array("lanes")[int(whole) : int(whole) + 1])
+    out.set(spare_slot=len(stages.lanes[True].hidden_SD) - 1)
     return out
 
 
@@ -235,9 +200,10 @@ class StageLoop:
             policy, shape, NO_CUTS, limits, capacity=capacity, calls=calls, zeros=zeros
         )
         sizes = {"capacity": capacity, "max_total_tokens": max_total_tokens}
+        sizes |= {"num_front_ends": 1, "num_buckets": 1}  # requests come from `add`, not from rings
         self.server = Records(serving.SERVER, serving.SECTIONS, sizes, serving.VERSION, zeros)
         self.lanes = lanes_of(stages, shape.num_layers, limits.max_num_seqs, zeros)
-        self._tokens = self.server.arrays["tokens"].reshape(capacity, max_total_tokens)
+        self._tokens = self.server.array("tokens").reshape(capacity, max_total_tokens)
         self._stages = stages
         self._keys = branches(list(stages.captured))
         self.trace: list[int] = []
@@ -273,7 +239,7 @@ class StageLoop:
         slot = self.scheduler.call("add", request_id, priority, arrival_ns, *times, len(ids))
         if slot < 0:
             raise InvariantError(f"there is no slot for request {request_id}")
-        record = self.server.arrays["serving"][slot : slot + 1]
+        record = self.server.array("serving")[slot : slot + 1]
         record["seed"], record["max_tokens"] = seed, max_tokens
         for name in ("top_k", "temperature", "top_p", "min_p"):
             record[name] = getattr(sampling, name)
@@ -317,7 +283,7 @@ class StageLoop:
             stop: The best class of those who arrived since the last decision.
 
         Returns:
-            What became of its frame: `lanes.GOES_ON`, `PARKED`, or `ENDED`, see `sampled`.
+            What became of its frame: `lanes.GOES_ON`, `PARKED`, or `OVER`, see `sampled`.
         """
         became: int = self.scheduler.native.turn_after(*self._addresses, now_ns, stop)
         return became
@@ -325,7 +291,7 @@ class StageLoop:
     @property
     def sampled(self) -> list[Sampled]:
         """What the frame that ended in the last turn gave."""
-        found = self.lanes.arrays["sampled"][: self.lanes.get("num_sampled")]
+        found = self.lanes.array("sampled")[: self.lanes.get("num_sampled")]
         return [Sampled(int(slot), int(token)) for slot, token in found]
 
     @property

@@ -13,11 +13,11 @@ from qllm.ingress.codec import (
     encode_cancel,
     encode_submission,
 )
-from qllm.ingress.layout import CANCEL_KIND, REQUEST_KIND, TOKEN_KIND
+from qllm.ingress.layout import CANCEL_KIND, NUMBER_BITS, REQUEST_KIND, TOKEN_KIND
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import RingReader, RingWriter, record_bytes
-from qllm.ingress.shm import NUMBER_BITS, Doorbell
+from qllm.ingress.shm import Doorbell
 from qllm.types import Priority, Sampled
 
 _MASK = 0xFFFF_FFFF

@@ -7,9 +7,11 @@ little-endian, every field lies at a multiple of its size.
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import numpy as np
+
+from qllm.structs import RING_END, TYPEDEFS, Dtype, c_struct
 
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
@@ -17,8 +19,10 @@ VERSION = 1
 """Of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
-
-Dtype = np.dtype[Any]
+NUMBER_BITS = 40
+"""A request id is (front end << NUMBER_BITS) | (count of that front end)."""
+RECORDS = Path(__file__).parent.parent / "kernels" / "csrc" / "records.h"
+"""What `emit_records` returns, for the engine's ends in C++."""
 
 HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("flags", "<u2")])
 """`length` counts bytes from header to trailer, both included; a multiple of LINE."""
@@ -197,24 +201,26 @@ def _fields(dtype: Dtype) -> Iterator[tuple[str, Dtype]]:
         yield name, dtype.fields[name][0]
 
 
+_NUMBERS: dict[str, int] = {
+    "VERSION": VERSION,
+    "LINE": LINE,
+    "REQUEST_KIND": REQUEST_KIND,
+    "CANCEL_KIND": CANCEL_KIND,
+    "TOKEN_KIND": TOKEN_KIND,
+    "FINISH_KIND": FINISH_KIND,
+    "HAS_DEADLINE": HAS_DEADLINE,
+    "IGNORE_EOS": IGNORE_EOS,
+    "HAS_LOGPROBS": HAS_LOGPROBS,
+    "HAS_METRICS": HAS_METRICS,
+    "HAS_ERROR": HAS_ERROR,
+    **{f"REASON_{reason.upper()}": i for i, reason in enumerate(REASONS)},
+}
+
+
 def emit_header() -> str:
     """Return a C header (C99) with a struct per record and block, for a front end in C."""
     lines = ["#ifndef QLLM_RINGS_H", "#define QLLM_RINGS_H", "#include <stdint.h>", ""]
-    numbers = {
-        "MAGIC": f"{MAGIC:#x}ULL",
-        "VERSION": VERSION,
-        "LINE": LINE,
-        "REQUEST_KIND": REQUEST_KIND,
-        "CANCEL_KIND": CANCEL_KIND,
-        "TOKEN_KIND": TOKEN_KIND,
-        "FINISH_KIND": FINISH_KIND,
-        "HAS_DEADLINE": HAS_DEADLINE,
-        "IGNORE_EOS": IGNORE_EOS,
-        "HAS_LOGPROBS": HAS_LOGPROBS,
-        "HAS_METRICS": HAS_METRICS,
-        "HAS_ERROR": HAS_ERROR,
-    }
-    numbers |= {f"REASON_{reason.upper()}": i for i, reason in enumerate(REASONS)}
+    numbers = {"MAGIC": f"{MAGIC:#x}ULL", **_NUMBERS}
     lines += [f"#define QLLM_{name} {value}" for name, value in numbers.items()]
     known = {dtype: name for name, dtype in STRUCTS.items()}
     for struct_name, dtype in STRUCTS.items():
@@ -225,3 +231,34 @@ def emit_header() -> str:
             lines.append(f"    {kind} {name}{''.join(f'[{n}]' for n in shape)};")
         lines.append("};")
     return "\n".join([*lines, "", "#endif", ""])
+
+
+def emit_records() -> str:
+    """Return `records.h`: the same for the engine's ends, in C++ for host and device."""
+    numbers = {"NUMBER_BITS": NUMBER_BITS, **_NUMBERS}
+    del numbers["VERSION"]  # of the layout; that of the extension covers both
+    structs = {
+        "RecordHeader": HEADER,
+        "RequestRecord": REQUEST,
+        "CancelRecord": CANCEL,
+        "TokenRecord": TOKEN,
+        "FinishRecord": FINISH,
+        "ControlBlock": CONTROL_BLOCK,
+        "RingEnd": RING_END,
+    }
+    known = {dtype: name for name, dtype in structs.items()}
+    lines = [
+        "// Made from qllm/ingress/layout.py by `python -m qllm.ingress.layout`; do not edit.",
+        "#pragma once",
+        "namespace qllm {",
+        *TYPEDEFS,
+        *(f"const u32 k{name.title().replace('_', '')} = {n};" for name, n in numbers.items()),
+        "",
+    ]
+    for struct_name, dtype in structs.items():
+        lines += c_struct(struct_name, dtype, known)
+    return "\n".join([*lines, "}  // namespace qllm", ""])
+
+
+if __name__ == "__main__":
+    RECORDS.write_text(emit_records())

@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 
 from qllm.ingress.ring import BROKEN_AFTER_NS, Ends, Record, RingError, record_bytes
-
-RING_END = np.dtype(
-    [(name, "<u8") for name in ("bytes", "tail", "capacity", "at", "seq")]
-    + [("wrong_since_ns", "<i8")]
-)
-"""`RingEnd` of `kernels/csrc/rings.h`."""
+from qllm.structs import RING_END
 
 
 class _NativeEnd:

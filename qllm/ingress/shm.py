@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from qllm.ingress.codec import decode_cancel, decode_submission, encode_finish, encode_token
-from qllm.ingress.layout import FINISH_KIND, TOKEN_KIND
+from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, TOKEN_KIND
 from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
 from qllm.ingress.ring import ENDS, Ends, RingError
@@ -25,8 +25,6 @@ from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 
 T = TypeVar("T", Submission, Cancel)
 
-NUMBER_BITS = 40
-"""A request id is (front end << NUMBER_BITS) | (count of that front end)."""
 BEAT_NS = NS_PER_S
 """An idle engine wakes this often to show that it lives."""
 BACKLOG_NS = NS_PER_MS

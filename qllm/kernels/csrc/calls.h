@@ -1,6 +1,6 @@
-// The functions of the scheduler by number: how a kernel launch names the one it wants.
+// The functions of scheduler and server by number: how a kernel launch names the one it wants.
 #pragma once
-#include "scheduler.h"
+#include "server.h"
 
 namespace qllm {
 
@@ -22,6 +22,30 @@ QLLM_HD_CALL inline i64 call(State* state, RankFunction rank, i32 which, const i
     case CALL_STOPPED:
       return s.stopped(i32(n[0]), i32(n[1]), i32(n[2]), n[3], n[4], i32(n[5])), 0;
     case CALL_FAILED: return s.failed();
+  }
+  return -1;
+}
+
+// The same for the server. `decide` and what follows a run are its own, which keep the meters.
+QLLM_D_CALL inline i64 server_call(ServerState* server, State* state, RankFunction rank, i32 which,
+                                   const i64* n) {
+  Server s(server, state, rank);
+  switch (which) {
+    case SERVER_OPEN: return s.open(), 0;
+    case SERVER_CLAIM: return s.claim(n[0]);
+    case SERVER_ARRIVED: return s.arrived(n[0]);
+    case SERVER_ASKED: return s.asked();
+    case SERVER_DECIDE: return s.decide(n[0]);
+    case SERVER_DONE: return s.done(i32(n[0]), n[1], n[2]);
+    case SERVER_STOPPED:
+      return s.stopped(i32(n[0]), i32(n[1]), i32(n[2]), n[3], n[4], i32(n[5])), 0;
+    case SERVER_FAILED: return s.failed(n[0], n[1]);
+    case SERVER_SAMPLED: return s.sampled(i32(n[0]), i32(n[1]), n[2]), 0;
+    case SERVER_END: return s.end(i32(n[0]), i32(n[1]), n[2]), 0;
+    case SERVER_FLUSH: return s.flush();
+    case SERVER_DETACH: return s.detach(i32(n[0]), i32(n[1]), n[2]), 0;
+    case SERVER_SHOW: return s.show(), 0;
+    case SERVER_FIND: return s.find(n[0]);
   }
   return -1;
 }

@@ -5,7 +5,7 @@ namespace qllm {
 const i64 kLanesVersion = 1;
 const i32 kBroken = -1;
 enum Branch { NOTHING = -1, CANNOT = -2 };
-enum Became { GOES_ON = 0, PARKED = 1, ENDED = 2 };
+enum Became { GOES_ON = 0, PARKED = 1, OVER = 2 };
 
 struct Stage {
   i32 start;

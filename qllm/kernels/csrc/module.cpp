@@ -9,57 +9,90 @@
 #include <utility>
 
 #include "calls.h"
-#include "rings.h"
 #include "turns.h"
 
 namespace {
 
 using namespace qllm;
 
-template <auto Member, class Type>
+// What a function works on, made of the first arguments.
+template <class Owner>
+struct Made;
+
+template <>
+struct Made<Scheduler> {
+  static constexpr Py_ssize_t num = 2;
+  static Scheduler of(PyObject* const* args) {
+    return {(State*)PyLong_AsVoidPtr(args[0]), (RankFunction)PyLong_AsVoidPtr(args[1])};
+  }
+};
+
+template <>
+struct Made<Server> {
+  static constexpr Py_ssize_t num = 3;
+  static Server of(PyObject* const* args) {
+    return {(ServerState*)PyLong_AsVoidPtr(args[0]), (State*)PyLong_AsVoidPtr(args[1]),
+            (RankFunction)PyLong_AsVoidPtr(args[2])};
+  }
+};
+
+template <class Owner, auto Member, class Type>
 struct Function;
 
-template <auto Member, class Result, class... A>
-struct Function<Member, Result (Scheduler::*)(A...)> {
+template <class Owner, auto Member, class Result, class Home, class... A>
+struct Function<Owner, Member, Result (Home::*)(A...)> {
+  static constexpr Py_ssize_t num_args = Made<Owner>::num + sizeof...(A);
+
   static PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t num) {
-    if (num != Py_ssize_t(sizeof...(A)) + 2)
-      return PyErr_Format(PyExc_TypeError, "%d arguments, not %d", int(sizeof...(A)) + 2, int(num));
+    if (num != num_args)
+      return PyErr_Format(PyExc_TypeError, "%d arguments, not %d", int(num_args), int(num));
     return run(args, std::index_sequence_for<A...>());
   }
 
  private:
   template <size_t... I>
   static PyObject* run(PyObject* const* args, std::index_sequence<I...>) {
-    auto* state = (State*)PyLong_AsVoidPtr(args[0]);
-    auto rank = (RankFunction)PyLong_AsVoidPtr(args[1]);
-    std::tuple<A...> values{A(PyLong_AsLongLong(args[I + 2]))...};
+    std::tuple<A...> values{A(PyLong_AsLongLong(args[Made<Owner>::num + I]))...};
+    for (Py_ssize_t i = 0; i < Made<Owner>::num; i++) PyLong_AsVoidPtr(args[i]);
     if (PyErr_Occurred()) return nullptr;
-    Scheduler scheduler(state, rank);
+    Owner owner = Made<Owner>::of(args);
     if constexpr (std::is_void_v<Result>) {
-      (scheduler.*Member)(std::get<I>(values)...);
+      (owner.*Member)(std::get<I>(values)...);
       Py_RETURN_NONE;
     } else {
-      return PyLong_FromLongLong((scheduler.*Member)(std::get<I>(values)...));
+      return PyLong_FromLongLong((owner.*Member)(std::get<I>(values)...));
     }
   }
 };
+template <class Owner, auto Member, class Result, class Home, class... A>
+struct Function<Owner, Member, Result (Home::*)(A...) const>
+    : Function<Owner, Member, Result (Home::*)(A...)> {};
 
-#define QLLM_METHOD(name)                                                                       \
-  {#name,                                                                                       \
-   (PyCFunction)(void (*)())Function<&Scheduler::name, decltype(&Scheduler::name)>::call,       \
-   METH_FASTCALL, "See scheduler.h."}
+#define QLLM_FUNCTION(owner, name)                                             \
+  (PyCFunction)(void (*)())Function<owner, &owner::name, decltype(&owner::name)>::call, \
+      METH_FASTCALL
+#define QLLM_METHOD(name) {#name, QLLM_FUNCTION(Scheduler, name), "See scheduler.h."}
+#define QLLM_SERVER_METHOD(name) {"server_" #name, QLLM_FUNCTION(Server, name), "See server.h."}
 
-// (state, rank, which, number...): one of the functions above by its number, as a kernel does it.
+// (state, rank, which, number...) and (server, state, rank, which, number...): one of the functions
+// above by its number, as a kernel does it.
+template <class Owner>
 PyObject* call_by_number(PyObject*, PyObject* const* args, Py_ssize_t num) {
+  const Py_ssize_t fixed = Made<Owner>::num + 1;
   i64 numbers[kMostNumbers] = {};
-  if (num < 3 || num > 3 + kMostNumbers)
-    return PyErr_Format(PyExc_TypeError, "3 to %d arguments, not %d", 3 + kMostNumbers, int(num));
-  auto* state = (State*)PyLong_AsVoidPtr(args[0]);
-  auto rank = (RankFunction)PyLong_AsVoidPtr(args[1]);
-  i64 which = PyLong_AsLongLong(args[2]);
-  for (Py_ssize_t i = 3; i < num; i++) numbers[i - 3] = PyLong_AsLongLong(args[i]);
+  if (num < fixed || num > fixed + kMostNumbers)
+    return PyErr_Format(PyExc_TypeError, "%d to %d arguments, not %d", int(fixed),
+                        int(fixed + kMostNumbers), int(num));
+  void* at[3] = {};
+  for (Py_ssize_t i = 0; i < fixed - 1; i++) at[i] = PyLong_AsVoidPtr(args[i]);
+  i32 which = i32(PyLong_AsLongLong(args[fixed - 1]));
+  for (Py_ssize_t i = fixed; i < num; i++) numbers[i - fixed] = PyLong_AsLongLong(args[i]);
   if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLongLong(call(state, rank, i32(which), numbers));
+  if constexpr (std::is_same_v<Owner, Server>)
+    return PyLong_FromLongLong(
+        server_call((ServerState*)at[0], (State*)at[1], (RankFunction)at[2], which, numbers));
+  else
+    return PyLong_FromLongLong(call((State*)at[0], (RankFunction)at[1], which, numbers));
 }
 
 // -- the turns of the loop (turns.h); addresses of state, rank, server and lanes come first
@@ -150,7 +183,13 @@ PyMethodDef methods[] = {
     QLLM_METHOD(remove), QLLM_METHOD(evict),     QLLM_METHOD(adopt),     QLLM_METHOD(new_frame),
     QLLM_METHOD(park),   QLLM_METHOD(decide),    QLLM_METHOD(done),      QLLM_METHOD(stopped),
     QLLM_METHOD(failed),
-    {"call", (PyCFunction)(void (*)())call_by_number, METH_FASTCALL, "See calls.h."},
+    QLLM_SERVER_METHOD(open),    QLLM_SERVER_METHOD(claim),   QLLM_SERVER_METHOD(arrived),
+    QLLM_SERVER_METHOD(asked),   QLLM_SERVER_METHOD(decide),  QLLM_SERVER_METHOD(done),
+    QLLM_SERVER_METHOD(stopped), QLLM_SERVER_METHOD(failed),  QLLM_SERVER_METHOD(sampled),
+    QLLM_SERVER_METHOD(end),     QLLM_SERVER_METHOD(flush),   QLLM_SERVER_METHOD(detach),
+    QLLM_SERVER_METHOD(show),    QLLM_SERVER_METHOD(find),
+    {"call", (PyCFunction)(void (*)())call_by_number<Scheduler>, METH_FASTCALL, "See calls.h."},
+    {"server_call", (PyCFunction)(void (*)())call_by_number<Server>, METH_FASTCALL, "See calls.h."},
     {"turn_before", (PyCFunction)(void (*)())turn_before, METH_FASTCALL, "See turns.h."},
     {"turn_fill", (PyCFunction)(void (*)())turn_fill, METH_FASTCALL, "See turns.h."},
     {"turn_after", (PyCFunction)(void (*)())turn_after, METH_FASTCALL, "See turns.h."},

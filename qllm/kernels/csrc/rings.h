@@ -5,25 +5,22 @@
 // Loads and stores of a ring's words are acquire and release for the whole system (a NIC or
 // another processor writes the other end). Work per call: one record.
 #pragma once
-#include "state.h"
+#include "records.h"
 
 #if !defined(__CUDACC_RTC__)
 #include <string.h>
 #endif
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define QLLM_D __device__
+#define QLLM_D_CALL __device__ __noinline__  // large, or called from several places
 #else
 #define QLLM_D
+#define QLLM_D_CALL
 #endif
 
 namespace qllm {
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-const u64 kLine = 64;
-const u64 kHeader = 16, kTrailer = 16;  // seq, length, kind, flags; crc, reserved, seq
+const u64 kHeader = sizeof(RecordHeader), kTrailer = 16;  // seq, length, kind, flags; crc, reserved, seq
 const u64 kMostBody = 1ULL << 40;
 const i64 kBrokenAfterNs = 1000000000;
 
@@ -71,17 +68,6 @@ struct Crc {
   QLLM_D u32 sum() const { return ~value; }
 };
 
-// What each end keeps of a ring; zero but for the first three fields at first.
-struct RingEnd {
-  u64 bytes;     // address of the ring; a multiple of kLine of them
-  u64 tail;      // address of the reader's word: bytes it has taken
-  u64 capacity;  // bytes
-  u64 at;        // bytes written, or taken, by this end
-  u64 seq;       // records written, or taken
-  i64 wrong_since_ns;  // reader: since when the next record has had a wrong checksum; 0 it has not
-};
-static_assert(sizeof(RingEnd) == 48, "RingEnd");
-
 struct Ring {
   RingEnd* end;
 
@@ -105,7 +91,7 @@ struct RingReader : Ring {
   QLLM_D bool has_news() const { return load_acquire(word(end->at)) == end->seq + 1; }
 
   // Bytes of the next record; 0 while there is none that is whole, -1 if it is broken for good.
-  QLLM_D i64 look(i64 now_ns) {
+  QLLM_D_CALL i64 look(i64 now_ns) {
     u64 seq = end->seq + 1;
     if (load_acquire(word(end->at)) != seq) return 0;
     u64 length = load_acquire(word(end->at + 8)) & 0xFFFFFFFFu;
@@ -127,15 +113,19 @@ struct RingReader : Ring {
   QLLM_D u32 kind() const { return u32(*word(end->at + 8) >> 32) & 0xFFFFu; }
   QLLM_D u32 flags() const { return u32(*word(end->at + 8) >> 48); }
 
-  // Copy the first bytes of the body of the record that `look` found.
-  QLLM_D void copy(u8* to, u64 num) const {
-    u64* p = word(end->at + kHeader);
+  // Copy bytes of the body of the record that `look` found; `from` is a multiple of eight.
+  QLLM_D_CALL void copy(u8* to, u64 num, u64 from = 0) const {
+    u64* p = word(end->at + kHeader + from);
     for (u64 i = 0; i < num; i += 8, p = after(p)) memcpy(to + i, p, num - i < 8 ? num - i : 8);
+  }
+  // Go past that record without giving it back.
+  QLLM_D void pass(u64 length) {
+    end->seq++;
+    end->at += length;
   }
   // Give back that record.
   QLLM_D void take(u64 length) {
-    end->seq++;
-    end->at += length;
+    pass(length);
     store_release(tail(), end->at);
   }
 };
@@ -146,7 +136,7 @@ struct RingWriter : Ring {
   QLLM_D i64 num_used() const { return i64(end->at - load_acquire(tail())); }
 
   // Write one record: 1, 0 if there is no room for it now, -1 if it is larger than the ring.
-  QLLM_D i32 write(u32 kind, u32 flags, const u8* body, u64 num_body) {
+  QLLM_D_CALL i32 write(u32 kind, u32 flags, const u8* body, u64 num_body) {
     u64 length = record_bytes(num_body), seq = end->seq + 1;
     if (num_body > kMostBody || length + kLine > end->capacity) return -1;
     if (num_used() + i64(length + kLine) > i64(end->capacity)) return 0;

@@ -1,7 +1,6 @@
 // The device build: one thread does what a launch asks for, except where a block fills a lane; the
 // policy's rank is linked in.
 #include "calls.h"
-#include "rings.h"
 #include "turns.h"
 
 // Call a function of the scheduler by number.
@@ -36,6 +35,16 @@ extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, q
                                            qllm::i64* done) {
   if (threadIdx.x == 0 && blockIdx.x == 0)
     *done = qllm::RingWriter(end).write(kind, flags, body, num_body);
+}
+
+// Call a function of the server by number: claim, decide, publish and the others.
+extern "C" __global__ void qllm_server_call(qllm::ServerState* server, qllm::State* state,
+                                            qllm::i32 which, qllm::i64 n0, qllm::i64 n1,
+                                            qllm::i64 n2, qllm::i64 n3, qllm::i64 n4, qllm::i64 n5,
+                                            qllm::i64* answer) {
+  if (threadIdx.x || blockIdx.x) return;
+  const qllm::i64 numbers[] = {n0, n1, n2, n3, n4, n5};
+  *answer = qllm::server_call(server, state, nullptr, which, numbers);
 }
 
 // What the loop does before a stage (turns.h): choose its branch, and fill its lane with all

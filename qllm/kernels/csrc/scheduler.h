@@ -62,14 +62,20 @@ struct Scheduler : Ranking {
   }
   // A request ended, for whatever reason: its row dies, its blocks come back.
   QLLM_HD void remove(i32 slot) {
+    retire(slot);
+    release(slot);
+  }
+  // The same, but its slot stays taken until `release`.
+  QLLM_HD_CALL void retire(i32 slot) {
     start_over(slot);
     forget(slot);
     clear_suspect(slot);
-    Request& r = requests[slot];
-    r.live = 0;
-    r.next = i32(s->free_request);
-    s->free_request = slot;
+    requests[slot].live = 0;
     s->num_live--;
+  }
+  QLLM_HD void release(i32 slot) {
+    requests[slot].next = i32(s->free_request);
+    s->free_request = slot;
   }
   // Take the KV of a request; it starts again from its first token.
   QLLM_HD_CALL void evict(i32 slot, i64 for_request) {
@@ -191,7 +197,7 @@ struct Scheduler : Ranking {
 
   // -- the decision
 
-  QLLM_HD i32 decide(i64 now_ns) {
+  QLLM_HD_CALL i32 decide(i64 now_ns) {
     s->decided_frame = -1;
     s->slice_ns = s->wait_until_ns = kNone;
     if (!s->num_live) {
@@ -358,7 +364,7 @@ struct Scheduler : Ranking {
     return frame;
   }
   // Count the run for the requests whose rows took part in it: up to an op of layer `high`.
-  QLLM_HD void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
+  QLLM_HD_CALL void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
     const Frame& f = frames[frame];
     for (i32 i = 0; i < f.num_rows; i++) {
       const Row& row = rows_of(frame)[i];
@@ -416,7 +422,7 @@ struct Scheduler : Ranking {
   }
 
   // The running frame reached its end; return how many tokens its rows sampled.
-  QLLM_HD i32 done(i32 high, i64 start_ns, i64 end_ns) {
+  QLLM_HD_CALL i32 done(i32 high, i64 start_ns, i64 end_ns) {
     i32 frame = take_running(), num_sampled = 0;
     progress(frame, high, true, start_ns, end_ns);
     for (i32 i = 0; i < frames[frame].num_rows; i++) {
@@ -446,7 +452,7 @@ struct Scheduler : Ranking {
     return num_sampled;
   }
   // The running frame stopped at a boundary: park it.
-  QLLM_HD void stopped(i32 high, i32 layer, i32 inside, i64 start_ns, i64 end_ns, i32 preempted) {
+  QLLM_HD_CALL void stopped(i32 high, i32 layer, i32 inside, i64 start_ns, i64 end_ns, i32 preempted) {
     i32 frame = take_running();
     progress(frame, high, false, start_ns, end_ns);
     Frame& f = frames[frame];
@@ -465,7 +471,7 @@ struct Scheduler : Ranking {
   }
   // The running frame raised: its requests are rerun one by one. Those that failed alone are
   // left in `chosen`; return how many.
-  QLLM_HD i32 failed() {
+  QLLM_HD_CALL i32 failed() {
     i32 frame = take_running(), hopeless = 0;
     for (i32 i = 0; i < frames[frame].num_rows; i++) {
       const Row& row = rows_of(frame)[i];

@@ -1,6 +1,10 @@
 // Made from qllm/device/layout.py by `python -m qllm.device.layout`; do not edit.
 #pragma once
 namespace qllm {
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 const i64 kVersion = 3;

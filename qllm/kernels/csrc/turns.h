@@ -49,7 +49,7 @@ struct Turns {
     return stages.group_at(i32(now->layer)).from >= s->num_layers;
   }
 
-  // What became of the running frame: GOES_ON, PARKED or ENDED. `stop`: the best class of those who
+  // What became of the running frame: GOES_ON, PARKED or OVER. `stop`: the best class of those who
   // arrived since the decision.
   QLLM_HD_CALL i32 after(i64 now_ns, i64 stop) {
     const Frame& f = stages.running();
@@ -60,7 +60,7 @@ struct Turns {
     if (g.from >= s->num_layers) {
       stages.collect();
       decider.done(end, now->start_ns, now_ns);
-      return ENDED;
+      return OVER;
     }
     if (f.grain == kGrainStep || !(stop < f.stop_below || is_late(now_ns))) return GOES_ON;
     decider.stopped(end - 1, g.from, 0, now->start_ns, now_ns, stop < f.stop_below);

@@ -1,0 +1,256 @@
+// The way in: requests and cancels out of the rings of all front ends (qllm/ingress/shm.py).
+//
+// A request record is looked at and taken only when it has a slot, or ends at once; otherwise it
+// stays in the ring, which is the backpressure. A record that no front end of ours writes cuts its
+// front end off. What is in a ring may change under us, so every number is checked in a copy.
+#pragma once
+#include "publish.h"
+
+namespace qllm {
+
+const u32 kControlWord = 1u << 30;
+const i64 kControl = -i64(kControlWord);  // of a cancel: smaller than every priority
+const i64 kMostNs = 1LL << 60;            // times in records: sums of a few fit 64 bits
+const u32 kNumReasons = kReasonError + 1;
+const i32 kLsPassed = 1, kBePassed = 2;
+
+struct Claimer : Publisher {
+  QLLM_D Claimer(ServerState* server, State* state, RankFunction rank)
+      : Publisher(server, state, rank) {}
+
+  QLLM_D ControlBlock* control() const { return (ControlBlock*)v->control; }
+  // A front end, of all in turn from `first_front_end` on.
+  QLLM_D i32 turn(i64 n) const { return i32((v->first_front_end + n) % v->num_front_ends); }
+
+  // -- front ends come and go
+
+  // Forget a front end: its requests end, and nobody is told.
+  QLLM_D_CALL void detach(i32 index, i32 why, i64 now_ns) {
+    FrontEnd& f = front_ends[index];
+    f.state = DETACHED;
+    f.why = why;
+    f.num_pending = 0;
+    for (i32 slot = 0; slot < v->capacity && f.held; slot++)
+      if (serving[slot].phase != FREE && serving[slot].front_end == index) drop(slot, now_ns);
+  }
+
+  // -- reading
+
+  // The length of the next record of a ring and its fixed part; 0 if there is none, or if it is
+  // none of this kind, for which the front end is cut off.
+  template <class Record>
+  QLLM_D i64 look(i32 index, RingEnd& end, u32 kind, Record* record, i64 now_ns) {
+    RingReader ring(&end);
+    i64 length = ring.look(now_ns);
+    if (length < 0) detach(index, BROKEN_RING, now_ns);
+    if (length <= 0) return 0;
+    if (ring.kind() != kind || length < i64(sizeof(Record) + kTrailer)) {
+      detach(index, BAD_RECORD, now_ns);
+      return 0;
+    }
+    ring.copy((u8*)record + kHeader, sizeof(Record) - kHeader);
+    record->header.flags = u16(ring.flags());
+    if (record->request_id >> kNumberBits == u64(front_ends[index].number)) return length;
+    detach(index, FOREIGN_ID, now_ns);
+    return 0;
+  }
+  // Whether the numbers of a request are such as a front end writes, and its arrays are there.
+  QLLM_D static bool is_sound(const RequestRecord& r, i64 length) {
+    u64 arrays = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids + r.num_logit_bias) +
+                 4 * (u64(r.num_logit_bias) + r.num_prompt + r.num_stops) + r.num_name_bytes +
+                 r.num_stop_bytes;
+    return sizeof r + arrays + kTrailer <= u64(length) && is_time(r.arrival_ns) &&
+           (!(r.header.flags & kHasDeadline) || is_time(r.deadline_ns)) &&
+           is_target(r.slo_ttft_ms) && is_target(r.slo_tpot_ms) && r.seed >> 63 == 0 &&
+           r.top_k >> 63 == 0 && r.temperature >= 0 && r.temperature <= 100 && r.top_p > 0 &&
+           r.top_p <= 1 && r.min_p >= 0 && r.min_p <= 1;
+  }
+  QLLM_D static bool is_time(i64 ns) { return ns > -kMostNs && ns < kMostNs; }
+  QLLM_D static bool is_target(double ms) {  // NaN is "no target"
+    return ms != ms || (ms > -double(kMostNs / kNsPerMs) && ms < double(kMostNs / kNsPerMs));
+  }
+  QLLM_D static i64 target_ns(double ms) {
+    return ms != ms ? kNone : i64(ms * double(kNsPerMs));
+  }
+  // Why a request cannot be served here; null if it can.
+  QLLM_D Text refusal(const RequestRecord& r) const {
+    u64 total = u64(r.num_prompt) + r.max_tokens;
+    if (r.repetition_penalty != 1 || r.presence_penalty != 0 || r.frequency_penalty != 0)
+      return "penalties are not served by the native server";
+    if (r.num_logit_bias) return "logit_bias is not served by the native server";
+    if (r.logprobs >= 0) return "logprobs are not served by the native server";
+    if (r.num_stop_ids > u32(kMostStopIds)) return "more stop ids than the native server serves";
+    if (!r.num_prompt || !r.max_tokens) return "a prompt or an answer of no tokens";
+    if (total > u64(v->max_total_tokens)) return "prompt and max_tokens exceed max_total_tokens";
+    const State* s = scheduler.s;
+    if (total > u64(s->num_blocks * s->block_size)) return "prompt and max_tokens exceed the KV";
+    return nullptr;
+  }
+
+  // -- cancels
+
+  QLLM_D i32 take_cancels(i32 index, i64 now_ns) {
+    FrontEnd& f = front_ends[index];
+    i32 taken = 0;
+    CancelRecord cancel;
+    while (taken < kMostClaims && f.state == ATTACHED) {
+      i64 length = look(index, f.cancel, kCancelKind, &cancel, now_ns);
+      if (!length) break;
+      if (cancel.reason >= kNumReasons) {
+        detach(index, BAD_RECORD, now_ns);
+        break;
+      }
+      i32 slot = find(i64(cancel.request_id));
+      if (slot < 0 && !put_off(f, cancel)) break;
+      if (slot >= 0 && serving[slot].phase == LIVE) finish(slot, i32(cancel.reason), now_ns);
+      RingReader(&f.cancel).take(u64(length));
+      taken++;
+    }
+    return taken;
+  }
+  // Keep a cancel whose request may be in a ring still: it was put before the cancel. False if
+  // there is no place for it.
+  QLLM_D bool put_off(FrontEnd& f, const CancelRecord& cancel) {
+    if (!RingReader(&f.ls).has_news() && !RingReader(&f.be).has_news()) return true;
+    if (f.num_pending == kMostPending) return false;
+    Pending pending = {i64(cancel.request_id), i32(cancel.reason), 0};
+    f.pending[f.num_pending++] = pending;
+    return true;
+  }
+  QLLM_D static void take_pending(FrontEnd& f, i32 at) { f.pending[at] = f.pending[--f.num_pending]; }
+  QLLM_D static i32 find_pending(const FrontEnd& f, i64 id) {
+    i32 at = f.num_pending - 1;
+    while (at >= 0 && f.pending[at].request_id != id) at--;
+    return at;
+  }
+  // A ring was seen empty: what the cancels so far are for is not in it.
+  QLLM_D static void passed(FrontEnd& f, i32 ring) {
+    for (i32 at = f.num_pending - 1; at >= 0; at--) {
+      f.pending[at].passed |= ring;
+      if (f.pending[at].passed == (kLsPassed | kBePassed)) take_pending(f, at);
+    }
+  }
+
+  // -- requests
+
+  // Slots that a front end may take now: others keep theirs, and BE leaves some to LS.
+  QLLM_D_CALL i64 num_claimable(i32 index, bool is_be) const {
+    i64 free = v->capacity - v->num_held - (is_be ? v->ls_slots : 0);
+    for (i32 n = 0; n < v->num_front_ends; n++)
+      if (n != index && front_ends[n].state == ATTACHED)
+        free -= most<i64>(0, v->shared_slots - front_ends[n].held);
+    return free;
+  }
+  QLLM_D_CALL i32 take_requests(i32 index, bool is_be, i64 now_ns) {
+    FrontEnd& f = front_ends[index];
+    RingEnd& end = is_be ? f.be : f.ls;
+    i32 taken = 0;
+    RequestRecord record;
+    while (taken < kMostClaims && f.state == ATTACHED) {
+      bool news = RingReader(&end).has_news();
+      i64 length = look(index, end, kRequestKind, &record, now_ns);
+      if (!news) passed(f, is_be ? kBePassed : kLsPassed);
+      if (!length || !admit(index, record, length, is_be, now_ns)) break;
+      RingReader(&end).take(u64(length));
+      f.num_claimed++;
+      taken++;
+    }
+    return taken;
+  }
+  // Give the request of a record a slot, or end it; false if it has to stay in the ring.
+  QLLM_D_CALL bool admit(i32 index, const RequestRecord& r, i64 length, bool is_be, i64 now_ns) {
+    FrontEnd& f = front_ends[index];
+    bool sound = is_sound(r, length);
+    if (!sound || find(i64(r.request_id)) >= 0) {
+      detach(index, sound ? DOUBLE_ID : BAD_RECORD, now_ns);
+      return false;
+    }
+    i32 pending = find_pending(f, i64(r.request_id));
+    bool late = (r.header.flags & kHasDeadline) && r.deadline_ns <= now_ns;
+    Text why = refusal(r);
+    if (why) return end_at_once(f, r, kReasonError, why);
+    if (pending >= 0) {
+      if (!end_at_once(f, r, u32(f.pending[pending].reason), nullptr)) return false;
+      take_pending(f, pending);
+      return true;
+    }
+    if (late) return end_at_once(f, r, kReasonTimeout, nullptr);
+    if (num_claimable(index, is_be) <= 0 || v->num_events >= 2 * v->capacity) return false;
+    RingReader ring(is_be ? &f.be : &f.ls);
+    if (!copy_arrays(i32(scheduler.s->free_request), r, ring))
+      return end_at_once(f, r, kReasonError, "a token id of the prompt is not in the vocabulary");
+    add(index, r);
+    return true;
+  }
+  // End a request that never had a slot; false if there is no room for its end.
+  QLLM_D_CALL bool end_at_once(FrontEnd& f, const RequestRecord& r, u32 reason, Text why) {
+    Ending e = {};
+    e.record.header.flags = kHasMetrics;
+    e.record.request_id = r.request_id;
+    e.record.arrival_ns = r.arrival_ns;
+    e.record.queue_ms = nan();
+    e.record.reason = reason;
+    e.record.priority = r.priority;
+    e.record.num_prompt_tokens = r.num_prompt;
+    i32 num = 0;
+    while (why && why[num] && num < kTextBytes) num++;
+    if (num) e.say((const u8*)why, num);
+    if (!write_end(f, e)) return false;
+    f.num_refused++;
+    return true;
+  }
+  // Copy prompt and stop ids to a slot; false if an id is not in the vocabulary.
+  QLLM_D bool copy_arrays(i32 slot, const RequestRecord& r, const RingReader& ring) {
+    u64 fixed = sizeof r - kHeader, stop_bytes = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids);
+    i32* prompt = tokens + slot * v->max_total_tokens;
+    ring.copy((u8*)serving[slot].stop_ids, 8 * u64(r.num_stop_ids), fixed);
+    ring.copy((u8*)prompt, 4 * u64(r.num_prompt), fixed + stop_bytes);
+    bool known = true;
+    for (u32 i = 0; i < r.num_prompt; i++) known &= prompt[i] >= 0 && prompt[i] < v->vocab_size;
+    return known;
+  }
+  QLLM_D void add(i32 index, const RequestRecord& r) {
+    i32 slot = scheduler.add(i64(r.request_id), r.priority, r.arrival_ns, target_ns(r.slo_ttft_ms),
+                             target_ns(r.slo_tpot_ms), r.num_prompt);
+    Serving& x = serving[slot];
+    x.seed = r.seed;
+    x.top_k = i64(r.top_k);
+    x.temperature = r.temperature;
+    x.top_p = r.top_p;
+    x.min_p = r.min_p;
+    x.deadline_ns = r.header.flags & kHasDeadline ? r.deadline_ns : kNone;
+    x.num_stop_ids = i32(r.num_stop_ids);
+    x.max_tokens = i32(r.max_tokens);
+    x.front_end = index;
+    x.flags = r.header.flags;
+    x.phase = LIVE;
+    x.reason = x.num_published = x.owes = x.num_text = 0;
+    Meter(x).start();
+    hold(slot);
+    expect(x.deadline_ns);
+    tell(ADDED, slot);
+  }
+
+  // -- without taking anything
+
+  QLLM_D void lower(i64 word, i64 at_ns) {
+    if (word >= v->word) return;
+    v->word = word;
+    v->lowered_ns = at_ns;
+  }
+  // Lower the word by the requests that `claim` would take of a ring now.
+  QLLM_D_CALL void lower_by(i32 index, bool is_be, i64 now_ns) {
+    RingEnd ahead = is_be ? front_ends[index].be : front_ends[index].ls;
+    RingReader ring(&ahead);
+    i64 num = least<i64>(kMostClaims, num_claimable(index, is_be)), length;
+    RequestRecord r;
+    for (i64 n = 0; n < num && (length = ring.look(now_ns)) > 0; n++) {
+      if (length < i64(sizeof r + kTrailer)) return;
+      ring.copy((u8*)&r + kHeader, sizeof r - kHeader);
+      lower(r.priority, r.arrival_ns);
+      ring.pass(u64(length));
+    }
+  }
+};
+
+}  // namespace qllm

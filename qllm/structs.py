@@ -1,0 +1,55 @@
+"""C++ structs from numpy dtypes, and the one struct that two layouts share.
+
+The layouts of the rings (`qllm.ingress.layout`) and of the device (`qllm.device`) are defined
+apart, as numpy dtypes; what is here is all that both need.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Dtype = np.dtype[Any]
+
+TYPES = {
+    "u1": "u8",
+    "u2": "u16",
+    "u4": "u32",
+    "u8": "u64",
+    "i4": "i32",
+    "i8": "i64",
+    "f8": "double",
+}
+TYPEDEFS = (
+    "typedef unsigned char u8;",
+    "typedef unsigned short u16;",
+    "typedef unsigned int u32;",
+    "typedef unsigned long long u64;",
+    "typedef int i32;",
+    "typedef long long i64;",
+)
+
+RING_END: Dtype = np.dtype(
+    [(name, "<u8") for name in ("bytes", "tail", "capacity", "at", "seq")]
+    + [("wrong_since_ns", "<i8")]
+)
+"""What an end of a ring in C++ keeps; zero but for the first three fields at first. `bytes`:
+address of the ring. `tail`: address of the reader's word. `capacity`: bytes, a multiple of a
+record's line. `at`: bytes written, or taken, by this end. `seq`: records written, or taken.
+`wrong_since_ns`: since when the next record has had a wrong checksum; 0 is that it has not."""
+
+
+def c_struct(name: str, dtype: Dtype, known: Mapping[Dtype, str]) -> list[str]:
+    """The lines of a struct, and of the assertion that it is as large as its dtype.
+
+    Args:
+        name: Of the struct.
+        dtype: Its fields.
+        known: Names of the structs that may be fields of it.
+    """
+    lines = [f"struct {name} {{"]
+    for field in dtype.names or ():
+        base, shape = dtype[field].subdtype or (dtype[field], ())
+        kind = known[base] if base.names else TYPES[base.str[1:]]
+        lines.append(f"  {kind} {field}{''.join(f'[{n}]' for n in shape)};")
+    return [*lines, "};", f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");', ""]
