@@ -364,7 +364,21 @@ def test_a_frame_is_parked_before_the_next_layer_that_somebody_owes(start: int) 
     assert block.frame(int(block.ints("parked", 1)[0]))[4] == start
     served = {int(r["id"]): int(r["served_ns"]) for r in block.array("requests") if r["live"]}
     assert served == {0: 2, 1: 0}
+    assert sum(block.array("requests")["preemptions"]) == 2
     assert loop._keys[loop.before(3)].start == start
+
+
+def test_effects_that_nobody_takes_do_not_pile_up() -> None:
+    loop, _ = dry_loop(load_policy("qllm2"), capacity=2)
+    for number in range(9):
+        slot = loop.add(
+            [1, 2, 3], priority=0, arrival_ns=0, sampling=SamplingParams(), seed=0, max_tokens=1,
+            request_id=number,
+        )  # fmt: skip
+        assert loop.before(number) >= 0
+        assert loop.after(number, -9) == lanes.PARKED
+        loop.remove(slot)
+        assert loop.scheduler.block.get("num_effects") == 1
 
 
 @pytest.mark.parametrize("grain", [Grain.STEP, Grain.LAYER])
@@ -376,6 +390,7 @@ def test_a_slice_ends_between_stages_but_not_in_a_step(grain: Grain) -> None:
     assert loop.after(4) == lanes.GOES_ON
     loop.before(4)
     assert loop.after(5) == (lanes.GOES_ON if grain is Grain.STEP else lanes.PARKED)
+    assert not any(loop.scheduler.block.array("requests")["preemptions"])
 
 
 def test_no_stage_crosses_a_layer_where_rows_leave() -> None:
