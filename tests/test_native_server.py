@@ -292,6 +292,21 @@ def test_a_request_past_its_deadline_in_the_ring_ends_without_a_slot() -> None:
         assert w.server.counters(0)["num_refused"] == 1
 
 
+def test_a_live_request_ends_when_its_deadline_is_now() -> None:
+    with world() as w:
+        late = w.submit(0, BE, 20, 400, deadline_ns=100 * NS_PER_MS)
+        later = w.submit(1, BE, 20, 400, deadline_ns=101 * NS_PER_MS)
+        w.step()
+        assert w.server.next_deadline_ns == 100 * NS_PER_MS
+        w.clock.at_ns = 100 * NS_PER_MS
+        w.step()
+        assert w.reasons() == {late: FinishReason.TIMEOUT}
+        assert w.server.next_deadline_ns == 101 * NS_PER_MS
+        w.cancel(later, w.clock.at_ns)
+        w.run(2)
+        assert w.server.next_deadline_ns is None
+
+
 # -- control block, front ends that come and go
 
 
@@ -328,6 +343,7 @@ def test_the_word_is_what_claim_would_take() -> None:
         w.clock.at_ns = 2
         w.arrive()
         assert (word.word, word.lowered_ns) == (LS, 2)
+        assert w.server.memory.get("bell_seen") == w.control.words[w.control.BELL]
         w.loop._take()
         assert word.word == ANY_ARRIVAL
         w.cancel(0, 2)
