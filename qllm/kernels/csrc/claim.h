@@ -8,9 +8,8 @@
 
 namespace qllm {
 
-const u32 kControlWord = 1u << 30;
-const i64 kControl = -i64(kControlWord);  // of a cancel: smaller than every priority
-const i64 kMostNs = 1LL << 60;            // times in records: sums of a few fit 64 bits
+const i64 kControl = -(1LL << 30);  // the word of a cancel: smaller than every priority
+const i64 kMostNs = 1LL << 60;      // times in records: sums of a few fit 64 bits
 const u32 kNumReasons = kReasonError + 1;
 const i32 kLsPassed = 1, kBePassed = 2;
 
@@ -117,7 +116,9 @@ struct Claimer : Publisher {
     f.pending[f.num_pending++] = pending;
     return true;
   }
-  QLLM_D static void take_pending(FrontEnd& f, i32 at) { f.pending[at] = f.pending[--f.num_pending]; }
+  QLLM_D static void take_pending(FrontEnd& f, i32 at) {
+    f.pending[at] = f.pending[--f.num_pending];
+  }
   QLLM_D static i32 find_pending(const FrontEnd& f, i64 id) {
     i32 at = f.num_pending - 1;
     while (at >= 0 && f.pending[at].request_id != id) at--;
