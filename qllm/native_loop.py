@@ -113,12 +113,7 @@ class NativeLoop:
         Raises:
             ConfigError: See `NativeServer.attach`.
         """
-        rings = {
-            name: RingAt(address_of(ring), address_of(tail), len(ring))
-            for name, (ring, tail) in block.rings.items()
-        }
-        progress = block.segment.words[block.PROGRESS : block.PROGRESS + 1]
-        self.server.attach(block.number, rings, address_of(progress))
+        attach(self.server, block)
         self._lanes[block.number] = _Lane(block, announcer)
         self._announced[block.number] = 0
 
@@ -290,6 +285,20 @@ class NativeLoop:
             runner.drop(effect.program)
         elif isinstance(effect, EvictKv):
             runner.evict(effect.request_id)
+
+
+def attach(server: NativeServer, block: FrontEndBlock) -> None:
+    """Let a server serve one more front end, whose memory the caller keeps.
+
+    Raises:
+        ConfigError: See `NativeServer.attach`.
+    """
+    rings = {
+        name: RingAt(address_of(ring), address_of(tail), len(ring))
+        for name, (ring, tail) in block.rings.items()
+    }
+    progress = block.segment.words[block.PROGRESS : block.PROGRESS + 1]
+    server.attach(block.number, rings, address_of(progress))
 
 
 def address_of(view: memoryview) -> int:

@@ -11,6 +11,10 @@ from qllm.cuda.loop import NO_BRANCH, KernelCall, LoopGraph, Watch, serve
 from qllm.errors import DeviceError, ModelError
 
 
+def nothing() -> None:
+    """Nothing has to be prepared."""
+
+
 class Stage:
     def __init__(self, name: str, log: list[str], *types: str) -> None:
         self.name, self.log, self.types = name, log, list(types) or ["Kernel", "Memset"]
@@ -36,7 +40,7 @@ class Turn:
         set_conditional(run, int(more))
 
     def watch(self) -> Watch:
-        return Watch(lambda: self.turns, lambda: not self.left)
+        return Watch(nothing, lambda: self.turns, lambda: not self.left)
 
 
 def stages(log: list[str], num: int = 3) -> list[Stage]:
@@ -104,17 +108,19 @@ def served(api: FakeLoopApi, watch: Watch, **more: Any) -> int:
 
 def test_a_heartbeat_that_stands_still_is_a_hang_and_a_moving_one_is_not() -> None:
     with pytest.raises(DeviceError, match=r"no turn for 2\.\d s after turn 7"):
-        served(Running(100_000), Watch(lambda: 7, lambda: False), hang_s=2.0)
+        served(Running(100_000), Watch(nothing, lambda: 7, lambda: False), hang_s=2.0)
     looks, stop = iter(range(10_000_000)), iter([False, True])
-    slow = Watch(lambda: next(looks) // 1_500, lambda: next(stop))  # looks are a millisecond apart
+    slow = Watch(
+        nothing, lambda: next(looks) // 1_500, lambda: next(stop)
+    )  # looks are a millisecond apart
     assert served(Running(5_000), slow, hang_s=2.0) == 1
 
 
 def test_a_fault_and_a_launch_without_a_turn_end_the_process() -> None:
     with pytest.raises(DeviceError, match="illegal address"):
-        served(Running(50, "an illegal address"), Watch(lambda: 0, lambda: False))
+        served(Running(50, "an illegal address"), Watch(nothing, lambda: 0, lambda: False))
     with pytest.raises(DeviceError, match="launch 1 of the loop ended and took no turn"):
-        served(FakeLoopApi(), Watch(lambda: 3, lambda: False))
+        served(FakeLoopApi(), Watch(nothing, lambda: 3, lambda: False))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver: calls would succeed")

@@ -130,6 +130,8 @@ class LoopGraph:
 class Watch(NamedTuple):
     """What the host knows of a loop: words that the device writes where the host can read."""
 
+    prepare: Callable[[], None]
+    """Called before each launch."""
     heartbeat: Callable[[], int]
     """Turns taken."""
     is_stopped: Callable[[], bool]
@@ -162,6 +164,7 @@ def serve(
     launches, seen, since = 0, watch.heartbeat(), clock()
     while not watch.is_stopped():
         before = watch.heartbeat()
+        watch.prepare()
         loop.launch()
         launches += 1
         while loop.is_running:

@@ -12,17 +12,19 @@ from qllm.errors import ConfigError
 
 KERNELS = (
     *("qllm_call", "qllm_server_call", "qllm_ring_read", "qllm_ring_write"),
-    *("qllm_before", "qllm_after"),
+    *("qllm_before", "qllm_after", "qllm_turn"),
 )
 """Entry points of `kernels/csrc/scheduler.cu`."""
 
 
-def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
+def link_kernel(policy: Any, capability: tuple[int, int], *, device_launch: bool = False) -> bytes:
     """Return a cubin with KERNELS and the policy's `rank` in them.
 
     Args:
         policy: A `RankPolicy`.
         capability: Of the device, like (9, 0).
+        device_launch: A turn launches the stage and itself, rather than setting the conditions of
+            a WHILE and a SWITCH.
 
     Raises:
         ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.
@@ -42,6 +44,7 @@ def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
         include_path=str(folder),
         relocatable_device_code=True,
         link_time_optimization=True,
+        define_macro="QLLM_DEVICE_LAUNCH" if device_launch else None,
     )
     scheduler = Program((folder / "scheduler.cu").read_text(), "c++", options).compile("ltoir")
     linker = Linker(

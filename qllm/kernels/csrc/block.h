@@ -15,6 +15,7 @@ namespace qllm {
 const i64 kNsPerMs = 1000000;
 const i64 kNoDeadline = 1LL << 62;
 const i64 kNoStop = -(1LL << 31);
+const i64 kControl = -(1LL << 30);  // the word of a cancel: smaller than every priority
 const i64 kAnyArrival = (1LL << 31) - 1;
 const i64 kMaxIdleNs = 10000 * kNsPerMs;
 const i64 kMost = 1LL << 62;

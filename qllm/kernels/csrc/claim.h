@@ -8,7 +8,6 @@
 
 namespace qllm {
 
-const i64 kControl = -(1LL << 30);  // the word of a cancel: smaller than every priority
 const i64 kMostNs = 1LL << 60;      // times in records: sums of a few fit 64 bits
 const u32 kNumReasons = kReasonError + 1;
 const i32 kLsPassed = 1, kBePassed = 2;

@@ -69,8 +69,17 @@ struct Lanes {
   i64 start_ns;
   i64 num_sampled;
   i64 failure;
+  i64 num_turns;
+  i64 turns_left;
+  i64 in_flight;
+  i64 asked;
+  i64 idle;
+  i64 stopped;
+  i64 launch_ns;
+  i64 clock_ns;
+  i64 now_ns;
 };
-static_assert(sizeof(Lanes) == 128, "Lanes");
+static_assert(sizeof(Lanes) == 200, "Lanes");
 
 // The arrays of a block: X(type, name).
 #define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled)

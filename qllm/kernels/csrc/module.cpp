@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "calls.h"
-#include "turns.h"
+#include "loop.h"
 
 namespace {
 
@@ -140,6 +140,18 @@ PyObject* turn_after(PyObject*, PyObject* const* args, Py_ssize_t num) {
   return PyLong_FromLong(OwnTurns(n).turns.after(n[4], n[5]));
 }
 
+// A turn of the whole loop (loop.h), its lane filled as by so many threads. Addresses of server,
+// state, rank and lanes; now_ns, threads: the branch of the next stage, or NOTHING.
+PyObject* loop_turn(PyObject*, PyObject* const* args, Py_ssize_t num) {
+  i64 n[6];
+  if (!read_numbers(args, num, n)) return nullptr;
+  Loop loop((ServerState*)n[0], (State*)n[1], (RankFunction)n[2], (Lanes*)n[3]);
+  i32 branch = loop.turn(n[4]), threads = i32(n[5]);
+  for (i32 i = 0; loop.now->fill && i < threads; i++) loop.turns.stages.clear({i, threads});
+  for (i32 i = 0; loop.now->fill && i < threads; i++) loop.turns.stages.write({i, threads});
+  return PyLong_FromLong(branch);
+}
+
 // -- one end of a ring (rings.h); `args[0]` is the address of its RingEnd
 
 PyObject* ring_has_news(PyObject*, PyObject* end) {
@@ -190,6 +202,7 @@ PyMethodDef methods[] = {
     QLLM_SERVER_METHOD(show),    QLLM_SERVER_METHOD(find),
     {"call", (PyCFunction)(void (*)())call_by_number<Scheduler>, METH_FASTCALL, "See calls.h."},
     {"server_call", (PyCFunction)(void (*)())call_by_number<Server>, METH_FASTCALL, "See calls.h."},
+    {"loop_turn", (PyCFunction)(void (*)())loop_turn, METH_FASTCALL, "See loop.h."},
     {"turn_before", (PyCFunction)(void (*)())turn_before, METH_FASTCALL, "See turns.h."},
     {"turn_fill", (PyCFunction)(void (*)())turn_fill, METH_FASTCALL, "See turns.h."},
     {"turn_after", (PyCFunction)(void (*)())turn_after, METH_FASTCALL, "See turns.h."},

@@ -1,7 +1,7 @@
 // The device build: one thread does what a launch asks for, except where a block fills a lane; the
 // policy's rank is linked in.
 #include "calls.h"
-#include "turns.h"
+#include "loop.h"
 
 // Call a function of the scheduler by number.
 extern "C" __global__ void qllm_call(qllm::State* state, qllm::i32 which, qllm::i64 n0,
@@ -70,3 +70,62 @@ extern "C" __global__ void qllm_after(qllm::State* state, qllm::ServerState* ser
   qllm::Turns<qllm::Scheduler> turns(scheduler, state, server, lanes);
   *became = turns.after(now_ns, stop);
 }
+
+// -- the loop
+
+// Engine time: the device's timer, set by the host's clock at each launch, and never going back.
+__device__ inline qllm::i64 engine_ns(qllm::Lanes* lanes) {
+  qllm::u64 timer;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(timer));
+  if (lanes->launch_ns) lanes->clock_ns = qllm::i64(timer) - lanes->launch_ns;
+  lanes->launch_ns = 0;
+  return qllm::most(qllm::i64(timer) - lanes->clock_ns, lanes->now_ns);
+}
+// A turn by all threads of one block; the branch, in thread 0. The lane is filled when it returns.
+__device__ inline qllm::i32 take_turn(qllm::ServerState* server, qllm::State* state,
+                                      qllm::Lanes* lanes) {
+  qllm::i32 branch = qllm::NOTHING;
+  if (threadIdx.x == 0) {
+    branch = qllm::Loop(server, state, nullptr, lanes).turn(engine_ns(lanes));
+    if (lanes->idle) __nanosleep(2000);
+  }
+  __syncthreads();
+  if (!lanes->fill) return branch;
+  const qllm::Share mine = {qllm::i32(threadIdx.x), qllm::i32(blockDim.x)};
+  qllm::Stages stages(state, server, lanes);
+  stages.clear(mine);
+  __syncthreads();
+  stages.write(mine);
+  __syncthreads();
+  return branch;
+}
+__device__ inline bool takes_more(const qllm::Lanes* lanes) {
+  return !lanes->stopped && lanes->turns_left > 0;
+}
+
+#if defined(QLLM_DEVICE_LAUNCH)
+// The loop as a graph that launches stages and itself: a stage beside it, and itself after that.
+extern "C" __device__ cudaGraphExec_t CUDARTAPI cudaGetCurrentGraphExec(void);
+extern "C" __device__ __cudart_builtin__ cudaError_t CUDARTAPI cudaGraphLaunch(cudaGraphExec_t,
+                                                                             cudaStream_t);
+extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* state,
+                                     qllm::Lanes* lanes, const cudaGraphExec_t* stages) {
+  const qllm::u64 fire_and_forget = 0x0200000000000000ULL, tail = 0x0100000000000000ULL;
+  qllm::i32 branch = take_turn(server, state, lanes);
+  if (threadIdx.x) return;
+  __threadfence();  // the stage may begin before this kernel has ended
+  if (branch >= 0) cudaGraphLaunch(stages[branch], (cudaStream_t)fire_and_forget);
+  if (takes_more(lanes)) cudaGraphLaunch(cudaGetCurrentGraphExec(), (cudaStream_t)tail);
+}
+#else
+// The loop as the body of a WHILE node: it says whether to go on, and which body of a SWITCH runs.
+extern "C" __device__ __cudart_builtin__ void CUDARTAPI
+cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
+extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* state,
+                                     qllm::Lanes* lanes, qllm::u64 run, qllm::u64 stage) {
+  qllm::i32 branch = take_turn(server, state, lanes);
+  if (threadIdx.x) return;
+  cudaGraphSetConditional((cudaGraphConditionalHandle)stage, unsigned(branch));
+  cudaGraphSetConditional((cudaGraphConditionalHandle)run, takes_more(lanes) ? 1u : 0u);
+}
+#endif

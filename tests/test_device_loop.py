@@ -1,0 +1,270 @@
+"""The loop of the device from ring to ring: on the host in its place, and as one graph.
+
+Front ends, rings and records are real, kernels are torch's, CUDA's graphs are fakes. What is
+compared is the engine on the host: its tokens and the stages that it ran, in order.
+"""
+
+import os
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_loop import FakeLoopApi
+from stage_worlds import STAGE_NS, HostWorld, Job, random_jobs
+from test_native_stages import LIMITS, LONGEST, VOCAB, policy_of, runner_of
+
+from qllm.cuda.loop import KernelCall, LoopGraph, Watch, serve
+from qllm.cuda.stages import Key
+from qllm.device import lanes
+from qllm.device.loop import DeviceLoop
+from qllm.ingress import Cancel, Submission
+from qllm.ingress.front_end import FrontEnd, TokenAt
+from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.shm import Doorbell
+from qllm.native_loop import address_of, attach
+from qllm.sim import VirtualClock
+from qllm.types import FinishReason, SamplingParams
+
+THREADS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    runner_of.cache_clear()
+
+
+class World:
+    """A front end that does things at given times, and a loop behind its rings.
+
+    Args:
+        family: Of the model.
+        policy: Name.
+        jobs: Requests to come, by number.
+        cancels: When which request is cancelled.
+        turns: Most turns of a launch.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        policy: str,
+        jobs: Sequence[Job],
+        cancels: Sequence[tuple[int, int]] = (),
+        turns: int = 1000,
+    ) -> None:
+        runner = runner_of(family)
+        assert runner.stages is not None
+        self.stages, self.clock = runner.stages, VirtualClock()
+        self.control = ControlBlock.create(0)
+        self.loop = DeviceLoop(
+            policy_of(policy), runner.stages, runner.pages, runner.shape, LIMITS,
+            control=address_of(self.control.words), max_total_tokens=LONGEST, now_ns=self.clock,
+            turns=turns, capacity=64, max_front_ends=1, ls_slots=2,
+        )  # fmt: skip
+        block, bell = FrontEndBlock.create(0, (1 << 18,) * 4), Doorbell.create()
+        attach(self.loop.server, block)
+        self.front_end = FrontEnd(block, self.control, Doorbell(os.dup(bell.fd)), bell)
+        self.due = deque(
+            sorted(
+                [(job.at_ns, 0, number) for number, job in enumerate(jobs)]
+                + [(at_ns, 1, number) for at_ns, number in cancels]
+            )
+        )
+        self.jobs = jobs
+        self.records: dict[int, list[Any]] = defaultdict(list)
+        self.trace: list[Key] = []
+        self.num_looks = 0
+
+    def passes(self, until_ns: int) -> None:
+        """Time passes: what is due by then happens."""
+        while self.due and self.due[0][0] <= until_ns:
+            at_ns, is_cancel, number = self.due.popleft()
+            self.clock.at_ns = max(self.clock.at_ns, at_ns)
+            if is_cancel:
+                self.front_end.cancel(Cancel(number))
+            else:
+                self.front_end.submit(self._submission(number))
+        self.clock.at_ns = max(self.clock.at_ns, until_ns)
+
+    def _submission(self, number: int) -> Submission:
+        job = self.jobs[number]
+        return Submission(
+            request_id=number, name="", priority=job.priority, token_ids=job.ids,
+            sampling=job.sampling, stop_ids=frozenset(), max_tokens=job.max_tokens,
+            slo=job.slo, arrival_ns=job.at_ns, deadline_ns=None,
+        )  # fmt: skip
+
+    def replay(self, branch: int) -> None:
+        """A stage runs, and time with it."""
+        self.trace.append(self.loop.keys[branch])
+        with torch.inference_mode():
+            self.stages.replay(self.loop.keys[branch])
+        self.passes(self.clock.at_ns + STAGE_NS)
+
+    def turn(self) -> int:
+        """Take a turn; while there is nothing to do, time passes."""
+        branch = self.loop.turn(THREADS)
+        self.num_looks += 1
+        assert self.num_looks < 20_000, "it does not come to an end"
+        for record in self.front_end.receive():
+            is_token = isinstance(record, TokenAt)
+            request_id = record.sampled.request_id if is_token else record.request_id
+            self.records[request_id].append(record)
+        if branch == lanes.NOTHING and not self.loop.is_stopped():
+            if self.due:
+                self.passes(self.due[0][0])
+            elif len(self.ends()) == len(self.jobs):
+                self.front_end.stop()
+        return branch
+
+    def ends(self) -> dict[int, FinishReason]:
+        return {
+            number: records[-1].reason
+            for number, records in self.records.items()
+            if not isinstance(records[-1], TokenAt)
+        }
+
+    def tokens(self) -> dict[int, list[int]]:
+        return {
+            number: [r.sampled.token_id for r in self.records[number] if isinstance(r, TokenAt)]
+            for number in range(len(self.jobs))
+        }
+
+    # -- the two ways to take turns
+
+    def run_on_the_host(self) -> None:
+        self.loop.prepare()
+        while not self.loop.is_stopped():
+            branch = self.turn()
+            if branch >= 0:
+                self.replay(branch)
+
+    def run_as_a_graph(self) -> FakeLoopApi:
+        def kernel(set_conditional: Any, *numbers: int) -> None:
+            *addresses, run, stage = numbers
+            assert tuple(addresses) == self.loop.addresses
+            set_conditional(stage, self.turn())
+            set_conditional(run, int(self.loop.takes_more))
+
+        stages = [
+            SimpleNamespace(replay=partial(self.replay, branch), types=["Kernel"])
+            for branch in range(len(self.loop.keys))
+        ]
+        api = FakeLoopApi()
+        graph = LoopGraph(api, KernelCall(kernel, self.loop.addresses), stages)
+        watch = Watch(self.loop.prepare, self.loop.heartbeat, self.loop.is_stopped)
+        assert serve(graph, watch) == api.num_launches
+        return api
+
+
+def jobs_of(seed: int, num: int = 14) -> list[Job]:
+    return random_jobs(random.Random(seed), num, LONGEST - 8, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("mixtral", "qllm2"),
+        ("mixtral", "priority-layered"),
+        ("mixtral", "chunked-priority"),
+        ("deepseek_v3", "qllm2"),
+        ("gpt_oss", "fcfs"),
+    ],
+)
+def test_tokens_and_branches_are_those_of_the_engine(family: str, policy: str) -> None:
+    jobs = jobs_of(1)
+    runner = runner_of(family)
+    host = HostWorld(runner, policy_of(policy), LIMITS)
+    wanted = host.run(jobs)
+    for number in range(len(jobs)):
+        runner.remove(number)
+    worlds = [World(family, policy, jobs), World(family, policy, jobs, turns=7)]
+    worlds[0].run_on_the_host()
+    api = worlds[1].run_as_a_graph()
+    for world in worlds:
+        assert world.tokens() == wanted.tokens
+        assert world.trace == wanted.trace
+        assert set(world.ends().values()) == {FinishReason.LENGTH}
+        assert world.control.read_stats().num_live == 0
+    assert [worlds[1].loop.keys[branch] for branch in api.trace] == wanted.trace
+    assert api.num_launches > 5
+    assert policy != "qllm2" or wanted.parks > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cancels_cost_nobody_else_a_token(seed: int) -> None:
+    jobs, rng = jobs_of(seed, 12), random.Random(seed)
+    cancels = [(jobs[n].at_ns + rng.randrange(9) * STAGE_NS, n) for n in rng.sample(range(12), 7)]
+    calm = World("mixtral", "qllm2", jobs)
+    calm.run_on_the_host()
+    world = World("mixtral", "qllm2", jobs, cancels, turns=3)
+    world.run_as_a_graph()
+    ends = world.ends()
+    assert len(ends) == 12
+    for number, tokens in world.tokens().items():
+        whole = calm.tokens()[number]
+        if ends[number] is FinishReason.LENGTH:
+            assert tokens == whole
+        else:
+            assert ends[number] is FinishReason.CANCELLED
+            assert tokens == whole[: len(tokens)]
+    assert FinishReason.CANCELLED in ends.values()
+    world.loop.server.check()
+
+
+def test_stopping_ends_what_is_open() -> None:
+    jobs = jobs_of(3)
+    world = World("mixtral", "qllm2", jobs)
+    world.loop.prepare()
+    for _ in range(25):
+        branch = world.turn()
+        if branch >= 0:
+            world.replay(branch)
+    world.passes(jobs[-1].at_ns)
+    assert len(world.ends()) < len(jobs)
+    world.front_end.stop()
+    world.run_on_the_host()
+    assert len(world.ends()) == len(jobs)
+    assert FinishReason.CANCELLED in world.ends().values()
+    world.loop.server.check()
+
+
+def test_a_broken_logit_ends_its_request_alone() -> None:
+    how = SamplingParams(temperature=0, seed=0)
+    jobs = [Job(0, 10, (5, 6, 7), 3, how), Job(0, 10, (9, 8, 7, 6), 3, how)]
+    world = World("mixtral", "fcfs", jobs)
+    replay, lane = world.stages.replay, world.stages.lanes
+
+    def broken(key: Key) -> None:
+        replay(key)
+        if key.head:
+            lane[key.whole].peaks_R[1] = float("nan")
+
+    world.stages.replay = broken  # type: ignore[method-assign]
+    try:
+        world.run_on_the_host()
+    finally:
+        world.stages.replay = replay  # type: ignore[method-assign]
+    assert world.ends() == {0: FinishReason.LENGTH, 1: FinishReason.ERROR}
+    assert "the largest logit is not finite" in world.records[1][-1].error
+    assert len(world.tokens()[0]) == 3
+
+
+def test_a_deadline_ends_a_request_that_runs() -> None:
+    how = SamplingParams(temperature=0, seed=0)
+    world = World("mixtral", "qllm2", [Job(0, 10, tuple(range(1, 50)), 7, how)])
+    late = replace(world._submission(0), deadline_ns=2 * STAGE_NS)
+    world._submission = lambda number: late  # type: ignore[method-assign]
+    world.run_on_the_host()
+    assert world.ends() == {0: FinishReason.TIMEOUT}
+    assert len(world.trace) <= 3
