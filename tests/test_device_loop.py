@@ -16,13 +16,17 @@ from typing import Any
 import pytest
 import torch
 from fake_loop import FakeLoopApi
+from families import make_model
 from stage_worlds import STAGE_NS, HostWorld, Job, random_jobs
 from test_native_stages import LIMITS, LONGEST, VOCAB, policy_of, runner_of
 
 from qllm.cuda.loop import KernelCall, LoopGraph, Watch, serve
+from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key
 from qllm.device import lanes
 from qllm.device.loop import DeviceLoop
+from qllm.device_engine import DeviceEngine
+from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
@@ -72,6 +76,7 @@ class World:
             turns=turns, capacity=64, max_front_ends=1, ls_slots=2,
         )  # fmt: skip
         block, bell = FrontEndBlock.create(0, (1 << 18,) * 4), Doorbell.create()
+        self.block = block
         attach(self.loop.server, block)
         self.front_end = FrontEnd(block, self.control, Doorbell(os.dup(bell.fd)), bell)
         self.due = deque(
@@ -114,18 +119,22 @@ class World:
     def turn(self) -> int:
         """Take a turn; while there is nothing to do, time passes."""
         branch = self.loop.turn(THREADS)
+        self.looks(branch, self.loop.is_stopped())
+        return branch
+
+    def looks(self, branch: int, is_stopped: bool) -> None:
+        """The front end looks at its rings after a turn, and stops the engine at the end."""
         self.num_looks += 1
         assert self.num_looks < 20_000, "it does not come to an end"
         for record in self.front_end.receive():
             is_token = isinstance(record, TokenAt)
             request_id = record.sampled.request_id if is_token else record.request_id
             self.records[request_id].append(record)
-        if branch == lanes.NOTHING and not self.loop.is_stopped():
+        if branch == lanes.NOTHING and not is_stopped:
             if self.due:
                 self.passes(self.due[0][0])
             elif len(self.ends()) == len(self.jobs):
                 self.front_end.stop()
-        return branch
 
     def ends(self) -> dict[int, FinishReason]:
         return {
@@ -167,6 +176,40 @@ class World:
         return api
 
 
+class TimedApi(FakeLoopApi):
+    """Runs a world's stages, and its time."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def _run_graph(self, node: Any) -> None:
+        with torch.inference_mode():
+            super()._run_graph(node)
+        self.world.passes(self.world.clock.at_ns + STAGE_NS)
+
+
+def engine_of(world: World, runner: Any, policy: str, **changes: Any) -> DeviceEngine:
+    """The engine put together, with the host in the place of a device and of its memory."""
+
+    def kernel(
+        set_conditional: Any, server: int, state: int, at: int, run: int, stage: int
+    ) -> None:
+        native, rank = engine.loop.server.native, engine.loop.server.rank_address
+        branch = native.loop_turn(server, state, rank, at, world.clock(), THREADS)
+        stopped = bool(engine.memory.read("stopped"))
+        world.looks(branch, stopped)
+        set_conditional(stage, branch)
+        set_conditional(run, int(not stopped and engine.memory.read("turns_left") > 0))
+
+    how: dict[str, Any] = {"api": TimedApi(world), "function": kernel, "turns": 9} | changes
+    engine = DeviceEngine(
+        runner, policy_of(policy), LIMITS, control=world.control, front_ends=[world.block],
+        now_ns=world.clock, max_total_tokens=LONGEST, capacity=64, ls_slots=2, **how,
+    )  # fmt: skip
+    return engine
+
+
 def jobs_of(seed: int, num: int = 14) -> list[Job]:
     return random_jobs(random.Random(seed), num, LONGEST - 8, VOCAB)
 
@@ -199,6 +242,29 @@ def test_tokens_and_branches_are_those_of_the_engine(family: str, policy: str) -
     assert [worlds[1].loop.keys[branch] for branch in api.trace] == wanted.trace
     assert api.num_launches > 5
     assert policy != "qllm2" or wanted.parks > 0
+
+
+def test_the_engine_put_together_works_on_copies_of_the_blocks() -> None:
+    jobs = jobs_of(4)
+    plain, world = World("mixtral", "qllm2", jobs), World("mixtral", "qllm2", jobs)
+    plain.run_on_the_host()
+    engine = engine_of(world, runner_of("mixtral"), "qllm2")
+    assert not set(engine.memory.addresses) & set(engine.loop.addresses)
+    launches = engine.serve()
+    assert launches > 5
+    assert world.tokens() == plain.tokens()
+    api: Any = engine._graph._api
+    assert [engine.loop.keys[branch] for branch in api.trace] == plain.trace
+    assert engine.memory.read("num_turns") == world.num_looks
+    assert engine.loop.heartbeat() == 0, "the blocks of the host are not written"
+    engine.close()
+
+
+def test_a_loop_needs_stages_that_were_captured() -> None:
+    runner = CudaRunner(make_model("mixtral"), num_pages=8, graphs=False)
+    world = World("mixtral", "fcfs", [])
+    with pytest.raises(ConfigError, match="there are none: not asked for"):
+        engine_of(world, runner, "fcfs")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -55,9 +55,9 @@ class Block:
         self.sizes = sizes
         self._zeros = zeros
         self.offsets, num_bytes = layout.section_offsets(sizes)
-        self._memory = zeros(num_bytes // 8)
-        self.address: int = self._memory.ctypes.data
-        self._cells = memoryview(self._memory.data)
+        self.memory = zeros(num_bytes // 8)
+        self.address: int = self.memory.ctypes.data
+        self._cells = memoryview(self.memory.data)
         self._bytes = self._cells.cast("B")
         at = self.offsets["next_block"]
         self._chain = self._bytes[at : at + 4 * sizes["num_blocks"]].cast("i")

@@ -72,9 +72,13 @@ class DeviceLoop:
 
     # -- the words that the host looks at
 
+    def words_of_launch(self) -> dict[str, int]:
+        """What LANES must say before a launch, so that it takes its turns."""
+        return {"turns_left": self._turns, "launch_ns": max(1, self.now_ns())}
+
     def prepare(self) -> None:
-        """Let the next launch take its turns; called before each."""
-        self.lanes.set(turns_left=self._turns, launch_ns=max(1, self.now_ns()))
+        """Say it in the blocks of the host."""
+        self.lanes.set(**self.words_of_launch())
 
     def heartbeat(self) -> int:
         """Turns taken so far."""

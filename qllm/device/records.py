@@ -31,18 +31,27 @@ class Records:
         zeros: Zeros = host_zeros,
     ) -> None:
         offsets, num_bytes = layout.place(head, sections, sizes)
-        self._memory = zeros(-(-num_bytes // 8))
-        self.address: int = self._memory.ctypes.data
+        self.memory = zeros(-(-num_bytes // 8))
+        self.address: int = self.memory.ctypes.data
         self._arrays: dict[str, np.ndarray[Any, Dtype]] = {
             s.name: np.frombuffer(
-                self._memory.data, s.dtype, layout.count_of(s, sizes), offsets[s.name]
+                self.memory.data, s.dtype, layout.count_of(s, sizes), offsets[s.name]
             )
             for s in sections
         }
-        self._cells = memoryview(self._memory.data)
+        self._cells = memoryview(self.memory.data)
         self._at = {name: i for i, name in enumerate(head.names or ())}
         self.set(version=version, **sizes)
         self.set(**{f"at_{name}": at for name, at in offsets.items()})
+
+    @property
+    def num_cells(self) -> int:
+        """Numbers of the head."""
+        return len(self._at)
+
+    def index(self, name: str) -> int:
+        """Where a number of the head lies, in numbers."""
+        return self._at[name]
 
     def get(self, name: str) -> int:
         """A number of the head."""
