@@ -1,6 +1,7 @@
 """The parts of `make gpu-check` that are not tests; see gpu_check.py. One JSON line per section."""
 
 import argparse
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -324,14 +326,20 @@ def _spin(until: float) -> None:
 def interference(part: Part, model: Any) -> dict[str, Any]:
     """The mix again, with every host core busy."""
     seconds, rate = (1.5, 4.0) if part.dry else (6.0, 8.0)
-    cores = 1 if part.dry else os.cpu_count() or 1
-    until = time.time() + seconds + 25
+    with hogs(part, seconds + 25) as cores:
+        return mixed(part, model, "qllm2", seconds, rate) | {"busy_cores": cores}
+
+
+@contextmanager
+def hogs(part: Part, seconds: float) -> Iterator[int]:
+    """Every host core is busy meanwhile, for some seconds at most."""
+    cores, until = 1 if part.dry else os.cpu_count() or 1, time.time() + seconds
     context = multiprocessing.get_context("spawn")
     spinners = [context.Process(target=_spin, args=(until,), daemon=True) for _ in range(cores)]
     for process in spinners:
         process.start()
     try:
-        return mixed(part, model, "qllm2", seconds, rate) | {"busy_cores": cores}
+        yield cores
     finally:
         for process in spinners:
             process.terminate()
@@ -401,6 +409,20 @@ def peer(part: Part, model: Any, run: Callable[..., float]) -> dict[str, Any]:
     return {"tokens_per_s": batch * (new - 1) / (times[new] - times[1]), "seconds_by_new": times}
 
 
+def on_device(part: Part, model: Any) -> dict[str, Any]:
+    """Decode by the loop on the device, quiet and with busy cores; tokens as the host's."""
+    from gpu_loop import measure
+
+    rng, num, new = random.Random(1), *((2, 8) if part.dry else (BATCH, 64))
+    prompts = [prompt(rng, 16 if part.dry else 512, model.config.vocab_size) for _ in range(num)]
+    if part.dry:
+        model = copy.deepcopy(model).float()  # which the fake of graphs can record
+    with engine_of(part, model, "fcfs") as engine:
+        handles = [engine.submit(ids, "LS", new, sampling=GREEDY) for ids in prompts]
+        wanted = [list(handle.result(120).token_ids) for handle in handles]
+    return measure(model, prompts, wanted, lambda: hogs(part, 15), part.dry)
+
+
 def big(part: Part, name: str) -> None:
     """Everything that is measured on one model, the most wanted first."""
     begin = time.monotonic()
@@ -417,6 +439,7 @@ def big(part: Part, name: str) -> None:
         )
     if name == "qwen3":
         part.section("interference", lambda: interference(part, model))
+        part.section("loop_on_device", lambda: on_device(part, model))
         part.section("peer_eager", lambda: peer(part, model, eager))
         part.section("peer_continuous_batching", lambda: peer(part, model, continuous))
     else:
@@ -441,10 +464,21 @@ def kernels(part: Part) -> None:
         part.section(name, row)
 
 
+def probe(part: Part) -> None:
+    """What turns and switches cost; without a GPU there is nothing to measure."""
+    if part.dry:
+        part.section("while", lambda: {"skipped": "no GPU: nothing of this runs on a CPU"})
+        return
+    from gpu_probe import PARTS
+
+    for name, run in PARTS.items():
+        part.section(name, run)
+
+
 def main() -> int:
     """Run one part."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("exact", "kernels", *SHAPES))
+    parser.add_argument("part", choices=("exact", "kernels", "probe", *SHAPES))
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args()
     part = Part(asked.dry_run)
@@ -454,6 +488,8 @@ def main() -> int:
         exact(part)
     elif asked.part == "kernels":
         kernels(part)
+    elif asked.part == "probe":
+        probe(part)
     else:
         big(part, asked.part)
     return int(part.failed)

@@ -1,10 +1,13 @@
 """The scheduler and the rings in device code: what they say on a GPU is what they say here."""
 
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+from families import VOCAB, make_model
 from on_device import (
     DeviceTurns,
     Kernels,
@@ -16,10 +19,16 @@ from on_device import (
 from ring_world import RingWorld
 from test_native_lanes import random_dry_run
 
+from qllm import QLLMEngine, SamplingParams
+from qllm.cuda.runner import CudaRunner
 from qllm.differential import run_trace
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
 from qllm.plugins import load_policy
 from qllm.structs import RING_END
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+
+from gpu_loop import LoopClient, limits_of
 
 pytestmark = pytest.mark.gpu
 
@@ -93,3 +102,25 @@ def test_the_server_serves_the_same_records_from_the_device() -> None:
         world.run(30)
         runs.append((dict(world.records), world.shown))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("policy", ["qllm2", "chunked-priority"])
+def test_the_loop_on_the_device_gives_the_tokens_of_the_host(policy: str) -> None:
+    """One launch of WHILE { turn; SWITCH { stages } }, fed and read through rings."""
+    rng, model = random.Random(2), make_model("mixtral").cuda()
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([5, 40, 70]))] for _ in range(12)]
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    with QLLMEngine.from_model(model, max_num_seqs=8, max_kv_tokens=4096) as engine:
+        handles = [engine.submit(ids, "BE", 9, sampling=greedy) for ids in prompts]
+        wanted = [list(handle.result(120).token_ids) for handle in handles]
+    runner = CudaRunner(
+        model, num_pages=256, max_num_seqs=8, max_step_tokens=256, max_total_tokens=128,
+        layers_per_stage=1,
+    )  # fmt: skip
+    client = LoopClient(runner, policy, limits_of(runner, 8, 256), 128, dry=False)
+    try:
+        found = client.ask(prompts[:6], 9, "BE") + client.ask(prompts[6:], 9, "LS")
+    finally:
+        client.close()
+        runner.close()
+    assert [[token.sampled.token_id for token in row] for row in found] == wanted

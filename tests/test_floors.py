@@ -88,13 +88,20 @@ KERNEL_BENCH = BENCH._replace(ours=BENCH.ours | KERNELS)
 """bench/cpu_kernels.py measures what has no public name."""
 LOOP_BENCH = BENCH._replace(ours=BENCH.ours | {"core", "models", "native_loop"})
 """bench/native_loop.py puts loops side by side behind the same rings."""
+DEVICE_BENCH = BENCH._replace(ours=BENCH.ours | {"cuda", "decision", "device_engine"})
+"""bench/gpu_loop.py has a front end of its own before the loop on the device."""
+
+
+OWN_BENCHES = {
+    "bench/cpu_kernels.py": KERNEL_BENCH,
+    "bench/native_loop.py": LOOP_BENCH,
+    "bench/gpu_loop.py": DEVICE_BENCH,
+}
 
 
 def floor_of(path: str) -> Floor:
-    if path == "bench/cpu_kernels.py":
-        return KERNEL_BENCH
-    if path == "bench/native_loop.py":
-        return LOOP_BENCH
+    if path in OWN_BENCHES:
+        return OWN_BENCHES[path]
     folder, module = Path(path).parts[:2]
     if folder != "qllm":
         return POLICIES if folder == "policies" else BENCH

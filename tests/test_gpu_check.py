@@ -16,7 +16,7 @@ import gpu_check  # noqa: E402 - bench is no package
 
 BIG = {"model", "decode", "ls_alone", "mixed_chunked-priority", "mixed_qllm2"}
 LOADS = {"capacity", "load_fcfs"}
-PEERS = {"interference", "peer_eager", "peer_continuous_batching"}
+PEERS = {"interference", "loop_on_device", "peer_eager", "peer_continuous_batching"}
 
 
 def test_the_budgets_fit_into_eight_minutes() -> None:
