@@ -72,9 +72,8 @@ class LoopClient:
         loop, memory = self.engine.loop, self.engine.memory
         rank = loop.server.rank_address
         branch = loop.server.native.loop_turn(server, state, rank, at, self.now_ns(), 1)
-        more = not memory.read("stopped") and memory.read("turns_left") > 0
         set_conditional(stage, branch)
-        set_conditional(run, int(more))
+        set_conditional(run, memory.read("goes_on"))
         if branch < 0:
             time.sleep(LOOK_S)
 

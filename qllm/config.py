@@ -12,6 +12,7 @@ CHOICES = {
     "preempt_at": tuple(GRAINS),
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
+    "attention": ("triton", "flash3"),
     "on_policy_error": ("fail", "fcfs"),
     "scheduler": ("python", "native"),
 }
@@ -43,6 +44,8 @@ class EngineConfig:
     kernels: str = "fast"
     """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
     Face's; "reference": the bits of `model.forward`."""
+    attention: str = "triton"
+    """On CUDA: "triton", our kernel, or "flash3", flash-attn 3 through torch (>= 2.12)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int = 256

@@ -60,6 +60,11 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         ModelError: The model cannot be driven safely.
     """
     if model.device.type != "cuda":
+        if config.attention != "triton":
+            raise ConfigError(
+                f"attention={config.attention!r} is for CUDA and the model is on "
+                f"{model.device.type}; leave it out"
+            )
         return TorchRunner(
             model,
             max_segment_ms=config.max_segment_ms,
@@ -78,6 +83,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_step_tokens=config.max_step_tokens,
         max_total_tokens=min(config.max_kv_tokens, _longest(model)),
         graphs=None if config.kernels == "fast" else False,
+        attention=config.attention,
     )
 
 

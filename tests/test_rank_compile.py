@@ -193,9 +193,15 @@ def test_rank_is_linked_into_the_scheduler_kernel() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["edf", "priority-layered"])
-def test_every_architecture_gets_its_kernel(name: str, capability: tuple[int, int]) -> None:
-    assert link_kernel(load_policy(name), capability).startswith(b"\x7fELF")
+@pytest.mark.parametrize("device_launch", [False, True])
+def test_every_architecture_gets_its_kernel(
+    device_launch: bool, capability: tuple[int, int]
+) -> None:
+    """Two ranks over four architectures, and both ways of a turn to go on."""
+    name = "priority-layered" if device_launch == (capability < (10, 0)) else "edf"
+    cubin = link_kernel(load_policy(name), capability, device_launch=device_launch)
+    assert cubin.startswith(b"\x7fELF")
+    assert b"qllm_turn" in cubin
 
 
 # -- the command

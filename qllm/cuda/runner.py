@@ -24,6 +24,7 @@ from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import InvariantError
+from qllm.kernels import flash3
 from qllm.kernels.device import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.kv_cache import RequestKV
@@ -56,10 +57,12 @@ class CudaRunner(TorchRunner):
         graphs: How to capture; None captures on CUDA and nowhere else; False never does.
         buckets: What to capture for; None is `default_buckets`.
         layers_per_stage: k.
+        attention: "triton" for the attention of `kernels_name`, or "flash3".
         clock: Nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or its experts have no kernel.
+        ConfigError: The attention that was asked for is not there, or not for this model.
     """
 
     def __init__(
@@ -75,11 +78,16 @@ class CudaRunner(TorchRunner):
         graphs: GraphApi | bool | None = None,
         buckets: list[Bucket] | None = None,
         layers_per_stage: int = LAYERS_PER_STAGE,
+        attention: str = "triton",
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         super().__init__(model, max_segment_ms=float("inf"), kernels="reference", clock=clock)
         on_cuda = self._device.type == "cuda"
         self.kernels = kernels(kernels_name or ("triton" if on_cuda else "torch"))
+        self._attention = attention
+        if attention == "flash3":
+            flash3.activate()
+            self.kernels = self.kernels._replace(attend=flash3.attend)
         self.compute.is_exact = False
         spare = max_num_seqs * 2
         layers = self.shape.num_layers
@@ -118,7 +126,10 @@ class CudaRunner(TorchRunner):
         if self.stages is not None:
             num, k = len(self.stages.captured), self.stages.layers_per_stage
             captured = f"{num} graphs, {k} layers per stage"
-        return {**self.layers.names, "stages": captured}
+        names = {**self.layers.names, "stages": captured}
+        if self._attention == "flash3":
+            names["attention"] = "flash-attn 3 paged, keys in one piece"
+        return names
 
     def close(self) -> None:
         self.layers.leave()

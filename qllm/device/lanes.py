@@ -57,16 +57,16 @@ LANES: Dtype = np.dtype(
         *numbers("version", *(f"at_{section.name}" for section in SECTIONS)),
         *numbers("num_stages", "num_starts", "seats", "num_layers", "spare_slot"),
         *numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
-        *numbers("num_turns", "turns_left", "in_flight", "asked", "idle", "stopped"),
+        *numbers("num_turns", "turns_left", "goes_on", "in_flight", "asked", "idle", "stopped"),
         *numbers("launch_ns", "clock_ns", "now_ns"),
     ]
 )
 """Offsets and sizes; then of the running frame: the stage that was chosen last, the first layer not
 finished, whether the lane of that stage must be filled first, and when it began to run;
 `num_sampled`: entries of `sampled`; `failure`: what `decide` answered if it was not OK. Then of the
-loop: turns taken, and how many more this launch may take; whether a stage runs between two turns;
-what the front ends ask of it; whether the last turn found nothing to do; whether it was asked to
-stop and has. `launch_ns`: engine time of a launch, 0 once the device has set its clock by it:
+loop: turns taken, how many more this launch may take, and whether it takes another; whether a stage
+runs between two turns; what the front ends ask of it; whether the last turn found nothing to do;
+whether it was asked to stop and has. `launch_ns`: engine time of a launch, 0 once the device has set its clock by it:
 `clock_ns` is its timer at engine time 0, `now_ns` the time of the last turn."""
 
 STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Lanes": LANES}

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from qllm.decision import Limits
-from qllm.device import lanes
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.server import NativeServer
 from qllm.device.stages import branches, check_stages, lanes_of
@@ -91,7 +90,7 @@ class DeviceLoop:
     @property
     def takes_more(self) -> bool:
         """Whether the launch that runs takes another turn."""
-        return not self.is_stopped() and self.lanes.get("turns_left") > 0
+        return bool(self.lanes.get("goes_on"))
 
     # -- the host in the device's place
 
@@ -110,8 +109,3 @@ class DeviceLoop:
             server, state, rank, lanes_at, self.now_ns(), threads
         )
         return branch
-
-    @property
-    def is_idle(self) -> bool:
-        """The last turn found nothing to do."""
-        return bool(self.lanes.get("idle")) and self.lanes.get("branch") == lanes.NOTHING

@@ -71,6 +71,7 @@ struct Lanes {
   i64 failure;
   i64 num_turns;
   i64 turns_left;
+  i64 goes_on;
   i64 in_flight;
   i64 asked;
   i64 idle;
@@ -79,7 +80,7 @@ struct Lanes {
   i64 clock_ns;
   i64 now_ns;
 };
-static_assert(sizeof(Lanes) == 200, "Lanes");
+static_assert(sizeof(Lanes) == 208, "Lanes");
 
 // The arrays of a block: X(type, name).
 #define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled)

@@ -2,7 +2,6 @@
 //
 //   turn     book the stage that ran; between two frames claim what has come; choose the next stage
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
-//   more     whether this launch takes another turn
 //
 // A turn does bounded work and leaves everything in the blocks: a launch may end after any.
 // The rules are those of the loop on the host (qllm/native_loop.py). Costs are not fitted here.
@@ -34,10 +33,9 @@ struct Loop {
     i32 branch = s->running < 0 && now->asked == STOP ? close(taken, now_ns) : choose(now_ns);
     now->in_flight = branch >= 0;
     now->idle = branch < 0 && !taken;
+    now->goes_on = !now->stopped && now->turns_left > 0;
     return branch;
   }
-  // Whether this launch takes another turn.
-  QLLM_D bool more() const { return !now->stopped && now->turns_left > 0; }
 
   // What the stage that ran has done, and who gets tokens of it.
   QLLM_D_CALL void book(i64 now_ns) {

@@ -99,9 +99,6 @@ __device__ inline qllm::i32 take_turn(qllm::ServerState* server, qllm::State* st
   __syncthreads();
   return branch;
 }
-__device__ inline bool takes_more(const qllm::Lanes* lanes) {
-  return !lanes->stopped && lanes->turns_left > 0;
-}
 
 #if defined(QLLM_DEVICE_LAUNCH)
 // The loop as a graph that launches stages and itself: a stage beside it, and itself after that.
@@ -114,8 +111,9 @@ extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* sta
   qllm::i32 branch = take_turn(server, state, lanes);
   if (threadIdx.x) return;
   __threadfence();  // the stage may begin before this kernel has ended
-  if (branch >= 0) cudaGraphLaunch(stages[branch], (cudaStream_t)fire_and_forget);
-  if (takes_more(lanes)) cudaGraphLaunch(cudaGetCurrentGraphExec(), (cudaStream_t)tail);
+  // A launch that is refused would be booked as a stage that ran: a fault ends the process instead.
+  if (branch >= 0 && cudaGraphLaunch(stages[branch], (cudaStream_t)fire_and_forget)) __trap();
+  if (lanes->goes_on && cudaGraphLaunch(cudaGetCurrentGraphExec(), (cudaStream_t)tail)) __trap();
 }
 #else
 // The loop as the body of a WHILE node: it says whether to go on, and which body of a SWITCH runs.
@@ -126,6 +124,6 @@ extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* sta
   qllm::i32 branch = take_turn(server, state, lanes);
   if (threadIdx.x) return;
   cudaGraphSetConditional((cudaGraphConditionalHandle)stage, unsigned(branch));
-  cudaGraphSetConditional((cudaGraphConditionalHandle)run, takes_more(lanes) ? 1u : 0u);
+  cudaGraphSetConditional((cudaGraphConditionalHandle)run, lanes->goes_on ? 1u : 0u);
 }
 #endif
