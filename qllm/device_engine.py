@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qllm.cuda.homes import Home, Pinned, attributes_of, choose_home
-from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, Watch, serve
+from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, SelfLaunching, Watch, serve
 from qllm.cuda.runner import CudaRunner
 from qllm.decision import Limits
 from qllm.device.loop import DeviceLoop
@@ -23,6 +23,10 @@ from qllm.policy import RankPolicy
 
 TURN = "qllm_turn"
 """The kernel of a turn, in `kernels/csrc/scheduler.cu`."""
+HOW = ("conditional", "device-launch")
+"""Ways to the next stage: the SWITCH of one graph, or a turn that launches a stage and itself."""
+FROM_CAPABILITY = (9, 0)
+"""Of a device that launches graphs; below, others have seen such launches fail silently."""
 
 
 class OnDevice:
@@ -82,12 +86,14 @@ class DeviceEngine:
         max_total_tokens: Longest request, prompt and answer.
         api: Builds and launches graphs; None is CUDA's.
         function: The kernel of a turn; None is compiled for the policy and this device.
+        how: One of HOW.
         turns: Most turns of one launch.
         settings: More of `DeviceLoop`.
 
     Raises:
         ConfigError: There are no captured stages; or the policy, the settings or the device are
             not fit for it; says why.
+        ModelError: A stage holds what it may not under `how`; says which.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class DeviceEngine:
         max_total_tokens: int,
         api: LoopApi | None = None,
         function: Any = None,
+        how: str = "conditional",
         **settings: Any,
     ) -> None:
         if runner.stages is None:
@@ -109,6 +116,7 @@ class DeviceEngine:
                 f"the loop runs captured stages, and there are none: {runner.not_captured}"
             )
         device = runner.parts.lm_head.weight.device
+        _check_how(how, device)
         self.home = Home("pinned", "the host stands in for the device")
         self._pinned: list[Pinned] = []
         if device.type == "cuda":
@@ -123,9 +131,18 @@ class DeviceEngine:
             attach(self.loop.server, block)
         self.memory = OnDevice(self.loop, device)
         if api is None or function is None:
-            api, function = _of_cuda(policy, device)
+            api, function = _of_cuda(policy, device, how)
         captured = [runner.stages.captured[key] for key in self.loop.keys]
-        self._graph = LoopGraph(api, KernelCall(function, self.memory.addresses), captured)
+        turn = KernelCall(function, self.memory.addresses)
+        self._graph = (
+            LoopGraph(api, turn, captured)
+            if how == "conditional"
+            else SelfLaunching(api, turn, captured, self._takes_more)
+        )
+
+    def _takes_more(self) -> bool:
+        read = self.memory.read
+        return not read("stopped") and read("turns_left") > 0
 
     def _pin(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
@@ -151,10 +168,24 @@ class DeviceEngine:
         self._pinned.clear()
 
 
-def _of_cuda(policy: RankPolicy, device: torch.device) -> tuple[LoopApi, Any]:
+def _check_how(how: str, device: torch.device) -> None:
+    if how not in HOW:
+        raise ConfigError(f"how={how!r} is unknown; use {' or '.join(HOW)}")
+    if how == "conditional" or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FROM_CAPABILITY:
+        raise ConfigError(
+            "how='device-launch' needs a device of compute capability {}.{} or more, and this one "
+            "has {}.{}; use 'conditional'".format(*FROM_CAPABILITY, *found)
+        )
+
+
+def _of_cuda(policy: RankPolicy, device: torch.device, how: str) -> tuple[LoopApi, Any]:
     from qllm.cubins import kernel_of
     from qllm.cuda.loop_api import CudaLoopApi
 
     api = CudaLoopApi()
     major, minor = torch.cuda.get_device_capability(device)
-    return api, api.load(kernel_of(policy, (major, minor)), TURN)
+    cubin = kernel_of(policy, (major, minor), device_launch=how == "device-launch")
+    return api, api.load(cubin, TURN)

@@ -4,6 +4,7 @@ Front ends, rings and records are real, kernels are torch's, CUDA's graphs are f
 compared is the engine on the host: its tokens and the stages that it ran, in order.
 """
 
+import ctypes
 import os
 import random
 from collections import defaultdict, deque
@@ -25,7 +26,7 @@ from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key
 from qllm.device import lanes
 from qllm.device.loop import DeviceLoop
-from qllm.device_engine import DeviceEngine
+from qllm.device_engine import HOW, DeviceEngine, _check_how, _of_cuda
 from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
@@ -183,25 +184,37 @@ class TimedApi(FakeLoopApi):
         super().__init__()
         self.world = world
 
-    def _run_graph(self, node: Any) -> None:
+    def replay(self, stage: Any) -> None:
         with torch.inference_mode():
-            super()._run_graph(node)
+            super().replay(stage)
         self.world.passes(self.world.clock.at_ns + STAGE_NS)
 
 
 def engine_of(world: World, runner: Any, policy: str, **changes: Any) -> DeviceEngine:
     """The engine put together, with the host in the place of a device and of its memory."""
 
-    def kernel(
-        set_conditional: Any, server: int, state: int, at: int, run: int, stage: int
-    ) -> None:
+    def turn(server: int, state: int, at: int) -> tuple[int, bool]:
         native, rank = engine.loop.server.native, engine.loop.server.rank_address
         branch = native.loop_turn(server, state, rank, at, world.clock(), THREADS)
         stopped = bool(engine.memory.read("stopped"))
         world.looks(branch, stopped)
-        set_conditional(stage, branch)
-        set_conditional(run, engine.memory.read("goes_on"))
+        return branch, bool(engine.memory.read("goes_on"))
 
+    def conditional(set_conditional: Any, *numbers: int) -> None:
+        *addresses, run, stage = numbers
+        branch, more = turn(*addresses)
+        set_conditional(stage, branch)
+        set_conditional(run, int(more))
+
+    def launching(launch: Any, relaunch: Any, *numbers: int) -> None:
+        *addresses, table = numbers
+        branch, more = turn(*addresses)
+        if branch >= 0:
+            launch(ctypes.c_uint64.from_address(table + 8 * branch).value)
+        if more:
+            relaunch()
+
+    kernel = launching if changes.get("how") == "device-launch" else conditional
     how: dict[str, Any] = {"api": TimedApi(world), "function": kernel, "turns": 9} | changes
     engine = DeviceEngine(
         runner, policy_of(policy), LIMITS, control=world.control, front_ends=[world.block],
@@ -244,11 +257,12 @@ def test_tokens_and_branches_are_those_of_the_engine(family: str, policy: str) -
     assert policy != "qllm2" or wanted.parks > 0
 
 
-def test_the_engine_put_together_works_on_copies_of_the_blocks() -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_the_engine_put_together_works_on_copies_of_the_blocks(how: str) -> None:
     jobs = jobs_of(4)
     plain, world = World("mixtral", "qllm2", jobs), World("mixtral", "qllm2", jobs)
     plain.run_on_the_host()
-    engine = engine_of(world, runner_of("mixtral"), "qllm2")
+    engine = engine_of(world, runner_of("mixtral"), "qllm2", how=how)
     assert not set(engine.memory.addresses) & set(engine.loop.addresses)
     launches = engine.serve()
     assert launches > 5
@@ -265,6 +279,44 @@ def test_a_loop_needs_stages_that_were_captured() -> None:
     world = World("mixtral", "fcfs", [])
     with pytest.raises(ConfigError, match="there are none: not asked for"):
         engine_of(world, runner, "fcfs")
+
+
+def test_a_way_to_the_stages_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("mixtral", "fcfs", [])
+    with pytest.raises(ConfigError, match="'magic' is unknown; use conditional or device-launch"):
+        engine_of(world, runner_of("mixtral"), "fcfs", how="magic")
+    found = [(8, 9)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[0])
+    device = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"9\.0 or more, and this one has 8\.9"):
+        _check_how("device-launch", device)
+    _check_how("conditional", device)
+    found[0] = (9, 0)
+    _check_how("device-launch", device)
+
+
+def test_while_the_words_say_more_the_launch_runs() -> None:
+    world = World("mixtral", "fcfs", [])
+    engine = engine_of(world, runner_of("mixtral"), "fcfs", how="device-launch")
+    seen = []
+    for words in ({"turns_left": 1}, {"turns_left": 0}, {"turns_left": 1, "stopped": 1}):
+        engine.memory.write(**words)
+        seen.append(engine._graph.is_running)
+    assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_kernel_is_the_one_of_the_way(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("qllm.cuda.loop_api.CudaLoopApi", lambda: SimpleNamespace(load=_pair))
+    monkeypatch.setattr("qllm.cubins.kernel_of", lambda *what, **more: (what[1], more))
+    _, loaded = _of_cuda(policy_of("fcfs"), torch.device("cuda"), how)
+    assert loaded == (((9, 0), {"device_launch": how == "device-launch"}), "qllm_turn")
+
+
+def _pair(*both: Any) -> tuple[Any, ...]:
+    return both
 
 
 @pytest.mark.parametrize("seed", range(6))

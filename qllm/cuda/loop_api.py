@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from cuda.bindings import driver, runtime
 
@@ -14,6 +15,8 @@ DEFAULT_AT_LAUNCH = 1
 """cudaGraphCondAssignDefault."""
 NOT_READY = 600
 """cudaErrorNotReady."""
+DEVICE_LAUNCH = 4
+"""cudaGraphInstantiateFlagDeviceLaunch."""
 
 
 def _checked(result: Sequence[Any]) -> Any:
@@ -23,6 +26,13 @@ def _checked(result: Sequence[Any]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
+def _raw(graph: Any) -> Any:
+    """CUDA's graph of one of torch's; any other is CUDA's already."""
+    if not hasattr(graph, "raw_cuda_graph"):
+        return graph
+    return runtime.cudaGraph_t(init_value=int(graph.raw_cuda_graph()))
+
+
 class CudaLoopApi:
     """A `LoopApi` on a stream of its own, so that no other work waits for the loop."""
 
@@ -30,6 +40,7 @@ class CudaLoopApi:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
         self._ended: Any = None
+        self._tables: list[Any] = []
 
     def load(self, cubin: bytes, name: str) -> Any:
         """A kernel of a cubin; it stays loaded."""
@@ -70,16 +81,32 @@ class CudaLoopApi:
         return _checked(driver.cuGraphAddKernelNode(raw, nodes, len(nodes), p))
 
     def add_child(self, graph: Any, child: Any) -> Any:
-        raw = runtime.cudaGraph_t(init_value=int(child.raw_cuda_graph()))
-        return _checked(runtime.cudaGraphAddChildGraphNode(graph, [], 0, raw))
+        return _checked(runtime.cudaGraphAddChildGraphNode(graph, [], 0, _raw(child)))
 
     def node_types(self, graph: Any) -> list[str]:
         return raw_node_types(graph)
 
     def instantiate(self, graph: Any) -> Any:
-        made = _checked(runtime.cudaGraphInstantiate(graph, 0))
+        return self._instantiated(graph, 0)
+
+    def instantiate_for_device(self, graph: Any) -> Any:
+        # Never torch's own: that one frees at launch, which excludes launches by the device.
+        return self._instantiated(_raw(graph), DEVICE_LAUNCH)
+
+    def _instantiated(self, graph: Any, flags: int) -> Any:
+        made = _checked(runtime.cudaGraphInstantiate(graph, flags))
+        # In the stream of the launches, so it is done before the first of them.
         _checked((*runtime.cudaGraphUpload(made, self._stream.cuda_stream), None))
         return made
+
+    def number_of(self, made: Any) -> int:
+        return int(made)
+
+    def new_table(self, numbers: Sequence[int]) -> int:
+        cells = torch.from_numpy(np.array(numbers, np.uint64).view(np.int64)).to("cuda")
+        torch.cuda.synchronize()  # the loop reads it in a stream of its own
+        self._tables.append(cells)
+        return cells.data_ptr()
 
     def launch(self, made: Any) -> None:
         _checked((*runtime.cudaGraphLaunch(made, self._stream.cuda_stream), None))

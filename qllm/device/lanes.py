@@ -66,8 +66,8 @@ finished, whether the lane of that stage must be filled first, and when it began
 `num_sampled`: entries of `sampled`; `failure`: what `decide` answered if it was not OK. Then of the
 loop: turns taken, how many more this launch may take, and whether it takes another; whether a stage
 runs between two turns; what the front ends ask of it; whether the last turn found nothing to do;
-whether it was asked to stop and has. `launch_ns`: engine time of a launch, 0 once the device has set its clock by it:
-`clock_ns` is its timer at engine time 0, `now_ns` the time of the last turn."""
+whether it was asked to stop and has. `launch_ns`: engine time of a launch, 0 once the device has
+set its clock by it: `clock_ns` is its timer at engine time 0; `now_ns`: when the last turn was."""
 
 STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Lanes": LANES}
 ENUMS = {
