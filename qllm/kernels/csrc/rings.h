@@ -144,10 +144,9 @@ struct RingWriter : Ring {
     store_release(word(end->at + length), 0);
     Crc crc;
     u64 header[] = {seq, length | u64(kind) << 32 | u64(flags) << 48};
-    for (i32 i = 0; i < 2; i++) {
-      store_release(word(end->at + 8 * i), header[i]);
-      crc.add(header[i]);
-    }
+    for (i32 i = 0; i < 2; i++) crc.add(header[i]);
+    store_release(word(end->at + 8), header[1]);  // who sees the number below sees the length too,
+    store_release(word(end->at), header[0]);      // and looks for the trailer where it will be
     u64* p = word(end->at + kHeader);
     for (u64 i = 0; i < length - kHeader - kTrailer; i += 8, p = after(p)) {
       u64 value = 0;
