@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from stage_loop import StageLoop
 
 from qllm.cuda.lanes import Bucket, Lane
 from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
 from qllm.decision import Limits
 from qllm.device import lanes, layout
-from qllm.device.stages import StageLoop
 from qllm.engine import EngineLoop
 from qllm.ingress import Submission
 from qllm.plan import ANY_ARRIVAL, NO_CUTS

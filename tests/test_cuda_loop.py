@@ -278,7 +278,6 @@ def test_a_fault_and_a_launch_without_a_turn_end_the_process() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver: calls would succeed")
 def test_calls_reach_cuda_with_the_arguments_it_takes() -> None:
     """Without a driver every call answers so: a wrong argument would be a TypeError instead."""
-    pytest.importorskip("cuda.bindings")
     from cuda.bindings import driver, runtime
 
     from qllm.cuda.loop_api import CudaLoopApi
@@ -313,7 +312,6 @@ def test_calls_reach_cuda_with_the_arguments_it_takes() -> None:
 def test_what_the_device_launches_is_instantiated_for_it_and_uploaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("cuda.bindings")
     from cuda.bindings import runtime
 
     from qllm.cuda import loop_api

@@ -307,7 +307,6 @@ def test_while_the_words_say_more_the_launch_runs() -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_kernel_is_the_one_of_the_way(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.bindings")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("qllm.cuda.loop_api.CudaLoopApi", lambda: SimpleNamespace(load=_pair))
     monkeypatch.setattr("qllm.cubins.kernel_of", lambda *what, **more: (what[1], more))

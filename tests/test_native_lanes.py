@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from on_device import DeviceTurns
+from stage_loop import StageLoop
 from stage_worlds import NativeWorld, dry_stages, random_jobs
 
 from qllm.compile import compile_program
@@ -20,7 +21,7 @@ from qllm.decision import Limits
 from qllm.device import lanes, layout, serving
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
-from qllm.device.stages import StageLoop, check_stages
+from qllm.device.stages import check_stages
 from qllm.differential import random_shape
 from qllm.errors import ConfigError, InvariantError
 from qllm.models.frame import Frame
