@@ -15,8 +15,13 @@ CHOICES = {
     "attention": ("triton", "flash3"),
     "on_policy_error": ("fail", "fcfs"),
     "scheduler": ("python", "native"),
+    "loop": ("host", "native", "conditional", "device-launch"),
 }
 """Settings that name one of a few."""
+DEVICE_LOOPS = ("conditional", "device-launch")
+ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail", "scheduler": "python"}
+"""Settings that other loops do not have, and the values they have there. (Their decisions are
+native anyway.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,12 @@ class EngineConfig:
     """What a policy that raises does to its requests: "fail" ends them, "fcfs" falls back."""
     scheduler: str = "python"
     """"python"; or "native", the same decisions in C++ (for a `RankPolicy`; needs numba)."""
+    loop: str = "host"
+    """Who takes requests out of the rings, decides and hands tokens over. "host": the engine loop,
+    in Python. "native": the same in C++, around the host's kernels. Or the device, with no CPU in
+    it: "conditional", one graph that loops and switches over captured stages, or "device-launch",
+    a graph that launches stages and itself. All but "host" are for a `RankPolicy` and a process
+    host; docs/serving.md says what they do not serve."""
     conformance: bool = True
     """Compare with `model.forward` at start."""
     record: bool = False
@@ -85,6 +96,38 @@ class EngineConfig:
         segment = self.max_segment_ms
         if not isinstance(segment, int | float) or not segment > 0:
             raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")
+        if self.loop != "host":
+            self._check_loop()
+
+    def _check_loop(self) -> None:
+        for name, plain in ONLY_HOST_LOOP.items():
+            if getattr(self, name) != plain:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs loop='host', and loop={self.loop!r}; "
+                    f"leave {name} at {plain!r}"
+                )
+
+    def check_place(self, host: str, device: str, has_meeting: bool) -> None:
+        """Return if the loop can run there.
+
+        Raises:
+            ConfigError: It needs a process of its own, a GPU, or front ends of this machine only.
+        """
+        if self.loop == "host":
+            return
+        if host != "process":
+            raise ConfigError(f"loop={self.loop!r} serves rings and needs host='process'")
+        if self.on_device and device.split(":")[0] != "cuda":
+            raise ConfigError(
+                f"loop={self.loop!r} runs on a GPU and device={device!r}; use 'native' or 'host'"
+            )
+        if has_meeting and not self.on_device:
+            raise ConfigError(f"loop={self.loop!r} has no front ends of other hosts; use 'host'")
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the loop runs on the device, where no doorbell rings."""
+        return self.loop in DEVICE_LOOPS
 
     @property
     def grain(self) -> Grain:

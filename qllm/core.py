@@ -91,8 +91,106 @@ def _longest(model: Any) -> int:
     return int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
 
-class Core:
-    """One engine, ready to serve.
+class Prepared:
+    """A model ready to compute, and what is told of it: the same for every kind of loop.
+
+    Args:
+        loaded: The model.
+        policy: A policy object.
+        config: Settings.
+        threads: Threads torch computes with; None leaves torch's choice.
+
+    Raises:
+        ConfigError: A setting that the device does not have.
+        ModelError: The model cannot be driven safely.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
+    ) -> None:
+        self.config, self.threads = config, threads
+        with torch_threads(threads):
+            self.runner = make_runner(loaded.model, config)
+            if config.conformance:
+                check_conformance(loaded.model, self.runner)
+        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
+        self.limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            grain=config.grain,
+            max_segment_ns=int(segment_ns),
+            batch_invariant=config.batch_invariant,
+        )
+        meta = {"model": loaded.name, "policy": repr(policy)}
+        if degraded(policy):
+            meta["degraded_without"] = cap_names(degraded(policy))
+        self.trace = Trace(meta=meta)
+        self.info = ModelInfo(
+            name=loaded.name,
+            shape=self.runner.shape,
+            eos_token_ids=loaded.eos_token_ids,
+            sampling_defaults=loaded.generation_defaults,
+            drivers=tuple(str(driver) for driver in self.runner.drivers),
+            kernels=self.runner.names,
+            vocabulary=vocabulary_of(loaded.tokenizer),
+        )
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest request, prompt and answer."""
+        return min(self.config.max_kv_tokens, self.info.shape.max_position)
+
+    def run(self, serve: Callable[[], object]) -> BaseException | None:
+        """Serve on this thread until the loop is closed; return what it crashed with."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        try:
+            serve()
+        except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
+            return error
+        return None
+
+    def stats_of(self, decider: Any) -> dict[str, Any]:
+        """Numbers of the run so far that do not depend on the loop.
+
+        Args:
+            decider: Who decides: knows the frame that runs, and those that are parked.
+        """
+        segments = self.runner.segments
+        kind = segments.longest_op
+        running = decider.running
+        frames = [] if running is None else [self._frame(running, "running")]
+        frames += [self._frame(frame, "parked") for frame in list(decider.frames.values())]
+        return {
+            "longest_segment_ms": segments.longest_ns / NS_PER_MS,
+            "longest_segment_kind": None if kind is None else kind.name,
+            "max_segment_ms": self.config.max_segment_ms,
+            "expert_bytes": self.runner.expert_bytes,
+            "kv_blocks": self.config.num_blocks,
+            "frames": frames,
+        }
+
+    def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
+        """A frame as statistics show it. Of one that runs the place is where it last began to."""
+        program, index = parked.program, parked.index
+        held = self.runner.frames.get(program.frame_id)
+        op = program.ops[min(index.op, len(program.ops) - 1)]
+        return {
+            "state": state,
+            "layer": op.layer,
+            "num_layers": program.num_layers,
+            "op": op.kind.name,
+            "units_done": index.pos,
+            "rows": len(program.rows),
+            "tokens": program.num_tokens,
+            "bytes": 0 if held is None else held.num_bytes(),
+        }
+
+
+class Core(Prepared):
+    """One engine with the loop of the host, ready to serve.
 
     Args:
         loaded: The model.
@@ -105,6 +203,7 @@ class Core:
         decided: See `EngineLoop`.
 
     Raises:
+        ConfigError: A setting that the device does not have.
         ModelError: The model cannot be driven safely.
     """
 
@@ -120,29 +219,10 @@ class Core:
         threads: int | None,
         decided: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.config = config
-        self._threads = threads
-        with torch_threads(threads):
-            self.runner = make_runner(loaded.model, config)
-            if config.conformance:
-                check_conformance(loaded.model, self.runner)
-        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
-        limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_step_tokens,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            grain=config.grain,
-            max_segment_ns=int(segment_ns),
-            batch_invariant=config.batch_invariant,
-        )
-        meta = {"model": loaded.name, "policy": repr(policy)}
-        if degraded(policy):
-            meta["degraded_without"] = cap_names(degraded(policy))
-        self.trace = Trace(meta=meta)
+        super().__init__(loaded, policy, config, threads)
         self.loop = EngineLoop(
             ingress,
-            _scheduler(config)(policy, self.runner.shape, self.runner.cuts, limits),
+            _scheduler(config)(policy, self.runner.shape, self.runner.cuts, self.limits),
             self.runner,
             sink,
             now_ns,
@@ -150,25 +230,10 @@ class Core:
             fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
             decided=decided,
         )
-        self.info = ModelInfo(
-            name=loaded.name,
-            shape=self.runner.shape,
-            eos_token_ids=loaded.eos_token_ids,
-            sampling_defaults=loaded.generation_defaults,
-            drivers=tuple(str(driver) for driver in self.runner.drivers),
-            kernels=self.runner.names,
-            vocabulary=vocabulary_of(loaded.tokenizer),
-        )
 
     def serve(self) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        try:
-            self.loop.serve()
-        except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
-            return error
-        return None
+        return self.run(self.loop.serve)
 
     def end_all(self, open_requests: Iterable[RequestId], crash: BaseException | None) -> None:
         """Whatever is still open ends now: the loop will not come back."""
@@ -186,46 +251,16 @@ class Core:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far. Callable from any thread."""
-        longest_ms, kind = self.loop.longest_segment()
+        loop = self.loop
+        latencies = list(loop.preempt_latencies_ns)  # the loop's thread appends
         return {
-            "longest_segment_ms": longest_ms,
-            "longest_segment_kind": kind,
-            "max_segment_ms": self.config.max_segment_ms,
-            "preempt_latencies_ms": [
-                ns / 1e6
-                for ns in list(self.loop.preempt_latencies_ns)  # the loop's thread appends
-            ],
-            "expert_bytes": self.runner.expert_bytes,
-            "num_preemptions": self.loop.num_preemptions,
-            "kv_blocks_used": self.config.num_blocks - self.loop.scheduler.pool.num_free,
-            "kv_blocks": self.config.num_blocks,
-            "policy_errors": list(self.loop.policy_errors),
-            "longest_plan_ms": self.loop.longest_plan_ns / NS_PER_MS,
-            "num_live": len(self.loop.live),
-            "frames": self._frames(),
-        }
-
-    def _frames(self) -> list[dict[str, Any]]:
-        """What runs and what is parked, as a loop that goes on meanwhile shows it."""
-        scheduler = self.loop.scheduler
-        running = scheduler.running
-        found = [] if running is None else [self._frame(running, "running")]
-        return found + [self._frame(frame, "parked") for frame in list(scheduler.frames.values())]
-
-    def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
-        """A frame as statistics show it. Of one that runs the place is where it last began to."""
-        program, index = parked.program, parked.index
-        held = self.runner.frames.get(program.frame_id)
-        op = program.ops[min(index.op, len(program.ops) - 1)]
-        return {
-            "state": state,
-            "layer": op.layer,
-            "num_layers": program.num_layers,
-            "op": op.kind.name,
-            "units_done": index.pos,
-            "rows": len(program.rows),
-            "tokens": program.num_tokens,
-            "bytes": 0 if held is None else held.num_bytes(),
+            **self.stats_of(loop.scheduler),
+            "preempt_latencies_ms": [ns / 1e6 for ns in latencies],
+            "num_preemptions": loop.num_preemptions,
+            "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
+            "policy_errors": list(loop.policy_errors),
+            "longest_plan_ms": loop.longest_plan_ns / NS_PER_MS,
+            "num_live": len(loop.live),
         }
 
 

@@ -17,7 +17,7 @@ from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits,
 from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
 from qllm.metrics import MetricsBuilder, RequestMetrics
-from qllm.plan import Index, OpKind, Program, Runner
+from qllm.plan import Index, Program, Runner
 from qllm.policy import CostTable
 from qllm.request import Request
 from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
@@ -456,11 +456,6 @@ class EngineLoop:
     def num_waiting(self) -> int:
         """Known requests that hold no KV."""
         return sum(1 for live in list(self.live.values()) if not live.request.is_admitted)
-
-    def longest_segment(self) -> tuple[float, str | None]:
-        """The longest work between two boundaries so far, in ms, and its kind."""
-        kind: OpKind | None = self.runner.segments.longest_op
-        return self.runner.segments.longest_ns / 1e6, None if kind is None else kind.name
 
 
 def _planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> trace.Planned:

@@ -17,32 +17,29 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
 
-from qllm import portable
 from qllm.config import EngineConfig
-from qllm.core import Core, crash_text, ring_ends
+from qllm.core import crash_text
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.host import ModelInfo, freeze_garbage
-from qllm.ingress import Call, Cancel
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.ingress.shm import Doorbell
 from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
 from qllm.plugins import load_policy
 from qllm.remote_door import Card, Door, Guest, short
+from qllm.ring_engine import Restored, RingEngine, Seat, kind_of
 from qllm.trace import Event
 from qllm.transports.meeting import Meeting, Wire
-from qllm.transports.nixl import NixlIngress, check_profile
-from qllm.types import RequestId, RequestStatus, Sampled, SamplingParams
+from qllm.transports.nixl import check_profile
+from qllm.types import RequestId, RequestStatus
 
 OWNER = 0
 GRACE_S = 5.0
@@ -78,23 +75,6 @@ class Hello(NamedTuple):
     trust_remote_code: bool
 
 
-@dataclass(slots=True)
-class Restored:
-    """A request of a checkpoint on its way to the front end."""
-
-    number: RequestId
-    name: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    sampled: list[Sampled] = field(default_factory=list)
-
-    def on_token(self, sampled: Sampled) -> bool:
-        """Take one of the tokens that it had already."""
-        self.sampled.append(sampled)
-        return False
-
-
 def main(fd: int) -> None:
     """Run an engine for the front end at the other end of a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
@@ -116,12 +96,8 @@ class EngineProcess:
         self._start = start
         self._zero_ns = time.monotonic_ns()
         self._control = ControlBlock.create(self._zero_ns)
-        ingress = ShmIngress if start.meeting is None else NixlIngress
-        self._ingress = ingress(
-            self._control, Doorbell.create(), self._now_ns, self._close, self._broken
-        )
-        self._core: Core | None = None
-        self._ended = threading.Event()
+        self._doorbell = Doorbell.create()
+        self._engine: RingEngine | None = None
         self._num_front_ends = 0
         self._front_end_lock = threading.Lock()
         self._connections: dict[int, Connection | Wire] = {OWNER: owner}
@@ -130,11 +106,11 @@ class EngineProcess:
         return time.monotonic_ns() - self._zero_ns
 
     @property
-    def core(self) -> Core:
+    def engine(self) -> RingEngine:
         """The engine, once it is loaded."""
-        if self._core is None:
+        if self._engine is None:
             raise EngineClosedError("the engine has not loaded its model yet")
-        return self._core
+        return self._engine
 
     # -- the main thread
 
@@ -148,7 +124,7 @@ class EngineProcess:
             self._owner.send(("failed", error))
             return 1
         try:
-            self._core = core = self._load()
+            self._engine = engine = self._load()
         except Exception as error:  # noqa: BLE001 - raised again in the front end
             self._unlink()
             self._owner.send(("failed", portable_error(error)))
@@ -156,20 +132,21 @@ class EngineProcess:
         freeze_garbage()
         if door is not None:
             door.listen()  # whoever started us may tell others at once
-        self._ingress.attach(self._welcome(self._owner))
+        self._welcome(self._owner)
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
         if door is not None:
             model = _found_anywhere(self._start.model)
-            door.open(Card(core.info, self._start.config, core.trace.meta, model))
-        crash = core.serve()
+            prepared = engine.prepared
+            door.open(Card(prepared.info, self._start.config, prepared.trace.meta, model))
+        crash = engine.serve()
         if crash is not None:
             self._control.error = crash_text(crash)
             traceback.print_exception(crash)
-        core.end_all(list(core.loop.live), crash)
+        engine.end(crash)
         self._unlink()
-        self._send_rest()
-        self._ended.set()
+        self._send_rest(engine)
+        engine.ended.set()
         if crash is None:
             attendant.join(GRACE_S)
         return 0 if crash is None else 1
@@ -180,7 +157,7 @@ class EngineProcess:
             with suppress(FileNotFoundError):
                 os.unlink(self._start.listen)
 
-    def _load(self) -> Core:
+    def _load(self) -> RingEngine:
         start = self._start
         if start.quiet:
             warnings.simplefilter("ignore")
@@ -189,42 +166,40 @@ class EngineProcess:
             policy = _unpickled_policy(start.policy)
         else:
             policy = load_policy(start.policy, start.policy_settings)
-        return Core(
-            load(start.model, **start.load),
-            policy,
-            start.config,
-            ingress=self._ingress,
-            sink=RingSink(self._ingress.lanes),
+        seat = Seat(
+            control=self._control,
+            doorbell=self._doorbell,
             now_ns=self._now_ns,
+            broken=self._broken,
+            has_meeting=start.meeting is not None,
             threads=start.threads,
-            decided=self._ingress.decided,
         )
+        kind = kind_of(start.config)
+        kind.check(policy, start.config)
+        return kind(load(start.model, **start.load), policy, start.config, seat)
 
-    def _send_rest(self) -> None:
+    def _send_rest(self, engine: RingEngine) -> None:
         """Wait until slow front ends have room for the last records."""
         deadline = time.monotonic() + GRACE_S
-        while self._ingress.flush():
+        while engine.flush():
             if time.monotonic() > deadline:
                 return
             time.sleep(0.001)
 
-    def _close(self) -> None:
-        self.core.loop.close()
-
     # -- front ends
 
-    def _welcome(self, connection: Connection) -> Lane:
-        """Make a front end's rings and tell it where they are."""
-        core = self.core
+    def _welcome(self, connection: Connection) -> int:
+        """Make a front end's rings, tell it where they are and serve it; its number."""
+        prepared = self.engine.prepared
         block, doorbell = self._new_block(), Doorbell.create()
         hello = Hello(
-            core.info,
+            prepared.info,
             self._start.config,
-            core.trace.meta,
+            prepared.trace.meta,
             _found_anywhere(self._start.model),
             bool(self._start.load.get("trust_remote_code")),
         )
-        control, engine = self._control.segment, self._ingress.doorbell
+        control, engine = self._control.segment, self._doorbell
         try:
             connection.send(("hello", hello))
             with socket.socket(fileno=os.dup(connection.fileno())) as link:
@@ -235,32 +210,32 @@ class EngineProcess:
             raise
         finally:
             block.segment.close_fd()
-        return Lane(block, doorbell, ring_ends(self._start.config))
+        self._connections[block.number] = connection
+        self.engine.attach(block, doorbell)
+        return block.number
 
     def _new_block(self) -> FrontEndBlock:
         """The memory of one more front end."""
         with self._front_end_lock:
             number = self._num_front_ends
             self._num_front_ends += 1
-        shape = self.core.runner.shape
+        shape = self.engine.prepared.info.shape
         max_prompt = min(self._start.config.max_kv_tokens, shape.max_position)
         return FrontEndBlock.create(number, ring_bytes(max_prompt, shape.vocab_size))
 
     def _listen(self, listener: socket.socket) -> None:
-        while not self._ended.is_set():
+        while not self.engine.ended.is_set():
             link, _ = listener.accept()
             if _peer(link)[1] != os.getuid():
                 link.close()
                 continue
             connection = Connection(link.detach())
             try:
-                lane = self._welcome(connection)
+                number = self._welcome(connection)
             except OSError:  # it left already
                 connection.close()
                 continue
-            self._connections[lane.number] = connection
-            self._ingress.put(Call(partial(self._ingress.attach, lane), _ignore))
-            self._attend(connection, lane.number)
+            self._attend(connection, number)
 
     def _attend(self, connection: Connection, number: int) -> threading.Thread:
         thread = threading.Thread(target=self._serve_front_end, args=(connection, number))
@@ -313,20 +288,14 @@ class EngineProcess:
     def _left(self, number: int) -> None:
         """A front end is gone: nobody waits for its requests."""
         if number != OWNER:
-            self._ingress.put(Call(partial(self._free, number), _ignore))
-        elif self._core is None:
+            self.engine.leave(number, _nothing)
+        elif self._engine is None:
             os._exit(1)
         else:
             timer = threading.Timer(GRACE_S, os._exit, (1,))
             timer.daemon = True
             timer.start()
-            self._ingress.put(Call(self._close, _ignore))
-
-    def _free(self, number: int) -> None:
-        self._ingress.detach(number)
-        for request_id in list(self.core.loop.live):
-            if front_end_of(request_id) == number:
-                self._ingress.put(Cancel(request_id))
+            self._engine.close()
 
     # -- front ends of other hosts
 
@@ -337,19 +306,13 @@ class EngineProcess:
         return Door(meeting, self._new_block, self._enter, self._leave, self._answer_far)
 
     def _enter(self, guest: Guest) -> None:
-        assert isinstance(self._ingress, NixlIngress)
         guest.block.segment.close_fd()
         self._connections[guest.number] = guest.wire
-        attach = partial(self._ingress.attach_over, guest.block, guest.link)
-        self._ingress.put(Call(attach, _ignore))
+        self.engine.attach_over(guest.block, guest.link)
 
     def _leave(self, guest: Guest) -> None:
-        def free() -> None:
-            self._free(guest.number)
-            guest.link.close()
-
         self._connections.pop(guest.number)
-        self._ingress.put(Call(free, _ignore))
+        self.engine.leave(guest.number, guest.link.close)
 
     def _answer_far(self, op: str, args: list[Any]) -> Any:
         """What a front end of another host may ask; the rest needs this machine."""
@@ -365,59 +328,27 @@ class EngineProcess:
 
     # -- what front ends may ask, on their threads
 
-    def _on_loop(self, function: Callable[[], Any]) -> Any:
-        done = threading.Event()
-        box: list[Any] = [None, EngineClosedError("the engine was closed; make a new one")]
-
-        def answer(result: Any, error: BaseException | None) -> None:
-            box[:] = [result, error]
-            done.set()
-
-        self._ingress.put(Call(function, answer))
-        while not done.wait(0.2) and not self._ended.is_set():
-            pass
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
-
     def _op_statuses(self, request_ids: list[RequestId]) -> list[RequestStatus | None]:
-        found = map(self.core.loop.live.get, request_ids)
-        return [None if live is None else live.request.status for live in found]
+        return self.engine.statuses(request_ids)
 
     def _op_stats(self) -> dict[str, Any]:
-        return self.core.stats()
+        return self.engine.stats()
 
     def _op_events(self, since: int) -> list[Event]:
-        return self.core.trace.events[since:]
+        return self.engine.events(since)
 
     def _op_last_events(self, since: int) -> list[Event]:
-        self._ended.wait()
-        return self.core.trace.events[since:]
+        self.engine.ended.wait()
+        return self.engine.events(since)
 
     def _op_call(self, function: bytes) -> Any:
-        return self._on_loop(pickle.loads(function))
+        return self.engine.on_loop(pickle.loads(function))
 
     def _op_checkpoint(self, path: str) -> int:
-        core = self.core
-        return int(self._on_loop(lambda: portable.save(core.loop, core.runner, path)))
+        return self.engine.checkpoint(path)
 
     def _op_restore(self, path: str, first: RequestId) -> list[Restored]:
-        core = self.core
-        count = 0
-
-        def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Restored:
-            nonlocal count
-            count += 1
-            return Restored(first + count - 1, name, prompt, sampling)
-
-        def restore() -> list[Restored]:
-            found = portable.load(core.loop, core.runner, path, adopt, self._now_ns())
-            for request in found:
-                request.priority = core.loop.live[request.number].request.priority
-            return found
-
-        restored: list[Restored] = self._on_loop(restore)
-        return restored
+        return self.engine.restore(path, first)
 
 
 THREAD = "with host='thread' nothing has to be pickled"
@@ -481,8 +412,8 @@ def _unpickled_policy(data: bytes) -> Any:
         ) from error
 
 
-def _ignore(result: Any, error: BaseException | None) -> None:
-    """For calls that nobody waits for."""
+def _nothing() -> None:
+    """Follows the leave of a front end of this machine."""
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:

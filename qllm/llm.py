@@ -106,10 +106,9 @@ class QLLMEngine:
         check_device(device)
         if host not in HOSTS:
             raise ConfigError(f"host={host!r} is unknown; use one of {', '.join(HOSTS)}")
-        if listen is not None and host != "process":
-            raise ConfigError(f"listen={listen!r} needs host='process'")
-        if meeting is not None and host != "process":
-            raise ConfigError("a meeting needs host='process'")
+        if host != "process" and (listen is not None or meeting is not None):
+            raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs host='process'")
+        config.check_place(host, str(device), meeting is not None)
         how = {
             "dtype": dtype,
             "device": device,

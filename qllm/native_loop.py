@@ -95,7 +95,9 @@ class NativeLoop:
         self.stop = ServerStop(bell, server, now_ns)
         self.closing = False
         self.num_preemptions = 0
+        self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.policy_errors: list[str] = []
+        self.longest_plan_ns = 0
         self._lanes: dict[int, _Lane] = {}
         self._announced: dict[int, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -151,13 +153,15 @@ class NativeLoop:
             self.close()
         if self.closing:
             return False
+        now = self.now_ns()
         try:
-            decision = self.server.decide(self.now_ns())
+            decision = self.server.decide(now)
         except PolicyError as error:
             self.policy_errors.append(str(error))
             self._end_all(FinishReason.ERROR, str(error))
             return False
         program, start_ns = decision.program, self.now_ns()
+        self.longest_plan_ns = max(self.longest_plan_ns, start_ns - now)
         try:
             for effect in decision.effects:
                 self._apply(effect)
@@ -182,6 +186,17 @@ class NativeLoop:
         self._end_all(FinishReason.CANCELLED, "")
         while self.server.claim(self.now_ns()):
             self._end_all(FinishReason.CANCELLED, "")
+        self.flush()
+
+    def give_up(self, text: str) -> None:
+        """End every request with an error, without the runner: the loop has crashed."""
+        self.closing = True
+        while True:
+            for slot in list(self.server.live()):
+                self.server.end(slot, REASONS.index(FinishReason.ERROR), self.now_ns(), text)
+            self.server.changes()
+            if not self.server.claim(self.now_ns()):
+                break
         self.flush()
 
     def flush(self) -> bool:
@@ -244,8 +259,11 @@ class NativeLoop:
         end_ns = self.now_ns()
         if end != program.end:
             by_word = CONTROL < stop.word < program.stop_below
-            self.num_preemptions += by_word
+            lowered_ns = stop.lowered_ns
             self.server.stopped(end, start_ns, end_ns, preempted=by_word)
+            if by_word:
+                self.num_preemptions += 1
+                self.preempt_latencies_ns.append(self.now_ns() - lowered_ns)
             return
         self.server.done(end, [s.request_id for s in sampled], start_ns, end_ns)
         for token in sampled:

@@ -33,7 +33,8 @@ from qllm.trace import Trace
 from qllm.types import NS_PER_S
 
 if TYPE_CHECKING:  # imports torch
-    from qllm.engine_process import Hello, Restored, Start
+    from qllm.engine_process import Hello, Start
+    from qllm.ring_engine import Restored
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -35,6 +35,7 @@ class ThreadHost(Host):
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
     ) -> None:
         super().__init__()
+        config.check_place("thread", "cpu", has_meeting=False)
         self._zero_ns = time.monotonic_ns()
         self.ingress = InprocIngress(self.now_ns)
         self._core = Core(

@@ -1,0 +1,195 @@
+"""Every loop behind `QLLMEngine` gives the same answers and keeps the same promises."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import make_model
+from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
+from test_process_host import ATTACHED
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.errors import ConfigError, RequestFailedError
+from qllm.ingress.layout import NUMBER_BITS
+from qllm.native_engine import MAX_FRONT_ENDS
+from qllm.types import FinishReason, RequestStatus
+
+EXACT = SETTINGS | {"exactness": "batch-invariant", "max_kv_tokens": 8192}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def socket_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("engine") / "socket")
+
+
+@pytest.fixture(scope="module")
+def engine(model: str, socket_path: str) -> Iterator[QLLMEngine]:
+    with QLLMEngine.from_pretrained(model, loop="native", listen=socket_path, **EXACT) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def wanted(model: str) -> Iterator[QLLMEngine]:
+    with QLLMEngine.from_pretrained(model, **EXACT) as made:
+        yield made
+
+
+def answers(engine: QLLMEngine) -> list[tuple[Any, ...]]:
+    """LS arrives inside BE passes; greedy, sampled, with stop strings and ids, and too late."""
+    found = []
+    for i in range(3):
+        long = [engine.submit([5 + i + k] * 900, "BE", 8, sampling=LONG) for k in range(2)]
+        wait_for(lambda: any(f["state"] == "running" for f in engine.stats()["frames"]))
+        for k, how in enumerate((LONG, SamplingParams(temperature=0.8, seed=i, top_p=0.9))):
+            long.append(engine.submit(f"hello {i} {k}", "LS", 8, sampling=how))
+        long.append(engine.submit("q", "LS", 30, sampling=SamplingParams(temperature=1, seed=2)))
+        found += [(r.token_ids, r.text, r.finish_reason) for r in [h.result(60) for h in long]]
+    whole = engine.submit("q", max_tokens=30, sampling=LONG).result(60)
+    short = engine.submit("q", max_tokens=30, sampling=LONG, stop=whole.text[4:7]).result(60)
+    by_id = SamplingParams(temperature=0, stop_token_ids=(whole.token_ids[3],))
+    early = engine.submit("q", max_tokens=30, sampling=by_id).result(60)
+    assert [r.finish_reason for r in (short, early)] == [FinishReason.STOP] * 2
+    late = engine.submit("abc", "BE", 1500, sampling=LONG, timeout_s=0.05).result(20)
+    assert late.finish_reason is FinishReason.TIMEOUT
+    return [*found, *((r.token_ids, r.text) for r in (whole, short, early))]
+
+
+def test_the_native_loop_answers_as_the_loop_of_the_host(
+    engine: QLLMEngine, wanted: QLLMEngine
+) -> None:
+    assert answers(engine) == answers(wanted)
+    stats, theirs = engine.stats(), wanted.stats()
+    assert stats.keys() == theirs.keys()
+    assert stats["num_preemptions"] > 0
+    assert len(stats["preempt_latencies_ms"]) == stats["num_preemptions"]
+    assert all(0 < ms < 10_000 for ms in stats["preempt_latencies_ms"])
+    assert stats["longest_segment_ms"] > 0
+    assert stats["longest_plan_ms"] > 0
+    assert stats["expert_bytes"] > 0
+    wait_for(lambda: engine.stats()["num_live"] == 0)
+    assert engine.stats()["kv_blocks_used"] == 0
+    assert engine.num_waiting == 0
+
+
+def test_where_a_request_is(engine: QLLMEngine) -> None:
+    long = engine.submit([7] * 1000, "BE", 400, sampling=LONG)
+    next(iter(long))
+    assert long.status is RequestStatus.RUNNING
+    seen = set()
+    while RequestStatus.PARKED not in seen and not long.finish_reason:
+        again = engine.submit([3] * 1000, "BE", 2, sampling=LONG)
+        engine.submit("abc", "LS", 2, sampling=LONG).result(60)
+        seen |= set(engine.statuses([long, again]))
+        again.result(60)
+    assert RequestStatus.PARKED in seen
+    long.cancel()
+    assert long.result(20).finish_reason is FinishReason.CANCELLED
+    assert long.status is RequestStatus.FINISHED
+    wait_for(lambda: engine.stats()["num_live"] == 0)
+
+
+def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path: Path) -> None:
+    for sampling, what in (
+        (SamplingParams(logprobs=3), "logprobs are"),
+        (SamplingParams(presence_penalty=1.0), "penalties are"),
+        (SamplingParams(logit_bias={7: 1.0}), "logit_bias is"),
+    ):
+        with pytest.raises(RequestFailedError, match=f"{what} not served by the native server"):
+            engine.submit("abc", max_tokens=2, sampling=sampling).result(20)
+    with pytest.raises(ConfigError, match="checkpoint is not there with loop='native'"):
+        engine.checkpoint(tmp_path / "file")
+    with pytest.raises(ConfigError, match="restore is not there with loop='native'"):
+        engine.restore(tmp_path / "file")
+    for wrong, what in (
+        ({"loop": "magic"}, "'magic' is unknown; use one of host, native, conditional, device-l"),
+        ({"loop": "native", "record": True}, "record=True needs loop='host'"),
+        ({"loop": "native", "on_policy_error": "fcfs"}, "on_policy_error='fcfs' needs loop='host'"),
+        ({"loop": "native", "scheduler": "native"}, "leave scheduler at 'python'"),
+        ({"loop": "native", "host": "thread"}, "serves rings and needs host='process'"),
+        ({"loop": "conditional"}, "runs on a GPU and device='cpu'; use 'native' or 'host'"),
+        ({"loop": "native", "policy": "rota"}, "Rota plans by itself; only a RankPolicy can be"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            QLLMEngine.from_pretrained(model, **{**EXACT, **wrong})
+    with pytest.raises(ConfigError, match="needs host='process'"):
+        QLLMEngine.from_model(make_model("mixtral"), loop="native")
+
+
+def test_front_ends_come_later_and_die(engine: QLLMEngine, socket_path: str) -> None:
+    assert engine.call(os.getpid) == pid_of(engine) != os.getpid()
+    with QLLMEngine.attach(socket_path) as other:
+        handles = [e.submit("hello", max_tokens=9) for e in (engine, other)]
+        assert len({h.result(60).token_ids for h in handles}) == 1
+        left = other.submit("hello", max_tokens=1500, sampling=LONG)
+        next(iter(left))
+    assert left.result(1).finish_reason is FinishReason.CANCELLED
+    command = [sys.executable, "-c", ATTACHED, socket_path]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as killed:
+        assert killed.stdin is not None
+        assert killed.stdout is not None
+        assert int(killed.stdout.readline()) >> NUMBER_BITS > 1
+        mine = engine.submit("hello", max_tokens=60, sampling=LONG)
+        killed.stdin.write("\n")
+        killed.stdin.flush()
+        assert killed.wait(10) == -signal.SIGKILL
+        assert len(mine.result(60).token_ids) == 60
+    wait_for(lambda: engine.stats()["num_live"] == 0, 10)
+
+
+def test_more_front_ends_than_there_is_room_for(engine: QLLMEngine, socket_path: str) -> None:
+    others = []
+    try:
+        for _ in range(MAX_FRONT_ENDS - 1):
+            others.append(QLLMEngine.attach(socket_path))
+            others[-1].submit("abc", max_tokens=1).result(60)
+        one_more = QLLMEngine.attach(socket_path)
+        others.append(one_more)
+        wait_for(lambda: one_more.failure is not None)
+        assert len(engine.submit("hello", max_tokens=9).result(60).token_ids) == 9
+    finally:
+        for other in others:
+            other.close()
+    wait_for(lambda: len(_fresh(socket_path)) == 2)
+
+
+def _fresh(socket_path: str) -> tuple[int, ...]:
+    """What a front end gets that comes now; nothing if there is no room."""
+    with QLLMEngine.attach(socket_path) as other:
+        try:
+            return other.submit("abc", max_tokens=2).result(5).token_ids
+        except Exception:  # noqa: BLE001 - the place of the last one is not free yet
+            return ()
+
+
+def _broken(*_: object) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def _break() -> None:
+    from qllm.device.server import NativeServer
+
+    NativeServer.decide = _broken  # type: ignore[assignment,method-assign]
+
+
+def test_a_crash_of_the_loop_ends_every_request_with_the_reason(model: str) -> None:
+    engine = QLLMEngine.from_pretrained(model, loop="native", **EXACT)
+    try:
+        handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE")]
+        next(iter(handles[0]))
+        engine.call(_break)
+        for handle in handles:
+            with pytest.raises(RequestFailedError, match="RuntimeError: broken on purpose"):
+                handle.result(20)
+        assert "broken on purpose" in str(engine.failure)
+    finally:
+        engine.close()
