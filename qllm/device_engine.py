@@ -4,27 +4,33 @@ The host makes everything at start, launches the graph, and then reads a few wor
 It touches no request and no token. Never run on a GPU (docs/gpu-status.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from qllm.cuda.homes import Home, Pinned, attributes_of, choose_home
 from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, SelfLaunching, Watch, serve
 from qllm.cuda.runner import CudaRunner
 from qllm.decision import Limits
+from qllm.device import serving
 from qllm.device.loop import DeviceLoop
+from qllm.device.server import WHY, CutOff
 from qllm.errors import ConfigError
+from qllm.ingress.layout import offset
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
 from qllm.native_loop import address_of, attach
-from qllm.policy import RankPolicy
+from qllm.policy import CostTable, RankPolicy
 
 TURN = "qllm_turn"
 """The kernel of a turn, in `kernels/csrc/scheduler.cu`."""
 HOW = ("conditional", "device-launch")
 """Ways to the next stage: the SWITCH of one graph, or a turn that launches a stage and itself."""
+CONTROL = -1
+SERVER, STATE, LANES = range(3)
+"""Blocks, in the order in which a turn is given their addresses."""
 FROM_CAPABILITY = (9, 0)
 """Of a device that launches graphs; below, others have seen such launches fail silently."""
 
@@ -33,10 +39,11 @@ class OnDevice:
     """Copies of the blocks of a loop in the device's memory, where a turn reads them fast.
 
     The blocks hold offsets rather than pointers, so a copy is as good. The host keeps its own and
-    sees of the device's only the words it asks for.
+    sees of the device's only what it asks for. All of it goes through a stream of its own, so it
+    waits for nothing, and nothing waits for it.
 
     Args:
-        loop: Its blocks are complete: front ends are attached.
+        loop: Its blocks are complete.
         device: Where the copies go.
     """
 
@@ -44,33 +51,49 @@ class OnDevice:
         self._lanes = loop.lanes
         self._on_cuda = device.type == "cuda"
         cuda: Any = torch.cuda
-        self._stream = cuda.Stream() if self._on_cuda else None
-        memories = [block.memory for block in (loop.server.memory, loop.server.block, loop.lanes)]
-        self._copies = [torch.from_numpy(np.array(m)).to(device) for m in memories]
+        self.stream = cuda.Stream() if self._on_cuda else None
+        self._hosts = [
+            block.memory for block in (loop.server.memory, loop.server.block, loop.lanes)
+        ]
+        self._copies = [torch.from_numpy(np.array(m)).to(device) for m in self._hosts]
         self.addresses: tuple[int, ...] = tuple(copy.data_ptr() for copy in self._copies)
         num = self._lanes.num_cells
         self._words = torch.zeros(num, dtype=torch.int64, pin_memory=self._on_cuda)
 
-    @property
-    def _head(self) -> Tensor:
-        return self._copies[-1][: len(self._words)]
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work for the device that does not wait for the loop; done at the end."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+        self.stream.synchronize()
 
     def read(self, name: str) -> int:
         """A number of the device's LANES, also while the loop runs."""
-        if self._stream is None:
-            self._words.copy_(self._head)
-        else:
-            with torch.cuda.stream(self._stream):  # a stream of its own: it waits for nothing
-                self._words.copy_(self._head, non_blocking=True)
-            self._stream.synchronize()
+        with self.beside():
+            self._words.copy_(self._copies[LANES][: len(self._words)], non_blocking=True)
         return int(self._words[self._lanes.index(name)])
 
     def write(self, **numbers: int) -> None:
-        """Change numbers of the device's LANES, between two launches."""
-        for name, value in numbers.items():
-            self._head[self._lanes.index(name)] = value
-        if self._on_cuda:
-            torch.cuda.synchronize()
+        """Change numbers of the device's LANES, also while the loop runs: each at once."""
+        head = self._copies[LANES]
+        with self.beside():
+            for name, value in numbers.items():
+                head[self._lanes.index(name)] = value
+
+    def snapshot(self, which: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The bytes of a block (SERVER, STATE or LANES) as they are now, one after the other."""
+        with self.beside():
+            found = self._copies[which].to("cpu", copy=True)
+        return found.numpy().view(np.uint8)
+
+    def push(self, which: int, start: int, end: int) -> None:
+        """Copy the host's bytes [start, end) of a block to the device's, between two launches."""
+        ours = torch.from_numpy(self._hosts[which].view(np.uint8)[start:end])
+        with self.beside():
+            self._copies[which].view(torch.uint8)[start:end].copy_(ours)
 
 
 class DeviceEngine:
@@ -81,13 +104,14 @@ class DeviceEngine:
         policy: A `RankPolicy`.
         limits: Settings.
         control: The engine's control block.
-        front_ends: Their memory; all of them from the start.
+        front_ends: The memory of the first ones; `attach` serves more.
         now_ns: The engine's clock.
         max_total_tokens: Longest request, prompt and answer.
         api: Builds and launches graphs; None is CUDA's.
         function: The kernel of a turn; None is compiled for the policy and this device.
         how: One of HOW.
-        turns: Most turns of one launch.
+        look: Called again and again while a launch runs.
+        costs: Of steps, which the loop does not fit; None leaves the policy without.
         settings: More of `DeviceLoop`.
 
     Raises:
@@ -109,6 +133,8 @@ class DeviceEngine:
         api: LoopApi | None = None,
         function: Any = None,
         how: str = "conditional",
+        look: Callable[[], None] = lambda: None,
+        costs: CostTable | None = None,
         **settings: Any,
     ) -> None:
         if runner.stages is None:
@@ -118,17 +144,24 @@ class DeviceEngine:
         device = runner.parts.lm_head.weight.device
         _check_how(how, device)
         self.home = Home("pinned", "the host stands in for the device")
-        self._pinned: list[Pinned] = []
-        if device.type == "cuda":
+        self._on_cuda, self._look = device.type == "cuda", look
+        self._pinned: dict[int, Pinned] = {}
+        """Per front end its memory, and the control block's at CONTROL."""
+        self._blocks = {CONTROL: control.segment}
+        """The same as segments, which must not be unmapped."""
+        if self._on_cuda:
             self.home = choose_home(attributes_of(), None)
-            self._pin([control.segment, *(block.segment for block in front_ends)])
+            self._pin(CONTROL, control.segment)
+        settings.setdefault("max_front_ends", max(1, len(front_ends)))
         self.loop = DeviceLoop(
             policy, runner.stages, runner.pages, runner.shape, limits,
             control=address_of(control.words), max_total_tokens=max_total_tokens, now_ns=now_ns,
-            max_front_ends=max(1, len(front_ends)), **settings,
+            **settings,
         )  # fmt: skip
+        if costs is not None:
+            self.loop.server.costs = costs
         for block in front_ends:
-            attach(self.loop.server, block)
+            self._take_in(block)
         self.memory = OnDevice(self.loop, device)
         if api is None or function is None:
             api, function = _of_cuda(policy, device, how)
@@ -141,29 +174,91 @@ class DeviceEngine:
         )
 
     def _takes_more(self) -> bool:
-        read = self.memory.read
-        return not read("stopped") and read("turns_left") > 0
+        return bool(self.memory.read("goes_on"))
 
-    def _pin(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            self._pinned.append(Pinned(address_of(segment.words), len(segment.bytes)))
+    # -- front ends, between two launches
 
-    def serve(self, hang_s: float = 10.0) -> int:
+    def serves(self, number: int) -> bool:
+        """Whether a front end is attached."""
+        return number in dict(self.loop.server.indexes())
+
+    def _take_in(self, block: FrontEndBlock) -> None:
+        self._blocks[block.number] = block.segment
+        if self._on_cuda:
+            self._pin(block.number, block.segment)
+        attach(self.loop.server, block)
+
+    def _pin(self, number: int, segment: Segment) -> None:
+        self._pinned[number] = Pinned(address_of(segment.words), len(segment.bytes))
+
+    def attach(self, block: FrontEndBlock) -> None:
+        """Serve one more front end.
+
+        Raises:
+            ConfigError: See `NativeServer.attach`.
+            DeviceError: Its memory cannot be page-locked.
+        """
+        self._take_in(block)
+        server = self.loop.server
+        at = server.memory.span("front_ends", server.index_of(block.number))
+        self.memory.push(SERVER, *at)
+        bell = 8 * server.memory.index("bell_seen")
+        self.memory.push(SERVER, bell, bell + 8)
+
+    def detach(self, number: int) -> None:
+        """A front end is gone: the next turns end its requests, and `gone` tells of it."""
+        server = self.loop.server
+        index = server.index_of(number)
+        server.memory.array("front_ends")["state"][index] = serving.LEAVING
+        start, _ = server.memory.span("front_ends", index)
+        at = start + offset(serving.FRONT_END, "state")
+        self.memory.push(SERVER, at, at + 4)
+
+    def gone(self) -> list[CutOff]:
+        """The front ends that the device has detached since the last call, and why."""
+        found = []
+        ends = self.loop.server.memory.view("front_ends", self.memory.snapshot(SERVER))
+        for number, index in self.loop.server.indexes():
+            if ends["state"][index] == serving.DETACHED:
+                self.loop.server.forget(number)
+                del self._blocks[number]
+                if (pinned := self._pinned.pop(number, None)) is not None:
+                    pinned.close()
+                found.append(CutOff(number, WHY[int(ends["why"][index])]))
+        return found
+
+    # -- the loop
+
+    def pause(self) -> None:
+        """Have the launch that runs end after the stage under way; `serve` makes another."""
+        self.memory.write(pause=1)
+
+    def serve(self, hang_s: float = 10.0, between: Callable[[], None] = lambda: None) -> int:
         """Serve until a front end asks to stop; return how many launches it took.
+
+        Args:
+            hang_s: No turn for so long is a hang.
+            between: Called before each launch, while nothing runs.
 
         Raises:
             DeviceError: See `qllm.cuda.loop.serve`.
         """
+
+        def prepare() -> None:
+            between()
+            self.memory.write(**self.loop.words_of_launch())
+
         watch = Watch(
-            lambda: self.memory.write(**self.loop.words_of_launch()),
+            prepare,
             lambda: self.memory.read("num_turns"),
             lambda: bool(self.memory.read("stopped")),
+            self._look,
         )
         return serve(self._graph, watch, hang_s=hang_s)
 
     def close(self) -> None:
         """Give the pinned memory back."""
-        for pinned in self._pinned:
+        for pinned in self._pinned.values():
             pinned.close()
         self._pinned.clear()
 

@@ -25,7 +25,7 @@ MIN_CAPACITY = 256
 """Requests that there is room for at least, in steps or waiting; further ones stay in the rings."""
 
 
-def sizes_of(config: EngineConfig) -> dict[str, int]:
+def sizes_of(config: EngineConfig) -> dict[str, Any]:
     """How many requests and front ends a server has room for."""
     capacity = max(MIN_CAPACITY, 4 * config.max_num_seqs)
     return {"capacity": capacity, "max_front_ends": MAX_FRONT_ENDS}

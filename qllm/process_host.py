@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.handle import Handle
 from qllm.host import MakeHandle
+from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
 from qllm.ingress.shm import Doorbell
@@ -44,6 +45,8 @@ _BOOT = (
 
 WATCH_S = 1.0
 """The receiver looks at the engine's heartbeat this often, whatever arrives."""
+NAP_S = 0.0002
+"""Between two looks into the token ring of a device, which rings no doorbell."""
 
 
 class Watchdog:
@@ -183,14 +186,18 @@ class ProcessHost(RingHost):
         if pidfd is not None:
             poll.register(pidfd, select.POLLIN)
         over, why = False, None
+        naps = self.hello.config.on_device
         while not over:
-            ready = poll.poll(WATCH_S * 1000)
+            waits = not (naps and self._open)
+            ready = poll.poll(WATCH_S * 1000 if waits else 0)
             over = any(fd != self._front_end.doorbell.fd for fd, _ in ready)
             self._watch()
             try:
                 self._take()
             except Exception as error:  # noqa: BLE001 - a broken ring, and whatever it holds
                 over, why = True, f"what the engine sends cannot be read: {error!r}"
+            if not waits and not ready:
+                time.sleep(NAP_S)
         if pidfd is not None:
             os.close(pidfd)
         self._hang_up()
@@ -235,6 +242,11 @@ class ProcessHost(RingHost):
     # -- host
 
     _front_end: FrontEnd
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        super().submit(submission, handle)
+        if self.hello.config.on_device:
+            self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
 
     @property
     def draining(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpu import BOOT, FAULT, HANG
 from families import make_model
 from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
 from test_process_host import ATTACHED
@@ -191,5 +192,100 @@ def test_a_crash_of_the_loop_ends_every_request_with_the_reason(model: str) -> N
             with pytest.raises(RequestFailedError, match="RuntimeError: broken on purpose"):
                 handle.result(20)
         assert "broken on purpose" in str(engine.failure)
+    finally:
+        engine.close()
+
+
+# -- the loop on the device, on this CPU
+
+GPU = SETTINGS | {"max_num_seqs": 4, "max_step_tokens": 48, "preempt_at": "layer"}
+GPU |= {"max_kv_tokens": 1024, "block_size": 16}
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = str(Path(__file__).parent)
+    monkeypatch.setattr("qllm.process_host._BOOT", BOOT)
+    monkeypatch.setattr("qllm.llm.check_device", lambda device: None)
+    monkeypatch.syspath_prepend(tests)
+
+
+@pytest.mark.parametrize("loop", ["conditional", "device-launch"])
+@pytest.mark.usefixtures("fake_gpu")
+def test_the_loop_on_the_device_serves_an_engine(loop: str, model: str, socket_path: str) -> None:
+    questions = [
+        ("BE", [5 + i] * (20 + 15 * i), SamplingParams(temperature=0.0, ignore_eos=True))
+        for i in range(3)
+    ]
+    questions += [
+        ("LS", f"hello {i}", SamplingParams(temperature=0.8, seed=i, top_p=0.9)) for i in range(4)
+    ]
+    path = socket_path + loop
+    found = []
+    for settings in ({"loop": loop, "listen": path, "device": "cuda"}, {"device": "cuda"}):
+        with QLLMEngine.from_pretrained(model, **GPU, **settings) as engine:
+            alone = [engine.submit(p, c, 8, sampling=s).result(90) for c, p, s in questions]
+            found.append([(r.token_ids, r.text, r.finish_reason) for r in alone])
+            if "loop" not in settings:
+                break
+            handles = [engine.submit(p, c, 8, sampling=s) for c, p, s in questions]
+            assert len([h.result(90) for h in handles]) == len(questions)
+            _use_a_device_loop(engine, path)
+    assert found[0] == found[1]
+
+
+def _use_a_device_loop(engine: QLLMEngine, path: str) -> None:
+    long = engine.submit([7] * 40, "BE", 200, sampling=LONG)
+    next(iter(long))
+    assert long.status in (RequestStatus.RUNNING, RequestStatus.PARKED)
+    stats = engine.stats()
+    assert stats["num_live"] == 1
+    assert stats["kv_blocks_used"] > 0
+    wait_for(lambda: any(frame["tokens"] > 0 for frame in engine.stats()["frames"]))
+    with QLLMEngine.attach(path) as other:
+        assert other.submit("hello", max_tokens=3).result(60).token_ids
+        left = other.submit("hello", "BE", 200, sampling=LONG)
+        next(iter(left))
+    assert left.result(1).finish_reason is FinishReason.CANCELLED
+    command = [sys.executable, "-c", ATTACHED.replace("1500", "200"), path]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as killed:
+        assert killed.stdin is not None
+        assert killed.stdout is not None
+        killed.stdout.readline()
+        killed.stdin.write("\n")
+        killed.stdin.flush()
+        assert killed.wait(10) == -signal.SIGKILL
+    wait_for(lambda: engine.stats()["num_live"] <= 1, 20)
+    assert engine.call(os.getpid) == pid_of(engine)
+    long.cancel()
+    assert long.result(20).finish_reason is FinishReason.CANCELLED
+    while not engine.stats()["num_preemptions"]:  # an LS request comes inside a BE step, soon
+        slow = engine.submit([9] * 45, "BE", 2, sampling=LONG)
+        wait_for(lambda: engine.stats()["frames"])
+        engine.submit("abc", "LS", 2, sampling=LONG).result(20)
+        slow.result(20)
+    stats = engine.stats()
+    assert stats["num_preemptions"] > 0
+    assert len(stats["preempt_latencies_ms"]) == stats["num_preemptions"]
+    assert all(0 < ms < 10_000 for ms in stats["preempt_latencies_ms"])
+    assert stats["longest_segment_ms"] > 0
+    assert stats["expert_bytes"] > 0
+    assert stats["kv_blocks_used"] == stats["num_live"] == 0
+
+
+@pytest.mark.parametrize(("length", "why"), [(FAULT, "IllegalAddress"), (HANG, "a stage hangs")])
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_fault_or_a_hang_of_the_device_ends_its_process(
+    length: int, why: str, model: str
+) -> None:
+    settings = GPU | {"loop": "conditional", "device": "cuda"}
+    engine = QLLMEngine.from_pretrained(model, **settings)
+    try:
+        long = engine.submit("abc", "BE", 200, sampling=LONG)
+        next(iter(long))
+        engine.submit([3] * length, "LS", 2, sampling=LONG)
+        with pytest.raises(RequestFailedError, match=why):
+            long.result(60)
+        assert why in str(engine.failure)
     finally:
         engine.close()

@@ -155,7 +155,7 @@ class SelfLaunching:
         turn: The kernel of a turn, compiled for device launch. The address of a table follows its
             numbers: per branch what the device knows the stage's graph by.
         stages: Captured stages, in the order of their branches.
-        takes_more: The device's words say that the last launch takes another turn.
+        takes_more: The device's words say that another turn of the last launch comes.
 
     Raises:
         ModelError: There is no stage, or one cannot be launched by the device; says which.
@@ -224,6 +224,8 @@ class Watch(NamedTuple):
     """Turns taken."""
     is_stopped: Callable[[], bool]
     """The loop was told to stop and has nothing left to do."""
+    look: Callable[[], None] = lambda: None
+    """Called again and again while a launch runs."""
 
 
 def serve(
@@ -257,6 +259,7 @@ def serve(
         launches += 1
         while loop.is_running:
             sleep(pause_s)
+            watch.look()
             beat, now = watch.heartbeat(), clock()
             if beat != seen:
                 seen, since = beat, now

@@ -108,6 +108,17 @@ class Block:
         count = layout.count_of(section, self.sizes)
         return np.frombuffer(self._bytes, section.dtype, count, self.offsets[name])
 
+    def view(self, name: str, copy: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
+        """A section in a copy of the block's bytes."""
+        section = next(s for s in layout.SECTIONS if s.name == name)
+        count = layout.count_of(section, self.sizes)
+        return np.frombuffer(copy.data, section.dtype, count, self.offsets[name])
+
+    def head(self, copy: "np.ndarray[Any, np.dtype[np.uint8]]") -> dict[str, int]:
+        """The numbers of STATE in a copy of the block's bytes."""
+        cells = copy[: layout.STATE.itemsize].view(np.int64)
+        return {name: int(cells[at]) for name, at in _CELLS.items() if at < len(cells)}
+
     def ints(self, name: str, count: int) -> list[int]:
         """The first numbers of a section of 4-byte integers."""
         at = self.offsets[name]

@@ -8,10 +8,10 @@ SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
 import numpy as np
 
 from qllm.device import layout
-from qllm.device.layout import I4, Section, c_enums, c_sections, numbers
+from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.structs import Dtype, c_struct
 
-VERSION = 1
+VERSION = 2
 """Of everything in this file."""
 NOTHING, CANNOT = -1, -2
 """In place of a branch: nothing can run now; the frame that runs fits no stage."""
@@ -40,6 +40,9 @@ LANE: Dtype = np.dtype(
 """Addresses; whose data is here: the id of a frame, the layer where its group became this one,
 and how many rows of it live; and sizes. A group has one bucket, wherever it is."""
 
+MOST_LATENCIES = 1024
+"""Preemptions whose latency is kept, the latest ones."""
+
 SAMPLED: Dtype = np.dtype(numbers("slot", "token", kind="<i4"))
 
 SECTIONS = (
@@ -47,10 +50,12 @@ SECTIONS = (
     Section("starts", I4, "num_starts"),
     Section("lanes", LANE, "2"),
     Section("sampled", SAMPLED, "seats"),
+    Section("latencies", I8, str(MOST_LATENCIES)),
 )
 """`stages`: those that begin at one layer lie together, by class, the best fit first. `starts`:
 where those of a class and a layer begin, at class * (num_layers + 1) + layer. `lanes`: of stages,
-and of whole steps. `sampled`: what the frame that ended last gave."""
+and of whole steps. `sampled`: what the frame that ended last gave. `latencies`: ns from the put
+of a request to the stop for it, of preemption i at i % MOST_LATENCIES."""
 
 LANES: Dtype = np.dtype(
     [
@@ -58,7 +63,8 @@ LANES: Dtype = np.dtype(
         *numbers("num_stages", "num_starts", "seats", "num_layers", "spare_slot"),
         *numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
         *numbers("num_turns", "turns_left", "goes_on", "in_flight", "asked", "idle", "stopped"),
-        *numbers("launch_ns", "clock_ns", "now_ns"),
+        *numbers("launch_ns", "clock_ns", "now_ns", "pause", "preempted", "num_preemptions"),
+        *numbers("longest_ns", "num_policy_errors", "policy_error"),
     ]
 )
 """Offsets and sizes; then of the running frame: the stage that was chosen last, the first layer not
@@ -67,7 +73,10 @@ finished, whether the lane of that stage must be filled first, and when it began
 loop: turns taken, how many more this launch may take, and whether it takes another; whether a stage
 runs between two turns; what the front ends ask of it; whether the last turn found nothing to do;
 whether it was asked to stop and has. `launch_ns`: engine time of a launch, 0 once the device has
-set its clock by it: `clock_ns` is its timer at engine time 0; `now_ns`: when the last turn was."""
+set its clock by it: `clock_ns` is its timer at engine time 0; `now_ns`: when the last turn was.
+`pause`: the host wants the launch to end. `preempted`: whether the last frame that was parked made
+way for an arrival; `longest_ns`: from a turn that chose a stage to the next one, at most;
+`policy_error`: the last answer of `decide` that was not OK."""
 
 STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Lanes": LANES}
 ENUMS = {
@@ -86,6 +95,7 @@ def emit_header() -> str:
         "namespace qllm {",
         f"const i64 kLanesVersion = {VERSION};",
         f"const i32 kBroken = {BROKEN};",
+        f"const i64 kMostLatencies = {MOST_LATENCIES};",
         *c_enums(ENUMS),
         "",
     ]

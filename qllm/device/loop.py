@@ -73,7 +73,8 @@ class DeviceLoop:
 
     def words_of_launch(self) -> dict[str, int]:
         """What LANES must say before a launch, so that it takes its turns."""
-        return {"turns_left": self._turns, "launch_ns": max(1, self.now_ns())}
+        launch_ns = max(1, self.now_ns())
+        return {"turns_left": self._turns, "launch_ns": launch_ns, "goes_on": 1, "pause": 0}
 
     def prepare(self) -> None:
         """Say it in the blocks of the host."""

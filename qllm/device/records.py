@@ -67,6 +67,22 @@ class Records:
         at = self._at[name]
         return self._cells[at : at + 1]
 
+    def span(self, name: str, index: int) -> tuple[int, int]:
+        """Where an element of a section lies in the block: its bytes [start, end)."""
+        array = self._arrays[name]
+        start = self.get(f"at_{name}") + index * array.itemsize
+        return start, start + array.itemsize
+
+    def head(self, copy: "np.ndarray[Any, np.dtype[np.uint8]]") -> dict[str, int]:
+        """The numbers of the head in a copy of the block's bytes."""
+        cells = copy[: 8 * self.num_cells].view(np.int64)
+        return {name: int(cells[at]) for name, at in self._at.items()}
+
+    def view(self, name: str, copy: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
+        """A section in a copy of the block's bytes."""
+        array = self._arrays[name]
+        return np.frombuffer(copy.data, array.dtype, len(array), self.get(f"at_{name}"))
+
     def array(self, name: str) -> np.ndarray[Any, Dtype]:
         """A section as a numpy array that shares its memory."""
         return self._arrays[name]

@@ -25,6 +25,7 @@ RINGS = ("ls", "be", "cancel", "token")
 MIN_TOKEN_RING = 1024
 """Bytes: the largest end of a request fits."""
 WHY = {
+    serving.WELL: "it has left",
     serving.BROKEN_RING: "a record of a ring has had a wrong checksum for too long",
     serving.BAD_RECORD: "a record that is no request or cancel",
     serving.FOREIGN_ID: "it used a request id of another front end",
@@ -154,6 +155,19 @@ class NativeServer(NativeDecider):
         ends[index] = end[0]
         self._indexes[number] = index
         self.memory.set(bell_seen=-1)  # what it has put already was seen without it
+
+    def index_of(self, number: int) -> int:
+        """Where an attached front end lies in the block."""
+        return self._indexes[number]
+
+    def indexes(self) -> list[tuple[int, int]]:
+        """Numbers of the attached front ends, and where they lie in the block."""
+        return list(self._indexes.items())
+
+    def forget(self, number: int) -> None:
+        """A front end is detached already, in a copy of the block: its place is free."""
+        index = self._indexes.pop(number)
+        self.memory.array("front_ends")["state"][index] = serving.DETACHED
 
     def detach(self, number: int, now_ns: int) -> None:
         """Forget a front end, its requests and what is in its rings."""

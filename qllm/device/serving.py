@@ -12,7 +12,7 @@ import numpy as np
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.structs import RING_END, Dtype, c_struct
 
-VERSION = 2
+VERSION = 3
 """Of everything in this file."""
 MOST_STOP_IDS = 8
 """Ids that end a request on the device; one with more is not served there."""
@@ -30,8 +30,8 @@ FREE, LIVE, ENDED = range(3)
 """Phases of a slot. ENDED: some of its records found no room in the token ring yet."""
 ADDED, REMOVED = 1, 2
 """Kinds of an event."""
-DETACHED, ATTACHED = 0, 1
-"""States of a front end."""
+DETACHED, ATTACHED, LEAVING = range(3)
+"""States of a front end. LEAVING: the host has seen that it is gone; `claim` detaches it."""
 WELL, BROKEN_RING, BAD_RECORD, FOREIGN_ID, DOUBLE_ID = range(5)
 """Why a front end was cut off; WELL is that it was not."""
 SERVE, DRAINED, STOP = range(3)
@@ -118,7 +118,7 @@ STRUCTS |= {"ServerState": SERVER}
 ENUMS = {
     "Phase": {"FREE": FREE, "LIVE": LIVE, "ENDED": ENDED},
     "EventKind": {"ADDED": ADDED, "REMOVED": REMOVED},
-    "Attached": {"DETACHED": DETACHED, "ATTACHED": ATTACHED},
+    "Attached": {"DETACHED": DETACHED, "ATTACHED": ATTACHED, "LEAVING": LEAVING},
     "Why": {
         "WELL": WELL,
         "BROKEN_RING": BROKEN_RING,

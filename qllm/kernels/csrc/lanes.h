@@ -2,8 +2,9 @@
 #pragma once
 #include "state.h"
 namespace qllm {
-const i64 kLanesVersion = 1;
+const i64 kLanesVersion = 2;
 const i32 kBroken = -1;
+const i64 kMostLatencies = 1024;
 enum Branch { NOTHING = -1, CANNOT = -2 };
 enum Became { GOES_ON = 0, PARKED = 1, OVER = 2 };
 
@@ -58,6 +59,7 @@ struct Lanes {
   i64 at_starts;
   i64 at_lanes;
   i64 at_sampled;
+  i64 at_latencies;
   i64 num_stages;
   i64 num_starts;
   i64 seats;
@@ -79,9 +81,15 @@ struct Lanes {
   i64 launch_ns;
   i64 clock_ns;
   i64 now_ns;
+  i64 pause;
+  i64 preempted;
+  i64 num_preemptions;
+  i64 longest_ns;
+  i64 num_policy_errors;
+  i64 policy_error;
 };
-static_assert(sizeof(Lanes) == 208, "Lanes");
+static_assert(sizeof(Lanes) == 264, "Lanes");
 
 // The arrays of a block: X(type, name).
-#define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled)
+#define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled) X(i64, latencies)
 }  // namespace qllm

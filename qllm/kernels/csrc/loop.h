@@ -17,13 +17,15 @@ struct Loop {
   ServerState* v;
   State* s;
   Lanes* now;
+  i64* latencies;
 
   QLLM_D Loop(ServerState* serves, State* state, RankFunction rank, Lanes* lanes)
       : server(serves, state, rank), turns(server, state, serves, lanes), v(serves), s(state),
-        now(lanes) {}
+        now(lanes), latencies((i64*)((u8*)lanes + lanes->at_latencies)) {}
 
   // The branch of the next stage, or NOTHING.
   QLLM_D_CALL i32 turn(i64 now_ns) {
+    if (now->in_flight) now->longest_ns = most(now->longest_ns, now_ns - now->now_ns);
     now->now_ns = now_ns;
     now->num_turns++;
     now->turns_left--;
@@ -33,7 +35,7 @@ struct Loop {
     i32 branch = s->running < 0 && now->asked == STOP ? close(taken, now_ns) : choose(now_ns);
     now->in_flight = branch >= 0;
     now->idle = branch < 0 && !taken;
-    now->goes_on = !now->stopped && now->turns_left > 0;
+    now->goes_on = !now->stopped && !now->pause && now->turns_left > 0;
     return branch;
   }
 
@@ -42,7 +44,10 @@ struct Loop {
     i64 stop = load_acquire(&server.control()->bell) == u64(v->bell_seen) ? v->word
                                                                          : server.arrived(now_ns);
     if (v->next_deadline_ns != kNone && v->next_deadline_ns <= now_ns) stop = least(stop, kControl);
-    if (turns.after(now_ns, stop) != OVER) return;
+    i32 became = turns.after(now_ns, stop);
+    if (became == PARKED && now->preempted)
+      latencies[now->num_preemptions++ % kMostLatencies] = now_ns - v->lowered_ns;
+    if (became != OVER) return;
     const Sampled* found = turns.stages.sampled;
     for (i64 i = 0; i < now->num_sampled; i++) {
       if (found[i].token == kBroken)
@@ -64,7 +69,11 @@ struct Loop {
     i64 steps = s->next_frame_id;
     i32 branch = turns.before(now_ns);
     if (branch == CANNOT) rerun(now_ns);
-    if (now->failure != OK) end_all(i32(kReasonError), why(i32(now->failure)), now_ns);
+    if (now->failure != OK) {
+      now->num_policy_errors++;
+      now->policy_error = now->failure;
+      end_all(i32(kReasonError), why(i32(now->failure)), now_ns);
+    }
     if (steps != s->next_frame_id || branch < 0) server.show();
     return branch < 0 ? NOTHING : branch;
   }

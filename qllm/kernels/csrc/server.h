@@ -32,6 +32,8 @@ struct Server : Claimer {
     store_release((u64*)&control()->heartbeat_ns, u64(now_ns));
     i32 taken = 0;
     i64 num = v->num_front_ends;
+    for (i32 n = 0; n < num; n++)
+      if (front_ends[n].state == LEAVING) detach(n, WELL, now_ns);
     for (i64 n = 0; n < num; n++) taken += take_cancels(turn(n), now_ns);
     for (i64 n = 0; n < num; n++) taken += take_requests(turn(n), false, now_ns);
     for (i64 n = 0; n < num; n++) taken += take_requests(turn(n), true, now_ns);

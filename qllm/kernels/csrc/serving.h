@@ -2,7 +2,7 @@
 #pragma once
 #include "records.h"
 namespace qllm {
-const i32 kServingVersion = 2;
+const i32 kServingVersion = 3;
 const i32 kMostStopIds = 8;
 const i32 kMostClaims = 16;
 const i32 kMostPublished = 64;
@@ -11,7 +11,7 @@ const i32 kTextBytes = 240;
 const i32 kCauses = 3;
 enum Phase { FREE = 0, LIVE = 1, ENDED = 2 };
 enum EventKind { ADDED = 1, REMOVED = 2 };
-enum Attached { DETACHED = 0, ATTACHED = 1 };
+enum Attached { DETACHED = 0, ATTACHED = 1, LEAVING = 2 };
 enum Why { WELL = 0, BROKEN_RING = 1, BAD_RECORD = 2, FOREIGN_ID = 3, DOUBLE_ID = 4 };
 enum Asked { SERVE = 0, DRAINED = 1, STOP = 2 };
 enum ServerCall { SERVER_OPEN = 0, SERVER_CLAIM = 1, SERVER_ARRIVED = 2, SERVER_ASKED = 3, SERVER_DECIDE = 4, SERVER_DONE = 5, SERVER_STOPPED = 6, SERVER_FAILED = 7, SERVER_SAMPLED = 8, SERVER_END = 9, SERVER_FLUSH = 10, SERVER_DETACH = 11, SERVER_SHOW = 12, SERVER_FIND = 13 };

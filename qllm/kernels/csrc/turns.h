@@ -63,8 +63,8 @@ struct Turns {
       return OVER;
     }
     if (f.grain == kGrainStep || !(stop < f.stop_below || is_late(now_ns))) return GOES_ON;
-    bool preempted = stop < f.stop_below && stop != kControl;
-    decider.stopped(end - 1, g.from, 0, now->start_ns, now_ns, preempted);
+    now->preempted = stop < f.stop_below && stop != kControl;
+    decider.stopped(end - 1, g.from, 0, now->start_ns, now_ns, i32(now->preempted));
     return PARKED;
   }
   QLLM_HD bool is_late(i64 now_ns) const {

@@ -1,0 +1,157 @@
+"""An engine's process whose device is this CPU: all is real but CUDA.
+
+`install` runs in the engine's process (see `BOOT`). The model is loaded on the CPU, stages are
+captured by a fake and replayed with torch, graphs are launched on a thread by a fake with CUDA's
+rules, and the kernel of a turn is the host build of the same source.
+"""
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+import torch
+from fake_cuda import FakeCuda
+from fake_loop import FakeLoopApi
+
+from qllm.cuda.lanes import Bucket
+from qllm.cuda.runner import CudaRunner
+from qllm.device import lanes
+from qllm.device.native import load_native
+from qllm.device.rank import compile_host
+from qllm.errors import DeviceError
+
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import fake_gpu; fake_gpu.install(); "
+    "from qllm.engine_process import main; main(int(sys.argv[2]))"
+)
+FAULT, HANG = 33, 34
+"""A request with a prompt of so many tokens makes the device fault, or hang."""
+LONGEST = 300
+"""Tokens of a request; kernels of torch loop over all its pages."""
+
+
+class ThreadedApi(FakeLoopApi):
+    """Launches return at once, as CUDA's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread: threading.Thread | None = None
+        self.crash: BaseException | None = None
+
+    def replay(self, stage: Any) -> None:
+        with torch.inference_mode():
+            super().replay(stage)
+
+    def launch(self, made: Any) -> None:
+        if self.thread is not None:
+            assert not self.thread.is_alive(), "two launches at once"
+        self.thread = threading.Thread(target=self._launched, args=(made,), daemon=True)
+        self.thread.start()
+
+    def _launched(self, made: Any) -> None:
+        torch.set_num_threads(1)
+        try:
+            super().launch(made)
+        except BaseException as error:  # noqa: BLE001 - told by `is_running`
+            self.crash = error
+
+    def is_running(self) -> bool:
+        if self.crash is not None:
+            raise DeviceError(f"the loop ended with {self.crash!r}; the CUDA context is lost")
+        return self.thread is not None and self.thread.is_alive()
+
+
+class Kernel:
+    """The kernel of a turn, in either way."""
+
+    def __init__(self, policy: Any, how: str) -> None:
+        self._rank, self._native = compile_host(policy), load_native()
+        self._how, self._zero_ns = how, 0
+        self._at = {name: 8 * i for i, name in enumerate(lanes.LANES.names or ())}
+
+    def _cell(self, lanes_at: int, name: str) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(lanes_at + self._at[name])
+
+    def __call__(self, first: Any, second: Any, *numbers: int) -> None:
+        if self._how == "device-launch":
+            *addresses, table = numbers
+            branch, goes_on = self._turn(*addresses)
+            if branch >= 0:
+                first(ctypes.c_uint64.from_address(table + 8 * branch).value)
+            if goes_on:
+                second()
+        else:
+            *addresses, run, stage = (*numbers,)
+            branch, goes_on = self._turn(*addresses)
+            second(stage, branch)
+            second(run, int(goes_on))
+
+    def _turn(self, server: int, state: int, at: int) -> tuple[int, bool]:
+        launched = self._cell(at, "launch_ns")
+        if launched.value:
+            self._zero_ns, launched.value = time.monotonic_ns() - launched.value, 0
+        now_ns = time.monotonic_ns() - self._zero_ns
+        branch = self._native.loop_turn(server, state, self._rank.address, at, now_ns, 1)
+        if branch == lanes.NOTHING:
+            time.sleep(0.0003)
+        return branch, bool(self._cell(at, "goes_on").value)
+
+
+class Conditional(Kernel):
+    """What a kernel in the body of a conditional node is given first."""
+
+    def __call__(self, set_conditional: Any, *numbers: int) -> None:  # type: ignore[override]
+        super().__call__(None, set_conditional, *numbers)
+
+
+def runner_of(model: Any, config: Any) -> CudaRunner:
+    """A runner with captured stages, on the CPU."""
+    return CudaRunner(
+        model, num_pages=config.num_blocks, page_size=config.block_size,
+        max_num_seqs=config.max_num_seqs, max_step_tokens=config.max_step_tokens,
+        max_total_tokens=LONGEST,
+        graphs=FakeCuda(), layers_per_stage=1, buckets=[Bucket(4, False), Bucket(16, True), Bucket(104, True)],
+    )  # fmt: skip
+
+
+def install() -> None:
+    """Put the fakes in the places of CUDA, in this process."""
+    import qllm.core
+    import qllm.device_engine
+    import qllm.engine_process as process
+
+    load = process.load
+    process.load = lambda name, **how: load(name, **{**how, "device": "cpu"})  # type: ignore[attr-defined]
+    qllm.core.make_runner = runner_of  # type: ignore[assignment]
+    qllm.core.Prepared.max_total_tokens = LONGEST  # type: ignore[assignment,method-assign]
+
+    def of_cuda(policy: Any, device: Any, how: str) -> tuple[Any, Any]:
+        kernel = Conditional if how == "conditional" else Kernel
+        return ThreadedApi(), _dangerous(kernel(policy, how))
+
+    qllm.device_engine._of_cuda = of_cuda
+
+
+def _dangerous(kernel: Any) -> Any:
+    """A kernel that faults or hangs when a request of a certain length is live."""
+    from qllm.device import layout
+
+    names = layout.STATE.names or ()
+    at = {name: 8 * i for i, name in enumerate(names)}
+
+    def call(*arguments: Any) -> None:
+        kernel(*arguments)
+        _, state, *_ = [n for n in arguments if isinstance(n, int)]
+        capacity = ctypes.c_int64.from_address(state + at["capacity"]).value
+        first = ctypes.c_int64.from_address(state + at["at_requests"]).value
+        raw = (ctypes.c_ubyte * (capacity * layout.REQUEST.itemsize)).from_address(state + first)
+        requests = torch.frombuffer(raw, dtype=torch.uint8).numpy().view(layout.REQUEST)
+        lengths = set(requests["num_prompt"][requests["live"] == 1].tolist())
+        if FAULT in lengths:
+            raise RuntimeError("cudaErrorIllegalAddress")
+        if HANG in lengths:
+            time.sleep(1000)
+
+    return call
