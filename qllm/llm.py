@@ -30,7 +30,7 @@ from qllm.ingress import Submission
 from qllm.models.loader import check_device, load, load_tokenizer, vocabulary_of, wrap
 from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
-from qllm.prompts import to_token_ids
+from qllm.prompts import refuse_unserved, to_token_ids
 from qllm.remote_host import RemoteHost
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
@@ -253,6 +253,7 @@ class QLLMEngine:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._host.info.eos_token_ids
+        refuse_unserved(self.config.loop, params, len(stop_ids))
         level, most = priority_class(priority), self._max_tokens(len(token_ids), max_tokens)
         with self._host.door:
             self._host.raise_if_closed()

@@ -5,7 +5,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qllm.errors import InvalidRequestError
-from qllm.types import Prompt
+from qllm.types import Prompt, SamplingParams
+
+MOST_STOP_IDS = 8
+"""Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
+
+
+def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> None:
+    """Return if an engine with this loop samples as asked (`EngineConfig.loop`).
+
+    Raises:
+        InvalidRequestError: It does not; says what it lacks.
+    """
+    if loop == "host":
+        return
+    lacks = {
+        "logprobs": sampling.logprobs is not None,
+        "logit_bias": bool(sampling.logit_bias),
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+    }
+    asked = [name for name, is_asked in lacks.items() if is_asked]
+    if num_stop_ids > MOST_STOP_IDS:
+        asked.append(f"{num_stop_ids} stop ids (at most {MOST_STOP_IDS})")
+    if asked:
+        raise InvalidRequestError(
+            f"{', '.join(asked)}: not served by an engine with loop={loop!r}; leave it out, or use "
+            "loop='host'"
+        )
 
 
 def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

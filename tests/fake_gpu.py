@@ -112,7 +112,8 @@ def runner_of(model: Any, config: Any) -> CudaRunner:
         model, num_pages=config.num_blocks, page_size=config.block_size,
         max_num_seqs=config.max_num_seqs, max_step_tokens=config.max_step_tokens,
         max_total_tokens=LONGEST,
-        graphs=FakeCuda(), layers_per_stage=1, buckets=[Bucket(4, False), Bucket(16, True), Bucket(104, True)],
+        graphs=FakeCuda(), layers_per_stage=1,
+        buckets=[Bucket(4, False), Bucket(16, True), Bucket(104, True)],
     )  # fmt: skip
 
 

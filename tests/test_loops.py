@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
 from test_process_host import ATTACHED
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.errors import ConfigError, RequestFailedError
+from qllm.config import DEVICE_LOOPS
+from qllm.device import serving
+from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, RequestFailedError
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.native_engine import MAX_FRONT_ENDS
+from qllm.prompts import MOST_STOP_IDS
 from qllm.types import FinishReason, RequestStatus
 
 EXACT = SETTINGS | {"exactness": "batch-invariant", "max_kv_tokens": 8192}
@@ -100,18 +104,22 @@ def test_where_a_request_is(engine: QLLMEngine) -> None:
 
 
 def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path: Path) -> None:
-    for sampling, what in (
-        (SamplingParams(logprobs=3), "logprobs are"),
-        (SamplingParams(presence_penalty=1.0), "penalties are"),
-        (SamplingParams(logit_bias={7: 1.0}), "logit_bias is"),
-    ):
-        with pytest.raises(RequestFailedError, match=f"{what} not served by the native server"):
-            engine.submit("abc", max_tokens=2, sampling=sampling).result(20)
+    unserved: list[dict[str, Any]] = [
+        *({f"{name}_penalty": 1.5} for name in ("presence", "frequency", "repetition")),
+        *({"logprobs": 0}, {"logit_bias": {7: 1.0}}, {"stop_token_ids": tuple(range(9, 18))}),
+    ]
+    for wrong in unserved:
+        name = "9 stop ids" if "stop_token_ids" in wrong else next(iter(wrong))
+        with pytest.raises(InvalidRequestError, match=f"{name}.* loop='native'; leave it out"):
+            engine.submit("abc", max_tokens=2, sampling=SamplingParams(ignore_eos=True, **wrong))
+    most = SamplingParams(ignore_eos=True, stop_token_ids=tuple(range(MOST_STOP_IDS)))
+    engine.submit("abc", max_tokens=2, sampling=most).result(20)
+    assert MOST_STOP_IDS == serving.MOST_STOP_IDS
     with pytest.raises(ConfigError, match="checkpoint is not there with loop='native'"):
         engine.checkpoint(tmp_path / "file")
     with pytest.raises(ConfigError, match="restore is not there with loop='native'"):
         engine.restore(tmp_path / "file")
-    for wrong, what in (
+    for settings, what in (
         ({"loop": "magic"}, "'magic' is unknown; use one of host, native, conditional, device-l"),
         ({"loop": "native", "record": True}, "record=True needs loop='host'"),
         ({"loop": "native", "on_policy_error": "fcfs"}, "on_policy_error='fcfs' needs loop='host'"),
@@ -121,7 +129,7 @@ def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path
         ({"loop": "native", "policy": "rota"}, "Rota plans by itself; only a RankPolicy can be"),
     ):
         with pytest.raises(ConfigError, match=what):
-            QLLMEngine.from_pretrained(model, **{**EXACT, **wrong})
+            QLLMEngine.from_pretrained(model, **{**EXACT, **settings})
     with pytest.raises(ConfigError, match="needs host='process'"):
         QLLMEngine.from_model(make_model("mixtral"), loop="native")
 
@@ -187,7 +195,8 @@ def test_a_crash_of_the_loop_ends_every_request_with_the_reason(model: str) -> N
     try:
         handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE")]
         next(iter(handles[0]))
-        engine.call(_break)
+        with suppress(EngineClosedError):  # it may be gone before it answers
+            engine.call(_break)
         for handle in handles:
             with pytest.raises(RequestFailedError, match="RuntimeError: broken on purpose"):
                 handle.result(20)
@@ -210,9 +219,20 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tests)
 
 
-@pytest.mark.parametrize("loop", ["conditional", "device-launch"])
+@pytest.mark.parametrize("loop", DEVICE_LOOPS)
 @pytest.mark.usefixtures("fake_gpu")
 def test_the_loop_on_the_device_serves_an_engine(loop: str, model: str, socket_path: str) -> None:
+    _serves_an_engine(loop, model, socket_path + loop)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loop", DEVICE_LOOPS)
+def test_the_loop_on_a_gpu_serves_an_engine(loop: str, model: str, socket_path: str) -> None:
+    _serves_an_engine(loop, model, socket_path + loop)
+
+
+def _serves_an_engine(loop: str, model: str, path: str) -> None:
+    """Tokens are those of the host's loop over the same runner, and all else works."""
     questions = [
         ("BE", [5 + i] * (20 + 15 * i), SamplingParams(temperature=0.0, ignore_eos=True))
         for i in range(3)
@@ -220,18 +240,19 @@ def test_the_loop_on_the_device_serves_an_engine(loop: str, model: str, socket_p
     questions += [
         ("LS", f"hello {i}", SamplingParams(temperature=0.8, seed=i, top_p=0.9)) for i in range(4)
     ]
-    path = socket_path + loop
-    found = []
-    for settings in ({"loop": loop, "listen": path, "device": "cuda"}, {"device": "cuda"}):
-        with QLLMEngine.from_pretrained(model, **GPU, **settings) as engine:
-            alone = [engine.submit(p, c, 8, sampling=s).result(90) for c, p, s in questions]
-            found.append([(r.token_ids, r.text, r.finish_reason) for r in alone])
-            if "loop" not in settings:
-                break
-            handles = [engine.submit(p, c, 8, sampling=s) for c, p, s in questions]
-            assert len([h.result(90) for h in handles]) == len(questions)
-            _use_a_device_loop(engine, path)
-    assert found[0] == found[1]
+
+    def answers_of(engine: QLLMEngine) -> list[tuple[Any, ...]]:
+        alone = [engine.submit(p, c, 8, sampling=s).result(90) for c, p, s in questions]
+        return [(r.token_ids, r.text, r.finish_reason) for r in alone]
+
+    on_device: dict[str, Any] = {"device": "cuda", **GPU}
+    with QLLMEngine.from_pretrained(model, **on_device) as host:
+        wanted = answers_of(host)
+    with QLLMEngine.from_pretrained(model, loop=loop, listen=path, **on_device) as engine:
+        assert answers_of(engine) == wanted
+        handles = [engine.submit(p, c, 8, sampling=s) for c, p, s in questions]
+        assert [len(h.result(90).token_ids) for h in handles] == [len(w[0]) for w in wanted]
+        _use_a_device_loop(engine, path)
 
 
 def _use_a_device_loop(engine: QLLMEngine, path: str) -> None:

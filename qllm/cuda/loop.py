@@ -255,6 +255,7 @@ def serve(
     while not watch.is_stopped():
         before = watch.heartbeat()
         watch.prepare()
+        since = clock()
         loop.launch()
         launches += 1
         while loop.is_running:
@@ -272,5 +273,4 @@ def serve(
             raise DeviceError(
                 f"launch {launches} of the loop ended and took no turn; see the driver's log"
             )
-        since = clock()
     return launches
