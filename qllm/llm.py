@@ -32,6 +32,7 @@ from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
 from qllm.prompts import to_token_ids
 from qllm.remote_host import RemoteHost
+from qllm.request_log import Open
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Meeting
@@ -110,12 +111,8 @@ class QLLMEngine:
             raise ConfigError(f"listen={listen!r} needs host='process'")
         if meeting is not None and host != "process":
             raise ConfigError("a meeting needs host='process'")
-        how = {
-            "dtype": dtype,
-            "device": device,
-            "trust_remote_code": trust_remote_code,
-            "load_format": load_format,
-        }
+        how = {"dtype": dtype, "device": device, "load_format": load_format}
+        how["trust_remote_code"] = trust_remote_code
         if host == "thread":
             loaded = load(name_or_path, **how)
             return cls(ThreadHost(loaded, made, config, count), loaded.tokenizer, made, config)
@@ -280,6 +277,10 @@ class QLLMEngine:
             )
             self._host.submit(submission, handle)
         return handle
+
+    def replay(self, request: Open) -> None:
+        """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
+        self._host.replay(request)
 
     def generate(
         self,

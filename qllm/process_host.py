@@ -28,7 +28,8 @@ from qllm.host import MakeHandle
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
 from qllm.ingress.shm import Doorbell
-from qllm.ring_host import CLOSE_S, Open, RingHost
+from qllm.request_log import Open
+from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.types import NS_PER_S
 
@@ -296,8 +297,10 @@ class ProcessHost(RingHost):
                 return
             self._closing = True
         atexit.unregister(self.close)
-        if self._over is None:
-            self._end_engine() if self._process is not None else self._leave()
+        if self._over is None and self._process is not None:
+            self._end_engine()
+        elif self._over is None and not self._control.error:
+            self._leave()
         self._hang_up()
         self._receiver.join()
         if self._process is not None:
