@@ -291,6 +291,21 @@ def test_an_engine_goes_on_where_another_was(scheduler: str, num_done: int) -> N
             engine.replay(World().entry(1))
 
 
+def test_a_cancel_just_before_a_move_is_not_lost() -> None:
+    w = World()
+    entry = w.entry(1)
+    move = entry.handle.move
+
+    def cancel_and_move(*to: Any) -> None:
+        entry.handle.cancel()
+        move(*to)
+
+    entry.handle.move = cancel_and_move  # type: ignore[method-assign]
+    w.die(entry)
+    assert entry.handle.result(0).finish_reason is FinishReason.CANCELLED
+    assert w.go_on() == []
+
+
 def test_a_cancel_beside_a_move_is_not_lost() -> None:
     for _ in range(300):
         w = World()
