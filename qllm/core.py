@@ -9,7 +9,7 @@ import torch
 from qllm.config import EngineConfig
 from qllm.decision import Limits, Parked
 from qllm.engine import Deciding, EngineLoop, Sink
-from qllm.errors import ConfigError, EngineClosedError
+from qllm.errors import CRASHED, ConfigError, EngineClosedError
 from qllm.host import ModelInfo
 from qllm.ingress import Call, Ingress, Submission
 from qllm.ingress.native import native_ends
@@ -266,4 +266,4 @@ class Core(Prepared):
 
 def crash_text(crash: BaseException) -> str:
     """How a crash of the loop is told to those who wait."""
-    return f"the engine crashed: {type(crash).__name__}: {crash}"
+    return f"{CRASHED}: {type(crash).__name__}: {crash}"

@@ -197,7 +197,8 @@ class EngineLoop:
             request_id=item.request_id,
             priority=item.priority,
             arrival_ns=item.arrival_ns,
-            num_prompt_tokens=len(item.token_ids),
+            num_prompt_tokens=item.num_prompt_tokens,
+            num_tokens=len(item.token_ids),
             max_tokens=item.max_tokens,
             slo=item.slo,
         )
@@ -205,7 +206,7 @@ class EngineLoop:
             item.request_id,
             item.token_ids,
             item.sampling,
-            len(item.token_ids),
+            item.num_prompt_tokens,
             request.max_total_tokens,
         )
         self._know(item, request)
@@ -245,15 +246,16 @@ class EngineLoop:
 
     def meet(self, item: Submission) -> None:
         """Put a submission on record."""
+        prompt = item.token_ids[: item.num_prompt_tokens]
         self._emit(
             trace.Arrived(
                 at_ns=item.arrival_ns,
                 request_id=item.request_id,
                 priority=item.priority,
-                num_prompt_tokens=len(item.token_ids),
+                num_prompt_tokens=item.num_prompt_tokens,
                 max_tokens=item.max_tokens,
                 name=item.name,
-                token_ids=item.token_ids if self.record is not None else None,
+                token_ids=prompt if self.record is not None else None,
                 sampling=trace.sampling_to_dict(item.sampling) if self.record is not None else None,
             )
         )

@@ -37,6 +37,10 @@ class QueueFullError(QllmError):
 QueueFull = QueueFullError
 
 
+CRASHED = "the engine crashed"
+"""How the error of a request begins that ended with its engine, not by itself."""
+
+
 class EngineClosedError(QllmError):
     """The engine was closed, or its loop has crashed (then `__cause__` says why)."""
 

@@ -9,12 +9,15 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qllm.detokenizer import Detokenizer
 from qllm.errors import RequestFailedError
 from qllm.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, RequestId, RequestStatus, Sampled
+
+if TYPE_CHECKING:  # which imports this
+    from qllm.request_log import RequestLog
 
 
 class Piece(NamedTuple):
@@ -67,6 +70,8 @@ class Handle:
         self._stop_on_text = stop_on_text
         self._cancel = cancel
         self._status = status
+        self.log: RequestLog | None = None
+        """Where the request goes when its engine dies; None ends it in `error` then."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._sampled: list[Sampled] = []
@@ -104,6 +109,16 @@ class Handle:
                 self._reason, self._error = reason, error
             self._tell()
 
+    def move(
+        self,
+        number: RequestId,
+        cancel: Callable[[RequestId], None],
+        status: Callable[[RequestId], RequestStatus],
+    ) -> None:
+        """Somebody else has the request from now on; a cancel before this has not reached them."""
+        with self._changed:
+            self.number, self._cancel, self._status = number, cancel, status
+
     def _tell(self) -> None:
         self._changed.notify_all()
         for listener in self._listeners:
@@ -134,6 +149,12 @@ class Handle:
         return self._status(self.number)
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output so far."""
+        with self._changed:
+            return tuple(s.token_id for s in self._sampled)
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it runs."""
         return self._reason
@@ -145,7 +166,8 @@ class Handle:
                 return
             self._reason = FinishReason.CANCELLED
             self._tell()
-        self._cancel(self.number)
+            cancel, number = self._cancel, self.number
+        cancel(number)
 
     def _next(self, position: int) -> Piece | None:
         """The piece at `position` if there is one now. Caller holds the lock."""

@@ -11,7 +11,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qllm.errors import ConfigError
 from qllm.handle import Handle
@@ -19,6 +19,9 @@ from qllm.ingress import Submission
 from qllm.plan import ModelShape
 from qllm.trace import Trace
 from qllm.types import RequestId, RequestStatus, SamplingParams
+
+if TYPE_CHECKING:
+    from qllm.request_log import Open
 
 MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], Handle]
 
@@ -83,6 +86,16 @@ class Host(ABC):
         Raises:
             QueueFullError: There is no room for it now.
         """
+
+    def replay(self, entry: "Open") -> None:
+        """Go on with a request that another engine has left unfinished.
+
+        Raises:
+            ConfigError: This host takes over no requests.
+            EngineClosedError: The engine has ended too.
+            QueueFullError: There is no room for it now.
+        """
+        raise ConfigError("an engine of this process takes over no requests")
 
     @abstractmethod
     def cancel(self, request_id: RequestId) -> None:

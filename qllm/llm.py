@@ -32,6 +32,7 @@ from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
 from qllm.prompts import refuse_unserved, to_token_ids
 from qllm.remote_host import RemoteHost
+from qllm.request_log import Open
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Meeting
@@ -109,12 +110,8 @@ class QLLMEngine:
         if host != "process" and (listen is not None or meeting is not None):
             raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs host='process'")
         config.check_place(host, str(device), meeting is not None)
-        how = {
-            "dtype": dtype,
-            "device": device,
-            "trust_remote_code": trust_remote_code,
-            "load_format": load_format,
-        }
+        how = {"dtype": dtype, "device": device, "load_format": load_format}
+        how["trust_remote_code"] = trust_remote_code
         if host == "thread":
             loaded = load(name_or_path, **how)
             return cls(ThreadHost(loaded, made, config, count), loaded.tokenizer, made, config)
@@ -280,6 +277,10 @@ class QLLMEngine:
             )
             self._host.submit(submission, handle)
         return handle
+
+    def replay(self, request: Open) -> None:
+        """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
+        self._host.replay(request)
 
     def generate(
         self,

@@ -224,9 +224,9 @@ class NativeLoop:
             if kind == serving.REMOVED:
                 self.runner.remove(request_id)
                 continue
-            prompt = self.server.tokens(slot)
-            most = len(prompt) + self.server.max_tokens(slot)
-            self.runner.add(request_id, prompt, self.server.sampling(slot), len(prompt), most)
+            known, num_prompt = self.server.tokens(slot), self.server.num_prompt_tokens(slot)
+            most = num_prompt + self.server.max_tokens(slot)
+            self.runner.add(request_id, known, self.server.sampling(slot), num_prompt, most)
 
     def _idle(self, decision: Decision) -> None:
         times = (decision.wait_until_ns, self.server.next_deadline_ns)

@@ -29,7 +29,8 @@ from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
 from qllm.ingress.shm import Doorbell
-from qllm.ring_host import CLOSE_S, Open, RingHost
+from qllm.request_log import Open
+from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.types import NS_PER_S
 
@@ -243,8 +244,8 @@ class ProcessHost(RingHost):
 
     _front_end: FrontEnd
 
-    def submit(self, submission: Submission, handle: Handle) -> None:
-        super().submit(submission, handle)
+    def _put(self, entry: Open, submission: Submission) -> None:
+        super()._put(entry, submission)
         if self.hello.config.on_device:
             self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
 
@@ -309,8 +310,10 @@ class ProcessHost(RingHost):
                 return
             self._closing = True
         atexit.unregister(self.close)
-        if self._over is None:
-            self._end_engine() if self._process is not None else self._leave()
+        if self._over is None and self._process is not None:
+            self._end_engine()
+        elif self._over is None and not self._control.error:
+            self._leave()
         self._hang_up()
         self._receiver.join()
         if self._process is not None:

@@ -18,10 +18,12 @@ from qllm.config import EngineConfig, engine_config
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.handle import Handle
 from qllm.host import MakeHandle, ModelInfo
+from qllm.ingress import Submission
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.shm import Doorbell
 from qllm.plan import ModelShape
 from qllm.remote_door import offer, peer_from
+from qllm.request_log import Open
 from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Address, MeetingError, Wire, parse_address, read_secret
@@ -224,8 +226,8 @@ class RemoteHost(RingHost):
     def failure(self) -> str | None:
         return None if self._closing else self._over
 
-    def submit(self, submission: Any, handle: Handle) -> None:
-        super().submit(submission, handle)
+    def _put(self, entry: Open, submission: Submission) -> None:
+        super()._put(entry, submission)
         self._bell.ring()
 
     def _ask(self, op: str, *args: Any) -> Any:

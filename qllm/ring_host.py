@@ -6,28 +6,18 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from qllm.errors import EngineClosedError, QueueFullError
+from qllm.errors import CRASHED, EngineClosedError, QueueFullError
 from qllm.handle import Handle
 from qllm.host import Host
 from qllm.ingress import Cancel, Submission
-from qllm.ingress.codec import End, EngineMetrics
+from qllm.ingress.codec import End
 from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
+from qllm.request_log import Open
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0
 """An engine that is told to end and has not after this is killed or left."""
-
-
-class Open:
-    """What the receiver keeps of a request beside its handle."""
-
-    def __init__(self, handle: Handle, arrival_ns: int, priority: int) -> None:
-        self.handle = handle
-        self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
-        self.token_ns: list[int] = []
-        self.ended: tuple[FinishReason, str | None] | None = None
-        """Set once its text ended it, before the engine knew."""
 
 
 class RingHost(Host):
@@ -67,44 +57,41 @@ class RingHost(Host):
             return
         entry.token_ns.append(at_ns)
         try:
-            if not entry.handle.on_token(sampled):
-                return
-            entry.ended = FinishReason.STOP, None
+            if entry.handle.on_token(sampled):
+                entry.ended = FinishReason.STOP, None
         except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the host
             entry.ended = FinishReason.ERROR, f"{type(error).__name__}: {error}"
-        self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
+        if entry.ended is not None:
+            self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
+        if entry.handle.log is not None:
+            entry.handle.log.heard_of(entry)
 
     def _on_finish(self, end: End) -> None:
         entry = self._entry(end.request_id)
         if entry is None:
             return
-        reason, error = entry.ended or (end.reason, end.error)
-        self._finish(end.request_id, entry, reason, error, end.metrics or entry.unknown)
-
-    def _finish(
-        self,
-        request_id: RequestId,
-        entry: Open,
-        reason: FinishReason,
-        error: str | None,
-        known: EngineMetrics,
-    ) -> None:
-        self._forget(request_id)
-        name = entry.handle.request_id
-        metrics = known.complete(request_id, name, reason, entry.token_ns)
-        entry.handle.on_finish(reason, error, metrics)
+        log = entry.handle.log
+        if log is not None and end.error is not None and end.error.startswith(CRASHED):
+            return  # its connection ends next, then `_end_all` sees to it
+        self._forget(end.request_id)
+        entry.finish(end.request_id, entry.ended or (end.reason, end.error), end.metrics)
+        if log is not None:
+            log.heard_of(entry)
 
     def _forget(self, request_id: RequestId) -> None:
         del self._open[request_id]
         del self.handles[request_id]
 
     def _end_all(self, why: str) -> None:
-        """The engine is gone: end what is left."""
+        """The engine is gone: what is left waits for another one, or ends."""
         with self.door:
             self._over = why
         for request_id, entry in list(self._open.items()):
-            reason, error = entry.ended or (FinishReason.ERROR, why)
-            self._finish(request_id, entry, reason, error, entry.unknown)
+            self._forget(request_id)
+            if entry.handle.log is not None:
+                entry.handle.log.take(entry, self.now_ns(), why)
+            else:
+                entry.finish(request_id, entry.ended or (FinishReason.ERROR, why))
 
     # -- host
 
@@ -130,11 +117,28 @@ class RingHost(Host):
     def submit(self, submission: Submission, handle: Handle) -> None:
         if self.draining:
             raise EngineClosedError("the engine drains: it takes no new requests")
+        self._put(Open(handle, submission.arrival_ns, submission.priority, submission), submission)
+
+    def replay(self, entry: Open) -> None:
+        with self.door:
+            self.raise_if_closed()
+            by_ns = self.now_ns() - time.monotonic_ns()
+            entry.shift(by_ns)
+            number = self.new_number()
+            try:
+                self._put(entry, entry.rest(number))
+            except BaseException:
+                entry.shift(-by_ns)
+                raise
+        entry.handle.move(number, self.cancel, self.status)
+        if entry.handle.finish_reason is not None:  # cancelled before it was moved
+            self.cancel(number)
+
+    def _put(self, entry: Open, submission: Submission) -> None:
         if len(self._open) >= MAX_OPEN:
             raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
         request_id = submission.request_id
-        entry = Open(handle, submission.arrival_ns, submission.priority)
-        self._open[request_id], self.handles[request_id] = entry, handle
+        self._open[request_id], self.handles[request_id] = entry, entry.handle
         try:
             self._front_end.submit(submission)
         except BaseException:

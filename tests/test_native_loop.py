@@ -170,6 +170,26 @@ def test_the_native_loop_gives_the_tokens_of_the_python_engine(served: Served) -
     assert served.control.num_live == 0 or served.control.read_stats().num_live == 0
 
 
+def test_the_native_loop_goes_on_where_another_engine_was(served: Served) -> None:
+    whole = python_answers()
+    ids = [
+        submit(
+            served, number, priority, [*prompt, *whole[number][0][: number % 9]],
+            sampling=sampling, num_output_tokens=number % 9,
+        )
+        for number, (priority, prompt, sampling) in enumerate(questions())
+    ]  # fmt: skip
+    records = served.receive(len(ids))
+    for number, request_id in enumerate(ids):
+        *tokens, end = records[request_id]
+        rest = whole[number][0][number % 9 :]
+        assert (tuple(t.sampled.token_id for t in tokens), end.reason) == (rest, whole[number][1])
+        assert end.metrics.num_prompt_tokens == len(questions()[number][1])
+    nothing_left = submit(served, 12, "LS", [1, 2, 3], max_tokens=2, num_output_tokens=2)
+    (end,) = served.receive(1)[nothing_left]
+    assert (end.reason, end.error) == (FinishReason.ERROR, "a prompt or an answer of no tokens")
+
+
 def test_an_error_of_the_runner_ends_its_request_and_nothing_else(served: Served) -> None:
     embed = served.runner._ops[0]
 

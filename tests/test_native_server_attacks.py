@@ -187,7 +187,8 @@ def test_a_record_that_no_front_end_writes_cuts_its_writer_off(
         record = np.frombuffer(bytes(16) + body, layout.REQUEST, 1).copy()
         for name, value in change.items():
             record[name] = value
-        write_raw(w, "ls", layout.REQUEST_KIND, 0, record.tobytes()[16:] + body[144:])
+        fixed = record.tobytes()[16:]
+        write_raw(w, "ls", layout.REQUEST_KIND, 0, fixed + body[len(fixed) :])
         w.step()
         assert [(n, why in text) for n, text in w.broken] == [(1, True)]
         assert w.server.memory.get("num_held") == 0

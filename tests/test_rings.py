@@ -5,6 +5,7 @@ import subprocess
 import sysconfig
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -369,10 +370,13 @@ SUBMISSIONS = st.builds(
     arrival_ns=st.integers(0, 2**62),
     deadline_ns=st.none() | st.integers(0, 2**62),
 )
+REPLAYED = st.builds(
+    lambda item: replace(item, num_output_tokens=len(item.token_ids) // 2), SUBMISSIONS
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(SUBMISSIONS)
+@given(SUBMISSIONS | REPLAYED)
 def test_a_request_survives_its_record(submission: Submission) -> None:
     flags, body = codec.encode_submission(submission)
     pair = Pair(record_bytes(len(body)) + LINE)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -37,10 +38,10 @@ def is_ready(served: Serving) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
+def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
     num_lines = 80
     with (
-        serving(make(), make, state_dir=tmp_path, restart_backoff_s=0.5) as served,
+        serving(make(), make, state_dir=tmp_path, restart_backoff_s=0.5, max_replays=0) as served,
         served.client() as client,
     ):
         lines = [line(n, max_tokens=30, ignore_eos=True) for n in range(num_lines)]
@@ -82,6 +83,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None
         assert [r["custom_id"] for r in found] == [f"line-{n}" for n in range(num_lines)]
         assert {r["response"]["body"]["usage"]["completion_tokens"] for r in found} == {30}
         assert served.metric("qllm:engine_restarts_total") == 1
+        assert served.metric("qllm:requests_replayed_total") == 0
         assert served.metric("qllm:engine_up") == 1
         whole.close()
         served.front.engine.close()
@@ -110,7 +112,8 @@ def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stuck_engine_is_killed_and_replaced() -> None:
-    with serving(make(), make, restart_backoff_s=0) as served, served.client() as client:
+    settings: dict[str, Any] = {"restart_backoff_s": 0, "max_replays": 0}
+    with serving(make(), make, **settings) as served, served.client() as client:
         pid = pid_of(served.front.engine)
         stream = client.completions.create(
             model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}

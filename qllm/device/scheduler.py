@@ -65,7 +65,9 @@ class NativeScheduler(NativeDecider):
 
     def add(self, request: Request, now_ns: int) -> None:
         """A request arrived."""
-        self._add(request)
+        slot = self._add(request)
+        if request.num_output_tokens:
+            self.block.restore(slot, request)
 
     def _add(self, request: Request) -> int:
         ttft_ms, tpot_ms = request.slo

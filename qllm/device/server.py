@@ -258,6 +258,10 @@ class NativeServer(NativeDecider):
         ids: list[int] = self.memory.array("tokens")[first : first + num_tokens].tolist()
         return ids
 
+    def num_prompt_tokens(self, slot: int) -> int:
+        """How many of its tokens are the prompt."""
+        return int(self.block.array("requests")[slot]["num_prompt"])
+
     def max_tokens(self, slot: int) -> int:
         """Most tokens to sample."""
         return int(self.memory.array("serving")[slot]["max_tokens"])

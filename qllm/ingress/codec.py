@@ -81,10 +81,12 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         len(item.stop_ids),
         len(sampling.stop_token_ids),
         len(sampling.logit_bias),
-        len(item.token_ids),
+        item.num_prompt_tokens,
         len(stops),
         len(name),
         sum(len(stop) for stop in stops),
+        item.num_output_tokens,
+        0,
     )
     arrays = (
         np.array(sorted(item.stop_ids), "<i8"),
@@ -123,13 +125,15 @@ def decode_submission(record: Record) -> Submission:
         num_stops,
         num_name_bytes,
         _,
+        num_output,
+        _,
     ) = _REQUEST.unpack_from(record.body)
     arrays = _Arrays(record.body, _REQUEST.size)
     stop_ids = frozenset(arrays.take("<i8", num_stop_ids))
     stop_token_ids = tuple(arrays.take("<i8", num_stop_token_ids))
     values = arrays.take("<f8", num_bias)
     bias = dict(zip(arrays.take("<u4", num_bias), values, strict=True))
-    prompt = tuple(arrays.take("<u4", num_prompt))
+    token_ids = tuple(arrays.take("<u4", num_prompt + num_output))
     lengths = arrays.take("<u4", num_stops)
     name = arrays.take_text(num_name_bytes)
     sampling = SamplingParams(
@@ -151,13 +155,14 @@ def decode_submission(record: Record) -> Submission:
         request_id=request_id,
         name=name,
         priority=priority,
-        token_ids=prompt,
+        token_ids=token_ids,
         sampling=sampling,
         stop_ids=stop_ids,
         max_tokens=max_tokens,
         slo=Slo(_optional(ttft_ms), _optional(tpot_ms)),
         arrival_ns=arrival_ns,
         deadline_ns=deadline_ns if record.flags & layout.HAS_DEADLINE else None,
+        num_output_tokens=num_output,
     )
 
 

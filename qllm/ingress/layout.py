@@ -15,7 +15,7 @@ from qllm.structs import RING_END, TYPEDEFS, Dtype, c_struct
 
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
-VERSION = 1
+VERSION = 2
 """Of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
@@ -59,11 +59,14 @@ REQUEST: Dtype = np.dtype(
         ("num_stops", "<u4"),
         ("num_name_bytes", "<u4"),
         ("num_stop_bytes", "<u4"),
+        ("num_output", "<u4"),
+        ("reserved", "<u4"),
     ]
 )
 """NaN is "no target"; logprobs = -1 is "none". After it, in this order: i8 stop_ids, i8
-stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 bytes per stop string, name, stop
-strings (UTF-8). The engine does not look for stop strings; they are for checkpoints."""
+stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 output so far (of a request that an
+engine left unfinished), u4 bytes per stop string, name, stop strings (UTF-8). The engine does not
+look for stop strings; they are for checkpoints."""
 
 CANCEL: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("reason", "<u4"), ("reserved", "<u4")]

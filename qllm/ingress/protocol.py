@@ -32,6 +32,14 @@ class Submission:
     arrival_ns: int
     deadline_ns: int | None
     """`timeout_s` as engine time."""
+    num_output_tokens: int = 0
+    """The last of `token_ids` are output: an engine that is gone had produced them. They count
+    towards `max_tokens`."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The first of `token_ids`."""
+        return len(self.token_ids) - self.num_output_tokens
 
 
 class Cancel(NamedTuple):

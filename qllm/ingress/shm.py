@@ -290,7 +290,8 @@ class ShmIngress:
             cancels += gone
         submissions.sort(key=lambda item: item.arrival_ns)
         for item in submissions:
-            self.stop.lower(item.priority, item.arrival_ns)
+            came_ns = item.arrival_ns if item.arrival_ns >= 0 else self._now_ns()
+            self.stop.lower(item.priority, came_ns)  # before our time: replayed
         if self.control.stop and not self._closing:
             self._closing = True
             self._local.append(Call(self._close, lambda *_: None))

@@ -92,6 +92,9 @@ class ServerConfig(BaseModel):
     """Before the first restart; doubled for each further one in the window."""
     restart_backoff_cap_s: float = Field(60, ge=0)
     """Most that the doubling comes to."""
+    max_replays: int = Field(3, ge=0)
+    """Most times that an open request goes on with a new engine after one that ended; 0 ends it
+    with an error. Batch lines are asked again whatever this says."""
     hang_s: float = Field(300, ge=0)
     """An engine with work that does not come round for so long is killed; 0 never does."""
     log_format: Literal["text", "json"] = "text"

@@ -12,6 +12,7 @@ from qllm.errors import EngineClosedError, QllmError, RequestFailedError
 from qllm.handle import Handle, Piece
 from qllm.llm import QLLMEngine
 from qllm.prompts import render_chat
+from qllm.request_log import RequestLog
 from qllm.types import FinishReason, Priority, SamplingParams
 
 from .config import ServerConfig
@@ -37,6 +38,8 @@ class Ask:
     """Keywords of SamplingParams; the model's own defaults fill the rest."""
     max_tokens: int | None = None
     timeout_s: float | None = None
+    replay: bool = True
+    """Whether it goes on with a new engine when its engine has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Answer:
         n: int,
         served: Served,
         on_close: Callable[["Answer"], None],
-        explain: Callable[[QllmError], ApiError],
+        explain: Callable[[Handle, QllmError], ApiError],
     ) -> None:
         self.handles = handles
         self.n = n
@@ -90,7 +93,7 @@ class Answer:
             while open_choices:
                 index, item = await queue.get()
                 if isinstance(item, QllmError):
-                    raise self._explain(item) from item
+                    raise self._explain(self.handles[index], item) from item
                 if isinstance(item, Exception):
                     raise item
                 if isinstance(item, Piece):
@@ -154,6 +157,8 @@ class Front:
         """Why the supervisor makes no further engine: the server ends."""
         self.config = config
         self.metrics = metrics
+        self.log = RequestLog(config.max_replays, metrics.replayed.inc)
+        """Open requests between two engines."""
         self.answers: set[Answer] = set()
         """Open ones: their client still waits."""
         self.draining = asyncio.Event()
@@ -216,7 +221,7 @@ class Front:
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
-        answer = Answer(handles, ask.n, served, self._closed, partial(self._explain, engine))
+        answer = Answer(handles, ask.n, served, self._closed, partial(self._failed, engine))
         self.answers.add(answer)
         return answer
 
@@ -238,6 +243,12 @@ class Front:
             return ApiError(503, str(error), code="engine_closed")
         text = f"{failure or error}; a new engine is on its way"
         return ApiError(503, text, code="engine_restarting", retry_after_s=self.back_in_s())
+
+    def _failed(self, engine: QLLMEngine, handle: Handle, error: QllmError) -> ApiError:
+        """An error of an open request as an answer; `engine` is where it was submitted first."""
+        if self.gave_up is not None:
+            return ApiError(503, str(error), code="engine_closed")
+        return self._explain(engine, error) if handle.log is None else from_engine(error)
 
     def _admit(self, wanted: Priority, count: int) -> Served:
         if wanted is Priority.BE or self._num_ls + count <= self.config.max_ls:
@@ -277,6 +288,8 @@ class Front:
                             request_id=f"{ask.answer_id}-{len(handles)}",
                         )
                     )
+                    if ask.replay and self.back_in_s is not None:
+                        self.log.keep(handles[-1])
                     first = handles[-1].prompt_token_ids
         except BaseException:
             for handle in handles:
@@ -318,6 +331,7 @@ class Front:
         """Cancel every open answer and wait for the engine to be done with them."""
         for answer in list(self.answers):
             answer.close()
+        self.log.end_all("the server is shutting down")
         if self._settling:
             await asyncio.wait(self._settling, timeout=30)
         for pool in self._pools.values():

@@ -83,6 +83,9 @@ class Metrics:
         self.restarts = self._counter(
             "engine_restarts", "Engines made after one that had ended"
         ).labels(model_name)
+        self.replayed = self._counter(
+            "requests_replayed", "Times that an open request went on with a new engine"
+        ).labels(model_name)
         self.up = self._gauge("engine_up", "1 while the engine serves").labels(model_name)
         self._batch_lines = self._counter("batch_lines", "Batch lines answered", "status")
         self._requests = {

@@ -34,7 +34,11 @@ def open_requests(front: Front) -> list[OpenRequest]:
         for answer in list(front.answers)
         for handle, num_tokens in zip(answer.handles, answer.num_tokens, strict=True)
     ]
-    statuses = front.engine.statuses([handle for handle, *_ in rows])
+    told = front.engine.statuses([handle for handle, *_ in rows])
+    statuses = [
+        RequestStatus.WAITING if front.log.holds(handle) else status
+        for (handle, *_), status in zip(rows, told, strict=True)
+    ]
     return [
         OpenRequest(handle, name, status.value, num_tokens)
         for (handle, name, num_tokens), status in zip(rows, statuses, strict=True)

@@ -61,7 +61,7 @@ class Supervisor:
         self._load_s = 1.0
         """How long the last load took."""
         self._up_at = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         front.back_in_s = self._back_in_s
 
@@ -70,14 +70,14 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(work) for work in (self._run(), self._look())]
 
     async def close(self) -> None:
         """Stop watching. An engine that is still loading is closed when it has loaded."""
         self._closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         front = self._front
@@ -88,6 +88,15 @@ class Supervisor:
             front.ended[front.engine] = why
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
+            if front.gave_up is None:
+                await asyncio.to_thread(front.log.go_on, front.engine)
+            else:
+                front.log.end_all(front.gave_up)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self._front.log.look()
 
     async def _replace(self, why: str) -> str | None:
         """Try until there is an engine; else why there is none."""

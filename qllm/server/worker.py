@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -291,6 +292,7 @@ class Worker:
         self, endpoint: str, body: dict[str, Any], place: tuple[str, int]
     ) -> dict[str, Any]:
         ask, writer = prepare(self._front, endpoint, body)
+        ask = replace(ask, replay=False)  # a line that an engine died under is asked alone
         while True:
             try:
                 answer = await self._front.open(ask, Priority.BE)

@@ -52,10 +52,12 @@ struct Claimer : Publisher {
     detach(index, FOREIGN_ID, now_ns);
     return 0;
   }
+  // Its prompt and what an engine before this one has produced.
+  QLLM_D static u64 num_known(const RequestRecord& r) { return u64(r.num_prompt) + r.num_output; }
   // Whether the numbers of a request are such as a front end writes, and its arrays are there.
   QLLM_D static bool is_sound(const RequestRecord& r, i64 length) {
     u64 arrays = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids + r.num_logit_bias) +
-                 4 * (u64(r.num_logit_bias) + r.num_prompt + r.num_stops) + r.num_name_bytes +
+                 4 * (u64(r.num_logit_bias) + num_known(r) + r.num_stops) + r.num_name_bytes +
                  r.num_stop_bytes;
     return sizeof r + arrays + kTrailer <= u64(length) && is_time(r.arrival_ns) &&
            (!(r.header.flags & kHasDeadline) || is_time(r.deadline_ns)) &&
@@ -78,7 +80,7 @@ struct Claimer : Publisher {
     if (r.num_logit_bias) return "logit_bias is not served by the native server";
     if (r.logprobs >= 0) return "logprobs are not served by the native server";
     if (r.num_stop_ids > u32(kMostStopIds)) return "more stop ids than the native server serves";
-    if (!r.num_prompt || !r.max_tokens) return "a prompt or an answer of no tokens";
+    if (!r.num_prompt || r.max_tokens <= r.num_output) return "a prompt or an answer of no tokens";
     if (total > u64(v->max_total_tokens)) return "prompt and max_tokens exceed max_total_tokens";
     const State* s = scheduler.s;
     if (total > u64(s->num_blocks * s->block_size)) return "prompt and max_tokens exceed the KV";
@@ -204,14 +206,15 @@ struct Claimer : Publisher {
     u64 fixed = sizeof r - kHeader, stop_bytes = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids);
     i32* prompt = tokens + slot * v->max_total_tokens;
     ring.copy((u8*)serving[slot].stop_ids, 8 * u64(r.num_stop_ids), fixed);
-    ring.copy((u8*)prompt, 4 * u64(r.num_prompt), fixed + stop_bytes);
+    ring.copy((u8*)prompt, 4 * num_known(r), fixed + stop_bytes);
     bool known = true;
-    for (u32 i = 0; i < r.num_prompt; i++) known &= prompt[i] >= 0 && prompt[i] < v->vocab_size;
+    for (u64 i = 0; i < num_known(r); i++) known &= prompt[i] >= 0 && prompt[i] < v->vocab_size;
     return known;
   }
   QLLM_D void add(i32 index, const RequestRecord& r) {
     i32 slot = scheduler.add(i64(r.request_id), r.priority, r.arrival_ns, target_ns(r.slo_ttft_ms),
                              target_ns(r.slo_tpot_ms), r.num_prompt);
+    requests[slot].num_tokens += i32(r.num_output);
     Serving& x = serving[slot];
     x.seed = r.seed;
     x.top_k = i64(r.top_k);
@@ -224,7 +227,8 @@ struct Claimer : Publisher {
     x.front_end = index;
     x.flags = r.header.flags;
     x.phase = LIVE;
-    x.reason = x.num_published = x.owes = x.num_text = 0;
+    x.num_published = i32(r.num_output);
+    x.reason = x.owes = x.num_text = 0;
     Meter(x).start();
     hold(slot);
     expect(x.deadline_ns);
@@ -247,7 +251,7 @@ struct Claimer : Publisher {
     for (i64 n = 0; n < num && (length = ring.look(now_ns)) > 0; n++) {
       if (length < i64(sizeof r + kTrailer)) return;
       ring.copy((u8*)&r + kHeader, sizeof r - kHeader);
-      lower(r.priority, r.arrival_ns);
+      lower(r.priority, r.arrival_ns < 0 ? now_ns : r.arrival_ns);  // before our time: replayed
       ring.pass(u64(length));
     }
   }

@@ -57,8 +57,10 @@ struct RequestRecord {
   u32 num_stops;
   u32 num_name_bytes;
   u32 num_stop_bytes;
+  u32 num_output;
+  u32 reserved;
 };
-static_assert(sizeof(RequestRecord) == 160, "RequestRecord");
+static_assert(sizeof(RequestRecord) == 168, "RequestRecord");
 
 struct CancelRecord {
   RecordHeader header;

@@ -1,0 +1,312 @@
+"""Requests that outlive their engine: every answer is that of a run in which nothing died."""
+
+import json
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hosts import POISON, Poisoned, pid_of
+from serving import Serving, serving, tiny_engine, until
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.errors import ModelError
+from qllm.request_log import RequestLog
+from qllm.types import FinishReason
+from qllm_policies.qllm2 import Qllm2
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SETTINGS: dict[str, Any] = {
+    "max_kv_tokens": 16384, "conformance": False, "exactness": "batch-invariant",
+}  # fmt: skip
+make = partial(tiny_engine, **SETTINGS)
+NUM = 160
+"""Tokens of an answer: some seconds for all of them together."""
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+
+
+class CrashOnce(Qllm2):
+    """Ends the loop itself once the file is there, and takes the file away."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "path", path)
+
+    def rank(self, *numbers: int) -> tuple[int, int]:
+        if os.path.exists(self.path):  # type: ignore[attr-defined]
+            os.unlink(self.path)  # type: ignore[attr-defined]
+            raise SystemExit("the device is lost")
+        return super().rank(*numbers)
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "prompt": f"def f{number}(" * (number + 1),
+        "max_tokens": NUM,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+ASKS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, body(0, temperature=0, stream=True)),
+    (COMPLETIONS, body(1, **SAMPLED, stream=True)),
+    (COMPLETIONS, body(2, **SAMPLED, stream=True, service_tier="flex")),
+    (COMPLETIONS, body(3, **SAMPLED, **PENALTIES, stream=True, logprobs=2)),
+    (COMPLETIONS, body(4, temperature=0, **PENALTIES, stream=True, service_tier="flex")),
+    (COMPLETIONS, body(5, **SAMPLED, n=2, service_tier="flex")),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "Hi"}], "max_tokens": NUM, "stream": True,
+            "ignore_eos": True, **SAMPLED,
+        },
+    ),
+]  # fmt: skip
+
+
+class Client(threading.Thread):
+    """Asks one thing and reads the answer as it comes."""
+
+    def __init__(self, served: Serving, path: str, asked: dict[str, Any]) -> None:
+        super().__init__()
+        self.url, self.asked = f"{served.url}{path}", dict(asked)
+        if asked.get("stream"):
+            self.asked["stream_options"] = {"include_usage": True}
+        self.status = 0
+        self.events: list[Any] = []
+        self.start()
+
+    def run(self) -> None:
+        with httpx.Client(timeout=120) as client:
+            if not self.asked.get("stream"):
+                answer = client.post(self.url, json=self.asked)
+                self.status, self.events = answer.status_code, [answer.json()]
+                return
+            with client.stream("POST", self.url, json=self.asked) as answer:
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    if line:
+                        data = line.removeprefix("data: ")
+                        self.events.append(data if data == "[DONE]" else json.loads(data))
+
+    def answer(self) -> Any:
+        """All that it says of its choices: text, log-probabilities, reason; and its usage."""
+        self.join(120)
+        assert not self.is_alive()
+        assert self.status == 200, self.events
+        if not self.asked.get("stream"):
+            (whole,) = self.events
+            return whole["usage"], [(c["text"], c["finish_reason"]) for c in whole["choices"]]
+        assert self.events[-1] == "[DONE]", self.events[-1]
+        text, reasons, logprobs = "", [], []
+        for event in self.events[:-2]:
+            for choice in event["choices"]:
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+                logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
+        return self.events[-2]["usage"], text, reasons, logprobs
+
+    def error(self) -> Any:
+        """The error that ended it."""
+        self.join(120)
+        return self.events[-1]["error"]
+
+    @property
+    def has_begun(self) -> bool:
+        return not self.asked.get("stream") or len(self.events) >= 3
+
+
+def kill(served: Serving) -> None:
+    os.kill(pid_of(served.front.engine), signal.SIGKILL)
+
+
+def ask_all(served: Serving) -> list[Client]:
+    return [Client(served, *ask) for ask in ASKS]
+
+
+def ask_until_they_run(served: Serving) -> list[Client]:
+    clients = ask_all(served)
+    until(lambda: all(client.has_begun for client in clients))
+    return clients
+
+
+def is_ready(served: Serving) -> bool:
+    return served.get("/ready").status_code == 200
+
+
+@pytest.mark.slow
+def test_every_stream_goes_on_as_if_nothing_had_died(tmp_path: Path) -> None:
+    gate = tmp_path / "crash"
+    new = partial(make, policy=CrashOnce(str(gate)))
+    with serving(new(), new, restart_backoff_s=0) as served:
+        expected = [client.answer() for client in ask_all(served)]
+        assert {usage["completion_tokens"] for usage, *_ in expected} == {NUM, 2 * NUM}
+        for num_deaths, how in enumerate(("killed", "hung", "crashed"), 1):
+            engine = served.front.engine
+            clients = ask_until_they_run(served)
+            if how == "killed":
+                kill(served)
+            elif how == "crashed":
+                gate.touch()
+            else:
+                os.kill(pid_of(engine), signal.SIGSTOP)
+                engine.end_if_stuck(2)
+            go_on(served, engine, clients)
+            assert [client.answer() for client in clients] == expected, how
+            assert served.metric("qllm:requests_replayed_total") == 8 * num_deaths
+            assert served.metric("qllm:engine_restarts_total") == num_deaths
+        label = {"class": "BE", "finished_reason": "length"}
+        until(lambda: served.metric("qllm:request_success_total", **label) == 4 * 4)
+        assert served.metric("qllm:request_success_total", **{**label, "class": "LS"}) == 4 * 4
+        assert not served.front.answers
+        assert served.front.engine.stats()["num_live"] == 0
+        served.front.engine.close()
+
+
+def go_on(served: Serving, engine: QLLMEngine, clients: list[Client]) -> None:
+    """Wait for the engine after this one; nobody's answer was done before."""
+    until(lambda: engine.failure is not None or served.front.engine is not engine)
+    assert all(client.is_alive() for client in clients), "all are in the middle of their answers"
+    until(lambda: served.front.engine is not engine, 60)
+
+
+@pytest.mark.slow
+def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path) -> None:
+    door = str(tmp_path / "engine")
+    new, far = partial(make, listen=door), partial(QLLMEngine.attach, door)
+    settings: dict[str, Any] = {"restart_backoff_s": 0.2, "max_restarts": 1000}
+    settings["restart_backoff_cap_s"] = 0.2
+    with (
+        serving(new(), new, **settings) as owner,
+        serving(far(), far, **settings) as other,
+        far() as plain,
+    ):
+        both = (owner, other)
+        expected = [client.answer() for client in ask_all(owner)]
+        clients = [ask_until_they_run(served) for served in both]
+        lost = plain.submit("abc", "BE", 1000)
+        for num_deaths in (1, 2):
+            engines = [served.front.engine for served in both]
+            kill(owner)
+            for served, engine, theirs in zip(both, engines, clients, strict=True):
+                go_on(served, engine, theirs)
+                if num_deaths == 1:
+                    until(lambda log=served.front.log: not log._waiting and log._trial is None)
+        assert [client.answer() for theirs in clients for client in theirs] == expected * 2
+        assert [s.metric("qllm:requests_replayed_total") for s in both] == [16, 16]
+        assert lost.finish_reason is FinishReason.ERROR
+        for served in both[::-1]:
+            assert served.front.engine.stats()["num_live"] == 0
+            served.front.engine.close()
+
+
+@pytest.mark.slow
+def test_one_that_kills_engines_fails_alone() -> None:
+    new = partial(make, policy=Poisoned())
+    with serving(new(), new, restart_backoff_s=0) as served:
+        expected = [client.answer() for client in ask_all(served)]
+        clients = ask_until_they_run(served)
+        poison = Client(served, COMPLETIONS, body(0, prompt=[9] * POISON, service_tier="flex"))
+        error = poison.error()
+        assert (poison.status, error["code"]) == (500, "engine_error")
+        assert "2 engines died while they had this request" in error["message"]
+        assert [client.answer() for client in clients] == expected
+        assert served.metric("qllm:engine_restarts_total") == 2
+        until(lambda: is_ready(served), 60)
+        assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
+        served.front.engine.close()
+
+
+@pytest.mark.slow
+def test_all_that_wait_end_when_there_is_no_further_engine() -> None:
+    def fail() -> QLLMEngine:
+        raise ModelError("the disk is gone")
+
+    with serving(make(), fail, restart_backoff_s=0.3, max_restarts=2) as served:
+        clients = ask_until_they_run(served)
+        kill(served)
+        errors = [client.error() for client in clients]
+    assert {error["code"] for error in errors} == {"engine_closed"}
+    assert all(
+        "the disk is gone; the engine is not brought back: max_restarts=2" in error["message"]
+        for error in errors
+    )
+
+
+@pytest.mark.slow
+def test_while_there_is_no_engine() -> None:
+    """Deadlines and clients that leave do not wait for the next one."""
+    go_on = threading.Event()
+
+    def later() -> QLLMEngine:
+        assert go_on.wait(60)
+        return make()
+
+    with serving(make(), later, restart_backoff_s=0, request_timeout_s=5) as served:
+        stays = Client(served, COMPLETIONS, body(0, stream=True, max_tokens=1500))
+        with httpx.Client(timeout=60) as http:
+            asked = body(1, stream=True, max_tokens=1500, service_tier="flex")
+            with http.stream("POST", f"{served.url}{COMPLETIONS}", json=asked) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                until(lambda: stays.has_begun)
+                kill(served)
+                until(lambda: served.front.log._waiting)
+                until(lambda: len(served.front.log._waiting) == 2)
+                refused = served.post(COMPLETIONS, {"prompt": "a"})
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "engine_restarting"
+                assert int(refused.headers["retry-after"]) >= 1
+                assert stays.is_alive()
+            until(lambda: len(served.front.log._waiting) == 1)
+        assert stays.error()["code"] == "timeout"
+        label = {"class": "BE", "finished_reason": "cancelled"}
+        until(lambda: served.metric("qllm:request_success_total", **label) == 1)
+        go_on.set()
+        until(lambda: is_ready(served), 60)
+        assert served.metric("qllm:requests_replayed_total") == 0
+        assert served.front.engine.stats()["num_live"] == 0
+        served.front.engine.close()
+
+
+@pytest.mark.slow
+def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -> None:
+    replayed: list[int] = []
+    log = RequestLog(3, lambda: replayed.append(1))
+    sampling = SamplingParams(**SAMPLED, ignore_eos=True, logprobs=1, **PENALTIES)
+    with make() as first:
+        expected = first.submit("abc", "BE", 60, sampling=sampling).result(60)
+        slow = first.submit("abc", "BE", 60, sampling=sampling)
+        plain = first.submit("abc", "BE", 1000, sampling=sampling)
+        log.keep(slow)
+        until(lambda: len(slow.token_ids) >= 5)
+        os.kill(pid_of(first), signal.SIGKILL)
+        until(lambda: plain.finish_reason is not None)
+        until(lambda: log.holds(slow))
+        assert plain.finish_reason is FinishReason.ERROR
+        num_before = len(slow.token_ids)
+        assert slow.finish_reason is None
+        assert slow.status.value == "waiting"
+    with make() as second:
+        log.go_on(second)
+        found = slow.result(60)
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert found.logprobs == expected.logprobs
+        assert found.finish_reason is FinishReason.LENGTH
+        metrics = found.metrics
+        assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (
+            len(found.prompt_token_ids), 60,
+        )  # fmt: skip
+        gaps = metrics.itl_ms
+        assert metrics.queue_ms is None
+        assert max(gaps) == gaps[num_before - 1] > 1000, "the new engine's load"
+        assert metrics.ttft_ms is not None
+        assert 0 < metrics.ttft_ms < min(1000, max(gaps))
+        assert metrics.e2e_ms == pytest.approx(metrics.ttft_ms + sum(gaps))
+        assert replayed == [1]
