@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qllm.cuda.homes import Home, Pinned, attributes_of, choose_home
+from qllm.cuda.homes import Pinned
 from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, SelfLaunching, Watch, serve
 from qllm.cuda.runner import CudaRunner
 from qllm.decision import Limits
 from qllm.device.loop import DeviceLoop
+from qllm.device_rings import DeviceBlock, check_device, home_of
 from qllm.errors import ConfigError
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
 from qllm.native_loop import address_of, attach
@@ -81,7 +82,8 @@ class DeviceEngine:
         policy: A `RankPolicy`.
         limits: Settings.
         control: The engine's control block.
-        front_ends: Their memory; all of them from the start.
+        front_ends: Their memory; all of them from the start. Those of this machine are page-locked
+            here; where a `DeviceBlock` lies was chosen when it was made.
         now_ns: The engine's clock.
         max_total_tokens: Longest request, prompt and answer.
         api: Builds and launches graphs; None is CUDA's.
@@ -103,7 +105,7 @@ class DeviceEngine:
         limits: Limits,
         *,
         control: ControlBlock,
-        front_ends: Sequence[FrontEndBlock],
+        front_ends: Sequence[FrontEndBlock | DeviceBlock],
         now_ns: Callable[[], int],
         max_total_tokens: int,
         api: LoopApi | None = None,
@@ -117,18 +119,25 @@ class DeviceEngine:
             )
         device = runner.parts.lm_head.weight.device
         _check_how(how, device)
-        self.home = Home("pinned", "the host stands in for the device")
+        for block in front_ends:
+            if isinstance(block, DeviceBlock):
+                check_device(block, device)
+        self.home = home_of(device, None)
+        """Of the control block and of the front ends of this machine."""
         self._pinned: list[Pinned] = []
         if device.type == "cuda":
-            self.home = choose_home(attributes_of(), None)
-            self._pin([control.segment, *(block.segment for block in front_ends)])
+            memories = [control.segment, *(block.memory for block in front_ends)]
+            self._pin([memory for memory in memories if isinstance(memory, Segment)])
         self.loop = DeviceLoop(
             policy, runner.stages, runner.pages, runner.shape, limits,
             control=address_of(control.words), max_total_tokens=max_total_tokens, now_ns=now_ns,
             max_front_ends=max(1, len(front_ends)), **settings,
         )  # fmt: skip
         for block in front_ends:
-            attach(self.loop.server, block)
+            if isinstance(block, DeviceBlock):
+                block.attach_to(self.loop.server)
+            else:
+                attach(self.loop.server, block)
         self.memory = OnDevice(self.loop, device)
         if api is None or function is None:
             api, function = _of_cuda(policy, device, how)
