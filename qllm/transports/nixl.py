@@ -62,6 +62,8 @@ PROFILES = {
 }
 _STUCK: list["Link"] = []
 """With a transfer that could not be cancelled."""
+SETTLE_S = 0.1
+"""A link that is closed waits so long for a READ."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 KINDS = ("DRAM", "VRAM")
 """Of memory, as NIXL calls them."""
@@ -138,6 +140,8 @@ class Link:
             )
         self._remote: str | None = None
         self._under_way: list[Any] = []
+        self._reads: list[Any] = []
+        """Of these, the READs."""
 
     @property
     def offer(self) -> Peer:
@@ -181,6 +185,8 @@ class Link:
                 self._remote,
             )
             self._under_way.append(transfer)
+            if what == "READ":
+                self._reads.append(transfer)
             self._agent.transfer(transfer)
         return transfer
 
@@ -196,6 +202,8 @@ class Link:
                 return False
             self._agent.release_xfer_handle(transfer)
             self._under_way.remove(transfer)
+            if transfer in self._reads:
+                self._reads.remove(transfer)
         if state != "DONE":
             raise NixlError(f"a transfer over NIXL ended in {state}: {self.profile.says}")
         return True
@@ -215,11 +223,13 @@ class Link:
 
         NIXL frees what a transfer uses together with the remote agent, so those under way are
         cancelled first. One that cannot be keeps its link, and both stay until the process ends.
+        So does a READ that does not end soon: cancelled, it could land in memory given back.
         """
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
         try:
+            self._end_reads()
             for transfer in self._under_way:
                 self._agent.release_xfer_handle(transfer)
         except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
@@ -229,6 +239,14 @@ class Link:
         if self._remote is not None:
             self._agent.remove_remote_agent(self._remote)
         self._agent.deregister_memory(memory)
+
+    def _end_reads(self) -> None:
+        limit = time.monotonic() + SETTLE_S
+        for transfer in self._under_way:
+            while transfer in self._reads and self._agent.check_xfer_state(transfer) == "PROC":
+                if time.monotonic() > limit:
+                    raise NixlError("a READ does not end")
+                self.drive()
 
 
 class Mirror:
