@@ -1,5 +1,6 @@
 """Front ends that fetch their tokens: real NIXL, the native server in a device's place."""
 
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.shm import Doorbell
 from qllm.native_loop import attach
+from qllm.remote_door import offer, peer_from
 from qllm.remote_host import RemoteHost
 from qllm.transports import nixl as transport
 from qllm.transports.nixl import NAP_NS, Link, NixlError
@@ -332,6 +334,20 @@ def test_a_driver_drives_until_a_link_fails_and_closes_what_leaves() -> None:
     links.close()
     assert pair.link._memory is None
     pair.close()
+
+
+def test_an_offer_says_where_memory_lies_and_who_fetches(pair: Pair) -> None:
+    message = json.loads(json.dumps(offer(pair.far)))
+    assert peer_from(message) == pair.far.offer
+    assert {name: message[name] for name in ("kind", "device", "is_pulled")} == {
+        "kind": "DRAM", "device": 0, "is_pulled": True,
+    }  # fmt: skip
+    for wrong in ({"kind": "FILE"}, {"is_pulled": 1}, {"device": "x"}, {"kind": None}):
+        with pytest.raises(ValueError, match=r"an offer of|invalid literal"):
+            peer_from({**message, **wrong})
+    for missing in ("kind", "device", "is_pulled"):
+        with pytest.raises(KeyError):
+            peer_from({name: value for name, value in message.items() if name != missing})
 
 
 # -- two processes
