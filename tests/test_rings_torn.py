@@ -9,12 +9,13 @@ import pytest
 from pulled import Answerer, block_of
 from test_rings_pull import Load
 
-from qllm.ingress.layout import FRONT_END, cell
+from qllm.ingress.codec import encode_finish, encode_token
+from qllm.ingress.layout import FINISH_KIND, FRONT_END, TOKEN_KIND, cell
 from qllm.ingress.memory import FrontEndBlock, Segment
-from qllm.ingress.ring import BROKEN_AFTER_NS, RingError
+from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, RingWriter
 from qllm.transports import pull
-from qllm.transports.pull import PullingFrontEnd
-from qllm.types import FinishReason
+from qllm.transports.pull import MIN_WINDOW, PullingFrontEnd
+from qllm.types import FinishReason, RequestId, Sampled
 
 RING = 1 << 12
 Ranges = list[tuple[int, int, int]]
@@ -154,3 +155,46 @@ def test_words_that_stay_wrong_are_an_error(wrong: int, monkeypatch: pytest.Monk
     now_ns[0] += 1
     with pytest.raises(RingError, match="its memory was overwritten"):
         look(20)
+
+
+class Written:
+    """An engine's block whose token ring the test writes."""
+
+    def __init__(self) -> None:
+        theirs, ours = (FrontEndBlock.create(0, (RING,) * 4) for _ in range(2))
+        self.link: Any = TornLink(ours.segment, theirs.segment, lambda: None, random.Random(0))
+        self.front_end = PullingFrontEnd(ours, self.link)
+        self.theirs = RingWriter(*theirs.rings["token"])
+        self.ours = RingWriter(*ours.rings["token"])
+        for block in (theirs, ours):
+            block.segment.close()
+
+    def receive(self) -> list[Any]:
+        return [record for _ in range(20) for record in self.front_end.receive()]
+
+
+def test_a_record_larger_than_the_window_comes_too() -> None:
+    written = Written()
+    flags, body = encode_finish(RequestId(5), FinishReason.ERROR, "x" * 2000, None)
+    assert len(body) > MIN_WINDOW
+    assert written.theirs.write(FINISH_KIND, flags, body)
+    (end,) = written.receive()
+    assert (end.request_id, end.error) == (5, "x" * 2000)
+
+
+def test_a_window_is_never_larger_than_the_ring() -> None:
+    puller = Written().front_end._puller
+    for _ in range(20):
+        puller.adapt(has_more=True)
+    assert puller.window == RING
+
+
+def test_nobody_looks_at_a_ring_while_a_read_lands_in_it() -> None:
+    written = Written()
+    is_done, written.link.is_done = written.link.is_done, lambda transfer: transfer == "written"
+    assert written.receive() == []
+    assert written.ours.write(TOKEN_KIND, *encode_token(Sampled(1, 2), 3))
+    assert written.theirs.write(TOKEN_KIND, *encode_token(Sampled(1, 2), 3))
+    assert written.receive() == []
+    written.link.is_done = is_done
+    assert [record.sampled for record in written.receive()] == [Sampled(1, 2)]
