@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from qllm.cuda.homes import Home, Pinned, attributes_of, choose_home
+from qllm.cuda.homes import Pinned
 from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, SelfLaunching, Watch, serve
 from qllm.cuda.runner import CudaRunner
 from qllm.decision import Limits
 from qllm.device import serving
 from qllm.device.loop import DeviceLoop
 from qllm.device.server import WHY, CutOff
+from qllm.device_rings import DeviceBlock, check_device, home_of
 from qllm.errors import ConfigError
 from qllm.ingress.layout import offset
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
@@ -104,7 +105,8 @@ class DeviceEngine:
         policy: A `RankPolicy`.
         limits: Settings.
         control: The engine's control block.
-        front_ends: The memory of the first ones; `attach` serves more.
+        front_ends: The memory of the first ones; `attach` serves more. That of this machine is
+            page-locked; where a `DeviceBlock` lies was chosen when it was made.
         now_ns: The engine's clock.
         max_total_tokens: Longest request, prompt and answer.
         api: Builds and launches graphs; None is CUDA's.
@@ -127,7 +129,7 @@ class DeviceEngine:
         limits: Limits,
         *,
         control: ControlBlock,
-        front_ends: Sequence[FrontEndBlock],
+        front_ends: Sequence[FrontEndBlock | DeviceBlock],
         now_ns: Callable[[], int],
         max_total_tokens: int,
         api: LoopApi | None = None,
@@ -143,14 +145,15 @@ class DeviceEngine:
             )
         device = runner.parts.lm_head.weight.device
         _check_how(how, device)
-        self.home = Home("pinned", "the host stands in for the device")
-        self._on_cuda, self._look = device.type == "cuda", look
+        self.home = home_of(device, None)
+        """Of the control block and of the front ends of this machine."""
+        self._device, self._look = device, look
         self._pinned: dict[int, Pinned] = {}
-        """Per front end its memory, and the control block's at CONTROL."""
-        self._blocks = {CONTROL: control.segment}
-        """The same as segments, which must not be unmapped."""
-        if self._on_cuda:
-            self.home = choose_home(attributes_of(), None)
+        """Per front end of this machine its memory, and the control block's at CONTROL."""
+        self._blocks: dict[int, FrontEndBlock | DeviceBlock] = {}
+        """Kept: their memory must stay while the device may write it."""
+        self._control = control
+        if device.type == "cuda":
             self._pin(CONTROL, control.segment)
         settings.setdefault("max_front_ends", max(1, len(front_ends)))
         self.loop = DeviceLoop(
@@ -182,16 +185,21 @@ class DeviceEngine:
         """Whether a front end is attached."""
         return number in dict(self.loop.server.indexes())
 
-    def _take_in(self, block: FrontEndBlock) -> None:
-        self._blocks[block.number] = block.segment
-        if self._on_cuda:
-            self._pin(block.number, block.segment)
-        attach(self.loop.server, block)
+    def _take_in(self, block: FrontEndBlock | DeviceBlock) -> None:
+        if isinstance(block, DeviceBlock):
+            check_device(block, self._device)
+        if self._device.type == "cuda" and isinstance(block.memory, Segment):
+            self._pin(block.number, block.memory)
+        self._blocks[block.number] = block
+        if isinstance(block, DeviceBlock):
+            block.attach_to(self.loop.server)
+        else:
+            attach(self.loop.server, block)
 
     def _pin(self, number: int, segment: Segment) -> None:
         self._pinned[number] = Pinned(address_of(segment.words), len(segment.bytes))
 
-    def attach(self, block: FrontEndBlock) -> None:
+    def attach(self, block: FrontEndBlock | DeviceBlock) -> None:
         """Serve one more front end.
 
         Raises:

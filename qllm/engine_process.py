@@ -171,7 +171,7 @@ class EngineProcess:
             doorbell=self._doorbell,
             now_ns=self._now_ns,
             broken=self._broken,
-            has_meeting=start.meeting is not None,
+            profile=None if start.meeting is None else start.meeting.profile,
             threads=start.threads,
         )
         kind = kind_of(start.config)
@@ -215,13 +215,17 @@ class EngineProcess:
         return block.number
 
     def _new_block(self) -> FrontEndBlock:
-        """The memory of one more front end."""
+        """The memory of one more front end of this machine."""
+        return FrontEndBlock.create(*self._place())
+
+    def _place(self) -> tuple[int, tuple[int, int, int, int]]:
+        """The number of one more front end, and the bytes of its rings."""
         with self._front_end_lock:
             number = self._num_front_ends
             self._num_front_ends += 1
         shape = self.engine.prepared.info.shape
         max_prompt = min(self._start.config.max_kv_tokens, shape.max_position)
-        return FrontEndBlock.create(number, ring_bytes(max_prompt, shape.vocab_size))
+        return number, ring_bytes(max_prompt, shape.vocab_size)
 
     def _listen(self, listener: socket.socket) -> None:
         while not self.engine.ended.is_set():
@@ -288,7 +292,7 @@ class EngineProcess:
     def _left(self, number: int) -> None:
         """A front end is gone: nobody waits for its requests."""
         if number != OWNER:
-            self.engine.leave(number, _nothing)
+            self.engine.leave(number)
         elif self._engine is None:
             os._exit(1)
         else:
@@ -303,16 +307,18 @@ class EngineProcess:
         if (meeting := self._start.meeting) is None:
             return None
         check_profile(meeting.profile)
-        return Door(meeting, self._new_block, self._enter, self._leave, self._answer_far)
+        return Door(meeting, self._far_block, self._enter, self._leave, self._answer_far)
+
+    def _far_block(self) -> Any:
+        return self.engine.far_block(*self._place())
 
     def _enter(self, guest: Guest) -> None:
-        guest.block.segment.close_fd()
         self._connections[guest.number] = guest.wire
         self.engine.attach_over(guest.block, guest.link)
 
     def _leave(self, guest: Guest) -> None:
         self._connections.pop(guest.number)
-        self.engine.leave(guest.number, guest.link.close)
+        self.engine.leave(guest.number)
 
     def _answer_far(self, op: str, args: list[Any]) -> Any:
         """What a front end of another host may ask; the rest needs this machine."""
@@ -410,10 +416,6 @@ def _unpickled_policy(data: bytes) -> Any:
             f"the policy object cannot be made again in the engine's process ({error!r}); put its "
             f"class into a module that can be imported there, or pass host='thread'"
         ) from error
-
-
-def _nothing() -> None:
-    """Follows the leave of a front end of this machine."""
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:

@@ -14,15 +14,19 @@ import numpy as np
 from qllm.calibrate import measure_costs
 from qllm.config import EngineConfig
 from qllm.core import Prepared
+from qllm.cuda.homes import Home
 from qllm.cuda.runner import CudaRunner
 from qllm.device import lanes, layout
 from qllm.device_engine import LANES, STATE, DeviceEngine
+from qllm.device_rings import DeviceBlock, home_of
 from qllm.errors import QllmError
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.shm import Doorbell
 from qllm.models.loader import LoadedModel
 from qllm.native_engine import sizes_of, statuses_in
 from qllm.ring_engine import RingEngine, Seat, check_compilable
+from qllm.transports.nixl import Link
+from qllm.transports.pull import LinkDriver
 from qllm.types import NS_PER_MS, RequestId, RequestStatus
 
 LOOK_S = 0.1
@@ -44,11 +48,18 @@ class GpuEngine(RingEngine):
     def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
         super().__init__(loaded, policy, config, seat)
         self.prepared = prepared = Prepared(loaded, policy, config, seat.threads)
-        self._seat, self._calls = seat, deque[Callable[[], None]]()
-        self._leaving: dict[int, Callable[[], None]] = {}
-        self._looked_s = 0.0
         runner = prepared.runner
         assert isinstance(runner, CudaRunner)  # `EngineConfig.check_place` has seen the device
+        self._seat, self._calls = seat, deque[Callable[[], None]]()
+        self._leaving: set[int] = set()
+        self._far: dict[int, DeviceBlock] = {}
+        self._looked_s = 0.0
+        self._device = runner.parts.lm_head.weight.device
+        self._links: LinkDriver | None = None
+        self._far_home: Home | None = None
+        if seat.profile is not None:
+            self._far_home = home_of(self._device, seat.profile)
+            self._links = LinkDriver(seat.profile, seat.broken)
         costs = measure_costs(runner, prepared.limits, time.perf_counter_ns)
         self._engine = DeviceEngine(
             runner, policy, prepared.limits,
@@ -76,10 +87,18 @@ class GpuEngine(RingEngine):
     def _follow(self) -> None:
         """See which front ends the device has let go."""
         for number, why in self._engine.gone():
-            if (then := self._leaving.pop(number, None)) is not None:
-                then()
+            self._forget(number)
+            if number in self._leaving:
+                self._leaving.remove(number)
             else:
                 self._seat.broken(number, why)
+
+    def _forget(self, number: int) -> None:
+        """Close the link of a front end at once, and its memory while nothing runs."""
+        if self._links is not None:
+            self._links.remove(number)
+        if (block := self._far.pop(number, None)) is not None:
+            self.post(block.close)
 
     def end(self, crash: BaseException | None) -> None:
         """Nothing: the device has ended all requests, or its context is lost and nobody can."""
@@ -99,13 +118,29 @@ class GpuEngine(RingEngine):
 
         self.post(attach)
 
-    def leave(self, number: int, then: Callable[[], None]) -> None:
+    def far_block(self, number: int, capacities: tuple[int, int, int, int]) -> DeviceBlock:
+        assert self._far_home is not None
+        return DeviceBlock(number, capacities, self._far_home, self._device)
+
+    def attach_over(self, block: DeviceBlock, link: Link) -> None:
+        def attach() -> None:
+            self._far[block.number] = block
+            try:
+                self._engine.attach(block)
+            except QllmError as error:
+                self._seat.broken(block.number, str(error))
+
+        assert self._links is not None
+        self._links.add(block.number, link)
+        self.post(attach)
+
+    def leave(self, number: int) -> None:
         def detach() -> None:
             if self._engine.serves(number):
-                self._leaving[number] = then
+                self._leaving.add(number)
                 self._engine.detach(number)
             else:
-                then()
+                self._forget(number)
 
         self.post(detach)
 

@@ -5,6 +5,7 @@ meanwhile: each number is whole, and they may be of two moments.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,12 +72,8 @@ class NativeEngine(RingEngine):
 
         self.post(attach)
 
-    def leave(self, number: int, then: Callable[[], None]) -> None:
-        def free() -> None:
-            self._loop.detach(number)
-            then()
-
-        self.post(free)
+    def leave(self, number: int) -> None:
+        self.post(partial(self._loop.detach, number))
 
     def close(self) -> None:
         self.post(self._loop.close)

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, QllmError
 from qllm.host import ModelInfo
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import Memory
 from qllm.transports.meeting import Meeting, MeetingError, Wire
-from qllm.transports.nixl import Link, Peer
+from qllm.transports.nixl import KINDS, Link, Peer
 
 MAX_STRANGERS = 8
 """Connections that have not proved themselves yet; one more is closed at once."""
@@ -50,11 +50,25 @@ class Card(NamedTuple):
         }
 
 
+class Block(Protocol):
+    """The memory of a front end: a `FrontEndBlock`, or a `qllm.device_rings.DeviceBlock`."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def capacities(self) -> tuple[int, ...]: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def is_pulled(self) -> bool: ...
+
+
 class Guest(NamedTuple):
     """A front end of another host that has met us."""
 
     number: int
-    block: FrontEndBlock
+    block: Any
+    """What `make_block` of the door has made."""
     link: Link
     wire: Wire
 
@@ -64,7 +78,7 @@ class Door:
 
     Args:
         meeting: Where, and who may.
-        make_block: Makes the memory of one more front end.
+        make_block: Makes the memory of one more front end; a `ConfigError` turns it away.
         enter: Told of a front end that is ready: attach it.
         leave: Told of a front end that is gone.
         answer: Answers an operation of a front end by name.
@@ -76,7 +90,7 @@ class Door:
     def __init__(
         self,
         meeting: Meeting,
-        make_block: Callable[[], FrontEndBlock],
+        make_block: Callable[[], Block],
         enter: Callable[[Guest], None],
         leave: Callable[[Guest], None],
         answer: Callable[[str, list[Any]], Any],
@@ -151,16 +165,20 @@ class Door:
                 f"{self._meeting.profile!r}; give both sides the same"
             )
         block = self._make_block()
-        link = Link(
-            f"engine-{block.number}-{os.urandom(4).hex()}", self._meeting.profile, block.segment
-        )
+        name = f"engine-{block.number}-{os.urandom(4).hex()}"
         try:
-            capacities = [len(block.rings[name][0]) for name in FrontEndBlock.RINGS]
-            wire.send({**self._card.to_json(), "number": block.number, "capacities": capacities})
+            link = Link(name, self._meeting.profile, block.memory, is_pulled=block.is_pulled)
+        except BaseException:
+            block.memory.close()
+            raise
+        try:
+            told = {"number": block.number, "capacities": block.capacities}
+            wire.send({**self._card.to_json(), **told})
             link.connect(peer_from(wire.receive()))
             wire.send(offer(link))
         except BaseException:
             link.close()
+            block.memory.close()
             raise
         return Guest(block.number, block, link, wire)
 
@@ -173,8 +191,8 @@ class Door:
 
 def offer(link: Link) -> dict[str, Any]:
     """What the other side needs, as a message."""
-    metadata, address = link.offer
-    return {"metadata": base64.b64encode(metadata).decode(), "address": address}
+    peer = link.offer._asdict()
+    return {**peer, "metadata": base64.b64encode(peer["metadata"]).decode()}
 
 
 def peer_from(message: dict[str, Any]) -> Peer:
@@ -182,10 +200,15 @@ def peer_from(message: dict[str, Any]) -> Peer:
 
     Raises:
         MeetingError: It offers nothing; its reason is in the text.
+        ValueError: It is no offer.
     """
     if "error" in message:
         raise MeetingError(str(message["error"]))
-    return Peer(base64.b64decode(message["metadata"]), int(message["address"]))
+    kind, is_pulled = message["kind"], message["is_pulled"]
+    if kind not in KINDS or not isinstance(is_pulled, bool):
+        raise ValueError(f"an offer of {kind!r:.20} memory, is_pulled={is_pulled!r:.20}")
+    metadata = base64.b64decode(message["metadata"])
+    return Peer(metadata, int(message["address"]), kind, int(message["device"]), is_pulled)
 
 
 def short(stats: dict[str, Any]) -> dict[str, Any]:

@@ -28,14 +28,14 @@ from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Address, MeetingError, Wire, parse_address, read_secret
 from qllm.transports.nixl import Link, NixlError, NixlFrontEnd
+from qllm.transports.pull import PullingFrontEnd
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
 """The engine is asked for its time this often, and so shows that it lives."""
-NAP_S = 0.0002
-"""Nobody rings a doorbell from afar: with requests open we look this often."""
 IDLE_S = 0.05
-"""Without any, this often."""
+"""Nobody rings a doorbell from afar: without open requests we look this often, and else as often
+as the front end says (`nap_s`)."""
 FIRST_ECHOES = 8
 
 
@@ -102,12 +102,11 @@ class RemoteHost(RingHost):
         address: Of the engine, for messages.
         wire: To the engine, after the handshake.
         hello: What it said.
-        block: Our copy of the rings.
-        link: To its copy, connected.
+        front_end: Our copy of the rings, and its link to the engine's.
     """
 
     def __init__(
-        self, address: Address, wire: Wire, hello: RemoteHello, block: FrontEndBlock, link: Link
+        self, address: Address, wire: Wire, hello: RemoteHello, front_end: NixlFrontEnd
     ) -> None:
         self._address, self._wire = address, wire
         self.hello, self.info = hello, hello.info
@@ -117,7 +116,7 @@ class RemoteHost(RingHost):
         self._ask_lock = threading.Lock()
         self._drains = False
         self._ended = threading.Event()
-        super().__init__(NixlFrontEnd(block, link))
+        super().__init__(front_end)
         for _ in range(FIRST_ECHOES):
             self._beat()
         self._bell = Doorbell.create()
@@ -167,8 +166,10 @@ class RemoteHost(RingHost):
         link = Link(f"front-end-{block.number}-{os.urandom(4).hex()}", profile, block.segment)
         try:
             wire.send(offer(link))
-            link.connect(peer_from(wire.receive()))
-            return cls(where, wire, hello, block, link)
+            peer = peer_from(wire.receive())
+            link.connect(peer)
+            make = PullingFrontEnd if peer.is_pulled else NixlFrontEnd
+            return cls(where, wire, hello, make(block, link))
         except BaseException:
             link.close()
             raise
@@ -183,7 +184,7 @@ class RemoteHost(RingHost):
         why: str | None = None
         while why is None:
             if self._open:
-                time.sleep(NAP_S)
+                time.sleep(self._front_end.nap_s)
             ready = dict(poll.poll(0 if self._open else 1000 * IDLE_S))
             if self._bell.fd in ready:
                 self._bell.clear()

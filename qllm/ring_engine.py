@@ -39,8 +39,8 @@ class Seat(NamedTuple):
     """What an idle engine sleeps on."""
     now_ns: Callable[[], int]
     broken: Broken
-    has_meeting: bool
-    """Whether front ends of other hosts may come."""
+    profile: str | None
+    """Of the links to front ends of other hosts; None if none may come."""
     threads: int | None
 
 
@@ -110,13 +110,26 @@ class RingEngine(ABC):
     def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
         """Serve one more front end of this machine, from soon on."""
 
-    def attach_over(self, block: FrontEndBlock, link: Link) -> None:
-        """Serve one more front end, at the other end of a link, from soon on."""
+    def far_block(self, number: int, capacities: tuple[int, int, int, int]) -> Any:
+        """The memory of one more front end at the other end of a link (`remote_door.Block`).
+
+        Raises:
+            ConfigError: There is no place for it.
+        """
+        return FrontEndBlock.create(number, capacities)
+
+    def attach_over(self, block: Any, link: Link) -> None:
+        """Serve one more front end, at the other end of a link, from soon on.
+
+        Args:
+            block: What `far_block` made.
+            link: Connected; the engine closes it.
+        """
         raise ConfigError(f"loop={self.prepared.config.loop!r} has no front ends over links")
 
     @abstractmethod
-    def leave(self, number: int, then: Callable[[], None]) -> None:
-        """Nobody waits any more for the requests of a front end; `then` is called on the loop."""
+    def leave(self, number: int) -> None:
+        """Nobody waits any more for the requests of a front end: free them, soon, and its link."""
 
     @abstractmethod
     def close(self) -> None:
@@ -182,9 +195,10 @@ class HostEngine(RingEngine):
 
     def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
         super().__init__(loaded, policy, config, seat)
-        ingress = NixlIngress if seat.has_meeting else ShmIngress
+        ingress = ShmIngress if seat.profile is None else NixlIngress
         self._ingress = ingress(seat.control, seat.doorbell, seat.now_ns, self._close, seat.broken)
         self._now_ns, self._ends = seat.now_ns, ring_ends(config)
+        self._links: dict[int, Link] = {}
         self.prepared = self._core = Core(
             loaded, policy, config,
             ingress=self._ingress, sink=RingSink(self._ingress.lanes), now_ns=seat.now_ns,
@@ -205,15 +219,18 @@ class HostEngine(RingEngine):
 
     def attach_over(self, block: FrontEndBlock, link: Link) -> None:
         assert isinstance(self._ingress, NixlIngress)
+        block.segment.close_fd()
+        self._links[block.number] = link
         self.post(partial(self._ingress.attach_over, block, link))
 
-    def leave(self, number: int, then: Callable[[], None]) -> None:
+    def leave(self, number: int) -> None:
         def free() -> None:
             self._ingress.detach(number)
             for request_id in list(self._core.loop.live):
                 if front_end_of(request_id) == number:
                     self._ingress.put(Cancel(request_id))
-            then()
+            if (link := self._links.pop(number, None)) is not None:
+                link.close()
 
         self.post(free)
 

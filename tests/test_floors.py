@@ -26,9 +26,9 @@ F4 = {"engine", "ingress", "check", "virtual"}
 F5 = {"__init__", "__main__", "llm", "cli", "server", "transports", "detokenizer"}
 F5 |= {"checks", "core", "cores", "cubins", "demo", "differential", "engine_process", "handle"}
 F5 |= {"host", "native_loop", "plots", "plugins", "portable", "process_host", "prompts"}
-F5 |= {"calibrate", "device_engine", "gpu_engine", "native_engine", "random_moe", "remote_door"}
-F5 |= {"remote_host", "request_log", "ring_engine", "ring_host", "scaffold", "simulation"}
-F5 |= {"templates", "thread_host", "workloads"}
+F5 |= {"calibrate", "device_engine", "device_rings", "gpu_engine", "native_engine", "random_moe"}
+F5 |= {"remote_door", "remote_host", "request_log", "ring_engine", "ring_host", "scaffold"}
+F5 |= {"simulation", "templates", "thread_host", "workloads"}
 OURS = F0 | STRUCTS | F1 | F2 | F3 | NATIVE | F4 | F5
 
 

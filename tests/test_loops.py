@@ -14,6 +14,7 @@ from fake_gpu import BOOT, FAULT, HANG
 from families import make_model
 from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
 from test_process_host import ATTACHED
+from test_rings_hosts import SECRET, free_port
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import DEVICE_LOOPS
@@ -22,6 +23,8 @@ from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, Req
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.native_engine import MAX_FRONT_ENDS
 from qllm.prompts import MOST_STOP_IDS
+from qllm.transports.meeting import Address, Meeting
+from qllm.transports.pull import PullingFrontEnd
 from qllm.types import FinishReason, RequestStatus
 
 EXACT = SETTINGS | {"exactness": "batch-invariant", "max_kv_tokens": 8192}
@@ -292,6 +295,26 @@ def _use_a_device_loop(engine: QLLMEngine, path: str) -> None:
     assert stats["longest_segment_ms"] > 0
     assert stats["expert_bytes"] > 0
     assert stats["kv_blocks_used"] == stats["num_live"] == 0
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_path: Path) -> None:
+    meeting = Meeting(Address("127.0.0.1", free_port()), "tcp", SECRET)
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(SECRET)
+    settings = GPU | {"loop": "conditional", "device": "cuda", "meeting": meeting}
+    with QLLMEngine.from_pretrained(model, **settings) as engine:
+        with QLLMEngine.connect(str(meeting.address), secret_file=secret_file) as far:
+            assert isinstance(far._host._front_end, PullingFrontEnd)  # type: ignore[attr-defined]
+            for _ in range(3):
+                handles = [e.submit("hello", max_tokens=9, sampling=LONG) for e in (engine, far)]
+                assert len({h.result(60).token_ids for h in handles}) == 1
+            left = far.submit("hello", "BE", 200, sampling=LONG)
+            next(iter(left))
+            assert far.stats()["num_live"] == 1
+        assert left.result(1).finish_reason is FinishReason.CANCELLED
+        wait_for(lambda: engine.stats()["num_live"] == 0, 10)
+        assert len(engine.submit("hello", max_tokens=5, sampling=LONG).result(60).token_ids) == 5
 
 
 @pytest.mark.parametrize(("length", "why"), [(FAULT, "IllegalAddress"), (HANG, "a stage hangs")])

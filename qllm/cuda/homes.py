@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qllm.errors import ConfigError, DeviceError
 
 _log = logging.getLogger("qllm")
@@ -24,6 +26,8 @@ IN_ORDER = 100
 """cudaGPUDirectRDMAWritesOrderingOwner: the device that owns the memory sees writes in order."""
 MAPPED = 2
 """cudaHostRegisterMapped."""
+_GPU_PAGE = 64 << 10
+"""Bytes: what GPUDirect RDMA maps at once."""
 
 
 class Home(NamedTuple):
@@ -125,3 +129,63 @@ class Pinned:
         if self._address is not None:
             self._runtime.cudaHostUnregister(self._address)
         self._address = None
+
+
+class Vram:
+    """Memory of a device, which a network card reads and writes and the host does not.
+
+    An allocation of its own (`cudaMalloc`, whole pages of GPUDirect), zeros at first.
+
+    Args:
+        num_bytes: At least so many.
+        device: Its number.
+
+    Raises:
+        DeviceError: There is none, or none left.
+    """
+
+    kind = "VRAM"
+
+    def __init__(self, num_bytes: int, device: int = 0) -> None:
+        from cuda.bindings import driver, runtime
+
+        self.device = device
+        self.num_bytes = -(-num_bytes // _GPU_PAGE) * _GPU_PAGE
+        self.address = 0
+        self._runtime: Any = runtime
+        before = self._call("cudaGetDevice")
+        self._call("cudaSetDevice", device)
+        try:
+            self.address = int(self._call("cudaMalloc", self.num_bytes))
+            # Copies of the host have ended when they return: the card sees them.
+            sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+            (error,) = driver.cuPointerSetAttribute(1, sync, self.address)
+            if int(error):
+                raise DeviceError(f"CUDA answered {error!r} to cuPointerSetAttribute")
+            self._call("cudaMemset", self.address, 0, self.num_bytes)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._call("cudaSetDevice", before)
+
+    def write(self, at: int, data: bytes) -> None:
+        """Write bytes from the host, at set-up."""
+        how = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        source = np.frombuffer(data, np.uint8)
+        self._call("cudaMemcpy", self.address + at, int(source.ctypes.data), len(data), how)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *found = getattr(self._runtime, name)(*arguments)
+        if int(error):
+            raise DeviceError(
+                f"CUDA answered {error!r} to {name}, for {self.num_bytes} bytes of rings in the "
+                f"memory of device {self.device}"
+            )
+        return found[0] if found else None
+
+    def close(self) -> None:
+        """Free it, with no kernel running: CUDA waits for those. Twice is once."""
+        if self.address:
+            self._runtime.cudaFree(self.address)
+        self.address = 0

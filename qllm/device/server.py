@@ -118,6 +118,8 @@ class NativeServer(NativeDecider):
         super().__init__(policy, shape, cuts, limits, capacity=capacity, **settings)
         self._indexes: dict[int, int] = {}
         """Per attached front end its index in the block."""
+        self._silent: set[int] = set()
+        """Of these, those that ring no bell."""
         self._turn("open")
 
     def _turn(self, name: str, *numbers: int) -> Any:
@@ -126,13 +128,17 @@ class NativeServer(NativeDecider):
 
     # -- front ends
 
-    def attach(self, number: int, rings: Mapping[str, RingAt], progress: int) -> None:
+    def attach(
+        self, number: int, rings: Mapping[str, RingAt], progress: int, *, rings_bell: bool = True
+    ) -> None:
         """Serve one more front end.
 
         Args:
             number: In the ids of its requests.
             rings: Where its RINGS lie; they are fresh.
             progress: Address of its progress word.
+            rings_bell: It changes the bell of the control block after it has put something; the
+                rings of one that does not are looked at whenever a program may stop.
 
         Raises:
             ConfigError: There are `max_front_ends`, or its token ring is too small.
@@ -154,6 +160,9 @@ class NativeServer(NativeDecider):
         end["state"] = serving.ATTACHED
         ends[index] = end[0]
         self._indexes[number] = index
+        if not rings_bell:
+            self._silent.add(number)
+            self.memory.set(num_silent=len(self._silent))
         self.memory.set(bell_seen=-1)  # what it has put already was seen without it
 
     def index_of(self, number: int) -> int:
@@ -174,6 +183,8 @@ class NativeServer(NativeDecider):
         index = self._indexes.pop(number, None)
         if index is not None:
             self._turn("detach", index, serving.WELL, now_ns)
+            self._silent.discard(number)
+            self.memory.set(num_silent=len(self._silent))
 
     def cut_off(self) -> list[CutOff]:
         """The front ends that `claim` has cut off since the last call."""

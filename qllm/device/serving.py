@@ -107,11 +107,13 @@ SERVER: Dtype = np.dtype(
         *numbers("vocab_size", "ls_slots", "shared_slots", "control"),
         *numbers("first_front_end", "num_held", "num_events", "next_deadline_ns", "most_layers"),
         *numbers("bell_seen", "word", "lowered_ns", "num_steps", "num_tokens"),
+        *numbers("num_silent"),
     ]
 )
 """Offsets; sizes; `ls_slots`: slots that BE requests leave free; `shared_slots`: slots that every
 attached front end can have whatever the others hold; `control`: address of the engine's control
-block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found."""
+block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found.
+`num_silent`: attached front ends that ring no bell; with any, a turn looks at the rings anyway."""
 
 STRUCTS = {"Serving": SERVING, "Pending": PENDING, "FrontEnd": FRONT_END, "Event": EVENT}
 STRUCTS |= {"ServerState": SERVER}

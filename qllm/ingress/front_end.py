@@ -107,6 +107,9 @@ class FrontEndRings(ABC):
 
     def receive(self) -> Iterator[TokenAt | End]:
         """Take what is in the token ring."""
+        yield from self._records()
+
+    def _records(self) -> Iterator[TokenAt | End]:
         while (record := self._tokens.read()) is not None:
             if record.kind == TOKEN_KIND:
                 yield TokenAt(*decode_token(record))

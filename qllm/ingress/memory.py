@@ -8,7 +8,11 @@ import fcntl
 import mmap
 import os
 import select
-from typing import NamedTuple, Self
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
 
 from qllm.errors import ConfigError
 from qllm.ingress.layout import (
@@ -30,13 +34,55 @@ def available() -> bool:
     return hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(select, "poll")
 
 
+class Memory(Protocol):
+    """Bytes that a network card may read and write, of this host or of a device."""
+
+    @property
+    def kind(self) -> str:
+        """As NIXL calls it: "DRAM" or "VRAM"."""
+        ...
+
+    @property
+    def device(self) -> int:
+        """Number of the device; 0 of the host."""
+        ...
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def write(self, at: int, data: bytes) -> None:
+        """Write bytes from the host, at set-up."""
+        ...
+
+    def close(self) -> None:
+        """Give back what can be given back. Twice is once."""
+        ...
+
+
 class Segment:
     """Bytes that several processes map."""
+
+    kind, device = "DRAM", 0
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.bytes = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
         self.words = self.bytes[: len(self.bytes) // 8 * 8].cast("Q")
+
+    @property
+    def address(self) -> int:
+        """Of the first byte in this process."""
+        return int(np.frombuffer(self.bytes, np.uint8).ctypes.data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return len(self.bytes)
+
+    def write(self, at: int, data: bytes) -> None:
+        """Write bytes."""
+        self.bytes[at : at + len(data)] = data
 
     @classmethod
     def create(cls, name: str, size: int) -> Self:
@@ -51,6 +97,10 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self.close_fd()
 
 
 def _check(segment: Segment, what: str) -> None:
@@ -175,36 +225,66 @@ class ControlBlock:
                 return stats
 
 
+RINGS = ("ls", "be", "cancel", "token")
+"""Of a front end, in the order in which they lie behind FRONT_END."""
+
+
+class FrontEndLayout(NamedTuple):
+    """Where the parts of a front end's block lie."""
+
+    number: int
+    capacities: tuple[int, ...]
+    """Of the rings, in bytes; pages."""
+
+    @classmethod
+    def of(cls, number: int, capacities: Sequence[int]) -> Self:
+        """With capacities rounded up to pages."""
+        return cls(number, tuple(-(-size // _PAGE) * _PAGE for size in capacities))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the block."""
+        return _PAGE + sum(self.capacities)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Per ring its first byte."""
+        starts = (_PAGE + sum(self.capacities[:i]) for i in range(len(RINGS)))
+        return dict(zip(RINGS, starts, strict=True))
+
+    @property
+    def header(self) -> bytes:
+        """How a fresh block begins; the rest is zeros."""
+        return struct.pack("<QQ4Q", MAGIC, VERSION | self.number << 32, *self.capacities)
+
+
 class FrontEndBlock:
     """FRONT_END of `layout` and the four rings behind it."""
 
     PROGRESS = cell(FRONT_END, "progress")
-    RINGS = ("ls", "be", "cancel", "token")
+    RINGS = RINGS
     _CAPACITY = 2
     """The word at which `capacity` starts."""
+    is_pulled = False
+    """The engine's host pushes what it writes."""
 
     def __init__(self, segment: Segment) -> None:
         _check(segment, "a front end's segment")
-        self.segment = segment
+        self.segment = self.memory = segment
         self.number = segment.words[1] >> 32
+        self.capacities = tuple(segment.words[self._CAPACITY : self._CAPACITY + len(RINGS)])
+        self.offsets = FrontEndLayout(self.number, self.capacities).offsets
+        """Per name where the ring starts in the segment."""
         self.rings: dict[str, tuple[memoryview, memoryview]] = {}
         """Per name the bytes of the ring and the word of its reader."""
-        self.offsets: dict[str, int] = {}
-        """Per name where the ring starts in the segment."""
-        at = _PAGE
-        for i, name in enumerate(self.RINGS):
-            size, tail = segment.words[self._CAPACITY + i], cell(FRONT_END, f"{name}_tail")
-            self.offsets[name] = at
+        for name, size in zip(RINGS, self.capacities, strict=True):
+            at, tail = self.offsets[name], cell(FRONT_END, f"{name}_tail")
             self.rings[name] = segment.bytes[at : at + size], segment.words[tail : tail + 1]
-            at += size
 
     @classmethod
     def create(cls, number: int, capacities: tuple[int, int, int, int]) -> Self:
         """Make one; capacities in bytes, in the order of `RINGS`, rounded up to pages."""
-        sizes = [-(-size // _PAGE) * _PAGE for size in capacities]
-        segment = Segment.create(f"qllm-front-end-{number}", _PAGE + sum(sizes))
-        words = segment.words
-        words[0], words[1] = MAGIC, VERSION | number << 32
-        for i, size in enumerate(sizes):
-            words[cls._CAPACITY + i] = size
+        layout = FrontEndLayout.of(number, capacities)
+        segment = Segment.create(f"qllm-front-end-{number}", layout.num_bytes)
+        segment.write(0, layout.header)
         return cls(segment)

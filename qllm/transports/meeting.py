@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError, QllmError
 
-VERSION = 2
+VERSION = 3
 """Of what is said here and of the rings' layout behind it."""
 HANDSHAKE_S = 10.0
 """For all of the handshake."""

@@ -8,7 +8,8 @@ shared memory, and pushes what it wrote to the same place in the other's copy:
 
 One WRITE per direction is under way at a time, because WRITEs may overtake each other and each
 also zeroes the word behind its records. Nothing else is assumed of their order: a record counts
-when it is whole (`qllm.ingress.ring`), so no notification is needed and none is sent.
+when it is whole (`qllm.ingress.ring`), so no notification is needed and none is sent. Where a
+device writes the token ring nobody pushes it: `qllm.transports.pull`.
 
 NIXL's progress thread stays off (on two cores it took round trips from 25 us to 68 ms), so
 whoever polls drives progress. Over tcp that copies the data: the engine's core is in the path.
@@ -23,13 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress.codec import End
 from qllm.ingress.front_end import FrontEndRings, TokenAt
 from qllm.ingress.layout import FRONT_END, cell
-from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
+from qllm.ingress.memory import ControlBlock, FrontEndBlock, Memory
 from qllm.ingress.protocol import Cancel, Item, Submission
 from qllm.ingress.ring import Writer
 from qllm.ingress.shm import BEAT_NS, Doorbell, Lane, ShmIngress, ShmStop
@@ -63,11 +62,15 @@ PROFILES = {
 }
 _STUCK: list["Link"] = []
 """With a transfer that could not be cancelled."""
+SETTLE_S = 0.1
+"""A link that is closed waits so long for a READ."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
+KINDS = ("DRAM", "VRAM")
+"""Of memory, as NIXL calls them."""
 
 
 class NixlError(QllmError):
-    """A WRITE failed: the other side, or the way to it, is gone."""
+    """A transfer failed: the other side, or the way to it, is gone."""
 
 
 class Peer(NamedTuple):
@@ -76,6 +79,12 @@ class Peer(NamedTuple):
     metadata: bytes
     address: int
     """Of the block that the other side mirrors."""
+    kind: str = "DRAM"
+    """Of the memory it lies in, one of KINDS."""
+    device: int = 0
+    """Number of the device whose memory that is."""
+    is_pulled: bool = False
+    """Whether nobody pushes what is written there: the other side has to fetch it."""
 
 
 def check_profile(profile: str) -> None:
@@ -105,32 +114,41 @@ class Link:
     Args:
         name: Unique among the agents that meet.
         profile: "rdma", "shm" or "tcp". "rdma" refuses every emulation in software.
-        segment: The memory that the other side may write.
+        memory: What the other side may write and read.
+        is_pulled: See `Peer`.
 
     Raises:
         ConfigError: See `check_profile`.
+        NixlError: The memory cannot be registered.
     """
 
-    def __init__(self, name: str, profile: str, segment: Segment) -> None:
+    def __init__(self, name: str, profile: str, memory: Memory, *, is_pulled: bool = False) -> None:
         check_profile(profile)
         self.profile = PROFILES[profile]
         os.environ.update(self.profile.environment)  # read by UCX when an agent is made
+        if memory.kind == "VRAM":  # UCX takes it for the host's without
+            os.environ["UCX_TLS"] += ",cuda_copy"
         from nixl._api import nixl_agent, nixl_agent_config
 
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = nixl_agent(name, config)
-        self._array = np.frombuffer(segment.bytes, np.uint8)
-        self.address = int(self._array.ctypes.data)
-        self._memory: Any = self._agent.register_memory(
-            [(self.address, len(self._array), 0, "")], "DRAM"
-        )
+        self._place, self._is_pulled = memory, is_pulled
+        self.address = memory.address
+        with self._told(f"registering {memory.num_bytes} bytes of {memory.kind}"):
+            self._memory: Any = self._agent.register_memory(
+                [(self.address, memory.num_bytes, memory.device, "")], memory.kind
+            )
         self._remote: str | None = None
         self._under_way: list[Any] = []
+        self._reads: list[Any] = []
+        """Of these, the READs."""
 
     @property
     def offer(self) -> Peer:
         """What the other side needs."""
-        return Peer(self._agent.get_agent_metadata(), self.address)
+        place = self._place
+        metadata = self._agent.get_agent_metadata()
+        return Peer(metadata, self.address, place.kind, place.device, self._is_pulled)
 
     def connect(self, peer: Peer) -> None:
         """Meet the other side.
@@ -140,7 +158,7 @@ class Link:
         """
         with self._told("meeting the other side"):
             self._remote = self._agent.add_remote_agent(peer.metadata)
-        self._remote_address = peer.address
+        self._peer = peer
 
     def drive(self) -> None:
         """Let UCX make progress: where the target's CPU copies, it copies here."""
@@ -149,13 +167,26 @@ class Link:
 
     def post(self, ranges: Sequence[tuple[int, int]]) -> Any:
         """Begin to write ranges (offset, length) of our block to the other's; the transfer."""
-        with self._told("a WRITE"):
-            lists = [
-                self._agent.get_xfer_descs([(base + at, size, 0) for at, size in ranges], "DRAM")
-                for base in (self.address, self._remote_address)
-            ]
-            transfer = self._agent.initialize_xfer("WRITE", *lists, self._remote)
+        return self._begin("WRITE", [(at, at, size) for at, size in ranges])
+
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> Any:
+        """Begin to read ranges (our offset, the other's, length) of its block; the transfer."""
+        return self._begin("READ", ranges)
+
+    def _begin(self, what: str, ranges: Sequence[tuple[int, int, int]]) -> Any:
+        place, peer = self._place, self._peer
+        ours = [(place.address + at, size, place.device) for at, _, size in ranges]
+        theirs = [(peer.address + at, size, peer.device) for _, at, size in ranges]
+        with self._told(f"a {what}"):
+            transfer = self._agent.initialize_xfer(
+                what,
+                self._agent.get_xfer_descs(ours, place.kind),
+                self._agent.get_xfer_descs(theirs, peer.kind),
+                self._remote,
+            )
             self._under_way.append(transfer)
+            if what == "READ":
+                self._reads.append(transfer)
             self._agent.transfer(transfer)
         return transfer
 
@@ -165,14 +196,16 @@ class Link:
         Raises:
             NixlError: It failed.
         """
-        with self._told("a WRITE"):
+        with self._told("a transfer"):
             state = self._agent.check_xfer_state(transfer)
             if state == "PROC":
                 return False
             self._agent.release_xfer_handle(transfer)
             self._under_way.remove(transfer)
+            if transfer in self._reads:
+                self._reads.remove(transfer)
         if state != "DONE":
-            raise NixlError(f"a WRITE over NIXL ended in {state}: {self.profile.says}")
+            raise NixlError(f"a transfer over NIXL ended in {state}: {self.profile.says}")
         return True
 
     @contextmanager
@@ -190,11 +223,13 @@ class Link:
 
         NIXL frees what a transfer uses together with the remote agent, so those under way are
         cancelled first. One that cannot be keeps its link, and both stay until the process ends.
+        So does a READ that does not end soon: cancelled, it could land in memory given back.
         """
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
         try:
+            self._end_reads()
             for transfer in self._under_way:
                 self._agent.release_xfer_handle(transfer)
         except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
@@ -204,6 +239,14 @@ class Link:
         if self._remote is not None:
             self._agent.remove_remote_agent(self._remote)
         self._agent.deregister_memory(memory)
+
+    def _end_reads(self) -> None:
+        limit = time.monotonic() + SETTLE_S
+        for transfer in self._under_way:
+            while transfer in self._reads and self._agent.check_xfer_state(transfer) == "PROC":
+                if time.monotonic() > limit:
+                    raise NixlError("a READ does not end")
+                self.drive()
 
 
 class Mirror:
@@ -285,6 +328,9 @@ class Mirror:
 
 class NixlFrontEnd(FrontEndRings):
     """A front end whose engine is at the other end of a link."""
+
+    nap_s = NAP_NS / NS_PER_S
+    """How long to wait before the next `receive` while requests are open."""
 
     def __init__(self, block: FrontEndBlock, link: Link) -> None:
         super().__init__(block)

@@ -42,8 +42,8 @@ struct Loop {
 
   // What the stage that ran has done, and who gets tokens of it.
   QLLM_D_CALL void book(i64 now_ns) {
-    i64 stop = load_acquire(&server.control()->bell) == u64(v->bell_seen) ? v->word
-                                                                         : server.arrived(now_ns);
+    bool looks = v->num_silent || load_acquire(&server.control()->bell) != u64(v->bell_seen);
+    i64 stop = looks ? server.arrived(now_ns) : v->word;
     if (v->next_deadline_ns != kNone && v->next_deadline_ns <= now_ns) stop = least(stop, kControl);
     i32 became = turns.after(now_ns, stop);
     if (became == PARKED && now->preempted)

@@ -111,8 +111,9 @@ struct ServerState {
   i64 lowered_ns;
   i64 num_steps;
   i64 num_tokens;
+  i64 num_silent;
 };
-static_assert(sizeof(ServerState) == 200, "ServerState");
+static_assert(sizeof(ServerState) == 208, "ServerState");
 
 // The arrays of a block: X(type, name).
 #define QLLM_SERVER_SECTIONS(X) X(Serving, serving) X(i32, tokens) X(i64, token_ns) X(FrontEnd, front_ends) X(i32, buckets) X(Event, events)
