@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 from fake_gpu import BOOT, FAULT, HANG
 from families import make_model
 from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
+from serving import serving as served_over_http
+from serving import until
 from test_process_host import ATTACHED
 from test_rings_hosts import SECRET, free_port
+from test_server_replay import Client
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import DEVICE_LOOPS
@@ -333,3 +337,23 @@ def test_a_fault_or_a_hang_of_the_device_ends_its_process(
         assert why in str(engine.failure)
     finally:
         engine.close()
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_after_a_fault_of_the_device_every_stream_goes_on(model: str) -> None:
+    """A request makes two devices fault and gets the error; the others see nothing of it."""
+    settings = GPU | {"loop": "conditional", "device": "cuda"}
+    make = partial(QLLMEngine.from_pretrained, model, **settings)
+    common = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    asks: list[dict[str, Any]] = [
+        {**common, "temperature": 0},
+        {**common, "temperature": 0.9, "seed": 3, "service_tier": "flex"},
+    ]
+    with served_over_http(make(), make, restart_backoff_s=0.1) as served:
+        calm = [Client(served, "/v1/completions", ask).answer() for ask in asks]
+        clients = [Client(served, "/v1/completions", ask) for ask in asks]
+        until(lambda: all(client.has_begun for client in clients))
+        poison = Client(served, "/v1/completions", {"prompt": [3] * FAULT, "max_tokens": 4})
+        assert "2 engines died while they had this request" in poison.error()["message"]
+        assert [client.answer() for client in clients] == calm
+        assert served.metric("qllm:engine_restarts_total") == 2
