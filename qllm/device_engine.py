@@ -91,7 +91,7 @@ class OnDevice:
         return found.numpy().view(np.uint8)
 
     def push(self, which: int, start: int, end: int) -> None:
-        """Copy the host's bytes [start, end) of a block to the device's, between two launches."""
+        """Copy the host's bytes [start, end) of a block to the device's."""
         ours = torch.from_numpy(self._hosts[which].view(np.uint8)[start:end])
         with self.beside():
             self._copies[which].view(torch.uint8)[start:end].copy_(ours)
@@ -210,8 +210,12 @@ class DeviceEngine:
         server = self.loop.server
         at = server.memory.span("front_ends", server.index_of(block.number))
         self.memory.push(SERVER, *at)
-        bell = 8 * server.memory.index("bell_seen")
-        self.memory.push(SERVER, bell, bell + 8)
+        self._push_word("bell_seen")
+        self._push_word("num_silent")
+
+    def _push_word(self, name: str) -> None:
+        at = 8 * self.loop.server.memory.index(name)
+        self.memory.push(SERVER, at, at + 8)
 
     def detach(self, number: int) -> None:
         """A front end is gone: the next turns end its requests, and `gone` tells of it."""
@@ -233,6 +237,8 @@ class DeviceEngine:
                 if (pinned := self._pinned.pop(number, None)) is not None:
                     pinned.close()
                 found.append(CutOff(number, WHY[int(ends["why"][index])]))
+        if found:
+            self._push_word("num_silent")
         return found
 
     # -- the loop

@@ -313,6 +313,14 @@ def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_p
             for _ in range(3):
                 handles = [e.submit("hello", max_tokens=9, sampling=LONG) for e in (engine, far)]
                 assert len({h.result(60).token_ids for h in handles}) == 1
+            for _ in range(40):  # they ring no bell, and stop a step all the same
+                slow = engine.submit([9] * 45, "BE", 2, sampling=LONG)
+                wait_for(lambda: engine.stats()["frames"])
+                far.submit("abc", "LS", 2, sampling=LONG).result(20)
+                slow.result(20)
+                if engine.stats()["num_preemptions"]:
+                    break
+            assert engine.stats()["num_preemptions"] > 0
             left = far.submit("hello", "BE", 200, sampling=LONG)
             next(iter(left))
             assert far.stats()["num_live"] == 1

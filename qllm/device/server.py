@@ -175,23 +175,25 @@ class NativeServer(NativeDecider):
 
     def forget(self, number: int) -> None:
         """A front end is detached already, in a copy of the block: its place is free."""
-        index = self._indexes.pop(number)
-        self.memory.array("front_ends")["state"][index] = serving.DETACHED
+        self.memory.array("front_ends")["state"][self._drop(number)] = serving.DETACHED
+
+    def _drop(self, number: int) -> int:
+        """Forget where a front end lies, and return it."""
+        self._silent.discard(number)
+        self.memory.set(num_silent=len(self._silent))
+        return self._indexes.pop(number)
 
     def detach(self, number: int, now_ns: int) -> None:
         """Forget a front end, its requests and what is in its rings."""
-        index = self._indexes.pop(number, None)
-        if index is not None:
-            self._turn("detach", index, serving.WELL, now_ns)
-            self._silent.discard(number)
-            self.memory.set(num_silent=len(self._silent))
+        if number in self._indexes:
+            self._turn("detach", self._drop(number), serving.WELL, now_ns)
 
     def cut_off(self) -> list[CutOff]:
         """The front ends that `claim` has cut off since the last call."""
         states = self.memory.array("front_ends")["state"]
         gone = [n for n, i in self._indexes.items() if states[i] == serving.DETACHED]
         why = self.memory.array("front_ends")["why"]
-        return [CutOff(n, WHY[int(why[self._indexes.pop(n)])]) for n in gone]
+        return [CutOff(n, WHY[int(why[self._drop(n)])]) for n in gone]
 
     def counters(self, number: int) -> dict[str, int]:
         """What was taken from an attached front end and given to it."""
