@@ -84,11 +84,13 @@ class OnDevice:
             for name, value in numbers.items():
                 head[self._lanes.index(name)] = value
 
-    def snapshot(self, which: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The bytes of a block (SERVER, STATE or LANES) as they are now, one after the other."""
+    def snapshot(
+        self, which: int, start: int = 0, end: int | None = None
+    ) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The bytes [start, end) of a block (SERVER, STATE or LANES) as they are now."""
         with self.beside():
-            found = self._copies[which].to("cpu", copy=True)
-        return found.numpy().view(np.uint8)
+            found = self._copies[which].view(torch.uint8)[start:end].to("cpu", copy=True)
+        return found.numpy()
 
     def push(self, which: int, start: int, end: int) -> None:
         """Copy the host's bytes [start, end) of a block to the device's."""
@@ -229,7 +231,10 @@ class DeviceEngine:
     def gone(self) -> list[CutOff]:
         """The front ends that the device has detached since the last call, and why."""
         found = []
-        ends = self.loop.server.memory.view("front_ends", self.memory.snapshot(SERVER))
+        block = self.loop.server.memory
+        num = len(block.array("front_ends"))
+        start, end = block.span("front_ends", 0)[0], block.span("front_ends", num - 1)[1]
+        ends = self.memory.snapshot(SERVER, start, end).view(serving.FRONT_END)
         for number, index in self.loop.server.indexes():
             if ends["state"][index] == serving.DETACHED:
                 self.loop.server.forget(number)
