@@ -25,7 +25,7 @@ from qllm.config import DEVICE_LOOPS
 from qllm.device import serving
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, RequestFailedError
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.native_engine import MAX_FRONT_ENDS
+from qllm.native_engine import MAX_FRONT_ENDS, MIN_CAPACITY
 from qllm.prompts import MOST_STOP_IDS
 from qllm.transports.meeting import Address, Meeting
 from qllm.transports.pull import PullingFrontEnd
@@ -200,7 +200,8 @@ def _break() -> None:
 def test_a_crash_of_the_loop_ends_every_request_with_the_reason(model: str) -> None:
     engine = QLLMEngine.from_pretrained(model, loop="native", **EXACT)
     try:
-        handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in ("LS", "BE")]
+        classes = ("LS", *["BE"] * (MIN_CAPACITY + 20))  # some stay in their ring
+        handles = [engine.submit("abc", p, 1500, sampling=LONG) for p in classes]
         next(iter(handles[0]))
         with suppress(EngineClosedError):  # it may be gone before it answers
             engine.call(_break)

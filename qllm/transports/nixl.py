@@ -239,6 +239,7 @@ class Link:
         if self._remote is not None:
             self._agent.remove_remote_agent(self._remote)
         self._agent.deregister_memory(memory)
+        self._agent = None  # on this thread, which used it: on another one it crashed
 
     def _end_reads(self) -> None:
         limit = time.monotonic() + SETTLE_S
