@@ -19,7 +19,7 @@ from qllm.device import serving
 from qllm.device.loop import DeviceLoop
 from qllm.device.server import WHY, CutOff
 from qllm.device_rings import DeviceBlock, check_device, home_of
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.layout import offset
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
 from qllm.native_loop import address_of, attach
@@ -190,13 +190,18 @@ class DeviceEngine:
     def _take_in(self, block: FrontEndBlock | DeviceBlock) -> None:
         if isinstance(block, DeviceBlock):
             check_device(block, self._device)
-        if self._device.type == "cuda" and isinstance(block.memory, Segment):
-            self._pin(block.number, block.memory)
-        self._blocks[block.number] = block
         if isinstance(block, DeviceBlock):
             block.attach_to(self.loop.server)
         else:
             attach(self.loop.server, block)
+        self._blocks[block.number] = block
+        if self._device.type == "cuda" and isinstance(block.memory, Segment):
+            try:
+                self._pin(block.number, block.memory)
+            except DeviceError:
+                del self._blocks[block.number]
+                self.loop.server.forget(block.number)
+                raise
 
     def _pin(self, number: int, segment: Segment) -> None:
         self._pinned[number] = Pinned(address_of(segment.words), len(segment.bytes))

@@ -264,7 +264,10 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
     def stop(*_: Any, **settings: Any) -> None:
         raise DeviceError("here a device is needed")
 
-    monkeypatch.setattr("qllm.device_engine.DeviceLoop", stop)
+    server = SimpleNamespace(attach=lambda *_, **how: None)
+    loop = SimpleNamespace(server=server)
+    monkeypatch.setattr("qllm.device_engine.DeviceLoop", lambda *_, **settings: loop)
+    monkeypatch.setattr("qllm.device_engine.OnDevice", stop)
     with pytest.raises(DeviceError, match="here a device is needed"):
         DeviceEngine(
             runner, policy_of("fcfs"), LIMITS, control=control, front_ends=[near, *far],
@@ -272,6 +275,28 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
         )  # fmt: skip
     segments = [control.segment, near.segment, far[1].memory]
     assert locked == [(segment.address, segment.num_bytes) for segment in segments]
+
+
+def test_a_front_end_that_cannot_be_page_locked_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(World("mixtral", "qllm2", []), runner_of("mixtral"), "qllm2")
+    engine.detach(0)
+    engine.loop.server.forget(0)
+    engine._device = CUDA1
+
+    def fail(address: int, num_bytes: int) -> None:
+        raise DeviceError("no more memory can be locked")
+
+    monkeypatch.setattr("qllm.device_engine.Pinned", fail)
+    late = FrontEndBlock.create(5, (8192,) * 4)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="no more memory"):
+            engine.attach(late)
+        assert not engine.serves(5)
+    monkeypatch.setattr("qllm.device_engine.Pinned", lambda *_: SimpleNamespace(close=lambda: None))
+    engine.attach(late)
+    assert engine.serves(5)
 
 
 # -- the loop behind it
