@@ -125,7 +125,11 @@ class Core:
         with torch_threads(threads):
             self.runner = make_runner(loaded.model, config)
             if config.conformance:
-                check_conformance(loaded.model, self.runner)
+                try:
+                    check_conformance(loaded.model, self.runner)
+                except BaseException:
+                    self.runner.close()  # the model is the caller's, as it was
+                    raise
         segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
         limits = Limits(
             max_num_seqs=config.max_num_seqs,

@@ -43,9 +43,9 @@ class TorchRunner:
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
         kernels: "fast" or "reference"; see `models.compute`.
-        max_packed_bytes: Copy weights into a faster layout when the copy of the experts (of the
-            linear modules, of the head) takes at most this; 0 never copies. Weights changed later
-            are not seen.
+        max_packed_bytes: Copy the linear modules (the head; experts that torch multiplies) into a
+            faster layout when that takes at most this. Weights changed later are not seen.
+            Experts of our kernels are packed in place; `close` puts them back.
         clock: Nanoseconds, for segments only.
 
     Raises:
@@ -75,7 +75,7 @@ class TorchRunner:
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
         self.frames: dict[int, Frame] = {}
-        self._device = parts.lm_head.weight.device
+        self._device, self._identity = parts.lm_head.weight.device, identity(model)
         with torch.inference_mode():
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
             self.compute = Compute(
@@ -91,10 +91,8 @@ class TorchRunner:
         self._use(self.compute)
 
     def _use(self, compute: Compute) -> None:
-        """Let this compute from now on."""
-        self.compute.leave()
+        """Let this compute from now on; nothing else computes."""
         self.compute = compute
-        compute.enter()
         self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
         self.drivers = tuple(driver.kind for driver in self._drivers)
         """Who runs each layer."""
@@ -107,15 +105,18 @@ class TorchRunner:
             OpKind.HEAD: self._logits,
         }
         compute.follow_rule(self._ops)
+        compute.enter()  # last: nothing here holds weights of another compute
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Compute with transformers' own modules for a while, with no frame open."""
         ours = self.compute
-        self._use(Compute(self.model, self.parts, "reference"))
+        ours.leave()
         try:
+            self._use(Compute(self.model, self.parts, "reference"))
             yield
         finally:
+            self.compute.leave()
             self._use(ours)
 
     @property
@@ -496,4 +497,4 @@ class TorchRunner:
 
     def fingerprint(self) -> str:
         """Identity of the model: its settings and a sample of its weights' bytes."""
-        return identity(self.model)
+        return self._identity

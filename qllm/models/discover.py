@@ -25,6 +25,8 @@ from qllm.plan import ModelShape
 from qllm.types import Driver
 
 EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
+PACKED = "qllm_packed"
+"""Attribute of experts whose weights a runner holds in a layout of its own."""
 MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
 
 LAYER_GLUE = {
@@ -322,6 +324,12 @@ def refuse_unsafe(model: nn.Module) -> None:
         raise ModelError("the model is in training mode; call model.eval()")
     if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
         raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
+    for name, module in model.named_modules():
+        if hasattr(module, PACKED):
+            raise ModelError(
+                f"the weights of {name} are packed for another runner; close that runner (or its "
+                "engine) first, or load the model once more"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         _refuse_tensor(name, tensor)
     dtypes = {p.dtype for p in model.parameters()}

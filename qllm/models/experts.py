@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError
-from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
-from qllm.models.native import swiglu
+from qllm.models.native_experts import NativeBank, is_covered
 from qllm.models.packed import pack_all, packed_linear
 
 
@@ -52,25 +51,13 @@ class Bank(Protocol):
         """Sum over k of weight times slot, [T, D]; `inverse_S` finds the slot of every (t, k)."""
         ...
 
+    def enter(self) -> None:
+        """Take the weights that it computes with, if they are the module's."""
+        ...
 
-class NativeBank:
-    """Experts of the usual kind with our kernels."""
-
-    def __init__(self, experts: Any) -> None:
-        up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        self._experts = cpu.Experts(up, down)
-        self.kernel = f"qllm {cpu.kind()}"
-        self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
-        self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
-
-    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
-        units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
-        self._experts.run(x_TD, work.token_S, units, stop - start, work.slots_SD)
-
-    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over k of weight times slot."""
-        return cpu.combine(slots_SD, inverse_S, weights_TK)
+    def leave(self) -> None:
+        """Give them back."""
+        ...
 
 
 class TorchBank:
@@ -149,6 +136,12 @@ class TorchBank:
         weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
         return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
+    def enter(self) -> None:
+        """Nothing: the weights stay where they are."""
+
+    def leave(self) -> None:
+        """Nothing was taken."""
+
 
 def expert_banks(
     parts: ModelParts, rule: RowRule, packs: bool, native: bool
@@ -158,15 +151,15 @@ def expert_banks(
     Args:
         parts: Of the model.
         rule: In which blocks torch multiplies.
-        packs: Copy weights into a faster layout.
-        native: That of our kernels, for experts that they are made for.
+        packs: Copy weights that torch multiplies into a faster layout.
+        native: Our kernels, for experts that they are made for.
     """
     modules = [layer.experts for layer in parts.layers]
     weights = [w for m in modules if m is not None for w in m.parameters()]
     in_place = bool(weights) and weights[0].dtype is torch.bfloat16
 
     def bank(module: nn.Module) -> Bank:
-        if native and swiglu(module):
+        if native and is_covered(module):
             return NativeBank(module)
         return TorchBank(module, rule, in_place=in_place, packed=packs)
 

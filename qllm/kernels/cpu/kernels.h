@@ -54,6 +54,8 @@ struct Kernels {
   const char* name;
   void (*pack)(uint16_t* packed, const uint16_t* weight, int64_t n, int64_t k, int64_t row_stride,
                int64_t col_stride);
+  void (*unpack)(uint16_t* weight, const uint16_t* packed, int64_t n, int64_t k,
+                 int64_t row_stride, int64_t col_stride);
   void (*linear)(uint16_t* y, const uint16_t* x, const Matrix& weight, int64_t rows);
   void (*rms_norm)(uint16_t* y, const uint16_t* x, const uint16_t* weight, float eps, int64_t rows,
                    int64_t width);

@@ -120,6 +120,7 @@ PyMethodDef methods[] = {
     {"use", use, METH_O, "Choose kernels by name."},
     {"threads", threads, METH_O, "Set the number of threads."},
     QLLM_KERNEL(pack),
+    QLLM_KERNEL(unpack),
     QLLM_KERNEL(linear),
     QLLM_KERNEL(rms_norm),
     QLLM_KERNEL(attend_in),

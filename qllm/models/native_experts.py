@@ -1,0 +1,117 @@
+"""Experts with our CPU kernels, their weights packed in place of the module's.
+
+    enter     layer by layer: pack into new memory on huge pages, free the module's
+    leave     layer by layer: allocate, put every bit back, free the packed
+
+So the experts are in memory once, and one layer of them twice while it is packed. Packing into
+the module's own memory would save that layer, but that memory is on pages of 4 KiB, where a
+product with one row runs at half of the speed (see `cpu.huge_empty`). Meanwhile the module's
+parameters keep shape and dtype on the meta device, and its forward raises.
+"""
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import InvariantError, ModelError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.experts import Experts
+from qllm.models.discover import PACKED
+from qllm.models.native import is_usable
+
+if TYPE_CHECKING:
+    from qllm.models.experts import Work
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+def is_covered(experts: Any) -> bool:
+    """Whether experts are gate, up and down of the usual kind, without biases."""
+    return (
+        not experts.is_transposed
+        and not experts.has_bias
+        and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+        and type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
+        and is_usable(experts.gate_up_proj)
+        and is_usable(experts.down_proj)
+    )
+
+
+class NativeBank:
+    """The experts of one layer; they compute between `enter` and `leave`.
+
+    Args:
+        experts: A module that `is_covered`.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self._module = experts
+        self._packed: Experts | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        """The module's own, without their memory while the weights are packed."""
+        up, down = experts.gate_up_proj, experts.down_proj
+        self.kernel = f"qllm {cpu.kind()}"
+        self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
+        self._width = down.shape[2]
+        self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
+
+    def enter(self) -> None:
+        """Pack the weights and free the module's."""
+        if self._packed is not None:
+            return
+        module = self._module
+        with torch.inference_mode(mode=module.down_proj.is_inference()):
+            packed = Experts(self.num_experts, self._width, self.out_width)
+            up, down = (getattr(module, name).detach() for name in WEIGHTS)
+            for e in range(self.num_experts):
+                packed.pack(e, up[e], down[e])
+            del up, down
+            for name in WEIGHTS:
+                own = module._parameters[name]
+                kept = torch.empty_like(own, device="meta")
+                module._parameters[name] = nn.Parameter(kept, requires_grad=own.requires_grad)
+                own.data = own.data.new_empty(0)
+                self._parameters[name] = own
+        self._packed = packed
+        module.forward = self._refuse  # holds the bank, so the weights outlive the runner
+        setattr(module, PACKED, True)
+
+    def leave(self) -> None:
+        """Give the module its weights back, bit by bit."""
+        packed, module = self._packed, self._module
+        if packed is None:
+            return
+        self._packed = None
+        with torch.inference_mode(mode=module.down_proj.is_inference()):
+            up, down = (_memory_of(module._parameters[name]) for name in WEIGHTS)
+            for e in range(self.num_experts):
+                packed.unpack(e, up[e], down[e])
+            for name, weight in zip(WEIGHTS, (up, down), strict=True):
+                own = self._parameters.pop(name)
+                own.data = weight
+                module._parameters[name] = own
+        vars(module).pop("forward", None)
+        delattr(module, PACKED)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ModelError(
+            "the experts of this model are packed for the runner that serves it, so its own "
+            "forward cannot run; close that runner (or its engine) first, or serve with "
+            "kernels='reference'"
+        )
+
+    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
+        if self._packed is None:
+            raise InvariantError("these experts were given back to their module")
+        units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
+        self._packed.run(x_TD, work.token_S, units, stop - start, work.slots_SD)
+
+    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum over k of weight times slot."""
+        return cpu.combine(slots_SD, inverse_S, weights_TK)
+
+
+def _memory_of(kept: Tensor) -> Tensor:
+    return torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device="cpu")
