@@ -70,9 +70,12 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
             kernels=config.kernels,
+            expert_weights=config.expert_weights,
         )
     if config.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
+    if config.expert_weights != "auto":
+        raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
     from qllm.cuda.runner import CudaRunner
 
     return CudaRunner(

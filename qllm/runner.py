@@ -42,14 +42,14 @@ class TorchRunner:
             their own (see `models.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
-        kernels: "fast" or "reference"; see `models.compute`.
-        max_packed_bytes: Copy the linear modules (the head; experts that torch multiplies) into a
-            faster layout when that takes at most this. Weights changed later are not seen.
-            Experts of our kernels are packed in place; `close` puts them back.
+        kernels, expert_weights: See `EngineConfig`.
+        max_packed_bytes: Most bytes that a copy of the linear modules (of the head; of experts that
+            torch multiplies) in a faster layout may take. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or level L2 is not possible here.
+        ConfigError: `expert_weights` is not possible here.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class TorchRunner:
         max_segment_ms: float = 5.0,
         batch_invariant: bool = False,
         kernels: str = "fast",
+        expert_weights: str = "auto",
         max_packed_bytes: int = 2 << 30,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -75,7 +76,7 @@ class TorchRunner:
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
         self.frames: dict[int, Frame] = {}
-        self._device, self._identity = parts.lm_head.weight.device, identity(model)
+        self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
             self.compute = Compute(
@@ -83,6 +84,7 @@ class TorchRunner:
                 parts,
                 kernels,
                 batch_invariant=batch_invariant,
+                expert_weights=expert_weights,
                 max_packed_bytes=max_packed_bytes,
             )
         """What computes what."""
@@ -197,9 +199,8 @@ class TorchRunner:
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        frame = self.frames[program.frame_id]
         with torch.inference_mode():
-            return self._run(frame, program, start, stop)
+            return self._run(self.frames[program.frame_id], program, start, stop)
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
         clock, segments = self._clock, self.segments
@@ -247,9 +248,8 @@ class TorchRunner:
     def split(self, program: Program, index: Index) -> None:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
-        frame = self.frames.pop(program.frame_id)
         with torch.inference_mode():
-            self._keep(frame, index)
+            self._keep(self.frames.pop(program.frame_id), index)
 
     def _keep(self, frame: Frame, index: Index) -> None:
         """Rows that are not at the end keep their hidden states."""
@@ -496,5 +496,5 @@ class TorchRunner:
             self._requests[request_id].restore(here, meta)
 
     def fingerprint(self) -> str:
-        """Identity of the model: its settings and a sample of its weights' bytes."""
+        """Identity of the model: its settings, a sample of its weights' bytes, their format."""
         return self._identity

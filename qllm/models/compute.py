@@ -42,12 +42,14 @@ class Compute:
         parts: Its parts.
         kind: "fast" or "reference".
         batch_invariant: Level L2.
+        expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
         max_packed_bytes: Linear modules (the head; experts that torch multiplies) are copied
             into a faster layout when the copies take at most this; weights changed afterwards
             are not seen. Experts of our kernels are packed in place, whatever their size.
 
     Raises:
         ModelError: Level L2 is not possible here.
+        ConfigError: The format of experts is not possible here.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Compute:
         kind: str,
         *,
         batch_invariant: bool = False,
+        expert_weights: str = "auto",
         max_packed_bytes: int = 0,
     ) -> None:
         sizes, arena = _sizes(parts), cpu.Arena()
@@ -77,7 +80,9 @@ class Compute:
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
-        self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
+        self.banks = expert_banks(
+            parts, rule, packs["experts"], self._native["experts"], expert_weights
+        )
         self._held = tuple(bank for bank in self.banks if bank is not None)
         # A runner that is dropped, not closed, gives the weights back when it is collected.
         weakref.finalize(self, _leave, self._held).atexit = False

@@ -342,9 +342,10 @@ def refuse_unsafe(model: nn.Module) -> None:
             _refuse_experts(name, module)
 
 
-def identity(model: nn.Module) -> str:
-    """Digest of a model: its class, its settings and a sample of its weights' bytes."""
-    digest = hashlib.sha256(type(model).__name__.encode())
+def identity(model: nn.Module, expert_weights: str = "auto") -> str:
+    """Digest of a model: its class, its settings, a sample of its weights' bytes, their format."""
+    kind = type(model).__name__ + expert_weights.removeprefix("auto")
+    digest = hashlib.sha256(kind.encode())
     settings = base_model(model).config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)

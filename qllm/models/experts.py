@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import InvariantError
+from qllm.errors import ConfigError, InvariantError
+from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
 from qllm.models.native_experts import NativeBank, is_covered
@@ -144,7 +145,7 @@ class TorchBank:
 
 
 def expert_banks(
-    parts: ModelParts, rule: RowRule, packs: bool, native: bool
+    parts: ModelParts, rule: RowRule, packs: bool, native: bool, expert_weights: str = "auto"
 ) -> tuple[Bank | None, ...]:
     """The experts of every layer.
 
@@ -153,17 +154,37 @@ def expert_banks(
         rule: In which blocks torch multiplies.
         packs: Copy weights that torch multiplies into a faster layout.
         native: Our kernels, for experts that they are made for.
+        expert_weights: Their format: see `EngineConfig.expert_weights`.
+
+    Raises:
+        ConfigError: The format is not "auto" and a layer is not for our kernels.
     """
     modules = [layer.experts for layer in parts.layers]
+    if expert_weights != "auto":
+        _refuse_others(modules, native, expert_weights)
     weights = [w for m in modules if m is not None for w in m.parameters()]
     in_place = bool(weights) and weights[0].dtype is torch.bfloat16
 
     def bank(module: nn.Module) -> Bank:
         if native and is_covered(module):
-            return NativeBank(module)
+            return NativeBank(module, expert_weights)
         return TorchBank(module, rule, in_place=in_place, packed=packs)
 
     return tuple(None if m is None else bank(m) for m in modules)
+
+
+def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_weights: str) -> None:
+    for layer, module in enumerate(modules):
+        if module is None or (native and is_covered(module)):
+            continue
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        why = f"layer {layer} has {type(module).__name__} in {dtype}"
+        if not native:
+            why = cpu.MISSING or "kernels='reference' has no others"
+        raise ConfigError(
+            f"expert_weights={expert_weights!r} needs bfloat16 experts that our CPU kernels run: "
+            f"{why}; use 'auto'"
+        )
 
 
 class Work:

@@ -3,7 +3,9 @@
     enter     layer by layer: pack into new memory on huge pages, free the module's
     leave     layer by layer: allocate, put every bit back, free the packed
 
-So the experts are in memory once, and one layer of them twice while it is packed. Packing into
+int8 is not undone: what comes back are the rounded weights.
+
+The experts are in memory once, and one layer of them twice while it is packed. Packing into
 the module's own memory would save that layer, but that memory is on pages of 4 KiB, where a
 product with one row runs at half of the speed (see `cpu.huge_empty`). Meanwhile the module's
 parameters keep shape and dtype on the meta device, and its forward raises.
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
-from qllm.kernels.cpu.experts import Experts
+from qllm.kernels.cpu.experts import Experts, Scales
 from qllm.models.discover import PACKED
 from qllm.models.native import is_usable
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from qllm.models.experts import Work
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
+"""Format of expert weights -> inputs per scale: None is bf16, 0 all inputs."""
 
 
 def is_covered(experts: Any) -> bool:
@@ -43,15 +47,18 @@ class NativeBank:
 
     Args:
         experts: A module that `is_covered`.
+        weights: "auto", "int8" or "int8-g64": see `EngineConfig.expert_weights`.
     """
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, weights: str = "auto") -> None:
         self._module = experts
         self._packed: Experts | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         """The module's own, without their memory while the weights are packed."""
         up, down = experts.gate_up_proj, experts.down_proj
-        self.kernel = f"qllm {cpu.kind()}"
+        self._group = GROUPS[weights]
+        self._scales: Scales | None = None
+        self.kernel = f"qllm {cpu.kind()}" + ("" if weights == "auto" else f" {weights}")
         self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
         self._width = down.shape[2]
         self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
@@ -62,7 +69,8 @@ class NativeBank:
             return
         module = self._module
         with torch.inference_mode(mode=module.down_proj.is_inference()):
-            packed = Experts(self.num_experts, self._width, self.out_width)
+            shape = self.num_experts, self._width, self.out_width
+            packed = Experts(*shape, self._group, self._scales)
             up, down = (getattr(module, name).detach() for name in WEIGHTS)
             for e in range(self.num_experts):
                 packed.pack(e, up[e], down[e])
@@ -73,12 +81,12 @@ class NativeBank:
                 module._parameters[name] = nn.Parameter(kept, requires_grad=own.requires_grad)
                 own.data = own.data.new_empty(0)
                 self._parameters[name] = own
-        self._packed = packed
+        self._packed, self._scales, self.unit_bytes = packed, packed.scales, packed.num_bytes
         module.forward = self._refuse  # holds the bank, so the weights outlive the runner
         setattr(module, PACKED, True)
 
     def leave(self) -> None:
-        """Give the module its weights back, bit by bit."""
+        """Give the module its weights back."""
         packed, module = self._packed, self._module
         if packed is None:
             return

@@ -16,6 +16,16 @@ struct Matrix {
   int64_t n, k;
 };
 
+// The same of int8: columns [g * group, (g + 1) * group) of output i are worth
+// scale[g * padded n + i] each. group is even.
+struct Matrix8 {
+  const int8_t* packed;
+  const uint16_t* bias;
+  int64_t n, k;
+  const float* scale;
+  int64_t group;
+};
+
 // Norm, projection and rotation of one layer's attention.
 struct Attention {
   Matrix qkv;
@@ -42,8 +52,10 @@ struct Router {
 
 // The experts of one layer, SwiGLU: up is [2F, D] (gate first), down is [D, F].
 struct Experts {
-  const uint16_t *up, *down;  // packed, one after the other
+  const void *up, *down;               // packed, one after the other
+  const float *up_scale, *down_scale;  // of int8, see Matrix8
   int64_t num, width, hidden;          // E, F, D
+  int64_t group;                       // of int8; 0: the weights are bf16
 };
 
 struct Unit {
@@ -56,6 +68,10 @@ struct Kernels {
                int64_t col_stride);
   void (*unpack)(uint16_t* weight, const uint16_t* packed, int64_t n, int64_t k,
                  int64_t row_stride, int64_t col_stride);
+  void (*pack8)(int8_t* packed, const int8_t* weight, int64_t n, int64_t k, int64_t row_stride,
+                int64_t col_stride);
+  void (*unpack8)(int8_t* weight, const int8_t* packed, int64_t n, int64_t k,
+                  int64_t row_stride, int64_t col_stride);
   void (*linear)(uint16_t* y, const uint16_t* x, const Matrix& weight, int64_t rows);
   void (*rms_norm)(uint16_t* y, const uint16_t* x, const uint16_t* weight, float eps, int64_t rows,
                    int64_t width);

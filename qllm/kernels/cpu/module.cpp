@@ -121,6 +121,8 @@ PyMethodDef methods[] = {
     {"threads", threads, METH_O, "Set the number of threads."},
     QLLM_KERNEL(pack),
     QLLM_KERNEL(unpack),
+    QLLM_KERNEL(pack8),
+    QLLM_KERNEL(unpack8),
     QLLM_KERNEL(linear),
     QLLM_KERNEL(rms_norm),
     QLLM_KERNEL(attend_in),
