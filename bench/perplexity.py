@@ -11,7 +11,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def windows(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
             yield [0, *ids[start : start + WINDOW - 1]]
 
 
-def nats(runner: TorchRunner, rows: tuple[list[int], ...], frames: Iterator[int]) -> float:
+def nats(runner: TorchRunner, rows: list[list[int]], frames: Iterator[int]) -> float:
     """Negative log likelihood of every token but the first, one position of all rows a step."""
     total = 0.0
 
@@ -100,7 +99,8 @@ def score(texts: list[str], expert_weights: str | None) -> dict[str, Any]:
     else:
         runner = TorchRunner(loaded.model, max_segment_ms=math.inf, expert_weights=expert_weights)
         frames = iter(range(1 << 30))
-        found = sum(nats(runner, rows, frames) for rows in batched_rows(cut))
+        cut.sort(key=len)  # windows of about one length side by side
+        found = sum(nats(runner, cut[i : i + ROWS], frames) for i in range(0, len(cut), ROWS))
         kernel = runner.names["experts"]
         per_expert = next(bank.unit_bytes for bank in runner.compute.banks if bank is not None)
     return {
@@ -137,11 +137,6 @@ def main() -> None:
             }
         )
     )
-
-
-def batched_rows(cut: list[list[int]]) -> Iterator[tuple[list[int], ...]]:
-    """Windows of about one length side by side."""
-    return batched(sorted(cut, key=len), ROWS)
 
 
 if __name__ == "__main__":
