@@ -86,7 +86,8 @@ def expert_rows(shape: tuple[int, int, int, int], quick: bool) -> Iterator[dict[
     layers = 1 if quick else -(-COLD_BYTES // (one * num))
     banks = []
     for _ in range(layers):
-        experts = torch.nn.Module()
+        experts: Any = torch.nn.Module()
+        experts.is_transposed, experts.is_concatenated, experts.has_bias = False, True, False
         for name, shape_ in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
             weight = torch.nn.Parameter(rand(num, *shape_), requires_grad=False)
             experts.register_parameter(f"{name}_proj", weight)

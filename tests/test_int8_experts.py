@@ -41,8 +41,9 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator).bfloat16()
 
 
-def experts_of(up: Tensor, down: Tensor) -> nn.Module:
-    module = nn.Module()
+def experts_of(up: Tensor, down: Tensor) -> Any:
+    module: Any = nn.Module()
+    module.is_transposed, module.is_concatenated, module.has_bias = False, True, False
     module.gate_up_proj = nn.Parameter(up.clone(), requires_grad=False)
     module.down_proj = nn.Parameter(down.clone(), requires_grad=False)
     return module
@@ -145,9 +146,10 @@ def test_rounding_is_to_the_nearest_and_happens_once(kind: str, n: int, k: int, 
     assert ((out.float() - weight.float()).abs() <= step / 2 + weight.float().abs() / 256).all()
     assert torch.equal(out[3], weight[3])
     assert not torch.equal(out, weight)
-    again = Int8Stack(2, n, k, group, stack.scales)
+    again = Int8Stack(2, n, k, group)
     again.pack(1, out.t().contiguous().t())
     assert torch.equal(again.packed[1], stack.packed[1])
+    assert torch.equal(again.scales[1], stack.scales[1])
 
 
 def test_what_is_not_finite_is_refused() -> None:

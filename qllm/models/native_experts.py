@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
-from qllm.kernels.cpu.experts import Experts, Scales
-from qllm.models.discover import PACKED
+from qllm.kernels.cpu.experts import Clamp, Experts
+from qllm.models.discover import PACKED, source_digest
 from qllm.models.native import is_usable
 
 if TYPE_CHECKING:
@@ -28,18 +28,28 @@ if TYPE_CHECKING:
 WEIGHTS = ("gate_up_proj", "down_proj")
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
 """Format of expert weights -> inputs per scale: None is bf16, 0 all inputs."""
+CLAMPED = "7bcc81175575"
+"""Digest of gpt_oss's `_apply_gate`: gate and up in turn, clamped."""
 
 
 def is_covered(experts: Any) -> bool:
-    """Whether experts are gate, up and down of the usual kind, without biases."""
+    """Whether our kernels are made for experts: SwiGLU, or gpt_oss's clamped gate."""
+    weights = [getattr(experts, name) for name in WEIGHTS]
     return (
-        not experts.is_transposed
-        and not experts.has_bias
-        and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
-        and type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
-        and is_usable(experts.gate_up_proj)
-        and is_usable(experts.down_proj)
+        (_is_swiglu(experts) or _is_clamped(experts))
+        and all(is_usable(w) and w.shape[1] % 2 == 0 for w in weights)
+        and (not experts.has_bias or is_usable(experts.gate_up_proj_bias))
     )
+
+
+def _is_swiglu(experts: Any) -> bool:
+    default = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+    silu = type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
+    return default and silu and bool(experts.is_concatenated)
+
+
+def _is_clamped(experts: Any) -> bool:
+    return not experts.is_concatenated and source_digest(type(experts)._apply_gate) == CLAMPED
 
 
 class NativeBank:
@@ -57,10 +67,10 @@ class NativeBank:
         """The module's own, without their memory while the weights are packed."""
         up, down = experts.gate_up_proj, experts.down_proj
         self._group = GROUPS[weights]
-        self._scales: Scales | None = None
         self.kernel = f"qllm {cpu.kind()}" + ("" if weights == "auto" else f" {weights}")
-        self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
-        self._width = down.shape[2]
+        self.num_experts, self.dtype = up.shape[0], up.dtype
+        self._width, self.out_width = down.shape[1:] if experts.is_transposed else down[0].t().shape
+        self._clamp = Clamp(experts.alpha, experts.limit) if _is_clamped(experts) else None
         self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
 
     def enter(self) -> None:
@@ -70,10 +80,10 @@ class NativeBank:
         module = self._module
         with torch.inference_mode(mode=module.down_proj.is_inference()):
             shape = self.num_experts, self._width, self.out_width
-            packed = Experts(*shape, self._group, self._scales)
+            packed = Experts(*shape, self._group, self._biases(), self._clamp)
             up, down = (getattr(module, name).detach() for name in WEIGHTS)
             for e in range(self.num_experts):
-                packed.pack(e, up[e], down[e])
+                packed.pack(e, self._gate_first(self._outputs(up[e])), self._outputs(down[e]))
             del up, down
             for name in WEIGHTS:
                 own = module._parameters[name]
@@ -81,7 +91,7 @@ class NativeBank:
                 module._parameters[name] = nn.Parameter(kept, requires_grad=own.requires_grad)
                 own.data = own.data.new_empty(0)
                 self._parameters[name] = own
-        self._packed, self._scales, self.unit_bytes = packed, packed.scales, packed.num_bytes
+        self._packed, self.unit_bytes = packed, packed.num_bytes
         module.forward = self._refuse  # holds the bank, so the weights outlive the runner
         setattr(module, PACKED, True)
 
@@ -94,13 +104,34 @@ class NativeBank:
         with torch.inference_mode(mode=module.down_proj.is_inference()):
             up, down = (_memory_of(module._parameters[name]) for name in WEIGHTS)
             for e in range(self.num_experts):
-                packed.unpack(e, up[e], down[e])
+                gates, out = self._outputs(up[e]), self._outputs(down[e])
+                if module.is_concatenated:
+                    packed.unpack(e, gates, out)
+                else:
+                    first = torch.empty(gates.shape, dtype=gates.dtype)
+                    packed.unpack(e, first, out)
+                    gates[0::2], gates[1::2] = first.chunk(2)
             for name, weight in zip(WEIGHTS, (up, down), strict=True):
                 own = self._parameters.pop(name)
                 own.data = weight
                 module._parameters[name] = own
         vars(module).pop("forward", None)
         delattr(module, PACKED)
+
+    def _outputs(self, weight: Tensor) -> Tensor:
+        """A view with a row per output."""
+        return weight.t() if self._module.is_transposed else weight
+
+    def _gate_first(self, rows: Tensor) -> Tensor:
+        """[2F, ...] with the gate's rows before those of up."""
+        return rows if self._module.is_concatenated else torch.cat([rows[0::2], rows[1::2]])
+
+    def _biases(self) -> tuple[Tensor, Tensor] | None:
+        module = self._module
+        if not module.has_bias:
+            return None
+        up, down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+        return self._gate_first(up.t()).t().contiguous(), down.contiguous()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(

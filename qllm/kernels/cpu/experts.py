@@ -5,7 +5,8 @@ inputs (symmetric: a weight is value * scale). Activations and sums are the same
 """
 
 import ctypes
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,6 @@ from qllm.kernels import cpu
 INT8_MAX = 127
 LEAST_SCALE = 1e-30
 """A group of zeros gets it; bf16(value * scale) is a normal number."""
-Scales = tuple[Tensor, Tensor]
-"""fp32 [E, groups, outputs] of up and down, outputs filled up to a multiple of 16."""
 
 
 class _Experts(ctypes.Structure):
@@ -26,11 +25,22 @@ class _Experts(ctypes.Structure):
         ("down", c_void_p),
         ("up_scale", c_void_p),
         ("down_scale", c_void_p),
+        ("up_bias", c_void_p),
+        ("down_bias", c_void_p),
         ("num", c_int64),
         ("width", c_int64),
         ("hidden", c_int64),
         ("group", c_int64),
+        ("alpha", c_float),
+        ("limit", c_float),
     )
+
+
+class Clamp(NamedTuple):
+    """Gate of gpt_oss: (up + 1) * gate * sigmoid(alpha * gate), both at most `limit`."""
+
+    alpha: float
+    limit: float
 
 
 class Stack:
@@ -54,22 +64,22 @@ class Stack:
 class Int8Stack:
     """E weights [n, k] of one shape in int8, packed one after the other on huge pages.
 
+    Weights that were unpacked are packed to the same bits again: the largest of a group is a bf16
+    number and stays, so the scale does; the others move by less than half a step.
+
     Args:
         num: E.
         n: Outputs.
         k: Inputs, an even number.
         group: Inputs that share a scale, an even number; the last group may be shorter.
-        scales: Those of an earlier stack. Weights that it unpacked are packed to the same values
-            again: rounding to bf16 moves one by at most a quarter of a step.
     """
 
-    def __init__(self, num: int, n: int, k: int, group: int, scales: Tensor | None = None) -> None:
+    def __init__(self, num: int, n: int, k: int, group: int) -> None:
         self._n, self._k, self._group = n, k, min(group, k)
         size = cpu.packed_numel(n, k)
         self.packed = cpu.huge_empty(num * size // 2).view(torch.int8).view(num, size)
-        self._chooses = scales is None
-        shape = (num, -(-k // self._group), -(-n // 16) * 16)
-        self.scales = torch.zeros(shape) if scales is None else scales
+        self.scales = torch.zeros((num, -(-k // self._group), -(-n // 16) * 16))
+        """fp32 [E, groups, outputs]; outputs are filled up to a multiple of 16."""
         self.num_bytes = size + self.scales[0].numel() * 4
         """Of one weight."""
 
@@ -82,8 +92,7 @@ class Int8Stack:
         grouped = F.pad(weight_NK.float(), (0, -self._k % self._group))
         grouped = grouped.view(self._n, -1, self._group)
         scale_NG = self.scales[expert, :, : self._n].t()
-        if self._chooses:
-            scale_NG.copy_((grouped.abs().amax(2) / INT8_MAX).clamp_(min=LEAST_SCALE))
+        scale_NG.copy_((grouped.abs().amax(2) / INT8_MAX).clamp_(min=LEAST_SCALE))
         if not scale_NG.isfinite().all():
             raise ValueError("weights that are not finite cannot be int8")
         values = (grouped / scale_NG.unsqueeze(2)).round_().to(torch.int8).view(self._n, -1)
@@ -100,7 +109,7 @@ class Int8Stack:
 
 
 class Experts:
-    """SwiGLU experts of one layer.
+    """The experts of one layer.
 
     Args:
         num: E experts.
@@ -108,7 +117,8 @@ class Experts:
         hidden: D.
         group: None holds weights in bf16; else in int8 with a scale per so many inputs, an even
             number; 0 is all inputs.
-        scales: Of int8 weights that were packed before (see `Int8Stack`).
+        biases: bf16 [E, 2F] (gate first) and [E, D].
+        clamp: The gate; None is SwiGLU.
     """
 
     def __init__(
@@ -117,26 +127,29 @@ class Experts:
         width: int,
         hidden: int,
         group: int | None = None,
-        scales: Scales | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
+        clamp: Clamp | None = None,
     ) -> None:
         up, down = (num, 2 * width, hidden), (num, hidden, width)
-        self.scales: Scales | None = None
-        addresses: tuple[int | None, int | None] = (None, None)
+        self._biases = biases
+        no: tuple[int | None, int | None] = (None, None)
+        scaled, biased = no, no
         self._up: Stack | Int8Stack
         self._down: Stack | Int8Stack
         if group is None:
             self._up, self._down = Stack(*up), Stack(*down)
         else:
             group = group or max(width, hidden)
-            up_scales, down_scales = scales or (None, None)
-            self._up = Int8Stack(*up, group, up_scales)
-            self._down = Int8Stack(*down, group, down_scales)
-            self.scales = self._up.scales, self._down.scales
-            addresses = self.scales[0].data_ptr(), self.scales[1].data_ptr()
+            self._up, self._down = Int8Stack(*up, group), Int8Stack(*down, group)
+            scaled = self._up.scales.data_ptr(), self._down.scales.data_ptr()
+        if biases is not None:
+            biased = biases[0].data_ptr(), biases[1].data_ptr()
         self.num_bytes = self._up.num_bytes + self._down.num_bytes
         """Of one expert."""
         weights = self._up.packed.data_ptr(), self._down.packed.data_ptr()
-        self._struct = _Experts(*weights, *addresses, num, width, hidden, group or 0)
+        shape = num, width, hidden
+        gate = clamp or Clamp(0.0, 0.0)
+        self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *gate)
         self._address = ctypes.addressof(self._struct)
 
     def pack(self, expert: int, up: Tensor, down: Tensor) -> None:

@@ -50,12 +50,15 @@ struct Router {
   float eps;
 };
 
-// The experts of one layer, SwiGLU: up is [2F, D] (gate first), down is [D, F].
+// The experts of one layer: up is [2F, D] (gate first), down is [D, F]. With a limit of 0 the gate
+// is SwiGLU, else (gpt_oss) gate and up are clamped: (up + 1) * gate * sigmoid(alpha * gate).
 struct Experts {
   const void *up, *down;               // packed, one after the other
   const float *up_scale, *down_scale;  // of int8, see Matrix8
+  const uint16_t *up_bias, *down_bias; // [E, 2F] and [E, D], or null
   int64_t num, width, hidden;          // E, F, D
   int64_t group;                       // of int8; 0: the weights are bf16
+  float alpha, limit;
 };
 
 struct Unit {
