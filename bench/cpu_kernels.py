@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from qllm.compile import compile_program
 from qllm.kernels import cpu
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Span, Step
-from qllm.models.experts import NativeBank, Work
+from qllm.models.experts import Work
+from qllm.models.native_experts import NativeBank
 from qllm.plan import START, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams
@@ -86,8 +86,13 @@ def expert_rows(shape: tuple[int, int, int, int], quick: bool) -> Iterator[dict[
     layers = 1 if quick else -(-COLD_BYTES // (one * num))
     banks = []
     for _ in range(layers):
-        up, down = rand(num, 2 * width, hidden), rand(num, hidden, width)
-        banks.append(NativeBank(SimpleNamespace(gate_up_proj=up, down_proj=down)))
+        experts: Any = torch.nn.Module()
+        experts.is_transposed, experts.is_concatenated, experts.has_bias = False, True, False
+        for name, shape_ in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
+            weight = torch.nn.Parameter(rand(num, *shape_), requires_grad=False)
+            experts.register_parameter(f"{name}_proj", weight)
+        banks.append(NativeBank(experts))
+        banks[-1].enter()
     rounds = 2 if quick else 10
     rates = (
         torch_gflops(2 * width, hidden, 512, rounds),

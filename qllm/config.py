@@ -12,6 +12,7 @@ CHOICES = {
     "preempt_at": tuple(GRAINS),
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
+    "expert_weights": ("auto", "int8", "int8-g64"),
     "attention": ("triton", "flash3"),
     "on_policy_error": ("fail", "fcfs"),
     "scheduler": ("python", "native"),
@@ -49,6 +50,9 @@ class EngineConfig:
     kernels: str = "fast"
     """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
     Face's; "reference": the bits of `model.forward`."""
+    expert_weights: str = "auto"
+    """"auto": as loaded; "int8": half the bytes of bf16, rounded with a scale per output channel
+    (weight-only, as vLLM's "experts_int8"), or "int8-g64" per group of 64 inputs."""
     attention: str = "triton"
     """On CUDA: "triton", our kernel, or "flash3", flash-attn 3 through torch (>= 2.12)."""
     max_waiting: int = 1024
@@ -76,6 +80,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
                 )
+        if self.expert_weights != "auto" and self.kernels == "reference":
+            raise ConfigError(
+                f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
+                "read it; kernels='reference' has 'auto'"
+            )
         for name in (
             "max_num_seqs",
             "max_kv_tokens",

@@ -42,14 +42,14 @@ class TorchRunner:
             their own (see `models.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
-        kernels: "fast" or "reference"; see `models.compute`.
-        max_packed_bytes: Copy weights into a faster layout when the copy of the experts (of the
-            linear modules, of the head) takes at most this; 0 never copies. Weights changed later
-            are not seen.
+        kernels, expert_weights: See `EngineConfig`.
+        max_packed_bytes: Most bytes that a copy of the linear modules (of the head; of experts that
+            torch multiplies) in a faster layout may take. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or level L2 is not possible here.
+        ConfigError: `expert_weights` is not possible here.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class TorchRunner:
         max_segment_ms: float = 5.0,
         batch_invariant: bool = False,
         kernels: str = "fast",
+        expert_weights: str = "auto",
         max_packed_bytes: int = 2 << 30,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -75,7 +76,7 @@ class TorchRunner:
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
         self.frames: dict[int, Frame] = {}
-        self._device = parts.lm_head.weight.device
+        self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
             self.compute = Compute(
@@ -83,6 +84,7 @@ class TorchRunner:
                 parts,
                 kernels,
                 batch_invariant=batch_invariant,
+                expert_weights=expert_weights,
                 max_packed_bytes=max_packed_bytes,
             )
         """What computes what."""
@@ -91,10 +93,8 @@ class TorchRunner:
         self._use(self.compute)
 
     def _use(self, compute: Compute) -> None:
-        """Let this compute from now on."""
-        self.compute.leave()
+        """Let this compute from now on; nothing else computes."""
         self.compute = compute
-        compute.enter()
         self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
         self.drivers = tuple(driver.kind for driver in self._drivers)
         """Who runs each layer."""
@@ -107,15 +107,18 @@ class TorchRunner:
             OpKind.HEAD: self._logits,
         }
         compute.follow_rule(self._ops)
+        compute.enter()  # last: nothing here holds weights of another compute
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Compute with transformers' own modules for a while, with no frame open."""
         ours = self.compute
-        self._use(Compute(self.model, self.parts, "reference"))
+        ours.leave()
         try:
+            self._use(Compute(self.model, self.parts, "reference"))
             yield
         finally:
+            self.compute.leave()
             self._use(ours)
 
     @property
@@ -196,9 +199,8 @@ class TorchRunner:
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        frame = self.frames[program.frame_id]
         with torch.inference_mode():
-            return self._run(frame, program, start, stop)
+            return self._run(self.frames[program.frame_id], program, start, stop)
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
         clock, segments = self._clock, self.segments
@@ -246,9 +248,8 @@ class TorchRunner:
     def split(self, program: Program, index: Index) -> None:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
-        frame = self.frames.pop(program.frame_id)
         with torch.inference_mode():
-            self._keep(frame, index)
+            self._keep(self.frames.pop(program.frame_id), index)
 
     def _keep(self, frame: Frame, index: Index) -> None:
         """Rows that are not at the end keep their hidden states."""
@@ -495,5 +496,5 @@ class TorchRunner:
             self._requests[request_id].restore(here, meta)
 
     def fingerprint(self) -> str:
-        """Identity of the model: its settings and a sample of its weights' bytes."""
-        return identity(self.model)
+        """Identity of the model: its settings, a sample of its weights' bytes, their format."""
+        return self._identity

@@ -9,8 +9,9 @@ multiplies a rule is found at start (`models.linear`).
 """
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
-from qllm.models.experts import expert_banks
+from qllm.models.experts import Bank, expert_banks
 from qllm.models.fast import FastDriver, LayerDriver, ReplayDriver
 from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowBlocks, RowRule
-from qllm.models.native import NativeDriver, is_usable, swiglu
+from qllm.models.native import NativeDriver, is_usable
+from qllm.models.native_experts import is_covered
 from qllm.models.packed import Head, Linears
 from qllm.plan import Op, OpKind
 from qllm.types import Driver
@@ -40,11 +42,14 @@ class Compute:
         parts: Its parts.
         kind: "fast" or "reference".
         batch_invariant: Level L2.
-        max_packed_bytes: Weights are copied into a faster layout when the copies of the experts
-            (of the rest) take at most this; weights changed afterwards are not seen.
+        expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
+        max_packed_bytes: Linear modules (the head; experts that torch multiplies) are copied
+            into a faster layout when the copies take at most this; weights changed afterwards
+            are not seen. Experts of our kernels are packed in place, whatever their size.
 
     Raises:
         ModelError: Level L2 is not possible here.
+        ConfigError: The format of experts is not possible here.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Compute:
         kind: str,
         *,
         batch_invariant: bool = False,
+        expert_weights: str = "auto",
         max_packed_bytes: int = 0,
     ) -> None:
         sizes, arena = _sizes(parts), cpu.Arena()
@@ -62,6 +68,7 @@ class Compute:
         if kind == "fast" and cpu.MISSING is not None:
             _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
         self._native = {name: native and fits for name, fits in packs.items()}
+        self._native["experts"] = native
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
@@ -73,7 +80,12 @@ class Compute:
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
-        self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
+        self.banks = expert_banks(
+            parts, rule, packs["experts"], self._native["experts"], expert_weights
+        )
+        self._held = tuple(bank for bank in self.banks if bank is not None)
+        # A runner that is dropped, not closed, gives the weights back when it is collected.
+        weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(
             parts, rule, packs["linears"], self._native["linears"], covered, arena
         )
@@ -83,12 +95,19 @@ class Compute:
         """Results have the bits of `model.forward`."""
 
     def enter(self) -> None:
-        """Make the model's modules compute our way."""
+        """Make the model's modules compute our way; the weights of our experts are packed."""
+        try:
+            for bank in self._held:
+                bank.enter()
+        except BaseException:
+            self.leave()
+            raise
         self._linears.do()
 
     def leave(self) -> None:
-        """Give the modules back what they had."""
+        """Give the modules back what they had; not while the loop runs."""
         self._linears.undo()
+        _leave(self._held)
 
     def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
         """Run those ops under the rule that call glue of the model; the others follow it anyway."""
@@ -114,7 +133,7 @@ class Compute:
             weights += [m.weight for m in modules if type(m) is nn.Linear]
         if self._native["experts"]:
             for layer in parts.layers:
-                if layer.experts is not None and swiglu(layer.experts):
+                if layer.experts is not None and is_covered(layer.experts):
                     weights += layer.experts.parameters()
         if self._native["head"]:
             weights.append(parts.lm_head.weight)
@@ -141,6 +160,11 @@ class Compute:
             "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
             "missing": cpu.MISSING or "none",
         }
+
+
+def _leave(banks: Iterable[Bank]) -> None:
+    for bank in banks:
+        bank.leave()
 
 
 def _listed(names: Any) -> str:

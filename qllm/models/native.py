@@ -28,18 +28,6 @@ def _is_norm(module: Any) -> bool:
     return is_norm(module) and is_usable(module.weight)
 
 
-def swiglu(experts: Any) -> bool:
-    """Whether experts are gate, up and down of the usual kind, without biases."""
-    return (
-        not experts.is_transposed
-        and not experts.has_bias
-        and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
-        and type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
-        and is_usable(experts.gate_up_proj)
-        and is_usable(experts.down_proj)
-    )
-
-
 class NativeDriver(FastDriver):
     """A layer of known glue; each part with our kernels if it can be."""
 

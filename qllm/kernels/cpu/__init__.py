@@ -3,7 +3,7 @@
     Matrix      a weight in panels; `linear` reads it at the memory's speed for a few rows
     Attention   norm, QKV, q/k norm, rotation and KV write of one layer; attention on the KV slabs
     Router      norm, router, softmax, top-k
-    Experts     gate/up, SwiGLU and down of ranges of expert units
+    Experts     (`experts`) gate/up, SwiGLU and down of ranges of expert units
 
 A row's bits do not depend on the rows beside it nor on the number of threads: every output is a
 sum over k in one fixed order. Rounding happens where transformers' modules round, so results
@@ -72,16 +72,6 @@ class _Router(ctypes.Structure):
     )
 
 
-class _Experts(ctypes.Structure):
-    _fields_ = (
-        ("up", c_void_p),
-        ("down", c_void_p),
-        ("num", c_int64),
-        ("width", c_int64),
-        ("hidden", c_int64),
-    )
-
-
 def kind() -> str:
     """The best instruction set that is there, for results."""
     return str(native.available()[0])
@@ -129,15 +119,27 @@ class Arena:
 
 def pack(weight_NK: Tensor, out: Tensor) -> None:
     """Copy one bf16 [out, in] weight of any strides into `out`, of `packed_numel` values."""
-    n, k = weight_NK.shape
-    if weight_NK.dtype is not torch.bfloat16 or out.dtype is not torch.bfloat16 or k % 2:
-        raise ValueError(f"cannot pack {weight_NK.dtype} {tuple(weight_NK.shape)}")
-    if out.numel() != packed_numel(n, k) or not out.is_contiguous():
-        raise ValueError(f"{tuple(out.shape)} does not hold a packed {(n, k)}")
+    n, k = _checked(weight_NK, out)
     native.pack(out.data_ptr(), weight_NK.data_ptr(), n, k, *weight_NK.stride())
 
 
-def _dense(x: Tensor) -> Tensor:
+def unpack(packed: Tensor, out_NK: Tensor) -> None:
+    """Copy a packed weight back into a bf16 [out, in] tensor of any strides; bits stay."""
+    n, k = _checked(out_NK, packed)
+    native.unpack(out_NK.data_ptr(), packed.data_ptr(), n, k, *out_NK.stride())
+
+
+def _checked(weight_NK: Tensor, packed: Tensor) -> torch.Size:
+    n, k = weight_NK.shape
+    if weight_NK.dtype is not torch.bfloat16 or packed.dtype is not torch.bfloat16 or k % 2:
+        raise ValueError(f"cannot pack {weight_NK.dtype} {tuple(weight_NK.shape)}")
+    if packed.numel() != packed_numel(n, k) or not packed.is_contiguous():
+        raise ValueError(f"{tuple(packed.shape)} does not hold a packed {(n, k)}")
+    return weight_NK.shape
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor, contiguous as the kernels read it."""
     return x if x.is_contiguous() else x.contiguous()
 
 
@@ -173,7 +175,7 @@ class Matrix:
 
     def linear(self, x: Tensor) -> Tensor:
         """`F.linear`; x is bf16 [..., in]."""
-        x = _dense(x)
+        x = dense(x)
         out = x.new_empty((*x.shape[:-1], self.num_out))
         rows = x.numel() // self.num_in
         native.linear(out.data_ptr(), x.data_ptr(), self._address, rows)
@@ -227,7 +229,7 @@ class Attention:
         self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
     ) -> Tensor:
         """Queries [T, N * H]; keys and values go where the spans (an address) say."""
-        x_TD, cos, sin = _dense(x_TD), _dense(cos), _dense(sin)
+        x_TD, cos, sin = dense(x_TD), dense(cos), dense(sin)
         num_tokens = x_TD.shape[0]
         q = x_TD.new_empty((num_tokens, self._num_heads * self._head_dim))
         native.attend_in(
@@ -296,7 +298,7 @@ class Router:
 
     def __call__(self, mid_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The normed input [T, D], expert ids [T, K] and their weights [T, K]."""
-        mid_TD = _dense(mid_TD)
+        mid_TD = dense(mid_TD)
         num = mid_TD.shape[0]
         normed = torch.empty_like(mid_TD)
         ids = torch.empty((num, self._top_k), dtype=torch.int64)
@@ -312,38 +314,6 @@ class Router:
         return normed, ids, weights
 
 
-class Experts:
-    """SwiGLU experts of one layer.
-
-    Args:
-        up: bf16 [2F, D] per expert, gate first.
-        down: bf16 [D, F] per expert.
-    """
-
-    def __init__(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
-        (two_f, d), num, arena = up[0].shape, len(up), Arena()
-        self._up = arena.take(num, packed_numel(two_f, d))
-        self._down = arena.take(num, packed_numel(d, two_f // 2))
-        for e in range(num):
-            pack(up[e], self._up[e])
-            pack(down[e], self._down[e])
-        self._struct = _Experts(self._up.data_ptr(), self._down.data_ptr(), num, two_f // 2, d)
-        self._address = ctypes.addressof(self._struct)
-
-    def run(
-        self, x_TD: Tensor, token_S: Tensor, units: int, num_units: int, slots_SD: Tensor
-    ) -> None:
-        """Run consecutive units (an address of expert, lo, hi) into their rows of `slots_SD`."""
-        native.experts(
-            slots_SD.data_ptr(),
-            _dense(x_TD).data_ptr(),
-            token_S.data_ptr(),
-            units,
-            num_units,
-            self._address,
-        )
-
-
 def combine(slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
     """Sum over k of weight times slot: [T, D]; `inverse_S` finds the slot of every (t, k)."""
     num_tokens, top_k = weights_TK.shape
@@ -353,7 +323,7 @@ def combine(slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
         out.data_ptr(),
         slots_SD.data_ptr(),
         inverse_S.data_ptr(),
-        _dense(weights_TK).data_ptr(),
+        dense(weights_TK).data_ptr(),
         weights_TK.dtype is torch.float32,
         num_tokens,
         top_k,

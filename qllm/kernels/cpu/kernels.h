@@ -16,6 +16,16 @@ struct Matrix {
   int64_t n, k;
 };
 
+// The same of int8: columns [g * group, (g + 1) * group) of output i are worth
+// scale[g * padded n + i] each. group is even.
+struct Matrix8 {
+  const int8_t* packed;
+  const uint16_t* bias;
+  int64_t n, k;
+  const float* scale;
+  int64_t group;
+};
+
 // Norm, projection and rotation of one layer's attention.
 struct Attention {
   Matrix qkv;
@@ -40,10 +50,15 @@ struct Router {
   float eps;
 };
 
-// The experts of one layer, SwiGLU: up is [2F, D] (gate first), down is [D, F].
+// The experts of one layer: up is [2F, D] (gate first), down is [D, F]. With a limit of 0 the gate
+// is SwiGLU, else (gpt_oss) gate and up are clamped: (up + 1) * gate * sigmoid(alpha * gate).
 struct Experts {
-  const uint16_t *up, *down;  // packed, one after the other
+  const void *up, *down;               // packed, one after the other
+  const float *up_scale, *down_scale;  // of int8, see Matrix8
+  const uint16_t *up_bias, *down_bias; // [E, 2F] and [E, D], or null
   int64_t num, width, hidden;          // E, F, D
+  int64_t group;                       // of int8; 0: the weights are bf16
+  float alpha, limit;
 };
 
 struct Unit {
@@ -54,6 +69,12 @@ struct Kernels {
   const char* name;
   void (*pack)(uint16_t* packed, const uint16_t* weight, int64_t n, int64_t k, int64_t row_stride,
                int64_t col_stride);
+  void (*unpack)(uint16_t* weight, const uint16_t* packed, int64_t n, int64_t k,
+                 int64_t row_stride, int64_t col_stride);
+  void (*pack8)(int8_t* packed, const int8_t* weight, int64_t n, int64_t k, int64_t row_stride,
+                int64_t col_stride);
+  void (*unpack8)(int8_t* weight, const int8_t* packed, int64_t n, int64_t k,
+                  int64_t row_stride, int64_t col_stride);
   void (*linear)(uint16_t* y, const uint16_t* x, const Matrix& weight, int64_t rows);
   void (*rms_norm)(uint16_t* y, const uint16_t* x, const uint16_t* weight, float eps, int64_t rows,
                    int64_t width);
