@@ -75,16 +75,7 @@ class EngineConfig:
     """Keep the trace events of the run (see `engine.trace`)."""
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
-                )
-        if self.expert_weights != "auto" and self.kernels == "reference":
-            raise ConfigError(
-                f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
-                "read it; kernels='reference' has 'auto'"
-            )
+        self._check_choices()
         for name in (
             "max_num_seqs",
             "max_kv_tokens",
@@ -107,6 +98,18 @@ class EngineConfig:
             raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")
         if self.loop != "host":
             self._check_loop()
+
+    def _check_choices(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
+                )
+        if self.expert_weights != "auto" and self.kernels == "reference":
+            raise ConfigError(
+                f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
+                "read it; kernels='reference' has 'auto'"
+            )
 
     def _check_loop(self) -> None:
         for name, plain in ONLY_HOST_LOOP.items():
