@@ -100,7 +100,11 @@ void attention(const Kernels& k, Results& results, int64_t heads, int64_t groups
   Half cos = values(tokens * a.cos_width), sin = values(tokens * a.cos_width);
   Half q(tokens * heads * h), out(tokens * heads * h);
   k.attend_in(q.data(), x.data(), cos.data(), sin.data(), tokens, a, Slabs::kIndex, slabs.spans, 3);
-  k.attend(out.data(), q.data(), a.heads, Slabs::kIndex, window, slabs.spans, 3);
+  std::vector<float> sums(tokens * heads * h), softmax(tokens * heads * 2);
+  for (int64_t begin : {0, 64}) {
+    Part part{sums.data(), softmax.data(), begin, begin ? Slabs::kCapacity : 64, !begin, begin > 0};
+    k.attend(out.data(), q.data(), a.heads, Slabs::kIndex, window, slabs.spans, 3, part);
+  }
   results.add(slabs.k);
   results.add(out);
 }
@@ -124,7 +128,8 @@ void latents(const Kernels& k, Results& results, int64_t heads, bool low_rank) {
   Half q(tokens * heads * (rank + tail)), mid(tokens * heads * rank), out(tokens * heads * value);
   k.latents_in(q.data(), x.data(), cos.data(), sin.data(), tokens, m, Slabs::kIndex, slabs.spans,
                3);
-  k.attend(mid.data(), q.data(), m.heads, Slabs::kIndex, 0, slabs.spans, 3);
+  Part whole{nullptr, nullptr, 0, Slabs::kCapacity, 1, 1};
+  k.attend(mid.data(), q.data(), m.heads, Slabs::kIndex, 0, slabs.spans, 3, whole);
   k.latents_out(out.data(), mid.data(), m, tokens);
   results.add(slabs.k);
   results.add(slabs.v);

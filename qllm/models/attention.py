@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.kv_cache import RequestKV
 
 NAME = "qllm"
@@ -112,6 +113,17 @@ class Step:
         if self._addresses is None:
             self._addresses = SpanAddresses(self.spans, slab, like)
         return self._addresses
+
+    @property
+    def num_keys(self) -> int:
+        """Position after the last key of any span."""
+        return max((span.hi for span in self.spans), default=0)
+
+    def first_key(self, window: int | None) -> int:
+        """Position of a block of keys at or before the first that a span sees."""
+        if window is None or not self.spans:
+            return 0
+        return max(0, min(span.lo for span in self.spans) + 1 - window) // KEY_BLOCK * KEY_BLOCK
 
     def sequences(self) -> list[tuple[RequestKV, int]]:
         """The requests of the spans and how far each is attended, in order."""

@@ -121,6 +121,12 @@ class Compute:
         return {w.data_ptr() for w in weights if is_usable(w)}
 
     @property
+    def stops_between_keys(self) -> bool:
+        """Whether every layer's attention can stop between two blocks of keys."""
+        native = [d for d in self.drivers if isinstance(d, NativeDriver)]
+        return sum("attention" in driver.names for driver in native) == len(self.drivers)
+
+    @property
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]

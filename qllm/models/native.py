@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Latents
+from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.attention import Step
 from qllm.models.discover import LayerParts
-from qllm.models.fast import FastDriver, Rope, Routed
+from qllm.models.fast import FastDriver, LayerDriver, Rope, Routed
 from qllm.models.known import (
     attention_kind,
     is_latents,
@@ -198,16 +198,65 @@ class NativeDriver(FastDriver):
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         if self._attention is None:
             return super().attend(x_TD, rope, step)
-        kernel, index, window = self._attention, self._index, self._parts.window
+        mid, _, _ = self.attend_some(x_TD, rope, step, 0, None, 1 << 62)
+        assert mid is not None
+        return mid
+
+    def attend_some(
+        self, x_TD: Tensor, rope: Rope, step: Step, pos: int, begun: Begun | None, num_keys: int
+    ) -> tuple[Tensor | None, Begun | None, int]:
+        """See the function `attend_some`."""
+        kernel, window = self._attention, self._parts.window
+        if kernel is None:
+            return super().attend(x_TD, rope, step), None, 0
         spans = step.addresses(kernel.slab, x_TD)
-        at, num = spans.address, len(step.spans)
-        q = kernel.enter(x_TD, *rope, index, at, num)
+        op = self._index, window, spans.address, len(step.spans)
+        begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
+        stop = begin + num_keys
+        if pos == 0:
+            q = kernel.enter(x_TD, *rope, self._index, spans.address, len(step.spans))
+            if stop < end:
+                begun = kernel.begin(q)
+        if begun is not None and stop < end:
+            kernel.attend_some(begun.q, *op, begun.part(begin, stop, pos == 0, False))
+            return None, begun, stop
         whole = step.num_attended == step.num_tokens
-        out = kernel.attend(q, index, window, at, num, whole)
-        return self._add(x_TD, self._out.linear(out))
+        if begun is None:
+            out = kernel.attend(q, *op, whole)
+        else:
+            out = kernel.attend(begun.q, *op, whole, begun.part(begin, end, False, True))
+        return self._add(x_TD, self._out.linear(out)), None, 0
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         if self._router_kernel is None:
             return super().route(x_TD, mid_TD)
         x, ids_TK, weights_TK = self._router_kernel(mid_TD)
         return Routed(x, ids_TK, weights_TK, self._shared(x))
+
+
+def attend_some(
+    driver: LayerDriver,
+    x_TD: Tensor,
+    rope: Rope,
+    step: Step,
+    pos: int,
+    begun: Begun | None,
+    num_keys: int,
+) -> tuple[Tensor | None, Begun | None, int]:
+    """`driver.attend`, but over so many keys only, where our kernels attend.
+
+    Args:
+        driver: Of the layer.
+        x_TD: As of `attend`.
+        rope: As of `attend`.
+        step: As of `attend`.
+        pos: First key not seen; 0 begins.
+        begun: What the call before gave.
+        num_keys: Most keys, a multiple of KEY_BLOCK.
+
+    Returns:
+        `mid`, or what to go on with and the next `pos`.
+    """
+    if isinstance(driver, NativeDriver):
+        return driver.attend_some(x_TD, rope, step, pos, begun, num_keys)
+    return driver.attend(x_TD, rope, step), None, 0

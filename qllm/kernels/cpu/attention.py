@@ -2,14 +2,16 @@
 
     Attention   norm, QKV, q/k norm, rotation and KV write; attention
     Latents     the same of MLA: queries go into the space of the latents, which are never expanded
+    Begun       an attention that stopped between two blocks of keys
 
 A query's bits depend on its position and the keys alone, not on the queries beside it.
 """
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from qllm.kernels.cpu import Arena, Matrix, MatrixStruct, dense, native, pack, packed_numel
@@ -61,6 +63,40 @@ class _Latents(ctypes.Structure):
     )
 
 
+class PartStruct(ctypes.Structure):
+    """`Part` of kernels.h."""
+
+    _fields_ = (
+        ("sums", c_void_p),
+        ("softmax", c_void_p),
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("first", c_int64),
+        ("last", c_int64),
+    )
+
+
+class Begun(NamedTuple):
+    """An attention of which some keys have been seen."""
+
+    q: Tensor
+    """What `enter` gave."""
+    sums: Tensor
+    """fp32 [T, N, value]."""
+    softmax: Tensor
+    """fp32 [T, N, 2]: largest score and sum of a row so far."""
+
+    def part(self, begin: int, end: int, first: bool, last: bool) -> PartStruct:
+        """Its keys [begin, end), from multiples of KEY_BLOCK on."""
+        addresses = self.sums.data_ptr(), self.softmax.data_ptr()
+        return PartStruct(*addresses, begin, end, first, last)
+
+
+KEY_BLOCK = 64
+"""Keys after which a part of an attention may end (`kKeys` of attention.inc)."""
+_WHOLE = PartStruct(None, None, 0, 1 << 62, True, True)
+
+
 class _Attends:
     """Queries into a slab and attention on it: what `Attention` and `Latents` share."""
 
@@ -94,7 +130,14 @@ class _Attends:
         return q
 
     def attend(
-        self, q: Tensor, layer: int, window: int | None, spans: int, num_spans: int, whole: bool
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        spans: int,
+        num_spans: int,
+        whole: bool,
+        part: PartStruct = _WHOLE,
     ) -> Tensor:
         """Causal attention of the spans' queries.
 
@@ -105,11 +148,46 @@ class _Attends:
             spans: Address of the spans.
             num_spans: How many there are.
             whole: Every token is in a span; else the others get zeros.
+            part: The last one, if it is done in parts.
         """
         shape = (q.shape[0], self._sizes()[1])
         out = q.new_empty(shape) if whole else q.new_zeros(shape)
-        heads = ctypes.addressof(self._struct.heads)
-        native.attend(out.data_ptr(), q.data_ptr(), heads, layer, window or 0, spans, num_spans)
+        self._attend(out.data_ptr(), q, layer, window, spans, num_spans, part)
+        return self._leave(out)
+
+    def begin(self, q: Tensor) -> Begun:
+        """What an attention in parts keeps between them."""
+        num_tokens, num_heads = q.shape[0], self._struct.heads.heads
+        sums = torch.empty((num_tokens, num_heads, self._sizes()[1] // num_heads))
+        return Begun(q, sums, torch.empty((num_tokens, num_heads, 2)))
+
+    def attend_some(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        spans: int,
+        num_spans: int,
+        part: PartStruct,
+    ) -> None:
+        """A part of `attend` that is not the last."""
+        self._attend(0, q, layer, window, spans, num_spans, part)
+
+    def _attend(
+        self,
+        out: int,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        spans: int,
+        num_spans: int,
+        part: PartStruct,
+    ) -> None:
+        heads, of = ctypes.addressof(self._struct.heads), ctypes.addressof(part)
+        native.attend(out, q.data_ptr(), heads, layer, window or 0, spans, num_spans, of)
+
+    def _leave(self, out: Tensor) -> Tensor:
+        """What attention gave, as the output projection takes it."""
         return out
 
 
@@ -231,12 +309,8 @@ class Latents(_Attends):
             interleaved,
         )
 
-    def attend(
-        self, q: Tensor, layer: int, window: int | None, spans: int, num_spans: int, whole: bool
-    ) -> Tensor:
-        """As of `Attention`, [T, N * V]."""
-        x = super().attend(q, layer, window, spans, num_spans, whole)
-        out = x.new_empty((x.shape[0], self._value_size))
+    def _leave(self, out: Tensor) -> Tensor:
+        left = out.new_empty((out.shape[0], self._value_size))
         address = ctypes.addressof(self._struct)
-        native.latents_out(out.data_ptr(), x.data_ptr(), address, x.shape[0])
-        return out
+        native.latents_out(left.data_ptr(), out.data_ptr(), address, out.shape[0])
+        return left

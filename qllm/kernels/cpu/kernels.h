@@ -69,6 +69,13 @@ struct Span {
   int64_t capacity, at, lo, hi;
 };
 
+// Keys [begin, end) of an attention that is done in parts, from multiples of 64 on. What rows have
+// seen is kept between the parts; with one part, `sums` is null.
+struct Part {
+  float *sums, *softmax;  // [T, N, H - tail]; [T, N, 2]: largest score and sum
+  int64_t begin, end, first, last;
+};
+
 enum RouterKind : int64_t {
   kSoftmax,      // over all experts, then top-k
   kSigmoid,      // fp32; `correction` is added for the choice, which the best groups take part in
@@ -104,9 +111,10 @@ struct Kernels {
   void (*attend_in)(uint16_t* q, const uint16_t* x, const uint16_t* cos, const uint16_t* sin,
                     int64_t tokens, const Attention& layer, int64_t index, const Span* spans,
                     int64_t num_spans);
-  // q [T, N * H], out [T, N * (H - tail)]; tokens of no span stay as they are
+  // q [T, N * H], out [T, N * (H - tail)], which the last part writes; tokens of no span stay as
+  // they are
   void (*attend)(uint16_t* out, const uint16_t* q, const Heads& layer, int64_t index,
-                 int64_t window, const Span* spans, int64_t num_spans);
+                 int64_t window, const Span* spans, int64_t num_spans, const Part& part);
   // q [T, N * H], out [T, N * value], x [T, N * R]
   void (*latents_in)(uint16_t* q, const uint16_t* x, const uint16_t* cos, const uint16_t* sin,
                      int64_t tokens, const Latents& layer, int64_t index, const Span* spans,
