@@ -41,7 +41,6 @@ COMMON: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "max_position_embeddings": 512,
     "num_experts_per_tok": TOP_K,
     "tie_word_embeddings": False,
@@ -54,6 +53,7 @@ COMMON: dict[str, Any] = {
 def _qwen(config: Callable[..., Any], **more: Any) -> Any:
     return config(
         **COMMON,
+        head_dim=32,
         intermediate_size=96,
         moe_intermediate_size=48,
         num_experts=EXPERTS,
@@ -83,7 +83,13 @@ def _deepseek() -> Any:
 
 
 def _local(config: Callable[..., Any], **more: Any) -> Any:
-    settings = {**COMMON, "intermediate_size": 48, "num_local_experts": EXPERTS, **more}
+    settings = {
+        **COMMON,
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "num_local_experts": EXPERTS,
+        **more,
+    }
     return config(**settings)
 
 

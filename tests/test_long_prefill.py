@@ -12,6 +12,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qllm.compile import compile_program
 from qllm.kernels.cpu.attention import KEY_BLOCK
+from qllm.kv_cache import RequestKV
+from qllm.models.attention import Span, Step
 from qllm.plan import START, Index, OpKind, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams
@@ -108,6 +110,8 @@ def test_no_segment_of_an_attention_has_more_flops_than_the_bound(
         assert keys % KEY_BLOCK == 0
         gigaflops = 4e-9 * HEADS * HEAD * (op.hi - op.lo) * keys
         assert gigaflops / 50 <= BOUND_MS / 1000  # a slow core: 50 GFLOP/s
+        megabytes = 1e-6 * 4 * GROUPS * HEAD * (op.hi - op.lo if TOKENS not in tokens else 1) * keys
+        assert megabytes / 5 <= BOUND_MS  # and 5 GB/s
         attended[op] += (op.hi - op.lo) * keys
     assert sum(attended.values()) == 2 * LONG * sum(tokens)  # two layers
     for request in range(len(tokens)):
@@ -118,6 +122,23 @@ def test_blocks_of_queries_shrink_with_their_position(runner: TorchRunner) -> No
     assert runner.cuts.block(0) >= 32
     assert runner.cuts.block(LONG) == 16  # the rest is cut by keys
     assert long_runner(torch.float32).cuts.block(LONG) == 1  # torch does not stop between keys
+
+
+def test_what_attention_over_latents_costs() -> None:
+    costs = TorchRunner(make_model("deepseek_v3", torch.bfloat16))._costs
+    rank, rotated, heads = 32, 32, 4
+    assert costs.query_key_ns == pytest.approx(2 * heads * (2 * rank + rotated) / 70)
+    assert costs.key_ns == pytest.approx(2 * (rank + rotated) / 6)
+
+
+def test_keys_outside_a_window_are_not_counted() -> None:
+    span = Span(RequestKV(1, LONG), 0, LONG - 1, LONG)
+    step = Step([span, span._replace(lo=1000, hi=1010)], 11, latent=False)
+    assert step.first_key(None) == 0
+    assert step.first_key(64) == 896  # the block of key 937
+    assert step.num_keys == LONG
+    assert Step([span], 1, latent=False).first_key(LONG * 2) == 0
+    assert Step([], 1, latent=False).num_keys == 0
 
 
 def test_without_a_bound_nothing_is_cut() -> None:

@@ -95,6 +95,20 @@ def attended(driver: FastDriver, parts: Any, x_TD: Tensor, spans: list[Span], **
     return driver.attend(x_TD, rope.of(ranges), step) - x_TD
 
 
+def in_parts(driver: NativeDriver, parts: Any, x_TD: Tensor, num_keys: int) -> Tensor:
+    """The same for one request, over so many keys at a time."""
+    rope = RopeTable(parts.rotary_emb, torch.device("cpu"), x_TD.dtype)
+    spans = spans_of([[0, 37, x_TD.shape[0]]])
+    step, pos, begun, num_parts = Step(spans, x_TD.shape[0], parts.latent_kv), 0, None, 0
+    while pos or not num_parts:
+        ranges = [(span.lo, span.hi) for span in spans]
+        mid, begun, pos = driver.attend_some(x_TD, rope.of(ranges), step, pos, begun, num_keys)
+        num_parts += 1
+    assert num_parts == -(-x_TD.shape[0] // num_keys)
+    assert mid is not None
+    return mid - x_TD
+
+
 def spans_of(cuts: list[list[int]]) -> list[Span]:
     """One request per list, its queries cut there."""
     out, at = [], 0
@@ -145,8 +159,11 @@ def test_no_cut_no_neighbour_and_no_thread_changes_a_bit(family: str) -> None:
         alone = Span(span.kv, 0, span.lo, span.hi)
         outs.append(attended(driver, parts, x[span.lo : span.hi], [alone]))
     assert torch.equal(torch.cat(outs), whole[:100])
+    for num_keys in (64, 1 << 20):
+        assert torch.equal(in_parts(driver, parts, x[:100], num_keys), whole[:100])
     for threads in (2, 3):
         cpu.set_threads(threads)
+        assert torch.equal(in_parts(driver, parts, x[:100], 64), whole[:100])
         assert torch.equal(attended(driver, parts, x, spans_of([[0, 100], [0, 30]])), whole)
 
 
@@ -284,9 +301,20 @@ def test_routers_that_cannot_choose_so_many_are_refused() -> None:
 def test_all_families_are_native(family: str) -> None:
     model = make_model(family, torch.bfloat16)
     names, moe = TorchRunner(model).compute.names, sum(discover(model).shape.is_moe)
-    assert names["decode_attention"] == f"qllm {KINDS[0]} (3 of 3 layers)"
+    ours = f"qllm {KINDS[0]} (3 of 3 layers)"
+    assert names["attention"] == names["decode_attention"] == ours
     assert names["router"] == f"qllm {KINDS[0]} ({moe} of 3 layers)"
     assert "torch linear" not in names["linear"]
+
+
+def test_heads_that_the_kernels_are_not_made_for_stay_with_torch() -> None:
+    model = make_model("gpt_oss", torch.bfloat16)
+    attn: Any = discover(model).layers[1].self_attn
+    attn.head_dim = 48
+    names = TorchRunner(model).compute.names
+    assert names["attention"].startswith(f"qllm {KINDS[0]} (2 of 3 layers), sdpa")
+    assert names["decode_attention"] == f"qllm {KINDS[0]} (2 of 3 layers), packed heads"
+    assert not TorchRunner(model).compute.stops_between_keys
 
 
 @pytest.mark.parametrize("table", ["HALVES", "HALF_TABLE", "PAIRS", "SPARSE_MIXER"])

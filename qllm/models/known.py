@@ -15,11 +15,11 @@ ATTENTION = {
     "ce1772849260": "plain",  # mixtral
     "7d221b620ce4": "plain",  # qwen2_moe, granitemoe, phimoe
     "9b8e69f64c3f": "head_norm",  # qwen3_moe
-    "4d62a8e741c1": "row_norm",  # olmoe, which may limit what it projects
+    "4d62a8e741c1": "row_norm",  # olmoe; "clipped_row_norm" if its config sets `clip_qkv`
     "126b22544a55": "sinks",  # gpt_oss
 }
 """Fingerprint of Attention.forward -> what it does beside projections: norms of queries and keys
-per head or over all heads, sinks."""
+per head or over all heads, limits of what is projected, sinks."""
 LATENTS = "bf6d046d789e"
 """Fingerprint of the forward of multi-head latent attention: deepseek_v3."""
 EXPANSION = "e5ae38130e7f"
@@ -63,11 +63,10 @@ def is_norm(module: nn.Module) -> bool:
 def attention_kind(attn: Any) -> str | None:
     """A value of ATTENTION, if all of an attention module is known: its projections too."""
     kind = ATTENTION.get(fingerprint(attn))
-    clips = getattr(attn.config, "clip_qkv", None) is not None
-    is_known = (
-        (kind == "row_norm" or not clips)
-        and all(type(getattr(attn, f"{x}_proj", None)) is nn.Linear for x in "qkvo")
-        and uses(attn, HALF_TABLE if kind == "sinks" else HALVES)
+    if getattr(attn.config, "clip_qkv", None) is not None:
+        kind = "clipped_row_norm" if kind == "row_norm" else None
+    is_known = all(type(getattr(attn, f"{x}_proj", None)) is nn.Linear for x in "qkvo") and uses(
+        attn, HALF_TABLE if kind == "sinks" else HALVES
     )
     return kind if is_known else None
 
