@@ -1,5 +1,6 @@
 """Attention, norms and routers of all eight families with our kernels, against torch in fp64."""
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, WIDTH, make_model
+from families import FAMILIES, MAKERS, WIDTH, make_model
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
@@ -81,6 +82,11 @@ def test_a_norm_that_rounds_once_reads_a_weight_in_fp32() -> None:
     x = rand(5, 64, seed=1)
     assert torch.equal(Norm(module.weight, 1e-5, "rms_wide")(x), module(x))
     assert not torch.equal(Norm(module.weight.bfloat16(), 1e-5, "rms_wide")(x), module(x))
+    layer = discover(make_model("gpt_oss", torch.bfloat16)).layers[LAYER]
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        assert norm is not None
+        norm.float()  # as `from_pretrained` leaves them
+    assert set(NativeDriver(layer, cpu.Arena()).names) == {"attention", "router"}
 
 
 # -- attention
@@ -120,11 +126,9 @@ def spans_of(cuts: list[list[int]]) -> list[Span]:
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_as_near_to_fp64_as_the_modules_in_bf16(family: str) -> None:
-    model = make_model(family, torch.bfloat16)
-    wide = make_model(family, torch.float32).double()
-    wide.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
+def is_near_fp64(model: Any) -> None:
+    """Its attention with our kernels, and as its modules compute it in bf16, against fp64."""
+    wide = copy.deepcopy(model).double()
     x, cuts = rand(91, WIDTH, seed=9), [[0, 70], [0, 1], [0, 20]]
     outs = []
     for one, make in ((wide, FastDriver), (model, FastDriver), (model, _native)):
@@ -136,6 +140,24 @@ def test_attention_is_as_near_to_fp64_as_the_modules_in_bf16(family: str) -> Non
     exact, theirs, ours = outs
     assert off(ours, exact).mean() <= 1.05 * off(theirs, exact).mean()
     assert off(ours, exact).max() <= 1.3 * off(theirs, exact).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_as_near_to_fp64_as_the_modules_in_bf16(family: str) -> None:
+    is_near_fp64(make_model(family, torch.bfloat16))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_latents_with_whole_queries_and_biases(interleaved: bool) -> None:
+    make_config, make = MAKERS["deepseek_v3"]
+    config = make_config()
+    config.q_lora_rank, config.attention_bias = None, True
+    config.rope_interleave, config._attn_implementation = interleaved, "sdpa"
+    torch.manual_seed(0)
+    model = make(config).eval()
+    for p in model.parameters():
+        p.copy_(torch.randn_like(p) * 0.1 + 1 if p.dim() == 1 else torch.randn_like(p) / 8)
+    is_near_fp64(model.bfloat16())
 
 
 def _native(layer: Any) -> NativeDriver:
