@@ -320,9 +320,8 @@ class TorchRunner:
         step = frame.step_of(group, lo, hi, self._new_step)
         rope = frame.rope_of(group, lo, hi)
         whole = hi - lo == x.shape[0]
-        keys, driver = self._costs.keys(hi - lo, len(step.spans)), self._drivers[layer]
-        x_TD = x if whole else x[lo:hi]
-        mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, keys)
+        driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
+        mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, self._costs)
         if mid is None:
             return pos
         if whole or lo == 0:

@@ -16,6 +16,7 @@ from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Be
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.attention import Step
+from qllm.models.cuts import Costs
 from qllm.models.discover import LayerParts
 from qllm.models.fast import FastDriver, LayerDriver, Rope, Routed
 from qllm.models.known import (
@@ -205,7 +206,7 @@ class NativeDriver(FastDriver):
     def attend_some(
         self, x_TD: Tensor, rope: Rope, step: Step, pos: int, begun: Begun | None, num_keys: int
     ) -> tuple[Tensor | None, Begun | None, int]:
-        """See the function `attend_some`."""
+        """As the function `attend_some`, over so many keys, a multiple of KEY_BLOCK."""
         kernel, window = self._attention, self._parts.window
         if kernel is None:
             return super().attend(x_TD, rope, step), None, 0
@@ -241,9 +242,9 @@ def attend_some(
     step: Step,
     pos: int,
     begun: Begun | None,
-    num_keys: int,
+    costs: Costs,
 ) -> tuple[Tensor | None, Begun | None, int]:
-    """`driver.attend`, but over so many keys only, where our kernels attend.
+    """`driver.attend`; where our kernels attend, over as many keys as a segment may take.
 
     Args:
         driver: Of the layer.
@@ -252,11 +253,12 @@ def attend_some(
         step: As of `attend`.
         pos: First key not seen; 0 begins.
         begun: What the call before gave.
-        num_keys: Most keys, a multiple of KEY_BLOCK.
+        costs: Of the model.
 
     Returns:
         `mid`, or what to go on with and the next `pos`.
     """
     if isinstance(driver, NativeDriver):
+        num_keys = costs.keys(step.num_tokens, len(step.spans))
         return driver.attend_some(x_TD, rope, step, pos, begun, num_keys)
     return driver.attend(x_TD, rope, step), None, 0
