@@ -281,6 +281,22 @@ def test_routers_choose_and_weigh_as_the_modules(family: str) -> None:
         assert torch.equal(alone.weights_TK[0], found.weights_TK[row])
 
 
+def test_the_sparse_mixer_rounds_as_the_module() -> None:
+    """Logits that are the input itself, and a limit near which many of them lie."""
+    parts = discover(make_model("phimoe", torch.bfloat16)).layers[LAYER]
+    router: Any = parts.router
+    router.router_jitter_noise = 0.4
+    router.weight.copy_(torch.eye(*router.weight.shape))
+    mid = rand(4000, WIDTH, seed=5)
+    found = NativeDriver(parts, cpu.Arena()).route(mid, mid)
+    expected = FastDriver(parts).route(mid, mid)
+    same = (found.x_TD == expected.x_TD).all(1)
+    assert same.float().mean() > 0.9
+    assert torch.equal(found.ids_TK[same], expected.ids_TK[same])
+    off = (found.weights_TK - expected.weights_TK)[same].abs()
+    assert off.max() < 2**-7
+
+
 def test_the_sigmoid_router_keeps_to_the_best_groups() -> None:
     weight, correction = rand(24, 64, seed=1, scale=0.2), torch.randn(24) * 0.3
     norm, x = Norm(torch.ones(64).bfloat16(), 1e-6), rand(200, 64, seed=2)
