@@ -23,6 +23,8 @@ from common import MODEL, machine
 
 from qllm.compile import compile_program
 from qllm.kernels import cpu
+from qllm.kernels.cpu.attention import Attention
+from qllm.kernels.cpu.norms import Norm
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Span, Step
 from qllm.models.experts import Work
@@ -165,15 +167,16 @@ def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
     """Prefill of 256 tokens and decode of one, at some numbers of keys."""
     n, g, h = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], MODEL["head_dim"]
     shape = {"num_heads": n, "num_kv_heads": g, "head_dim": h}
-    qkv, ones = cpu.Matrix([torch.zeros((n + 2 * g) * h, 2).bfloat16()]), torch.ones(2).bfloat16()
-    kernel = cpu.Attention(qkv, ones, 1e-6, **shape, scale=h**-0.5)
+    qkv = cpu.Matrix([torch.zeros((n + 2 * g) * h, 2).bfloat16()])
+    norm = Norm(torch.ones(2).bfloat16(), 1e-6)
+    kernel = Attention(qkv, norm, **shape, scale=h**-0.5)
     for keys in (512,) if quick else (512, 2048, 8192):
         kv = RequestKV(1, keys)
         kv.write(0, torch.randn(1, g, keys, h).bfloat16(), torch.randn(1, g, keys, h).bfloat16(), 0)
         for queries in (256, 1):
             q = torch.randn(queries, n * h).bfloat16()
             step = Step([Span(kv, 0, keys - queries, keys)], queries, latent=False)
-            at = step.addresses(g, h, q).address
+            at = step.addresses(kernel.slab, q).address
             q_1NTH = q.view(1, queries, n, h).transpose(1, 2)
             mask = step.mask(q, 0, keys - queries, keys, None)
             k, v = kv.read(0, 0, keys)

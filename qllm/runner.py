@@ -25,6 +25,7 @@ from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import Work
 from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
+from qllm.models.native import attend_some
 from qllm.models.rope import RopeTable
 from qllm.plan import Index, Longest, Op, OpKind, Program, Segments, Stop
 from qllm.sampler import Sampler
@@ -67,7 +68,6 @@ class TorchRunner:
         self.model = model
         self.parts = parts = discover(model)
         self.shape = parts.shape
-        self.cuts, self._costs = cut_rule(parts, base_model(model).config, max_segment_ms)
         self.segments: Segments = Longest()
         self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
         self.on_segment: OnSegment | None = None
@@ -88,6 +88,8 @@ class TorchRunner:
                 max_packed_bytes=max_packed_bytes,
             )
         """What computes what."""
+        stops = self.compute.stops_between_keys
+        self.cuts, self._costs = cut_rule(parts, base_model(model).config, max_segment_ms, stops)
         cpu.set_threads(torch.get_num_threads())
         attention.install([p.self_attn for p in parts.layers])
         self._use(self.compute)
@@ -315,19 +317,19 @@ class TorchRunner:
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
-        x = frame.activate(group)
-        state = frame.layer
+        x, state = frame.activate(group), frame.layer
         step = frame.step_of(group, lo, hi, self._new_step)
         rope = frame.rope_of(group, lo, hi)
         whole = hi - lo == x.shape[0]
-        mid = self._drivers[layer].attend(x if whole else x[lo:hi], rope, step)
-        if whole:
-            state.mid_TD = mid
-            return 0
-        if lo == 0:
-            state.mid_TD = mid.new_empty((x.shape[0], mid.shape[1]))
+        driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
+        mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, self._costs)
+        if mid is None:
+            return pos
+        if whole or lo == 0:
+            state.mid_TD = mid if whole else mid.new_empty((x.shape[0], mid.shape[1]))
         assert state.mid_TD is not None
-        state.mid_TD[lo:hi] = mid
+        if not whole:
+            state.mid_TD[lo:hi] = mid
         return 0
 
     def _route(self, frame: Frame, op: Op, pos: int) -> int:
@@ -371,9 +373,7 @@ class TorchRunner:
                 f"config says {self.shape.experts_per_token}; correct num_experts_per_tok"
             )
         state.work = self._new_work(op.layer, ids)
-        num_bytes = state.work.bytes_to_read()
-        if num_bytes:
-            self.expert_bytes += num_bytes
+        self.expert_bytes += state.work.bytes_to_read()
 
     def _new_work(self, layer: int, ids_TK: Tensor) -> Work:
         bank = self._banks[layer]

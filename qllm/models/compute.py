@@ -140,6 +140,12 @@ class Compute:
         return {w.data_ptr() for w in weights if is_usable(w)}
 
     @property
+    def stops_between_keys(self) -> bool:
+        """Whether every layer's attention can stop between two blocks of keys."""
+        native = [d for d in self.drivers if isinstance(d, NativeDriver)]
+        return sum("attention" in driver.names for driver in native) == len(self.drivers)
+
+    @property
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
@@ -148,15 +154,19 @@ class Compute:
         decode = "packed heads" if self.packs else "as attention"
         ours = f"qllm {cpu.kind()}" if native else ""
         total = len(self.drivers)
+
+        def attends(torch_name: str) -> str:
+            kernel = f"{ours} ({fused['attention']} of {total} layers)"
+            rest = [torch_name] if fused["attention"] < total else []
+            return ", ".join([kernel, *rest] if fused["attention"] else rest)
+
         return {
             "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
             "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
             "linear": _listed(self._linears.kernels.elements()) or "in attention",
             "head": self.head.kernel,
-            "attention": sdpa,
-            "decode_attention": (
-                f"{ours} ({fused['attention']} of {total} layers)" if fused["attention"] else decode
-            ),
+            "attention": attends(sdpa),
+            "decode_attention": attends(decode),
             "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
             "missing": cpu.MISSING or "none",
         }

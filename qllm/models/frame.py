@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qllm.kernels.cpu.attention import Begun
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Step
 from qllm.models.experts import Work
@@ -29,6 +30,8 @@ class LayerState:
     """What a layer has done so far. Freed when its last COMBINE op ends."""
 
     mid_TD: Tensor | None = None
+    begun: Begun | None = None
+    """The ATTN op that stopped between two blocks of keys."""
     routed: dict[int, Routed] = field(default_factory=dict)
     """By first token of the ROUTE op."""
     work: Work | None = None
@@ -130,7 +133,7 @@ class Frame:
         """
         layer, head = self.layer, self.head
         held = [self.x_TD, self.master_TD, layer.mid_TD, layer.next_TD]
-        held += [layer.experts_x_TD, layer.weights_TK]
+        held += [layer.experts_x_TD, layer.weights_TK, *(layer.begun or ())]
         for routed in list(layer.routed.values()):
             held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
         held.append(None if layer.work is None else layer.work.slots_SD)
@@ -204,6 +207,8 @@ class Frame:
             "weights": layer.weights_TK,
         }
         out.update({name: t.clone() for name, t in named.items() if t is not None})
+        if layer.begun is not None:
+            out.update({f"begun.{n}": t.clone() for n, t in layer.begun._asdict().items()})
         for lo, routed in layer.routed.items():
             parts: dict[str, Parts | None] = {
                 "x": routed.x_TD,
@@ -232,6 +237,8 @@ class Frame:
         layer = self.layer
         layer.mid_TD, layer.next_TD = tensors.get("mid"), tensors.get("next")
         layer.experts_x_TD, layer.weights_TK = tensors.get("experts_x"), tensors.get("weights")
+        if "begun.q" in tensors:
+            layer.begun = Begun(*(tensors[f"begun.{name}"] for name in Begun._fields))
         starts = sorted({int(n.split(".")[1]) for n in tensors if n.startswith("routed.")})
         for lo in starts:
             prefix = f"routed.{lo}."

@@ -1,9 +1,9 @@
 """Kernels for bf16 on the CPU, over torch tensors.
 
     Matrix      a weight in panels; `linear` reads it at the memory's speed for a few rows
-    Attention   norm, QKV, q/k norm, rotation and KV write of one layer; attention on the KV slabs
-    Router      norm, router, softmax, top-k
-    Experts     (`experts`) gate/up, SwiGLU and down of ranges of expert units
+    Experts     (`experts`) gate/up, its gate and down of ranges of expert units
+    norms, attention, routers
+                modules of their own: what goes before the experts of a layer
 
 A row's bits do not depend on the rows beside it nor on the number of threads: every output is a
 sum over k in one fixed order. Rounding happens where transformers' modules round, so results
@@ -15,7 +15,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from importlib import import_module
 from typing import Any
 
@@ -30,46 +30,16 @@ try:
 except ImportError as error:
     MISSING = f"qllm.kernels.cpu._native was not built ({error}); it needs a C++17 compiler"
 
-HEAD_DIMS = (32, 64, 96, 128)
-"""Widths of a head that `Attention` is made for."""
-MAX_SHARE = 48
-"""Query heads of one KV head."""
-MAX_TOP_K = 64
 HUGE_PAGE = 2 << 20
 """Bytes."""
 ARENA_NUMEL = 8 << 20
 """Values that an arena gets from the system at once, if they are enough."""
 
 
-class _Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
+    """`Matrix` of kernels.h."""
+
     _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        ("qkv", _Matrix),
-        ("norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("norm_whole", c_int64),
-        ("eps", c_float),
-        ("qk_eps", c_float),
-        ("scale", c_float),
-    )
-
-
-class _Router(ctypes.Structure):
-    _fields_ = (
-        ("norm", c_void_p),
-        ("weight", _Matrix),
-        ("top_k", c_int64),
-        ("renormalise", c_int64),
-        ("wide", c_int64),
-        ("eps", c_float),
-    )
 
 
 def kind() -> str:
@@ -165,7 +135,7 @@ class Matrix:
         pack(weight, self.packed)
         given = [b for b in biases if b is not None]
         self.bias = torch.cat(given) if given else None
-        self.struct = _Matrix(
+        self.struct = MatrixStruct(
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             self.num_out,
@@ -180,138 +150,6 @@ class Matrix:
         rows = x.numel() // self.num_in
         native.linear(out.data_ptr(), x.data_ptr(), self._address, rows)
         return out
-
-
-class Attention:
-    """One layer's attention without its output projection.
-
-    A query's bits depend on its position and the keys alone, not on the queries beside it.
-
-    Raises:
-        ValueError: The kernels are not made for the shape.
-    """
-
-    def __init__(
-        self,
-        qkv: Matrix,
-        norm_D: Tensor,
-        eps: float,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        qk_norm: tuple[Tensor, Tensor, float] | None = None,
-    ) -> None:
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim={head_dim}; known: {HEAD_DIMS}")
-        if num_heads % num_kv_heads or num_heads > MAX_SHARE * num_kv_heads:
-            raise ValueError(f"{num_heads} heads on {num_kv_heads}; at most {MAX_SHARE} on one")
-        q_norm, k_norm, qk_eps = qk_norm or (None, None, 0.0)
-        self._keep = (qkv, norm_D, q_norm, k_norm)
-        self._num_heads, self._head_dim = num_heads, head_dim
-        self._struct = _Attention(
-            qkv.struct,
-            norm_D.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            q_norm is not None and q_norm.numel() != head_dim,
-            eps,
-            qk_eps,
-            scale,
-        )
-        self._address = ctypes.addressof(self._struct)
-
-    def enter(
-        self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
-    ) -> Tensor:
-        """Queries [T, N * H]; keys and values go where the spans (an address) say."""
-        x_TD, cos, sin = dense(x_TD), dense(cos), dense(sin)
-        num_tokens = x_TD.shape[0]
-        q = x_TD.new_empty((num_tokens, self._num_heads * self._head_dim))
-        native.attend_in(
-            q.data_ptr(),
-            x_TD.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            num_tokens,
-            self._address,
-            layer,
-            spans,
-            num_spans,
-        )
-        return q
-
-    def attend(
-        self, q: Tensor, layer: int, window: int | None, spans: int, num_spans: int, whole: bool
-    ) -> Tensor:
-        """Causal attention of the spans' queries, [T, N * H] as `q`.
-
-        Args:
-            q: What `enter` gave.
-            layer: Its index.
-            window: Of a sliding attention.
-            spans: Address of the spans.
-            num_spans: How many there are.
-            whole: Every token is in a span; else the others get zeros.
-        """
-        out = torch.empty_like(q) if whole else torch.zeros_like(q)
-        native.attend(
-            out.data_ptr(), q.data_ptr(), self._address, layer, window or 0, spans, num_spans
-        )
-        return out
-
-
-class Router:
-    """Norm, router, softmax over all experts, top-k.
-
-    Args:
-        weight_ED: Of the router.
-        norm_D: Weight of the RMS norm before it.
-        eps: Of that norm.
-        top_k: Experts per token.
-        renormalise: Divide the weights by their sum.
-        wide: Weights stay fp32; else they are rounded to bf16.
-    """
-
-    def __init__(
-        self,
-        weight_ED: Tensor,
-        norm_D: Tensor,
-        eps: float,
-        *,
-        top_k: int,
-        renormalise: bool,
-        wide: bool,
-    ) -> None:
-        if not 1 <= top_k <= min(MAX_TOP_K, weight_ED.shape[0]):
-            raise ValueError(f"top_k={top_k} of {weight_ED.shape[0]} experts")
-        matrix = Matrix([weight_ED])
-        self._keep = (matrix, norm_D)
-        self._top_k = top_k
-        self._dtype = torch.float32 if wide else torch.bfloat16
-        self._struct = _Router(norm_D.data_ptr(), matrix.struct, top_k, renormalise, wide, eps)
-        self._address = ctypes.addressof(self._struct)
-
-    def __call__(self, mid_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The normed input [T, D], expert ids [T, K] and their weights [T, K]."""
-        mid_TD = dense(mid_TD)
-        num = mid_TD.shape[0]
-        normed = torch.empty_like(mid_TD)
-        ids = torch.empty((num, self._top_k), dtype=torch.int64)
-        weights = torch.empty((num, self._top_k), dtype=self._dtype)
-        native.route(
-            normed.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            mid_TD.data_ptr(),
-            num,
-            self._address,
-        )
-        return normed, ids, weights
 
 
 def combine(slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
