@@ -47,7 +47,6 @@ class SpanAddresses:
         self._values = array("q")
         for kv, at, lo, hi in spans:
             k, v, stride = kv.base(num_kv_heads, head_dim, like)
-            kv.reach(hi)
             self._values.extend((k, v, stride, at, lo, hi))
         self.address = self._values.buffer_info()[0]
 
@@ -61,6 +60,7 @@ class Step:
 
     __slots__ = (
         "_addresses",
+        "_reached",
         "latent",
         "masks",
         "num_attended",
@@ -84,6 +84,7 @@ class Step:
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
         """Tokens that a span covers; the others are dead."""
         self._addresses: SpanAddresses | None = None
+        self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def update(
@@ -110,10 +111,20 @@ class Step:
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
     def addresses(self, num_kv_heads: int, head_dim: int, like: Tensor) -> SpanAddresses:
-        """The spans for our kernels; the KV of new requests is reserved, of the dtype of `like`."""
+        """The spans for our kernels; the KV of new requests is reserved, of the dtype of `like`.
+
+        Who lets a kernel write there calls `reach`.
+        """
         if self._addresses is None:
             self._addresses = SpanAddresses(self.spans, num_kv_heads, head_dim, like)
         return self._addresses
+
+    def reach(self) -> None:
+        """The positions of the spans are written, or will be before they are read."""
+        if not self._reached:
+            for kv, _, _, hi in self.spans:
+                kv.reach(hi)
+            self._reached = True
 
     def sequences(self) -> list[tuple[RequestKV, int]]:
         """The requests of the spans and how far each is attended, in order."""

@@ -24,6 +24,7 @@ from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowBlocks, RowRule
 from qllm.models.native import NativeDriver, is_usable, swiglu
 from qllm.models.packed import Head, Linears
+from qllm.models.sweep import Sweep
 from qllm.plan import Op, OpKind
 from qllm.types import Driver
 
@@ -67,6 +68,8 @@ class Compute:
         )
         self.packs = kind == "fast"
         """Single queries that torch attends take the heads of a KV head as one matrix."""
+        self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
+        """Greedy rows keep the best of their logits alone (`models.heads`)."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
@@ -74,6 +77,8 @@ class Compute:
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
         self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
+        self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
+        """Runs what it covers of a program in one call."""
         self._linears = Linears(
             parts, rule, packs["linears"], self._native["linears"], covered, arena
         )
@@ -138,6 +143,7 @@ class Compute:
             "decode_attention": (
                 f"{ours} ({fused['attention']} of {total} layers)" if fused["attention"] else decode
             ),
+            "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
             "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
             "missing": cpu.MISSING or "none",
         }

@@ -6,7 +6,7 @@ fp32 sums.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,29 @@ def swiglu(experts: Any) -> bool:
         and is_usable(experts.gate_up_proj)
         and is_usable(experts.down_proj)
     )
+
+
+class NativeLayer(NamedTuple):
+    """A layer of which all but the experts is ours (kernels/cpu/sweep.h)."""
+
+    attention: cpu.Attention
+    out: cpu.Matrix
+    router: cpu.Router
+    number: int
+    """Of the layer."""
+    window: int | None
+    scale: float
+    """Of what is added to the residual stream."""
+    kv_heads: int
+    head_dim: int
+    top_k: int
+    weights: torch.dtype
+    """Of the experts' outputs, as the router gives them."""
+
+    @property
+    def shapes(self) -> tuple[int, int, int, torch.dtype]:
+        """What neighbours must share to run in one call."""
+        return self[-4:]
 
 
 class NativeDriver(FastDriver):
@@ -121,6 +144,25 @@ class NativeDriver(FastDriver):
         if self._router_kernel is not None:
             yield "router"
 
+    @property
+    def whole(self) -> NativeLayer | None:
+        """What one call over several layers needs of this one; None if a part is not ours."""
+        attention, router = self._attention, self._router_kernel
+        if attention is None or router is None or self._parts.shared is not None:
+            return None
+        return NativeLayer(
+            attention,
+            self._out,
+            router,
+            self._index,
+            self._parts.window,
+            1.0 if self._scale is None else self._scale,
+            self._kv_heads,
+            self._head_dim,
+            router.top_k,
+            router.dtype,
+        )
+
     # -- what runs
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
@@ -128,6 +170,7 @@ class NativeDriver(FastDriver):
             return super().attend(x_TD, rope, step)
         kernel, index, window = self._attention, self._index, self._parts.window
         spans = step.addresses(self._kv_heads, self._head_dim, x_TD)
+        step.reach()
         at, num = spans.address, len(step.spans)
         q = kernel.enter(x_TD, *rope, index, at, num)
         whole = step.num_attended == step.num_tokens

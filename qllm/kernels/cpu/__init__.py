@@ -289,8 +289,8 @@ class Router:
             raise ValueError(f"top_k={top_k} of {weight_ED.shape[0]} experts")
         matrix = Matrix([weight_ED])
         self._keep = (matrix, norm_D)
-        self._top_k = top_k
-        self._dtype = torch.float32 if wide else torch.bfloat16
+        self.top_k = top_k
+        self.dtype = torch.float32 if wide else torch.bfloat16
         self._struct = _Router(norm_D.data_ptr(), matrix.struct, top_k, renormalise, wide, eps)
         self._address = ctypes.addressof(self._struct)
 
@@ -299,8 +299,8 @@ class Router:
         mid_TD = _dense(mid_TD)
         num = mid_TD.shape[0]
         normed = torch.empty_like(mid_TD)
-        ids = torch.empty((num, self._top_k), dtype=torch.int64)
-        weights = torch.empty((num, self._top_k), dtype=self._dtype)
+        ids = torch.empty((num, self.top_k), dtype=torch.int64)
+        weights = torch.empty((num, self.top_k), dtype=self.dtype)
         native.route(
             normed.data_ptr(),
             ids.data_ptr(),

@@ -1,0 +1,440 @@
+"""Whole programs in one native call: the state at every boundary is that of ops one by one."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from qllm.compile import compile_program
+from qllm.errors import InvariantError, ModelError
+from qllm.kernels import cpu
+from qllm.models.sweep import NOTHING
+from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, Watch
+from qllm.runner import TorchRunner
+from qllm.types import Grain, SamplingParams
+
+assert cpu.MISSING is None, cpu.MISSING
+LAYERS, TOP_K, VOCAB = 4, 4, 160
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": TOP_K,
+    "tie_word_embeddings": False,
+}
+FINE = CutRule(
+    max_cost=12.0,
+    attn_cost_per_kv=0.01,
+    min_block=2,
+    max_block=8,
+    glue_block=8,
+    dense_block=8,
+    expert_block=3,
+)
+GREEDY = SamplingParams(temperature=0)
+
+
+def qwen3(**more: Any) -> nn.Module:
+    more = {"num_experts": 8, "moe_intermediate_size": 80, "norm_topk_prob": True, **more}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, "head_dim": 32, **more}))
+
+
+def part_dense() -> nn.Module:
+    return qwen3(mlp_only_layers=[1], intermediate_size=96)
+
+
+def mixtral() -> nn.Module:
+    own = {"num_local_experts": 8, "intermediate_size": 80, "sliding_window": 9, "head_dim": 32}
+    return MixtralForCausalLM(MixtralConfig(**COMMON, **own))
+
+
+def olmoe() -> nn.Module:
+    return OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=8, intermediate_size=80))
+
+
+MAKERS = {"qwen3": qwen3, "part_dense": part_dense, "mixtral": mixtral, "olmoe": olmoe}
+COVERED = {"qwen3": 4, "part_dense": 3, "mixtral": 4, "olmoe": 4}
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MAKERS[name]()
+    for parameter in model.parameters():
+        scale = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.data = torch.randn_like(parameter) * scale + (parameter.dim() == 1)
+    return model.bfloat16().eval()
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    cpu.set_threads(1)
+    torch.set_num_threads(before)
+
+
+class Poll:
+    """A stop word that fires at random; without `watch`, so that the caller looks at it."""
+
+    stop_at_ns: int | None = None
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.rng, self.share, self.polls = random.Random(seed), share, 0
+
+    @property
+    def word(self) -> int:
+        self.polls += 1
+        return -1 if self.rng.random() < self.share else 1 << 30
+
+    def now_ns(self) -> int:
+        return 0
+
+
+class Watched:
+    """A stop word with a cell that a native call may watch."""
+
+    def __init__(self) -> None:
+        self.cell = torch.zeros(1, dtype=torch.int64)
+        self.word = 1 << 30
+        self.stop_at_ns: int | None = None
+        self.at_ns = 0
+
+    def now_ns(self) -> int:
+        return self.at_ns
+
+    def watch(self) -> Watch:
+        return Watch(self.cell.data_ptr(), int(self.cell))
+
+
+def runner_of(model: nn.Module, *, native: bool, fine: bool = False) -> TorchRunner:
+    runner = TorchRunner(model, max_segment_ms=float("inf"))
+    if not native:
+        runner.sweep = NOTHING
+    if fine:
+        runner.cuts = FINE
+        object.__setattr__(runner._costs, "range_ns", 2.5 * runner._costs.unit_ns)
+    return runner
+
+
+_frames = iter(range(1 << 30))
+
+
+def compiled(runner: TorchRunner, rows: list[Row], grain: Grain) -> Program:
+    last = [row.end_layer == LAYERS for row in rows]
+    known = [row.hi == len(runner.token_ids(row.request_id)) for row in rows]
+    return compile_program(
+        Plan(rows=tuple(rows), grain=grain, stop_below=5),
+        frame_id=next(_frames),
+        samples=[a and b for a, b in zip(last, known, strict=True)],
+        shape=runner.shape,
+        cuts=runner.cuts,
+    )
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def next_row(runner: TorchRunner, request: int) -> Row:
+    ids = runner.token_ids(request)
+    return Row(request, runner.num_committed(request), len(ids), 0, LAYERS)
+
+
+def held(runner: TorchRunner, program: Program, at: Index) -> dict[str, Tensor]:
+    """What a frame holds, without the rows that no op has written yet."""
+    out = runner.export_frame(program, at)
+    ops, layer = program.ops, runner.frames[program.frame_id].layer
+    if at.op == len(ops) or not program.inside_layer(at):
+        return out
+    here = ops[at.op]
+    done = [op for op in ops[: at.op] if op.layer == here.layer and op.kind is not OpKind.EMBED]
+    ends = {op.kind: op.hi for op in done}
+    out["mid"] = out["mid"][: ends[OpKind.ATTN]]
+    if "next" in out:
+        out["next"] = out["next"][: ends[OpKind.COMBINE]]
+    if layer.work is not None and at.pos:
+        out["work.slots"] = out["work.slots"][: layer.work.units[at.pos - 1].hi]
+    return out
+
+
+def kv_of(runner: TorchRunner, request: int, layers: int) -> dict[str, Tensor]:
+    """What is written of the KV of the first layers."""
+    names = [f"{x}.{i}" for i in range(layers) for x in "kv"]
+    tensors = runner.export_request(request)[0]
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def run_beside(runners: list[TorchRunner], program: Program, share: float, seed: int) -> int:
+    """Run a program in all runners, compare at every stop; returns how often it stopped."""
+    for runner in runners:
+        runner.accept(program)
+    at, stops, polls = START, 0, [Poll(seed, share) for _ in runners]
+    while at != program.end:
+        ends = [r.run(program, at, poll) for r, poll in zip(runners, polls, strict=True)]
+        assert len(set(ends)) == 1
+        at = ends[0]
+        states = [held(runner, program, at) for runner in runners]
+        for runner, state, poll in zip(runners[1:], states[1:], polls[1:], strict=True):
+            assert_same(state, states[0])
+            assert poll.polls == polls[0].polls
+            assert runner.expert_bytes == runners[0].expert_bytes
+            for row, request in enumerate(program.request_ids):
+                done = program.frontier_layer(row, at)
+                assert_same(kv_of(runner, request, done), kv_of(runners[0], request, done))
+                mine, theirs = (r._requests[request].kv.written for r in (runner, runners[0]))
+                assert mine == theirs
+        stops += at != program.end
+    sampled = [[s.token_id for s in runner.finish(program)] for runner in runners]
+    assert all(tokens == sampled[0] for tokens in sampled)
+    return stops
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_boundary_holds_what_ops_one_by_one_leave(name: str, fine: bool) -> None:
+    model, rng = model_of(name), random.Random(fine)
+    runners = [runner_of(model, native=native, fine=fine) for native in (False, True)]
+    assert runners[1].names["sweep"] == f"{COVERED[name]} of {LAYERS} layers in one call"
+    for request in range(3):
+        prompt = prompt_of(rng.randint(5, 40), request)
+        for runner in runners:
+            runner.add(request, prompt, GREEDY, len(prompt), len(prompt) + 8)
+    stops = 0
+    for seed, grain in enumerate((Grain.EXPERT, Grain.LAYER, Grain.STEP, Grain.EXPERT)):
+        rows = [next_row(runners[0], request) for request in range(3)]
+        if seed == 0:  # a chunk, rows that leave early, rows that join late
+            first = rows[0]._replace(end_layer=2)
+            stops += run_beside(runners, compiled(runners[0], [first], grain), 0.6, seed)
+            half = rows[1]._replace(hi=rows[1].hi // 2)
+            rows = [rows[0]._replace(start_layer=2), half, rows[2]._replace(end_layer=3)]
+            stops += run_beside(runners, compiled(runners[0], rows, grain), 0.6, seed)
+            rest = [next_row(runners[0], 1), rows[2]._replace(start_layer=3, end_layer=LAYERS)]
+            rows = rest
+        stops += run_beside(runners, compiled(runners[0], rows, grain), 0.6, seed)
+    assert stops > (40 if fine else 15)
+    assert all(runner.segments.longest_ns > 0 for runner in runners)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "part_dense"])
+def test_a_frame_changes_between_both_ways_and_through_a_checkpoint(name: str) -> None:
+    model, rng = model_of(name), random.Random(7)
+    plain, mixed = (
+        runner_of(model, native=False, fine=True),
+        runner_of(model, native=True, fine=True),
+    )
+    ours = mixed.sweep
+    for runner in (plain, mixed):
+        runner.add(0, prompt_of(30, 0), GREEDY, 30, 40)
+        runner.add(1, prompt_of(11, 1), GREEDY, 11, 40)
+    program = compiled(plain, [next_row(plain, 0), next_row(plain, 1)], Grain.EXPERT)
+    for runner in (plain, mixed):
+        runner.accept(program)
+    at, polls = START, [Poll(3, 0.5), Poll(3, 0.5)]
+    while at != program.end:
+        mixed.sweep = rng.choice((ours, NOTHING))
+        end = mixed.run(program, at, polls[1])
+        at = plain.run(program, at, polls[0])
+        assert end == at
+        assert_same(held(mixed, program, at), held(plain, program, at))
+        if rng.random() < 0.3:
+            tensors = mixed.export_frame(program, at)
+            mixed.drop(program)
+            mixed.import_frame(program, at, tensors)
+    assert mixed.finish(program) == plain.finish(program)
+
+
+def test_a_killed_row_is_skipped_from_then_on() -> None:
+    model = model_of("qwen3")
+    runners = [runner_of(model, native=native, fine=True) for native in (False, True)]
+    for runner in runners:
+        for request in range(3):
+            runner.add(request, prompt_of(9 + request, request), GREEDY, 9 + request, 40)
+    program = compiled(runners[0], [next_row(runners[0], i) for i in range(3)], Grain.EXPERT)
+    ends = []
+    for runner in runners:
+        runner.accept(program)
+        poll = Poll(0, 1.0)
+        at = START
+        for _ in range(14):
+            at = runner.run(program, at, poll)
+        runner.kill(program, 1)
+        poll.share = 0.0
+        ends.append(runner.run(program, at, poll))
+    assert ends == [program.end] * 2
+    assert_same(held(runners[1], program, program.end), held(runners[0], program, program.end))
+    sampled = [runner.finish(program) for runner in runners]
+    assert sampled[0] == sampled[1]
+    assert [s.request_id for s in sampled[0]] == [0, 2]
+
+
+# -- how many calls, and when they return
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per native sweep."""
+    made: list[int] = []
+    real = cpu.native.sweep
+
+    def sweep(address: int) -> None:
+        made.append(address)
+        real(address)
+
+    monkeypatch.setattr(cpu.native, "sweep", sweep)
+    return made
+
+
+def accepted(runner: TorchRunner, grain: Grain, tokens: int = 40) -> Program:
+    runner.add(0, prompt_of(tokens, 0), GREEDY, tokens, tokens + 40)
+    program = compiled(runner, [next_row(runner, 0)], grain)
+    runner.accept(program)
+    return program
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
+def test_a_step_takes_one_call(name: str, calls: list[int]) -> None:
+    runner, stop = runner_of(model_of(name), native=True, fine=True), Watched()
+    program = accepted(runner, Grain.EXPERT)
+    assert runner.run(program, START, stop) == program.end
+    assert len(calls) == 1
+    runner.finish(program)
+    program = compiled(runner, [next_row(runner, 0)], Grain.EXPERT)
+    runner.accept(program)
+    assert runner.run(program, START, stop) == program.end
+    assert len(calls) == 2
+    assert runner.segments.longest_op in set(OpKind)
+
+
+def boundaries(runner: TorchRunner, program: Program) -> list[Index]:
+    """Every boundary that a stop may fall on."""
+    runner.accept(program)
+    found, at = [], START
+    while at != program.end:
+        at = runner.run(program, at, Poll(0, 1.0))
+        found.append(at)
+    runner.drop(program)
+    return found
+
+
+@pytest.mark.parametrize("grain", [Grain.LAYER, Grain.EXPERT])
+def test_a_call_returns_at_the_first_boundary_when_it_was_asked_before(
+    grain: Grain, calls: list[int]
+) -> None:
+    runner = runner_of(model_of("qwen3"), native=True, fine=True)
+    program = accepted(runner, grain)
+    runner.drop(program)
+    found = boundaries(runner, program)
+    asked, late, rang = Watched(), Watched(), Watched()
+    asked.word = 0
+    late.stop_at_ns, late.at_ns = 5, 6
+    for stop in (asked, late):
+        runner.accept(program)
+        at = START
+        ends = []
+        while at != program.end:
+            at = runner.run(program, at, stop)
+            ends.append(at)
+        runner.drop(program)
+        assert ends == found
+    runner.accept(program)
+    rang.watch = lambda: Watch(rang.cell.data_ptr(), -1)  # type: ignore[method-assign]
+    del calls[:]
+    assert runner.run(program, START, rang) == program.end  # false alarms: the word is still high
+    assert len(calls) == len(found) - 2  # all but EMBED and HEAD
+    runner.drop(program)
+
+
+def test_the_time_is_looked_at_inside_a_call() -> None:
+    runner, stop = runner_of(model_of("qwen3"), native=True, fine=True), Watched()
+    program = accepted(runner, Grain.EXPERT)
+    stop.stop_at_ns = 1  # the clock stands at 0, one nanosecond before: the call sees it pass
+    reads: list[Index] = []
+    stop.now_ns = lambda: reads.append(START) or 0  # type: ignore[method-assign, func-returns-value]
+    assert runner.run(program, START, stop) == program.end
+    assert len(reads) > 100, "every boundary came back to look at the clock"
+    runner.drop(program)
+
+
+def test_nothing_is_polled_at_grain_step(calls: list[int]) -> None:
+    runner, stop = runner_of(model_of("qwen3"), native=True, fine=True), Watched()
+    stop.word, stop.stop_at_ns, stop.at_ns = -1, 0, 1
+    program = accepted(runner, Grain.STEP)
+    assert runner.run(program, START, stop) == program.end
+    assert len(calls) == 1
+
+
+def test_a_watcher_of_segments_sees_each_of_them() -> None:
+    model, seen = model_of("qwen3"), []
+    for native in (False, True):
+        runner, mine = runner_of(model, native=native, fine=True), []
+        runner.on_segment = lambda program, at, begin, end, mine=mine: mine.append(at)
+        program = accepted(runner, Grain.STEP)
+        runner.run(program, START, Watched())
+        seen.append(mine)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 100
+
+
+def test_a_run_of_units_that_was_done_before_is_refused() -> None:
+    runner = runner_of(model_of("qwen3"), native=True, fine=True)
+    program = accepted(runner, Grain.EXPERT)
+    at, stop = START, Poll(0, 1.0)
+    while not at.pos:
+        at = runner.run(program, at, stop)
+    work: Any = runner.frames[program.frame_id].layer.work
+    for place in (0, len(work.done) - 1):
+        work.done[place] ^= 1
+        with pytest.raises(InvariantError, match="I1"):
+            runner.run(program, at, stop)
+        work.done[place] ^= 1
+    while program.ops[at.op].kind is not OpKind.COMBINE:
+        at = runner.run(program, at, stop)
+    runner.frames[program.frame_id].layer.work.done[3] = 0  # type: ignore[union-attr]
+    with pytest.raises(InvariantError, match="before all its experts"):
+        runner.run(program, at, stop)
+
+
+def test_an_id_that_is_no_expert_s_is_refused() -> None:
+    runner = runner_of(model_of("qwen3"), native=True, fine=True)
+    program = accepted(runner, Grain.EXPERT)
+    at, stop = START, Poll(0, 1.0)
+    while program.ops[at.op].kind is not OpKind.EXPERTS:
+        at = runner.run(program, at, stop)
+    ids_TK = runner.frames[program.frame_id].layer.routed[0].ids_TK
+    for bad in (-1, 8):
+        with torch.inference_mode():
+            ids_TK[0, 0] = bad
+        with pytest.raises(ModelError, match="layer 0 gave an id"):
+            runner.run(program, at, stop)
+
+
+def test_a_router_of_another_width_is_left_to_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = model_of("qwen3")
+    model.model.layers[2].mlp.gate.top_k = 3
+    runner = runner_of(model, native=True)
+    assert runner.names["sweep"] == "3 of 4 layers in one call"
+    program = accepted(runner, Grain.EXPERT)
+    with pytest.raises(ModelError, match="takes 3 experts per token"):
+        runner.run(program, START, Watched())
