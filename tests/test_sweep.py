@@ -1,6 +1,8 @@
 """Whole programs in one native call: the state at every boundary is that of ops one by one."""
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +17,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from watching import has_changed
 
 from qllm.compile import compile_program
 from qllm.errors import InvariantError, ModelError
+from qllm.ingress import InprocIngress, StopWord
 from qllm.kernels import cpu
 from qllm.models.sweep import NOTHING
 from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, Watch
@@ -438,3 +442,51 @@ def test_a_router_of_another_width_is_left_to_the_op(monkeypatch: pytest.MonkeyP
     program = accepted(runner, Grain.EXPERT)
     with pytest.raises(ModelError, match="takes 3 experts per token"):
         runner.run(program, START, Watched())
+
+
+# -- arrivals
+
+
+def test_an_arrival_on_another_thread_stops_a_call() -> None:
+    model = model_of("qwen3")
+    runner = runner_of(model, native=True, fine=True)
+    ingress = InprocIngress(time.monotonic_ns)
+    program, stop = accepted(runner, Grain.EXPERT, tokens=450), ingress.stop
+    assert not has_changed(stop.watch())
+    running = threading.Event()
+    at: list[int] = []
+
+    def arrive() -> None:
+        running.wait()
+        time.sleep(0.005)  # the call is under way: only without the GIL does this end before it
+        at.append(time.monotonic_ns())
+        stop.lower(0)
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    before = stop.watch()
+    running.set()
+    end = runner.run(program, START, stop)
+    thread.join()
+    assert at
+    assert end != program.end, "it stopped in the midst of some hundred segments"
+    assert has_changed(before)
+    assert not has_changed(stop.watch())
+    assert ingress.drain() == []  # the word is up again
+    assert runner.run(program, end, stop) == program.end
+    plain = runner_of(model, native=False, fine=True)
+    other = accepted(plain, Grain.EXPERT, tokens=450)
+    assert plain.run(other, START, Poll(0, 0.0)) == other.end
+    assert runner.finish(program) == plain.finish(other)
+
+
+def test_a_word_that_is_down_before_and_during_a_run_changes_once() -> None:
+    stop = StopWord(lambda: 0)
+    first = stop.watch()
+    stop.lower(10)
+    assert has_changed(first)
+    second = stop.watch()
+    stop.lower(11)
+    assert not has_changed(second), "a worse arrival changes nothing"
+    stop.lower(3)
+    assert has_changed(second)
