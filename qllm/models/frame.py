@@ -40,6 +40,13 @@ class LayerState:
     space: Any = None
     """`models.sweep.Space` whose tensors these are, if one call ran them all."""
 
+    def tensors(self) -> list[Tensor | None]:
+        """All it holds."""
+        held = [self.mid_TD, self.next_TD, self.experts_x_TD, self.weights_TK]
+        for routed in list(self.routed.values()):
+            held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
+        return [*held, None if self.work is None else self.work.slots_SD]
+
 
 @dataclass(slots=True)
 class Kept:
@@ -127,11 +134,8 @@ class Frame:
         Callable from any thread: of a frame that runs it is a moment's value.
         """
         layer, head = self.layer, self.head
-        held = [self.x_TD, self.master_TD, layer.mid_TD, layer.next_TD]
-        held += [layer.experts_x_TD, layer.weights_TK]
-        for routed in list(layer.routed.values()):
-            held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
-        held.append(None if layer.work is None else layer.work.slots_SD)
+        held = [self.x_TD, self.master_TD]
+        held += layer.tensors() if layer.space is None else layer.space.tensors()
         held += [] if head is None else head.tensors()
         return sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
 

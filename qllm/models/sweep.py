@@ -150,6 +150,10 @@ class Space:
         """token_S and inverse_S of `Work`."""
         self.units = whole[3 * num :]
 
+    def tensors(self) -> list[Tensor]:
+        """All it holds, whether it is in use or not."""
+        return [getattr(self, name) for name in self.__slots__]
+
     def take_up(self, state: LayerState) -> None:
         """Copy what ops one by one, or a restored frame, have left in a layer."""
         assert state.mid_TD is not None
