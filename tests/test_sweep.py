@@ -24,7 +24,7 @@ from qllm.compile import compile_program
 from qllm.errors import InvariantError, ModelError
 from qllm.ingress import InprocIngress
 from qllm.kernels import cpu
-from qllm.models.sweep import NOTHING
+from qllm.models.sweep import NOTHING, Sweep
 from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, Watch
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams
@@ -452,11 +452,13 @@ def test_an_id_that_is_no_expert_s_is_refused() -> None:
             runner.run(program, at, stop)
 
 
-def test_a_router_of_another_width_is_left_to_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_another_shape_are_left_to_ops() -> None:
     model: Any = model_of("qwen3")
     model.model.layers[2].mlp.gate.top_k = 3
     runner = runner_of(model, native=True)
-    assert runner.names["sweep"] == "3 of 4 layers in one call"
+    assert runner.sweep.num_layers == 3
+    runner.compute.drivers[1]._kv_heads = 1  # type: ignore[union-attr]
+    assert Sweep(runner.compute.drivers, runner.compute.banks, TOP_K).num_layers == 2
     program = accepted(runner, Grain.EXPERT)
     with pytest.raises(ModelError, match="takes 3 experts per token"):
         runner.run(program, START, Watched())
