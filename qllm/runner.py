@@ -24,10 +24,12 @@ from qllm.models.compute import Compute, RunOp
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import Work
-from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
+from qllm.models.frame import Frame, Held, LayerState
+from qllm.models.heads import HeadState
 from qllm.models.native import attend_some
 from qllm.models.rope import RopeTable
-from qllm.plan import Index, Longest, Op, OpKind, Program, Segments, Stop
+from qllm.models.sweep import Sizes, Swept
+from qllm.plan import Index, Longest, Op, OpKind, Program, Row, Segments, Stop
 from qllm.sampler import Sampler
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
@@ -98,6 +100,8 @@ class TorchRunner:
         """Let this compute from now on; nothing else computes."""
         self.compute = compute
         self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
+        self.sweep = compute.sweep
+        """Runs what it covers in one call; with `models.sweep.NOTHING` every op runs by itself."""
         self.drivers = tuple(driver.kind for driver in self._drivers)
         """Who runs each layer."""
         self._ops: dict[OpKind, RunOp] = {
@@ -186,18 +190,7 @@ class TorchRunner:
     def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
         frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
-        late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
-        if late:
-            dtype = self.parts.lm_head.weight.dtype
-            width = self.parts.lm_head.in_features
-            master = torch.zeros((program.num_tokens, width), dtype=dtype, device=self._device)
-            for r in late:
-                row = program.rows[r]
-                kept = self._requests[row.request_id].kept
-                if kept is None or (kept.lo, kept.hi, kept.layer) != row[1:4]:
-                    raise InvariantError(f"{row} does not start at its frontier (I2)")
-                master[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
-            frame.master_TD = master
+        frame.take_back(self._requests, self.parts.lm_head.weight)
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
@@ -211,16 +204,20 @@ class TorchRunner:
         begin = clock()
         while op < len(ops):
             o = ops[op]
-            kind = o.kind
-            here = (op, pos)
-            pos = self._ops[kind](frame, o, pos)
-            if pos == 0:
-                op += 1
+            kind, here = o.kind, Index(op, pos)
+            swept = self._swept(frame, program, here, stop) if self.sweep.covers(o) else None
+            if swept is not None:
+                (op, pos), kind = swept.at, swept.longest_op
+            else:
+                frame.layer.space = None
+                pos = self._ops[kind](frame, o, pos)
+                op += pos == 0
             end = clock()
-            if end - begin > segments.longest_ns:
-                segments.longest_ns, segments.longest_op = end - begin, kind
+            ns = end - begin if swept is None or swept.num_segments == 1 else swept.longest_ns
+            if ns > segments.longest_ns:
+                segments.longest_ns, segments.longest_op = ns, kind
             if self.on_segment is not None:
-                self.on_segment(program, Index(*here), begin, end)
+                self.on_segment(program, here, begin, end)
             begin = end
             if op == len(ops) or grain is Grain.STEP:
                 continue
@@ -231,6 +228,13 @@ class TorchRunner:
                 break
         return Index(op, pos)
 
+    def _swept(self, frame: Frame, program: Program, at: Index, stop: Stop) -> Swept | None:
+        """Ops from `at` on in one call, if it may start there."""
+        sizes = Sizes(self._costs, self.cuts.expert_block, self.on_segment is not None)
+        swept = self.sweep.run(frame, program, at, stop, self._new_step, sizes)
+        self.expert_bytes += 0 if swept is None else swept.expert_bytes
+        return swept
+
     def finish(self, program: Program) -> list[Sampled]:
         frame = self.frames.pop(program.frame_id)
         top_k = self.shape.experts_per_token
@@ -238,7 +242,7 @@ class TorchRunner:
         if frame.slots_done != owed:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with torch.inference_mode():
-            self._keep(frame, program.end)
+            frame.give_back(self._requests, program.end)
         for row in program.rows:
             if row.request_id not in frame.dead and row.end_layer == program.num_layers:
                 self._requests[row.request_id].kv.committed = row.hi
@@ -251,24 +255,7 @@ class TorchRunner:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
         with torch.inference_mode():
-            self._keep(self.frames.pop(program.frame_id), index)
-
-    def _keep(self, frame: Frame, index: Index) -> None:
-        """Rows that are not at the end keep their hidden states."""
-        program = frame.program
-        done = index == program.end
-        for r, row in enumerate(program.rows):
-            if row.request_id in frame.dead:
-                continue
-            request = self._requests[row.request_id]
-            layer = program.frontier_layer(r, index)
-            request.kept = None
-            if layer == 0 or (done and layer == program.num_layers):
-                continue
-            frame.flush()
-            assert frame.master_TD is not None
-            x = frame.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
-            request.kept = Kept(row.lo, row.hi, layer, x)
+            self.frames.pop(program.frame_id).give_back(self._requests, index)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         frame = self.frames[program.frame_id]
@@ -422,34 +409,46 @@ class TorchRunner:
                     at += program.rows[r].num_tokens
                     ends.append(at - 1)
                 x = x[ends] if len(ends) > 1 else x[ends[0] : ends[0] + 1]
-            frame.head = HeadState(parts.norm(x), [])
-        head = frame.head
+            frame.head = HeadState(parts.norm(x), self._greedy(frame, members))
         num = self._head.num_blocks
         stop = min(num, pos + self._costs.head_blocks(len(members), num))
-        head.blocks.extend(self._head(head.x_BD, block) for block in range(pos, stop))
+        frame.head.run(self._head, pos, stop, parts.logits_scaling)
         if stop < num:
             return stop
         self._sample(frame, members)
         return 0
 
+    def _greedy(self, frame: Frame, members: tuple[int, ...]) -> list[int]:
+        """Rows that need no logits but the largest."""
+        if self.on_logits is not None or not self.compute.streams:
+            return []
+        program = frame.program
+        ids, dead = [program.rows[r].request_id for r in members], frame.dead
+        return [i for i, name in enumerate(ids) if name in dead or self._sampler.is_plain(name)]
+
     def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
-        assert frame.head is not None
-        blocks = frame.head.blocks
-        logits = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-        if self.parts.logits_scaling is not None:
-            logits = logits / self.parts.logits_scaling
+        head = frame.head
+        assert head is not None
         rows = [frame.program.rows[r] for r in members]
-        live = [i for i, row in enumerate(rows) if row.request_id not in frame.dead]
-        if not live:
-            return
-        if len(live) < len(rows):
-            logits = logits[live]
-        rows = [rows[i] for i in live]
+        found: dict[int, Sampled] = {}
+        for i, token_id, peak in head.answers():
+            if rows[i].request_id not in frame.dead:
+                found[i] = self._sampler.greedy(rows[i].request_id, token_id, peak, rows[i].hi)
+        live = [j for j, i in enumerate(head.rest) if rows[i].request_id not in frame.dead]
+        if live:
+            logits = head.logits()[live] if len(live) < len(head.rest) else head.logits()
+            if self.parts.logits_scaling is not None:
+                logits = logits / self.parts.logits_scaling
+            rest = [head.rest[j] for j in live]
+            found.update(zip(rest, self._choose(logits, [rows[i] for i in rest]), strict=True))
+        frame.sampled = [found[i] for i in sorted(found)]
+
+    def _choose(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         if self.on_logits is not None:
             for i, row in enumerate(rows):
                 self.on_logits(row.request_id, row.hi, logits[i])
         requests = [self._requests[row.request_id] for row in rows]
-        frame.sampled = self._sampler.sample(
+        return self._sampler.sample(
             logits,
             [row.request_id for row in rows],
             [row.hi for row in rows],

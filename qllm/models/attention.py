@@ -46,7 +46,6 @@ class SpanAddresses:
         self._values = array("q")
         for kv, at, lo, hi in spans:
             k, v = kv.base(slab, like)
-            kv.reach(hi)
             self._values.extend((k, v, kv.capacity, at, lo, hi))
         self.address = self._values.buffer_info()[0]
 
@@ -60,6 +59,7 @@ class Step:
 
     __slots__ = (
         "_addresses",
+        "_reached",
         "latent",
         "masks",
         "num_attended",
@@ -83,6 +83,7 @@ class Step:
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
         """Tokens that a span covers; the others are dead."""
         self._addresses: SpanAddresses | None = None
+        self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def update(
@@ -109,10 +110,20 @@ class Step:
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
     def addresses(self, slab: tuple[int, int, int], like: Tensor) -> SpanAddresses:
-        """The spans for our kernels; the KV of new requests is reserved (see `RequestKV.base`)."""
+        """The spans for our kernels; the KV of new requests is reserved (see `RequestKV.base`).
+
+        Who lets a kernel write there calls `reach`.
+        """
         if self._addresses is None:
             self._addresses = SpanAddresses(self.spans, slab, like)
         return self._addresses
+
+    def reach(self) -> None:
+        """The positions of the spans are written, or will be before they are read."""
+        if not self._reached:
+            for kv, _, _, hi in self.spans:
+                kv.reach(hi)
+            self._reached = True
 
     @property
     def num_keys(self) -> int:

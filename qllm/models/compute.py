@@ -26,6 +26,7 @@ from qllm.models.linear import PLAIN, RowBlocks, RowRule
 from qllm.models.native import NativeDriver, is_usable
 from qllm.models.native_experts import is_covered
 from qllm.models.packed import Head, Linears
+from qllm.models.sweep import Sweep
 from qllm.plan import Op, OpKind
 from qllm.types import Driver
 
@@ -74,6 +75,8 @@ class Compute:
         )
         self.packs = kind == "fast"
         """Single queries that torch attends take the heads of a KV head as one matrix."""
+        self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
+        """Greedy rows keep the best of their logits alone (`models.heads`)."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
@@ -83,6 +86,8 @@ class Compute:
         self.banks = expert_banks(
             parts, rule, packs["experts"], self._native["experts"], expert_weights
         )
+        self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
+        """Runs what it covers of a program in one call."""
         self._held = tuple(bank for bank in self.banks if bank is not None)
         # A runner that is dropped, not closed, gives the weights back when it is collected.
         weakref.finalize(self, _leave, self._held).atexit = False
@@ -102,11 +107,13 @@ class Compute:
         except BaseException:
             self.leave()
             raise
+        self.sweep.enter()
         self._linears.do()
 
     def leave(self) -> None:
         """Give the modules back what they had; not while the loop runs."""
         self._linears.undo()
+        self.sweep.leave()
         _leave(self._held)
 
     def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
@@ -167,6 +174,7 @@ class Compute:
             "head": self.head.kernel,
             "attention": attends(sdpa),
             "decode_attention": attends(decode),
+            "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
             "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
             "missing": cpu.MISSING or "none",
         }

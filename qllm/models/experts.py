@@ -209,6 +209,18 @@ class Work:
         self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
         self.done = bytearray(len(self.units))
 
+    @classmethod
+    def of(
+        cls, bank: Bank, ids_TK: Tensor, ints: Tensor, units: list[Unit], slots_SD: Tensor
+    ) -> "Work":
+        """One that our kernels have sorted already; `ints` is token_S and then inverse_S."""
+        work = cls.__new__(cls)
+        work.bank, work.ids_TK, work.units, work.slots_SD = bank, ids_TK, units, slots_SD
+        work.token_S, work.inverse_S = ints.chunk(2)
+        work.flat = array("q", [value for unit in units for value in unit])
+        work.done = bytearray(len(units))
+        return work
+
     def bytes_to_read(self) -> int:
         """Weights of the experts that have a unit."""
         return len({unit.expert for unit in self.units}) * self.bank.unit_bytes

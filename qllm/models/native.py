@@ -6,7 +6,7 @@ fp32 sums.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,29 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
         given = zip(linears, biases, strict=True)
         biases = [x.weight.new_zeros(x.out_features) if b is None else b for x, b in given]
     return cpu.Matrix([x.weight.detach() for x in linears], biases, arena)
+
+
+class NativeLayer(NamedTuple):
+    """A layer of which all but the experts is ours (kernels/cpu/sweep.h)."""
+
+    attention: Attention
+    out: cpu.Matrix
+    router: Router
+    number: int
+    """Of the layer."""
+    window: int | None
+    scale: float
+    """Of what is added to the residual stream."""
+    slab: tuple[int, int, int]
+    """See `Attention`."""
+    top_k: int
+    weights: torch.dtype
+    """Of the experts' outputs, as the router gives them."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], int, torch.dtype]:
+        """What neighbours must share to run in one call."""
+        return self[-3:]
 
 
 class NativeDriver(FastDriver):
@@ -182,6 +205,26 @@ class NativeDriver(FastDriver):
         if self._router_kernel is not None:
             yield "router"
 
+    @property
+    def whole(self) -> NativeLayer | None:
+        """What one call over several layers needs of this one; None if a part is not ours."""
+        attention, router = self._attention, self._router_kernel
+        if not isinstance(attention, Attention) or router is None:
+            return None
+        if self._parts.shared is not None:
+            return None
+        return NativeLayer(
+            attention,
+            self._out,
+            router,
+            self._index,
+            self._parts.window,
+            1.0 if self._scale is None else self._scale,
+            attention.slab,
+            router.top_k,
+            router.dtype,
+        )
+
     # -- what runs
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
@@ -199,6 +242,7 @@ class NativeDriver(FastDriver):
         if kernel is None:
             return super().attend(x_TD, rope, step), None, 0
         spans = step.addresses(kernel.slab, x_TD)
+        step.reach()
         op = self._index, window, spans.address, len(step.spans)
         begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
         stop = begin + num_keys

@@ -140,12 +140,20 @@ class NativeBank:
             "kernels='reference'"
         )
 
-    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
+    @property
+    def address(self) -> int:
+        """Of `Experts` in kernels.h; until `leave`."""
+        return self._entered().address
+
+    def _entered(self) -> Experts:
         if self._packed is None:
             raise InvariantError("these experts were given back to their module")
+        return self._packed
+
+    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
         units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
-        self._packed.run(x_TD, work.token_S, units, stop - start, work.slots_SD)
+        self._entered().run(x_TD, work.token_S, units, stop - start, work.slots_SD)
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
         """Sum over k of weight times slot."""

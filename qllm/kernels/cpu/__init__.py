@@ -141,14 +141,14 @@ class Matrix:
             self.num_out,
             self.num_in,
         )
-        self._address = ctypes.addressof(self.struct)
+        self.address = ctypes.addressof(self.struct)
 
     def linear(self, x: Tensor) -> Tensor:
         """`F.linear`; x is bf16 [..., in]."""
         x = dense(x)
         out = x.new_empty((*x.shape[:-1], self.num_out))
         rows = x.numel() // self.num_in
-        native.linear(out.data_ptr(), x.data_ptr(), self._address, rows)
+        native.linear(out.data_ptr(), x.data_ptr(), self.address, rows)
         return out
 
 

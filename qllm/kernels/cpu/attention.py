@@ -105,6 +105,11 @@ class _Attends:
     _struct: Any
     _enter: Any
 
+    @property
+    def address(self) -> int:
+        """Of its struct in kernels.h."""
+        return ctypes.addressof(self._struct)
+
     def _sizes(self) -> tuple[int, int]:
         heads = self._struct.heads
         return heads.heads * heads.head_dim, heads.heads * (heads.head_dim - heads.tail)
@@ -122,7 +127,7 @@ class _Attends:
             cos.data_ptr(),
             sin.data_ptr(),
             num_tokens,
-            ctypes.addressof(self._struct),
+            self.address,
             layer,
             spans,
             num_spans,
@@ -311,6 +316,5 @@ class Latents(_Attends):
 
     def _leave(self, out: Tensor) -> Tensor:
         left = out.new_empty((out.shape[0], self._value_size))
-        address = ctypes.addressof(self._struct)
-        native.latents_out(left.data_ptr(), out.data_ptr(), address, out.shape[0])
+        native.latents_out(left.data_ptr(), out.data_ptr(), self.address, out.shape[0])
         return left

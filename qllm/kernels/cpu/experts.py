@@ -150,7 +150,7 @@ class Experts:
         shape = num, width, hidden
         gate = clamp or Clamp(0.0, 0.0)
         self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *gate)
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
 
     def pack(self, expert: int, up: Tensor, down: Tensor) -> None:
         """Take one expert's weights, bf16 [2F, D] (gate first) and [D, F] of any strides."""
@@ -172,5 +172,5 @@ class Experts:
             token_S.data_ptr(),
             units,
             num_units,
-            self._address,
+            self.address,
         )

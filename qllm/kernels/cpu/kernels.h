@@ -150,6 +150,12 @@ struct Kernels {
   void (*combine)(uint16_t* out, const uint16_t* slots, const int64_t* inverse,
                   const void* weights, int64_t wide, int64_t tokens, int64_t top_k,
                   int64_t width);
+  // out [num] = x + y * scale; out may be one of them
+  void (*add)(uint16_t* out, const uint16_t* x, const uint16_t* y, float scale, int64_t num);
+  // Largest logit [rows] so far and the lowest id of it, given logits [rows, num] of the ids from
+  // `first`; NaN is larger than any.
+  void (*best)(float* peaks, int64_t* ids, const uint16_t* logits, int64_t rows, int64_t num,
+               int64_t first);
 };
 
 extern const Kernels kPortable;

@@ -79,8 +79,8 @@ class Router:
         matrix = Matrix([weight_ED], [bias_E])
         correction = None if correction_E is None else correction_E.detach().float().contiguous()
         self._keep = (matrix, norm, correction)
-        self._top_k = top_k
-        self._dtype = torch.float32 if wide else torch.bfloat16
+        self.top_k = top_k
+        self.dtype = torch.float32 if wide else torch.bfloat16
         self._struct = _Router(
             norm.struct,
             matrix.struct,
@@ -94,21 +94,21 @@ class Router:
             scaling,
             jitter,
         )
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
 
     def __call__(self, mid_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The normed input [T, D], expert ids [T, K] and their weights [T, K]."""
         mid_TD = dense(mid_TD)
         num = mid_TD.shape[0]
         normed = torch.empty_like(mid_TD)
-        ids = torch.empty((num, self._top_k), dtype=torch.int64)
-        weights = torch.empty((num, self._top_k), dtype=self._dtype)
+        ids = torch.empty((num, self.top_k), dtype=torch.int64)
+        weights = torch.empty((num, self.top_k), dtype=self.dtype)
         native.route(
             normed.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
             mid_TD.data_ptr(),
             num,
-            self._address,
+            self.address,
         )
         return normed, ids, weights
