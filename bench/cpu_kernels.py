@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +23,12 @@ from common import MODEL, machine
 
 from qllm.compile import compile_program
 from qllm.kernels import cpu
+from qllm.kernels.cpu.attention import Attention
+from qllm.kernels.cpu.norms import Norm
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Span, Step
-from qllm.models.experts import NativeBank, Work
+from qllm.models.experts import Work
+from qllm.models.native_experts import NativeBank
 from qllm.plan import START, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams
@@ -86,8 +88,13 @@ def expert_rows(shape: tuple[int, int, int, int], quick: bool) -> Iterator[dict[
     layers = 1 if quick else -(-COLD_BYTES // (one * num))
     banks = []
     for _ in range(layers):
-        up, down = rand(num, 2 * width, hidden), rand(num, hidden, width)
-        banks.append(NativeBank(SimpleNamespace(gate_up_proj=up, down_proj=down)))
+        experts: Any = torch.nn.Module()
+        experts.is_transposed, experts.is_concatenated, experts.has_bias = False, True, False
+        for name, shape_ in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
+            weight = torch.nn.Parameter(rand(num, *shape_), requires_grad=False)
+            experts.register_parameter(f"{name}_proj", weight)
+        banks.append(NativeBank(experts))
+        banks[-1].enter()
     rounds = 2 if quick else 10
     rates = (
         torch_gflops(2 * width, hidden, 512, rounds),
@@ -160,15 +167,16 @@ def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
     """Prefill of 256 tokens and decode of one, at some numbers of keys."""
     n, g, h = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], MODEL["head_dim"]
     shape = {"num_heads": n, "num_kv_heads": g, "head_dim": h}
-    qkv, ones = cpu.Matrix([torch.zeros((n + 2 * g) * h, 2).bfloat16()]), torch.ones(2).bfloat16()
-    kernel = cpu.Attention(qkv, ones, 1e-6, **shape, scale=h**-0.5)
+    qkv = cpu.Matrix([torch.zeros((n + 2 * g) * h, 2).bfloat16()])
+    norm = Norm(torch.ones(2).bfloat16(), 1e-6)
+    kernel = Attention(qkv, norm, **shape, scale=h**-0.5)
     for keys in (512,) if quick else (512, 2048, 8192):
         kv = RequestKV(1, keys)
         kv.write(0, torch.randn(1, g, keys, h).bfloat16(), torch.randn(1, g, keys, h).bfloat16(), 0)
         for queries in (256, 1):
             q = torch.randn(queries, n * h).bfloat16()
             step = Step([Span(kv, 0, keys - queries, keys)], queries, latent=False)
-            at = step.addresses(g, h, q).address
+            at = step.addresses(kernel.slab, q).address
             q_1NTH = q.view(1, queries, n, h).transpose(1, 2)
             mask = step.mask(q, 0, keys - queries, keys, None)
             k, v = kv.read(0, 0, keys)

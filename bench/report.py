@@ -331,6 +331,17 @@ def sim_speed_lines(document: dict[str, Any]) -> list[Line]:
     return [_at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
 
 
+def perplexity_lines(document: dict[str, Any]) -> list[Line]:
+    """Of `bench/perplexity.py`."""
+    lines: list[Line] = []
+    for name, found in document["formats"].items():
+        text = f"{found['perplexity']:.3f} ({found['bits_per_byte']:.4f} bits per byte)"
+        what = "`model.forward`" if name == "reference" else f'`expert_weights="{name}"`'
+        size = found["expert_bytes"]
+        lines.append((f"{what}" + (f", {size:,} bytes per expert" if size else ""), text, "", None))
+    return lines
+
+
 def differential_lines(document: dict[str, Any]) -> list[Line]:
     """Of `bench/differential.py`."""
     num, differences = sum(document["traces"].values()), document["differences"]
@@ -414,6 +425,7 @@ SMALL = {
     "decide-native.json": ("A decision in C++", decide_lines),
     "differential.json": ("Two schedulers, the same decisions", differential_lines),
     "sim_speed.json": ("The simulator's speed", sim_speed_lines),
+    "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
 """Results of one table: title, and the lines of it."""
 

@@ -12,6 +12,7 @@ CHOICES = {
     "preempt_at": tuple(GRAINS),
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
+    "expert_weights": ("auto", "int8", "int8-g64"),
     "attention": ("triton", "flash3"),
     "on_policy_error": ("fail", "fcfs"),
     "scheduler": ("python", "native"),
@@ -49,6 +50,9 @@ class EngineConfig:
     kernels: str = "fast"
     """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
     Face's; "reference": the bits of `model.forward`."""
+    expert_weights: str = "auto"
+    """"auto": as loaded; "int8": half the bytes of bf16, rounded with a scale per output channel
+    (weight-only, as vLLM's "experts_int8"), or "int8-g64" per group of 64 inputs."""
     attention: str = "triton"
     """On CUDA: "triton", our kernel, or "flash3", flash-attn 3 through torch (>= 2.12)."""
     max_waiting: int = 1024
@@ -71,11 +75,7 @@ class EngineConfig:
     """Keep the trace events of the run (see `engine.trace`)."""
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
-                )
+        self._check_choices()
         for name in (
             "max_num_seqs",
             "max_kv_tokens",
@@ -98,6 +98,18 @@ class EngineConfig:
             raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")
         if self.loop != "host":
             self._check_loop()
+
+    def _check_choices(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
+                )
+        if self.expert_weights != "auto" and self.kernels == "reference":
+            raise ConfigError(
+                f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
+                "read it; kernels='reference' has 'auto'"
+            )
 
     def _check_loop(self) -> None:
         for name, plain in ONLY_HOST_LOOP.items():

@@ -70,9 +70,12 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
             kernels=config.kernels,
+            expert_weights=config.expert_weights,
         )
     if config.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
+    if config.expert_weights != "auto":
+        raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
     from qllm.cuda.runner import CudaRunner
 
     return CudaRunner(
@@ -112,7 +115,11 @@ class Prepared:
         with torch_threads(threads):
             self.runner = make_runner(loaded.model, config)
             if config.conformance:
-                check_conformance(loaded.model, self.runner)
+                try:
+                    check_conformance(loaded.model, self.runner)
+                except BaseException:
+                    self.runner.close()  # the model is the caller's, as it was
+                    raise
         segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
         self.limits = Limits(
             max_num_seqs=config.max_num_seqs,

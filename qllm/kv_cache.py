@@ -27,7 +27,7 @@ class RequestKV:
         self.written = 0
         """Tokens whose KV exists in some layer."""
         self.slabs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self._base: tuple[int, int, int] | None = None
+        self._base: tuple[int, int] | None = None
 
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         """Store the keys and values of positions [lo, lo + T)."""
@@ -54,22 +54,20 @@ class RequestKV:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
         return slab[0].narrow(2, lo, hi - lo), slab[1].narrow(2, lo, hi - lo)
 
-    def base(self, num_heads: int, head_dim: int, like: Tensor) -> tuple[int, int, int]:
-        """Addresses of the keys and of the values of layer 0, and values from head to head.
+    def base(self, slab: tuple[int, int, int], like: Tensor) -> tuple[int, int]:
+        """Addresses of the keys and of the values of layer 0.
 
         Args:
-            num_heads: KV heads.
-            head_dim: Width of a head.
+            slab: KV heads, and widths of a key and of a value.
             like: Dtype and device of KV that is not reserved yet.
         """
         if self._base is None:
             if self.slabs[0] is None:
-                shape = like.new_empty((1, num_heads, 0, head_dim))
-                self._reserve(shape, shape)
-            slab = self.slabs[0]
-            assert slab is not None
-            k, v = slab
-            self._base = k.data_ptr(), v.data_ptr(), k.stride(1)
+                num_heads, key, value = slab
+                self._reserve(*(like.new_empty((1, num_heads, 0, w)) for w in (key, value)))
+            first = self.slabs[0]
+            assert first is not None
+            self._base = first[0].data_ptr(), first[1].data_ptr()
         return self._base
 
     def _reserve(self, k_1GTH: Tensor, v_1GTH: Tensor) -> None:

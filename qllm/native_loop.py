@@ -26,22 +26,36 @@ from qllm.ingress.layout import REASONS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.protocol import CONTROL
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Announcer, Doorbell
-from qllm.plan import Program, Runner
+from qllm.plan import Program, Runner, Watch
 from qllm.types import NS_PER_S, FinishReason, Grain
 
 
 class ServerStop:
     """The stop word: what is in the rings, looked at when the bell has rung."""
 
-    __slots__ = ("_bell", "_lowered", "_seen", "_server", "_word", "now_ns", "stop_at_ns")
+    __slots__ = (
+        "_address",
+        "_bell",
+        "_lowered",
+        "_seen",
+        "_server",
+        "_word",
+        "now_ns",
+        "stop_at_ns",
+    )
 
     def __init__(self, bell: memoryview, server: NativeServer, now_ns: Callable[[], int]) -> None:
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self._bell, self._server = bell, server
+        self._address = address_of(bell)
         self._seen = server.memory.cell("bell_seen")
         self._word = server.memory.cell("word")
         self._lowered = server.memory.cell("lowered_ns")
+
+    def watch(self) -> Watch:
+        """The bell and the number seen last (`qllm.plan.Stop`)."""
+        return Watch(self._address, self._seen[0])
 
     @property
     def word(self) -> int:

@@ -146,11 +146,15 @@ class Ops(Sequence[Op]):
             index = index + len(self) if index < 0 else index
         return ops[index - first]
 
-    def _layer_of(self, index: int) -> tuple[int, int, tuple[Op, ...]]:
+    def stretch_of(self, index: int) -> tuple[Stretch, int]:
+        """The stretch that an op lies in, and the index of the stretch's first op."""
         if not 0 <= index < len(self):
             raise IndexError(f"op {index} of {len(self)}")
         at = bisect_right(self._ends, index)
-        stretch, begin = self.stretches[at], self._ends[at - 1] if at else 0
+        return self.stretches[at], self._ends[at - 1] if at else 0
+
+    def _layer_of(self, index: int) -> tuple[int, int, tuple[Op, ...]]:
+        stretch, begin = self.stretch_of(index)
         num = stretch.num_ops
         nth = (index - begin) // num
         first = begin + nth * num
@@ -355,8 +359,20 @@ class Program:
         return min(max(self.layer_at(index), r.start_layer), r.end_layer)
 
 
+class Watch(NamedTuple):
+    """A 64-bit word that changes when a stop word may have gone down."""
+
+    address: int
+    seen: int
+    """While the word is this, the stop word is what it was at the next reading of it."""
+
+
 class Stop(Protocol):
-    """What a runner polls at a boundary. Reading `word` is one load."""
+    """What a runner polls at a boundary. Reading `word` is one load.
+
+    A stop on the monotonic clock may have a method `watch() -> Watch`, for code that polls without
+    Python: it reads `watch()`, then `word`, and looks again when the watched word has changed.
+    """
 
     stop_at_ns: int | None
     """Engine time at which a slice ends."""

@@ -24,9 +24,12 @@ from qllm.models.compute import Compute, RunOp
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import Work
-from qllm.models.frame import Frame, HeadState, Held, Kept, LayerState
+from qllm.models.frame import Frame, Held, LayerState
+from qllm.models.heads import HeadState
+from qllm.models.native import attend_some
 from qllm.models.rope import RopeTable
-from qllm.plan import Index, Longest, Op, OpKind, Program, Segments, Stop
+from qllm.models.sweep import Sizes, Swept
+from qllm.plan import Index, Longest, Op, OpKind, Program, Row, Segments, Stop
 from qllm.sampler import Sampler
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
@@ -42,14 +45,14 @@ class TorchRunner:
             their own (see `models.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
-        kernels: "fast" or "reference"; see `models.compute`.
-        max_packed_bytes: Copy weights into a faster layout when the copy of the experts (of the
-            linear modules, of the head) takes at most this; 0 never copies. Weights changed later
-            are not seen.
+        kernels, expert_weights: See `EngineConfig`.
+        max_packed_bytes: Most bytes that a copy of the linear modules (of the head; of experts that
+            torch multiplies) in a faster layout may take. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or level L2 is not possible here.
+        ConfigError: `expert_weights` is not possible here.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class TorchRunner:
         max_segment_ms: float = 5.0,
         batch_invariant: bool = False,
         kernels: str = "fast",
+        expert_weights: str = "auto",
         max_packed_bytes: int = 2 << 30,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -66,7 +70,6 @@ class TorchRunner:
         self.model = model
         self.parts = parts = discover(model)
         self.shape = parts.shape
-        self.cuts, self._costs = cut_rule(parts, base_model(model).config, max_segment_ms)
         self.segments: Segments = Longest()
         self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
         self.on_segment: OnSegment | None = None
@@ -75,7 +78,7 @@ class TorchRunner:
         self._sampler = Sampler()
         self._requests: dict[RequestId, Held] = {}
         self.frames: dict[int, Frame] = {}
-        self._device = parts.lm_head.weight.device
+        self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
             self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
             self.compute = Compute(
@@ -83,19 +86,22 @@ class TorchRunner:
                 parts,
                 kernels,
                 batch_invariant=batch_invariant,
+                expert_weights=expert_weights,
                 max_packed_bytes=max_packed_bytes,
             )
         """What computes what."""
+        stops = self.compute.stops_between_keys
+        self.cuts, self._costs = cut_rule(parts, base_model(model).config, max_segment_ms, stops)
         cpu.set_threads(torch.get_num_threads())
         attention.install([p.self_attn for p in parts.layers])
         self._use(self.compute)
 
     def _use(self, compute: Compute) -> None:
-        """Let this compute from now on."""
-        self.compute.leave()
+        """Let this compute from now on; nothing else computes."""
         self.compute = compute
-        compute.enter()
         self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
+        self.sweep = compute.sweep
+        """Runs what it covers in one call; with `models.sweep.NOTHING` every op runs by itself."""
         self.drivers = tuple(driver.kind for driver in self._drivers)
         """Who runs each layer."""
         self._ops: dict[OpKind, RunOp] = {
@@ -107,15 +113,18 @@ class TorchRunner:
             OpKind.HEAD: self._logits,
         }
         compute.follow_rule(self._ops)
+        compute.enter()  # last: nothing here holds weights of another compute
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Compute with transformers' own modules for a while, with no frame open."""
         ours = self.compute
-        self._use(Compute(self.model, self.parts, "reference"))
+        ours.leave()
         try:
+            self._use(Compute(self.model, self.parts, "reference"))
             yield
         finally:
+            self.compute.leave()
             self._use(ours)
 
     @property
@@ -181,24 +190,12 @@ class TorchRunner:
     def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
         frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
-        late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
-        if late:
-            dtype = self.parts.lm_head.weight.dtype
-            width = self.parts.lm_head.in_features
-            master = torch.zeros((program.num_tokens, width), dtype=dtype, device=self._device)
-            for r in late:
-                row = program.rows[r]
-                kept = self._requests[row.request_id].kept
-                if kept is None or (kept.lo, kept.hi, kept.layer) != row[1:4]:
-                    raise InvariantError(f"{row} does not start at its frontier (I2)")
-                master[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
-            frame.master_TD = master
+        frame.take_back(self._requests, self.parts.lm_head.weight)
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        frame = self.frames[program.frame_id]
         with torch.inference_mode():
-            return self._run(frame, program, start, stop)
+            return self._run(self.frames[program.frame_id], program, start, stop)
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
         clock, segments = self._clock, self.segments
@@ -207,16 +204,20 @@ class TorchRunner:
         begin = clock()
         while op < len(ops):
             o = ops[op]
-            kind = o.kind
-            here = (op, pos)
-            pos = self._ops[kind](frame, o, pos)
-            if pos == 0:
-                op += 1
+            kind, here = o.kind, Index(op, pos)
+            swept = self._swept(frame, program, here, stop) if self.sweep.covers(o) else None
+            if swept is not None:
+                (op, pos), kind = swept.at, swept.longest_op
+            else:
+                frame.layer.space = None
+                pos = self._ops[kind](frame, o, pos)
+                op += pos == 0
             end = clock()
-            if end - begin > segments.longest_ns:
-                segments.longest_ns, segments.longest_op = end - begin, kind
+            ns = end - begin if swept is None or swept.num_segments == 1 else swept.longest_ns
+            if ns > segments.longest_ns:
+                segments.longest_ns, segments.longest_op = ns, kind
             if self.on_segment is not None:
-                self.on_segment(program, Index(*here), begin, end)
+                self.on_segment(program, here, begin, end)
             begin = end
             if op == len(ops) or grain is Grain.STEP:
                 continue
@@ -227,6 +228,13 @@ class TorchRunner:
                 break
         return Index(op, pos)
 
+    def _swept(self, frame: Frame, program: Program, at: Index, stop: Stop) -> Swept | None:
+        """Ops from `at` on in one call, if it may start there."""
+        sizes = Sizes(self._costs, self.cuts.expert_block, self.on_segment is not None)
+        swept = self.sweep.run(frame, program, at, stop, self._new_step, sizes)
+        self.expert_bytes += 0 if swept is None else swept.expert_bytes
+        return swept
+
     def finish(self, program: Program) -> list[Sampled]:
         frame = self.frames.pop(program.frame_id)
         top_k = self.shape.experts_per_token
@@ -234,7 +242,7 @@ class TorchRunner:
         if frame.slots_done != owed:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with torch.inference_mode():
-            self._keep(frame, program.end)
+            frame.give_back(self._requests, program.end)
         for row in program.rows:
             if row.request_id not in frame.dead and row.end_layer == program.num_layers:
                 self._requests[row.request_id].kv.committed = row.hi
@@ -246,26 +254,8 @@ class TorchRunner:
     def split(self, program: Program, index: Index) -> None:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
-        frame = self.frames.pop(program.frame_id)
         with torch.inference_mode():
-            self._keep(frame, index)
-
-    def _keep(self, frame: Frame, index: Index) -> None:
-        """Rows that are not at the end keep their hidden states."""
-        program = frame.program
-        done = index == program.end
-        for r, row in enumerate(program.rows):
-            if row.request_id in frame.dead:
-                continue
-            request = self._requests[row.request_id]
-            layer = program.frontier_layer(r, index)
-            request.kept = None
-            if layer == 0 or (done and layer == program.num_layers):
-                continue
-            frame.flush()
-            assert frame.master_TD is not None
-            x = frame.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
-            request.kept = Kept(row.lo, row.hi, layer, x)
+            self.frames.pop(program.frame_id).give_back(self._requests, index)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         frame = self.frames[program.frame_id]
@@ -314,19 +304,19 @@ class TorchRunner:
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
-        x = frame.activate(group)
-        state = frame.layer
+        x, state = frame.activate(group), frame.layer
         step = frame.step_of(group, lo, hi, self._new_step)
         rope = frame.rope_of(group, lo, hi)
         whole = hi - lo == x.shape[0]
-        mid = self._drivers[layer].attend(x if whole else x[lo:hi], rope, step)
-        if whole:
-            state.mid_TD = mid
-            return 0
-        if lo == 0:
-            state.mid_TD = mid.new_empty((x.shape[0], mid.shape[1]))
+        driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
+        mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, self._costs)
+        if mid is None:
+            return pos
+        if whole or lo == 0:
+            state.mid_TD = mid if whole else mid.new_empty((x.shape[0], mid.shape[1]))
         assert state.mid_TD is not None
-        state.mid_TD[lo:hi] = mid
+        if not whole:
+            state.mid_TD[lo:hi] = mid
         return 0
 
     def _route(self, frame: Frame, op: Op, pos: int) -> int:
@@ -370,9 +360,7 @@ class TorchRunner:
                 f"config says {self.shape.experts_per_token}; correct num_experts_per_tok"
             )
         state.work = self._new_work(op.layer, ids)
-        num_bytes = state.work.bytes_to_read()
-        if num_bytes:
-            self.expert_bytes += num_bytes
+        self.expert_bytes += state.work.bytes_to_read()
 
     def _new_work(self, layer: int, ids_TK: Tensor) -> Work:
         bank = self._banks[layer]
@@ -421,34 +409,46 @@ class TorchRunner:
                     at += program.rows[r].num_tokens
                     ends.append(at - 1)
                 x = x[ends] if len(ends) > 1 else x[ends[0] : ends[0] + 1]
-            frame.head = HeadState(parts.norm(x), [])
-        head = frame.head
+            frame.head = HeadState(parts.norm(x), self._greedy(frame, members))
         num = self._head.num_blocks
         stop = min(num, pos + self._costs.head_blocks(len(members), num))
-        head.blocks.extend(self._head(head.x_BD, block) for block in range(pos, stop))
+        frame.head.run(self._head, pos, stop, parts.logits_scaling)
         if stop < num:
             return stop
         self._sample(frame, members)
         return 0
 
+    def _greedy(self, frame: Frame, members: tuple[int, ...]) -> list[int]:
+        """Rows that need no logits but the largest."""
+        if self.on_logits is not None or not self.compute.streams:
+            return []
+        program = frame.program
+        ids, dead = [program.rows[r].request_id for r in members], frame.dead
+        return [i for i, name in enumerate(ids) if name in dead or self._sampler.is_plain(name)]
+
     def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
-        assert frame.head is not None
-        blocks = frame.head.blocks
-        logits = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-        if self.parts.logits_scaling is not None:
-            logits = logits / self.parts.logits_scaling
+        head = frame.head
+        assert head is not None
         rows = [frame.program.rows[r] for r in members]
-        live = [i for i, row in enumerate(rows) if row.request_id not in frame.dead]
-        if not live:
-            return
-        if len(live) < len(rows):
-            logits = logits[live]
-        rows = [rows[i] for i in live]
+        found: dict[int, Sampled] = {}
+        for i, token_id, peak in head.answers():
+            if rows[i].request_id not in frame.dead:
+                found[i] = self._sampler.greedy(rows[i].request_id, token_id, peak, rows[i].hi)
+        live = [j for j, i in enumerate(head.rest) if rows[i].request_id not in frame.dead]
+        if live:
+            logits = head.logits()[live] if len(live) < len(head.rest) else head.logits()
+            if self.parts.logits_scaling is not None:
+                logits = logits / self.parts.logits_scaling
+            rest = [head.rest[j] for j in live]
+            found.update(zip(rest, self._choose(logits, [rows[i] for i in rest]), strict=True))
+        frame.sampled = [found[i] for i in sorted(found)]
+
+    def _choose(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         if self.on_logits is not None:
             for i, row in enumerate(rows):
                 self.on_logits(row.request_id, row.hi, logits[i])
         requests = [self._requests[row.request_id] for row in rows]
-        frame.sampled = self._sampler.sample(
+        return self._sampler.sample(
             logits,
             [row.request_id for row in rows],
             [row.hi for row in rows],
@@ -495,5 +495,5 @@ class TorchRunner:
             self._requests[request_id].restore(here, meta)
 
     def fingerprint(self) -> str:
-        """Identity of the model: its settings and a sample of its weights' bytes."""
-        return identity(self.model)
+        """Identity of the model: its settings, a sample of its weights' bytes, their format."""
+        return self._identity

@@ -21,6 +21,7 @@ another row and no state moves, so a seeded request gets the same tokens in any 
 order, and again after it was preempted.
 """
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -251,39 +252,43 @@ class Sampler:
         if not request_ids:
             return []
         requests = [self._requests[i] for i in request_ids]
-        best_B, peak_B, x_BV = _best(logits_BV.detach(), all(r.is_plain for r in requests))
-        if not np.isfinite(peak_B).all():
-            b = int(np.isfinite(peak_B).argmin())
-            raise ValueError(
-                f"request {request_ids[b]}: the largest logit is {peak_B[b]} and must be finite; "
-                f"the model's output at position {positions[b]} is broken"
-            )
-        token_ids: list[int] = best_B.tolist()
-        if x_BV is None:
-            return [Sampled(*pair) for pair in zip(request_ids, token_ids, strict=True)]
+        logits_BV = logits_BV.detach()
+        if logits_BV.device.type != "cpu" and all(r.is_plain for r in requests):
+            best = logits_BV.argmax(dim=1)  # only the answers leave the device
+            peak = logits_BV.gather(1, best[:, None])[:, 0]
+            both = zip(request_ids, best.tolist(), peak.float().tolist(), positions, strict=True)
+            return [self.greedy(*row) for row in both]
         sampled = []
         for b, request in enumerate(requests):
-            logprobs = None
-            if not request.is_plain:
-                _check_ids(request_ids[b], request, x_BV.shape[1])
-                token_ids[b], logprobs = _sample_row(request, x_BV[b], positions[b], outputs[b])
-            sampled.append(Sampled(request_ids[b], token_ids[b], logprobs))
+            x_V: Floats32 = logits_BV[b].float().cpu().numpy()  # one row at a time
+            token_id = int(x_V.argmax())  # several times as fast as torch's on a CPU
+            plain = self.greedy(request_ids[b], token_id, float(x_V[token_id]), positions[b])
+            if request.is_plain:
+                sampled.append(plain)
+                continue
+            _check_ids(request_ids[b], request, len(x_V))
+            found = _sample_row(request, x_V, positions[b], outputs[b])
+            sampled.append(Sampled(request_ids[b], *found))
         return sampled
 
+    def is_plain(self, request_id: RequestId) -> bool:
+        """Whether a request's token is the argmax of its raw logits and nothing else is asked."""
+        return self._requests[request_id].is_plain
 
-def _best(logits_BV: torch.Tensor, is_plain: bool) -> tuple[Ids, Floats32, Floats32 | None]:
-    """Return each row's argmax, its logit, and the logits on the host unless `is_plain`.
+    def greedy(self, request_id: RequestId, token_id: int, peak: float, position: int) -> Sampled:
+        """The token of a plain request: the lowest id of the largest logit, `peak`.
 
-    The argmax is the lowest id of the largest logit. NaN counts as the largest of all, so the
-    largest logit being finite says that the whole row can be used.
-    """
-    if not is_plain or logits_BV.device.type == "cpu":
-        x_BV: Floats32 = logits_BV.float().contiguous().cpu().numpy()
-        best_B = x_BV.argmax(axis=1)  # several times as fast as torch's on a CPU
-        return best_B, x_BV[np.arange(len(x_BV)), best_B], None if is_plain else x_BV
-    best = logits_BV.argmax(dim=1)  # only the answers leave the device
-    peak = logits_BV.gather(1, best[:, None])[:, 0]
-    return best.cpu().numpy(), peak.float().cpu().numpy(), None
+        NaN counts as the largest of all, so a finite peak says that the whole row can be used.
+
+        Raises:
+            ValueError: The peak is not finite; the message names the request.
+        """
+        if not math.isfinite(peak):
+            raise ValueError(
+                f"request {request_id}: the largest logit is {peak} and must be finite; "
+                f"the model's output at position {position} is broken"
+            )
+        return Sampled(request_id, token_id)
 
 
 def _check_ids(request_id: RequestId, request: _Request, vocabulary: int) -> None:

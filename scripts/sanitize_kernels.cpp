@@ -1,6 +1,7 @@
 // Runs every kernel of every instruction set of this machine on exactly as much memory as it may
 // touch, with odd sizes, and compares the bits of 1 and of 3 threads; for `sanitize-kernels`.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <atomic>
@@ -37,7 +38,36 @@ struct Packed {
       : data((n + 15) / 16 * 16 * width), bias(biased ? values(n) : Half()) {
     Half weight = values(n * width);
     k.pack(data.data(), weight.data(), n, width, width, 1);
+    Half back(n * width);
+    k.unpack(back.data(), data.data(), n, width, width, 1);
+    if (back != weight) abort();
     matrix = {data.data(), biased ? bias.data() : nullptr, n, width};
+  }
+};
+
+struct Eights {  // int8, one after the other
+  std::vector<int8_t> data;
+  std::vector<float> scale;
+  Eights(const Kernels& k, int64_t num, int64_t n, int64_t width, int64_t group) {
+    int64_t padded = (n + 15) / 16 * 16, groups = (width + group - 1) / group;
+    scale.assign(num * groups * padded, 0.01f);
+    for (int64_t e = 0; e < num; e++) {
+      std::vector<int8_t> weight(n * width), packed(padded * width), back(n * width);
+      for (auto& x : weight) x = int8_t(noise());
+      k.pack8(packed.data(), weight.data(), n, width, width, 1);
+      k.unpack8(back.data(), packed.data(), n, width, width, 1);
+      if (back != weight) abort();
+      data.insert(data.end(), packed.begin(), packed.end());
+    }
+  }
+};
+
+struct Normed {  // filled up to a multiple of 16, as the kernels may read it
+  std::vector<float> weight, bias;
+  Norm norm;
+  Normed(int64_t width, NormKind kind)
+      : weight((width + 15) / 16 * 16, 0.5f), bias(kind == kLayer ? weight : std::vector<float>()) {
+    norm = {weight.data(), kind == kLayer ? bias.data() : nullptr, kind, 1e-6f};
   }
 };
 
@@ -54,38 +84,104 @@ void products(const Kernels& k, Results& results) {
       k.linear(y.data(), x.data(), weight.matrix, rows);
       results.add(y);
     }
-  Half x = values(9 * 70), weight = values(70), y(9 * 70);
-  k.rms_norm(y.data(), x.data(), weight.data(), 1e-6f, 9, 70);
-  results.add(y);
+  Half x = values(9 * 70), y(9 * 70);
+  for (NormKind kind : {kRms, kRmsWide, kLayer}) {
+    Normed norm(70, kind);
+    k.norm(y.data(), x.data(), norm.norm, 9, 70);
+    results.add(y);
+  }
 }
+
+// Slabs of two requests, and spans of 61 tokens that write and read them.
+struct Slabs {
+  static constexpr int64_t kCapacity = 150, kTokens = 61, kIndex = 1;
+  Half k, v, other_k, other_v;
+  Span spans[3];
+  Slabs(int64_t groups, int64_t key, int64_t value)
+      : k(values(2 * groups * kCapacity * key)), v(values(2 * groups * kCapacity * value)),
+        other_k(k), other_v(v) {
+    spans[0] = {k.data(), v.data(), kCapacity, 0, 93, kCapacity};
+    spans[1] = {other_k.data(), other_v.data(), kCapacity, 58, 0, 1};
+    spans[2] = {other_k.data(), other_v.data(), kCapacity, 59, 1, 3};
+  }
+};
 
 void attention(const Kernels& k, Results& results, int64_t heads, int64_t groups, int64_t h,
                int64_t window) {
-  const int64_t width = 70, capacity = 150, layers = 2, tokens = 61, index = 1;
+  const int64_t width = 70, tokens = Slabs::kTokens;
   Packed qkv(k, (heads + 2 * groups) * h, width, true);
-  Half norm = values(width), q_norm = values(h), k_norm = values(h);
-  Attention a{qkv.matrix, norm.data(), q_norm.data(), k_norm.data(), heads, groups, h,
-              0,          1e-6f,       1e-6f,         1 / std::sqrt(float(h))};
-  Half keys = values(layers * groups * capacity * h), kept = values(layers * groups * capacity * h);
-  Half other_keys = keys, other_kept = kept;
-  Span spans[] = {{keys.data(), kept.data(), capacity * h, 0, 93, capacity},
-                  {other_keys.data(), other_kept.data(), capacity * h, 58, 0, 1},
-                  {other_keys.data(), other_kept.data(), capacity * h, 59, 1, 3}};
-  Half x = values(tokens * width), cos = values(tokens * h), sin = values(tokens * h);
+  Normed norm(width, kRms), one(h, kRms), q_norm(heads * h, kRms), k_norm(groups * h, kRms);
+  bool whole = heads % 2, half_table = heads == 8;
+  std::vector<float> sinks(heads, 1.5f);
+  Attention a{{heads, groups, h, 0, window ? sinks.data() : nullptr, 1 / std::sqrt(float(h))},
+              qkv.matrix, norm.norm, whole ? q_norm.norm : one.norm,
+              whole ? k_norm.norm : one.norm, whole, half_table ? h / 2 : h, whole ? 0.5f : INFINITY};
+  Slabs slabs(groups, h, h);
+  Half x = values(tokens * width);
+  Half cos = values(tokens * a.cos_width), sin = values(tokens * a.cos_width);
   Half q(tokens * heads * h), out(tokens * heads * h);
-  k.attend_in(q.data(), x.data(), cos.data(), sin.data(), tokens, a, index, spans, 3);
-  k.attend(out.data(), q.data(), a, index, window, spans, 3);
-  results.add(keys);
+  k.attend_in(q.data(), x.data(), cos.data(), sin.data(), tokens, a, Slabs::kIndex, slabs.spans, 3);
+  std::vector<float> sums(tokens * heads * h), softmax(tokens * heads * 2);
+  for (int64_t begin : {0, 64}) {
+    Part part{sums.data(), softmax.data(), begin, begin ? Slabs::kCapacity : 64, !begin, begin > 0};
+    k.attend(out.data(), q.data(), a.heads, Slabs::kIndex, window, slabs.spans, 3, part);
+  }
+  results.add(slabs.k);
   results.add(out);
+}
+
+void latents(const Kernels& k, Results& results, int64_t heads, bool low_rank) {
+  const int64_t width = 70, rank = 64, tail = 32, key = 14, value = 18, tokens = Slabs::kTokens;
+  int64_t q_width = heads * (key + tail), q_rank = low_rank ? 38 : q_width;
+  Packed down(k, q_rank + rank + tail, width), up(k, q_width, q_rank);
+  Normed norm(width, kRms), q_norm(q_rank, kRms), kv_norm(rank, kRms);
+  Half into, out_of;
+  for (int64_t n = 0; n < heads; n++) {
+    Packed one(k, rank, key), two(k, value, rank);
+    into.insert(into.end(), one.data.begin(), one.data.end());
+    out_of.insert(out_of.end(), two.data.begin(), two.data.end());
+  }
+  Latents m{{heads, 1, rank + tail, tail, nullptr, 0.2f}, down.matrix,
+            low_rank ? up.matrix : Matrix{}, norm.norm, q_norm.norm, kv_norm.norm,
+            into.data(), out_of.data(), key, value, low_rank};
+  Slabs slabs(1, rank, tail);
+  Half x = values(tokens * width), cos = values(tokens * tail), sin = values(tokens * tail);
+  Half q(tokens * heads * (rank + tail)), mid(tokens * heads * rank), out(tokens * heads * value);
+  k.latents_in(q.data(), x.data(), cos.data(), sin.data(), tokens, m, Slabs::kIndex, slabs.spans,
+               3);
+  Part whole{nullptr, nullptr, 0, Slabs::kCapacity, 1, 1};
+  k.attend(mid.data(), q.data(), m.heads, Slabs::kIndex, 0, slabs.spans, 3, whole);
+  k.latents_out(out.data(), mid.data(), m, tokens);
+  results.add(slabs.k);
+  results.add(slabs.v);
+  results.add(out);
+}
+
+void routers(const Kernels& k, Results& results) {
+  const int64_t width = 70, num = 12, tokens = 11;
+  for (RouterKind kind : {kSigmoid, kSparseMixer}) {
+    Packed weight(k, num, width, kind == kSparseMixer);
+    Normed norm(width, kLayer);
+    std::vector<float> correction(num, 0.1f);
+    int64_t top_k = kind == kSigmoid ? 5 : 2;
+    Half mid = values(tokens * width), normed(tokens * width), weights(tokens * top_k);
+    std::vector<int64_t> ids(tokens * top_k);
+    Router router{norm.norm, weight.matrix,     kind, top_k, 1, 0, 4, 2,
+                  correction.data(), 2.5f, 0.02f};
+    k.route(normed.data(), ids.data(), weights.data(), mid.data(), tokens, router);
+    results.add(normed);
+    results.add(weights);
+  }
 }
 
 void experts(const Kernels& k, Results& results) {
   const int64_t width = 70, hidden = 38, num = 5, tokens = 11, top_k = 2;
   Packed weight(k, num, width);
-  Half norm = values(width), mid = values(tokens * width), normed(tokens * width);
+  Normed norm(width, kRms);
+  Half mid = values(tokens * width), normed(tokens * width);
   std::vector<int64_t> ids(tokens * top_k), token, inverse(tokens * top_k);
   std::vector<float> weights(tokens * top_k);
-  Router router{norm.data(), weight.matrix, top_k, 1, 1, 1e-6f};
+  Router router{norm.norm, weight.matrix, kSoftmax, top_k, 1, 1, 1, 1, nullptr, 1, 0};
   k.route(normed.data(), ids.data(), weights.data(), mid.data(), tokens, router);
   std::vector<Unit> units;
   for (int64_t e = 0; e < num; e++) {
@@ -98,19 +194,33 @@ void experts(const Kernels& k, Results& results) {
     unit.hi = int64_t(token.size());
     if (unit.hi > unit.lo) units.push_back(unit);
   }
-  Half up, down;
+  Half slots(tokens * top_k * width), out(tokens * width);
+  auto run = [&](const Experts& layer) {
+    k.experts(slots.data(), normed.data(), token.data(), units.data(), int64_t(units.size()),
+              layer);
+    k.combine(out.data(), slots.data(), inverse.data(), weights.data(), 1, tokens, top_k, width);
+    results.add(slots);
+    results.add(out);
+  };
+  Half up, down, up_bias = values(num * 2 * hidden), down_bias = values(num * width);
   for (int64_t e = 0; e < num; e++) {
     Packed one(k, 2 * hidden, width), two(k, width, hidden);
     up.insert(up.end(), one.data.begin(), one.data.end());
     down.insert(down.end(), two.data.begin(), two.data.end());
   }
-  Experts layer{up.data(), down.data(), num, hidden, width};
-  Half slots(tokens * top_k * width), out(tokens * width);
-  k.experts(slots.data(), normed.data(), token.data(), units.data(), int64_t(units.size()), layer);
-  k.combine(out.data(), slots.data(), inverse.data(), weights.data(), 1, tokens, top_k, width);
+  Experts plain{up.data(), down.data(), nullptr, nullptr, nullptr, nullptr,
+                num,       hidden,      width,   0,       0,       0};
+  run(plain);
+  Experts clamped = plain;
+  clamped.up_bias = up_bias.data(), clamped.down_bias = down_bias.data();
+  clamped.alpha = 1.7f, clamped.limit = 0.5f;
+  run(clamped);
+  for (int64_t group : {width, int64_t(32)}) {
+    Eights eight_up(k, num, 2 * hidden, width, group), eight_down(k, num, width, hidden, group);
+    run({eight_up.data.data(), eight_down.data.data(), eight_up.scale.data(),
+         eight_down.scale.data(), nullptr, nullptr, num, hidden, width, group, 0, 0});
+  }
   results.add(normed);
-  results.add(slots);
-  results.add(out);
 }
 
 Results everything(const Kernels& k) {
@@ -122,7 +232,13 @@ Results everything(const Kernels& k) {
     attention(k, results, 3, 3, 64, window);
     attention(k, results, 8, 1, 96, window);
     attention(k, results, 17, 1, 128, window);
+    attention(k, results, 50, 1, 32, window);
   }
+  for (bool low_rank : {false, true}) {
+    latents(k, results, 3, low_rank);
+    latents(k, results, 49, low_rank);
+  }
+  routers(k, results);
   experts(k, results);
   return results;
 }

@@ -1,7 +1,8 @@
 """Tiny random models of every family the fast driver knows, on which order mistakes show.
 
 K = 4 experts per token of 8: with K = 2 a sum in the wrong order has the same bits. Embeddings
-are untied: tied random embeddings make every token predict itself.
+are untied: tied random embeddings make every token predict itself. Heads are as wide as the CPU
+kernels take them.
 """
 
 from collections.abc import Callable
@@ -52,6 +53,7 @@ COMMON: dict[str, Any] = {
 def _qwen(config: Callable[..., Any], **more: Any) -> Any:
     return config(
         **COMMON,
+        head_dim=32,
         intermediate_size=96,
         moe_intermediate_size=48,
         num_experts=EXPERTS,
@@ -75,13 +77,19 @@ def _deepseek() -> Any:
         kv_lora_rank=32,
         q_lora_rank=24,
         qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
+        qk_rope_head_dim=32,
         v_head_dim=16,
     )
 
 
 def _local(config: Callable[..., Any], **more: Any) -> Any:
-    settings = {**COMMON, "intermediate_size": 48, "num_local_experts": EXPERTS, **more}
+    settings = {
+        **COMMON,
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "num_local_experts": EXPERTS,
+        **more,
+    }
     return config(**settings)
 
 
@@ -91,15 +99,19 @@ MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any], nn.Module]]] = {
         lambda: _qwen(Qwen2MoeConfig, shared_expert_intermediate_size=80),
         Qwen2MoeForCausalLM,
     ),
-    "qwen3_moe": (lambda: _qwen(Qwen3MoeConfig, head_dim=32), Qwen3MoeForCausalLM),
+    "qwen3_moe": (lambda: _qwen(Qwen3MoeConfig), Qwen3MoeForCausalLM),
     "olmoe": (
-        lambda: OlmoeConfig(**COMMON, intermediate_size=48, num_experts=EXPERTS, clip_qkv=2.0),
+        lambda: OlmoeConfig(  # heads share the width of the model
+            **{**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1},
+            intermediate_size=48,
+            num_experts=EXPERTS,
+            clip_qkv=2.0,
+        ),
         OlmoeForCausalLM,
     ),
     "gpt_oss": (
         lambda: _local(
             GptOssConfig,
-            head_dim=16,
             intermediate_size=64,
             sliding_window=12,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

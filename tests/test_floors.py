@@ -85,7 +85,7 @@ BENCH = Floor(
 
 KERNELS = {"compile", "kernels", "kv_cache", "models", "runner"}
 KERNEL_BENCH = BENCH._replace(ours=BENCH.ours | KERNELS)
-"""bench/cpu_kernels.py measures what has no public name."""
+"""bench/cpu_kernels.py and bench/perplexity.py measure what has no public name."""
 LOOP_BENCH = BENCH._replace(ours=BENCH.ours | {"core", "models", "native_loop"})
 """bench/native_loop.py puts loops side by side behind the same rings."""
 DEVICE_BENCH = BENCH._replace(ours=BENCH.ours | {"cuda", "decision", "device_engine"})
@@ -94,6 +94,7 @@ DEVICE_BENCH = BENCH._replace(ours=BENCH.ours | {"cuda", "decision", "device_eng
 
 OWN_BENCHES = {
     "bench/cpu_kernels.py": KERNEL_BENCH,
+    "bench/perplexity.py": KERNEL_BENCH,
     "bench/native_loop.py": LOOP_BENCH,
     "bench/gpu_loop.py": DEVICE_BENCH,
 }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from on_device import DeviceCalls
 from ring_world import SHIPPED, RingWorld, tokens_alone, world
+from watching import has_changed
 
 from qllm.decision import Limits
 from qllm.device import serving
@@ -338,12 +339,15 @@ def test_the_word_is_what_claim_would_take() -> None:
     with world(**SMALL, num_front_ends=2) as w:
         word = w.loop.stop
         assert word.word == ANY_ARRIVAL
+        assert not has_changed(word.watch())
         w.submit(0, BE, 5, 3, at_ns=1)
         w.submit(1, LS, 5, 3, at_ns=2, front_end=1)
         w.clock.at_ns = 2
         w.arrive()
+        assert has_changed(word.watch())
         assert (word.word, word.lowered_ns) == (LS, 2)
         assert w.server.memory.get("bell_seen") == w.control.words[w.control.BELL]
+        assert not has_changed(word.watch())
         w.loop._take()
         assert word.word == ANY_ARRIVAL
         w.cancel(0, 2)

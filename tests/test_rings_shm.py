@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from watching import has_changed
 
 from qllm.errors import ConfigError, InvalidRequestError, QueueFullError
 from qllm.ingress import CONTROL, Call, Cancel, Submission, codec
@@ -111,9 +112,13 @@ def test_the_word_follows_arrivals_until_they_are_drained(make_rig: Callable[...
     rig = make_rig()
     word = rig.ingress.stop
     assert word.word == ANY_ARRIVAL
+    assert not has_changed(word.watch())
     rig.submit(0, priority=10)
+    assert has_changed(word.watch())
     assert word.word == 10
+    assert not has_changed(word.watch())
     rig.submit(1, priority=0)
+    assert has_changed(word.watch())
     arrived = rig.now
     assert word.word == 0
     assert word.lowered_ns == arrived

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from watching import has_changed
 
 from qllm import trace
 from qllm.check import LIMITS, SHAPE, Watched, World, watch
@@ -717,6 +718,18 @@ def test_the_stop_word_survives_the_race_with_drain() -> None:
     assert drained or ingress.stop.word == LS
     assert len(drained) + len(ingress.drain()) == 1
     assert ingress.stop.word == ANY_ARRIVAL
+
+
+def test_a_word_that_is_down_before_and_during_a_run_changes_once() -> None:
+    stop = StopWord(VirtualClock())
+    first = stop.watch()
+    stop.lower(10)
+    assert has_changed(first)
+    second = stop.watch()
+    stop.lower(11)
+    assert not has_changed(second), "a worse arrival changes nothing"
+    stop.lower(3)
+    assert has_changed(second)
 
 
 # -- errors

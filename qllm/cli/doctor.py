@@ -18,6 +18,7 @@ def doctor() -> None:
     quiet()
     import torch
 
+    from qllm.config import CHOICES
     from qllm.kernels import cpu
 
     missing = cpu.MISSING
@@ -29,6 +30,7 @@ def doctor() -> None:
         *((f"{name} (optional)", _version(name)) for name in OPTIONAL),
         ("cores", f"{len(os.sched_getaffinity(0))}, torch uses {torch.get_num_threads()}"),
         ("CPU kernels", kernels),
+        ("expert weights", ", ".join(CHOICES["expert_weights"]) if missing is None else "auto"),
         ("CUDA", _cuda()),
     ]
     if missing is not None:

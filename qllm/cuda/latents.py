@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.discover import source_digest
-
-EXPANSION = "e5ae38130e7f"
-"""Digest of the `expand_kv` that all MLA families of transformers share."""
+from qllm.models.known import EXPANSION
 
 
 def keeps_latents(module: nn.Module) -> bool:

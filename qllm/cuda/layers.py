@@ -16,6 +16,9 @@ from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.fast import FastDriver, LayerDriver, Rope
 from qllm.models.known import attention_kind
 
+ROTATING = {"plain", "head_norm", "row_norm"}
+"""Kinds of attention whose rotation a kernel does with the write of KV."""
+
 
 class RotatingDriver(FastDriver):
     """A layer whose attention rotates and writes in one launch; ten and more in its own module.
@@ -144,5 +147,5 @@ class DeviceLayers:
 
 
 def _driver(driver: LayerDriver, parts: LayerParts) -> LayerDriver:
-    is_known = parts.input_layernorm is not None and attention_kind(parts.self_attn) is not None
+    is_known = parts.input_layernorm is not None and attention_kind(parts.self_attn) in ROTATING
     return RotatingDriver(parts) if is_known else driver

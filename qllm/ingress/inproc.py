@@ -1,17 +1,18 @@
 """The transport between threads of one process: a queue and a word."""
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable
 
 from qllm.ingress.protocol import CONTROL, Item, Submission
-from qllm.plan import ANY_ARRIVAL
+from qllm.plan import ANY_ARRIVAL, Watch
 
 
 class StopWord:
     """The word that an arrival lowers and a running program polls (`qllm.plan.Stop`)."""
 
-    __slots__ = ("_lock", "lowered_ns", "now_ns", "stop_at_ns", "word")
+    __slots__ = ("_changes", "_lock", "lowered_ns", "now_ns", "stop_at_ns", "word")
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self.word = ANY_ARRIVAL
@@ -20,6 +21,12 @@ class StopWord:
         self.lowered_ns = 0
         """When the word last went down."""
         self._lock = threading.Lock()
+        self._changes = array("q", (0,))
+        """How often the word went down, raised after it has."""
+
+    def watch(self) -> Watch:
+        """What changes when the word goes down (`qllm.plan.Stop`)."""
+        return Watch(self._changes.buffer_info()[0], self._changes[0])
 
     def lower(self, priority: int) -> None:
         """An arrival of this class: running programs of a worse class stop."""
@@ -27,6 +34,7 @@ class StopWord:
             if priority < self.word:
                 self.lowered_ns = self.now_ns()
                 self.word = priority
+                self._changes[0] += 1
 
     def reset(self) -> None:
         """Called by the loop just before it drains, so that no arrival is missed."""

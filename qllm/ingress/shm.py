@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from qllm.ingress.codec import decode_cancel, decode_submission, encode_finish, encode_token
 from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, TOKEN_KIND
 from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
 from qllm.ingress.ring import ENDS, Ends, RingError
 from qllm.metrics import RequestMetrics
-from qllm.plan import ANY_ARRIVAL
+from qllm.plan import ANY_ARRIVAL, Watch
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 
 T = TypeVar("T", Submission, Cancel)
@@ -155,7 +157,16 @@ class ShmStop:
     that costs beside a plain attribute.
     """
 
-    __slots__ = ("_bell", "_look", "lowered_ns", "now_ns", "seen", "stop_at_ns", "value")
+    __slots__ = (
+        "_address",
+        "_bell",
+        "_look",
+        "lowered_ns",
+        "now_ns",
+        "seen",
+        "stop_at_ns",
+        "value",
+    )
 
     def __init__(
         self, bell: memoryview, look: Callable[[], None], now_ns: Callable[[], int]
@@ -167,6 +178,11 @@ class ShmStop:
         self.seen = 0
         self.value = ANY_ARRIVAL
         self._bell, self._look = bell, look
+        self._address = int(np.frombuffer(bell, "u1").ctypes.data)
+
+    def watch(self) -> Watch | None:
+        """The bell and the number seen last (`qllm.plan.Stop`)."""
+        return Watch(self._address, self.seen)
 
     @property
     def word(self) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.kv_cache import RequestKV
 
 NAME = "qllm"
@@ -41,14 +42,11 @@ class Span(NamedTuple):
 class SpanAddresses:
     """Spans as our kernels read them: 6 integers each (`Span` of kernels/cpu/kernels.h)."""
 
-    def __init__(
-        self, spans: Sequence[Span], num_kv_heads: int, head_dim: int, like: Tensor
-    ) -> None:
+    def __init__(self, spans: Sequence[Span], slab: tuple[int, int, int], like: Tensor) -> None:
         self._values = array("q")
         for kv, at, lo, hi in spans:
-            k, v, stride = kv.base(num_kv_heads, head_dim, like)
-            kv.reach(hi)
-            self._values.extend((k, v, stride, at, lo, hi))
+            k, v = kv.base(slab, like)
+            self._values.extend((k, v, kv.capacity, at, lo, hi))
         self.address = self._values.buffer_info()[0]
 
 
@@ -61,6 +59,7 @@ class Step:
 
     __slots__ = (
         "_addresses",
+        "_reached",
         "latent",
         "masks",
         "num_attended",
@@ -84,6 +83,7 @@ class Step:
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
         """Tokens that a span covers; the others are dead."""
         self._addresses: SpanAddresses | None = None
+        self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def update(
@@ -109,11 +109,32 @@ class Step:
             return k_1GTH[:, :, :0], v_1GTH[:, :, :0]
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
-    def addresses(self, num_kv_heads: int, head_dim: int, like: Tensor) -> SpanAddresses:
-        """The spans for our kernels; the KV of new requests is reserved, of the dtype of `like`."""
+    def addresses(self, slab: tuple[int, int, int], like: Tensor) -> SpanAddresses:
+        """The spans for our kernels; the KV of new requests is reserved (see `RequestKV.base`).
+
+        Who lets a kernel write there calls `reach`.
+        """
         if self._addresses is None:
-            self._addresses = SpanAddresses(self.spans, num_kv_heads, head_dim, like)
+            self._addresses = SpanAddresses(self.spans, slab, like)
         return self._addresses
+
+    def reach(self) -> None:
+        """The positions of the spans are written, or will be before they are read."""
+        if not self._reached:
+            for kv, _, _, hi in self.spans:
+                kv.reach(hi)
+            self._reached = True
+
+    @property
+    def num_keys(self) -> int:
+        """Position after the last key of any span."""
+        return max((span.hi for span in self.spans), default=0)
+
+    def first_key(self, window: int | None) -> int:
+        """Position of a block of keys at or before the first that a span sees."""
+        if window is None or not self.spans:
+            return 0
+        return max(0, min(span.lo for span in self.spans) + 1 - window) // KEY_BLOCK * KEY_BLOCK
 
     def sequences(self) -> list[tuple[RequestKV, int]]:
         """The requests of the spans and how far each is attended, in order."""

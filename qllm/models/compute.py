@@ -9,8 +9,9 @@ multiplies a rule is found at start (`models.linear`).
 """
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
-from qllm.models.experts import expert_banks
+from qllm.models.experts import Bank, expert_banks
 from qllm.models.fast import FastDriver, LayerDriver, ReplayDriver
 from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowBlocks, RowRule
-from qllm.models.native import NativeDriver, is_usable, swiglu
+from qllm.models.native import NativeDriver, is_usable
+from qllm.models.native_experts import is_covered
 from qllm.models.packed import Head, Linears
+from qllm.models.sweep import Sweep
 from qllm.plan import Op, OpKind
 from qllm.types import Driver
 
@@ -40,11 +43,14 @@ class Compute:
         parts: Its parts.
         kind: "fast" or "reference".
         batch_invariant: Level L2.
-        max_packed_bytes: Weights are copied into a faster layout when the copies of the experts
-            (of the rest) take at most this; weights changed afterwards are not seen.
+        expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
+        max_packed_bytes: Linear modules (the head; experts that torch multiplies) are copied
+            into a faster layout when the copies take at most this; weights changed afterwards
+            are not seen. Experts of our kernels are packed in place, whatever their size.
 
     Raises:
         ModelError: Level L2 is not possible here.
+        ConfigError: The format of experts is not possible here.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Compute:
         kind: str,
         *,
         batch_invariant: bool = False,
+        expert_weights: str = "auto",
         max_packed_bytes: int = 0,
     ) -> None:
         sizes, arena = _sizes(parts), cpu.Arena()
@@ -62,18 +69,28 @@ class Compute:
         if kind == "fast" and cpu.MISSING is not None:
             _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
         self._native = {name: native and fits for name, fits in packs.items()}
+        self._native["experts"] = native
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
         self.packs = kind == "fast"
         """Single queries that torch attends take the heads of a KV head as one matrix."""
+        self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
+        """Greedy rows keep the best of their logits alone (`models.heads`)."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
-        self.banks = expert_banks(parts, rule, packs["experts"], self._native["experts"])
+        self.banks = expert_banks(
+            parts, rule, packs["experts"], self._native["experts"], expert_weights
+        )
+        self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
+        """Runs what it covers of a program in one call."""
+        self._held = tuple(bank for bank in self.banks if bank is not None)
+        # A runner that is dropped, not closed, gives the weights back when it is collected.
+        weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(
             parts, rule, packs["linears"], self._native["linears"], covered, arena
         )
@@ -83,12 +100,21 @@ class Compute:
         """Results have the bits of `model.forward`."""
 
     def enter(self) -> None:
-        """Make the model's modules compute our way."""
+        """Make the model's modules compute our way; the weights of our experts are packed."""
+        try:
+            for bank in self._held:
+                bank.enter()
+        except BaseException:
+            self.leave()
+            raise
+        self.sweep.enter()
         self._linears.do()
 
     def leave(self) -> None:
-        """Give the modules back what they had."""
+        """Give the modules back what they had; not while the loop runs."""
         self._linears.undo()
+        self.sweep.leave()
+        _leave(self._held)
 
     def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
         """Run those ops under the rule that call glue of the model; the others follow it anyway."""
@@ -114,11 +140,17 @@ class Compute:
             weights += [m.weight for m in modules if type(m) is nn.Linear]
         if self._native["experts"]:
             for layer in parts.layers:
-                if layer.experts is not None and swiglu(layer.experts):
+                if layer.experts is not None and is_covered(layer.experts):
                     weights += layer.experts.parameters()
         if self._native["head"]:
             weights.append(parts.lm_head.weight)
         return {w.data_ptr() for w in weights if is_usable(w)}
+
+    @property
+    def stops_between_keys(self) -> bool:
+        """Whether every layer's attention can stop between two blocks of keys."""
+        native = [d for d in self.drivers if isinstance(d, NativeDriver)]
+        return sum("attention" in driver.names for driver in native) == len(self.drivers)
 
     @property
     def names(self) -> dict[str, str]:
@@ -129,18 +161,28 @@ class Compute:
         decode = "packed heads" if self.packs else "as attention"
         ours = f"qllm {cpu.kind()}" if native else ""
         total = len(self.drivers)
+
+        def attends(torch_name: str) -> str:
+            kernel = f"{ours} ({fused['attention']} of {total} layers)"
+            rest = [torch_name] if fused["attention"] < total else []
+            return ", ".join([kernel, *rest] if fused["attention"] else rest)
+
         return {
             "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
             "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
             "linear": _listed(self._linears.kernels.elements()) or "in attention",
             "head": self.head.kernel,
-            "attention": sdpa,
-            "decode_attention": (
-                f"{ours} ({fused['attention']} of {total} layers)" if fused["attention"] else decode
-            ),
+            "attention": attends(sdpa),
+            "decode_attention": attends(decode),
+            "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
             "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
             "missing": cpu.MISSING or "none",
         }
+
+
+def _leave(banks: Iterable[Bank]) -> None:
+    for bank in banks:
+        bank.leave()
 
 
 def _listed(names: Any) -> str:

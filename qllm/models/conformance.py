@@ -248,7 +248,8 @@ class _Probe:
 
         hooks = [p.layer.register_forward_hook(keep) for p in self.runner.parts.layers]
         try:
-            _reference(self.model, self._prompt)
+            with self.runner.as_reference():
+                _reference(self.model, self._prompt)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -6,10 +6,11 @@ segments than it needs, a slower one misses the bound and shows it in `segments`
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.plan import NO_CUTS, CutRule
 
@@ -22,6 +23,8 @@ GLUE_NS_PER_VALUE = 3.0
 """Norms, rotations, sums: per token and value of the residual stream."""
 COMBINE_NS_PER_VALUE = 2.0
 """Gather, scale and sum: per token, expert and value."""
+KEY_QUERIES = 16
+"""Queries that an attention which stops between keys takes at once, if their projections fit."""
 FILL = 0.6
 """Part of `max_segment_ms` that nominal costs may fill."""
 
@@ -42,6 +45,20 @@ class Costs:
     """One row through the output head."""
     segment_ns: float
     """What a segment may take."""
+    attn_ns: float
+    """What it may take after reading the weights of an attention."""
+    project_ns: float
+    """One token through the projections of an attention."""
+    query_key_ns: float
+    """One query and one key."""
+    key_ns: float
+    """Reading one key and its value."""
+
+    def keys(self, num_tokens: int, num_spans: int) -> int:
+        """Keys per segment for the queries of so many tokens, each span on its own keys."""
+        free = max(self.attn_ns - num_tokens * self.project_ns, self.segment_ns / 4)
+        each = num_tokens * self.query_key_ns + num_spans * self.key_ns
+        return max(1, int(min(free / each, 1 << 40)) // KEY_BLOCK) * KEY_BLOCK
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int:
         """Vocabulary blocks per segment for that many rows."""
@@ -60,19 +77,44 @@ def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
     return size
 
 
-def _attn_ns(parts: LayerParts, config: Any, dtype: torch.dtype, width: int) -> tuple[float, float]:
-    """Per token: projections, and per cached token attended."""
-    weights = _weights(parts.self_attn)
+class _Attn(NamedTuple):
+    """Nominal nanoseconds of one layer's attention."""
+
+    read: float
+    """Its weights."""
+    project: float
+    """One token through its projections."""
+    query_key: float
+    key: float
+
+
+def _attn_ns(parts: LayerParts, config: Any, dtype: torch.dtype, width: int) -> _Attn:
+    attn: Any = parts.self_attn
+    weights, item = _weights(attn), dtype.itemsize
     heads = config.num_attention_heads
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    head_dim = head_dim or width // heads
-    project = 2 * weights / FLOPS_PER_NS[dtype] + GLUE_NS_PER_VALUE * width * 4
-    attend = 4 * heads * head_dim / ATTN_FLOPS_PER_NS[dtype]
-    return project, attend
+    if hasattr(attn, "kv_lora_rank"):  # a key is the latent and what is rotated, a value the latent
+        key, value = attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
+        stored = key
+    else:
+        key = value = getattr(config, "head_dim", None) or width // heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        stored = 2 * groups * key
+    return _Attn(
+        weights * item / BYTES_PER_NS,
+        2 * weights / FLOPS_PER_NS[dtype] + GLUE_NS_PER_VALUE * width * 4,
+        2 * heads * (key + value) / ATTN_FLOPS_PER_NS[dtype],
+        stored * item / BYTES_PER_NS,
+    )
 
 
-def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[CutRule, Costs]:
-    """The cuts of a model for a bound on its segments; infinity does not cut."""
+def cut_rule(
+    parts: ModelParts, config: Any, max_segment_ms: float, stops_between_keys: bool
+) -> tuple[CutRule, Costs]:
+    """The cuts of a model for a bound on its segments; infinity does not cut.
+
+    Blocks of queries shrink with their position, to one query. An attention that can stop between
+    keys needs no block below `KEY_QUERIES`.
+    """
     dtype = parts.lm_head.weight.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
     width = parts.lm_head.in_features
@@ -81,7 +123,14 @@ def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[Cut
     moe: Any = next((x.experts for x in parts.layers if x.experts is not None), None)
     one = (moe.gate_up_proj[0].numel() + moe.down_proj[0].numel()) if moe is not None else 0
     head = parts.lm_head.weight.numel()
+    all_ns = [_attn_ns(layer, config, dtype, width) for layer in parts.layers]
+    attn = _Attn(*map(max, zip(*all_ns, strict=True)))
+    free = max(segment - attn.read, segment / 4)
     costs = Costs(
+        attn_ns=free,
+        project_ns=attn.project,
+        query_key_ns=attn.query_key,
+        key_ns=attn.key,
         range_ns=min(1e6, segment),
         unit_ns=one * item / BYTES_PER_NS,
         row_ns=2 * one / flops,
@@ -91,19 +140,15 @@ def cut_rule(parts: ModelParts, config: Any, max_segment_ms: float) -> tuple[Cut
     )
     if max_segment_ms == float("inf"):
         return NO_CUTS, costs
-    attn = [_attn_ns(layer, config, dtype, width) for layer in parts.layers]
-    project, attend = max(p for p, _ in attn), max(a for _, a in attn)
-    attn_read = max(_weights(layer.self_attn) for layer in parts.layers) * item / BYTES_PER_NS
     shared = max(_weights(layer.shared) + _weights(layer.router) for layer in parts.layers)
     route = 2 * shared / flops + GLUE_NS_PER_VALUE * width * 2
     combine = COMBINE_NS_PER_VALUE * width * (parts.shape.experts_per_token + 2)
     dense = max((_weights(x.mlp) for x in parts.layers if not x.is_moe), default=0)
     unit = segment - costs.range_ns  # a range ends with the unit that goes past `range_ns`
-    free = max(segment - attn_read, segment / 4)
     rule = CutRule(
-        max_cost=free / project,
-        attn_cost_per_kv=attend / project,
-        min_block=1,
+        max_cost=free / attn.project,
+        attn_cost_per_kv=attn.query_key / attn.project,
+        min_block=_power_of_two(free / attn.project, 1, KEY_QUERIES) if stops_between_keys else 1,
         glue_block=_power_of_two(segment / max(route, combine)),
         dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
         expert_block=_power_of_two(max(unit - costs.unit_ns, segment / 4) / max(costs.row_ns, 1.0)),

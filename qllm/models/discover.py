@@ -25,6 +25,8 @@ from qllm.plan import ModelShape
 from qllm.types import Driver
 
 EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
+PACKED = "qllm_packed"
+"""Attribute of experts whose weights a runner holds in a layout of its own."""
 MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
 
 LAYER_GLUE = {
@@ -322,6 +324,12 @@ def refuse_unsafe(model: nn.Module) -> None:
         raise ModelError("the model is in training mode; call model.eval()")
     if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
         raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
+    for name, module in model.named_modules():
+        if hasattr(module, PACKED):
+            raise ModelError(
+                f"the weights of {name} are packed for another runner; close that runner (or its "
+                "engine) first, or load the model once more"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         _refuse_tensor(name, tensor)
     dtypes = {p.dtype for p in model.parameters()}
@@ -334,9 +342,10 @@ def refuse_unsafe(model: nn.Module) -> None:
             _refuse_experts(name, module)
 
 
-def identity(model: nn.Module) -> str:
-    """Digest of a model: its class, its settings and a sample of its weights' bytes."""
-    digest = hashlib.sha256(type(model).__name__.encode())
+def identity(model: nn.Module, expert_weights: str = "auto") -> str:
+    """Digest of a model: its class, its settings, a sample of its weights' bytes, their format."""
+    kind = type(model).__name__ + expert_weights.removeprefix("auto")
+    digest = hashlib.sha256(kind.encode())
     settings = base_model(model).config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import InvariantError
+from qllm.errors import ConfigError, InvariantError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
-from qllm.models.native import swiglu
+from qllm.models.native_experts import NativeBank, is_covered
 from qllm.models.packed import pack_all, packed_linear
 
 
@@ -52,25 +52,13 @@ class Bank(Protocol):
         """Sum over k of weight times slot, [T, D]; `inverse_S` finds the slot of every (t, k)."""
         ...
 
+    def enter(self) -> None:
+        """Take the weights that it computes with, if they are the module's."""
+        ...
 
-class NativeBank:
-    """Experts of the usual kind with our kernels."""
-
-    def __init__(self, experts: Any) -> None:
-        up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        self._experts = cpu.Experts(up, down)
-        self.kernel = f"qllm {cpu.kind()}"
-        self.num_experts, self.out_width, self.dtype = up.shape[0], down.shape[1], up.dtype
-        self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
-
-    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
-        units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
-        self._experts.run(x_TD, work.token_S, units, stop - start, work.slots_SD)
-
-    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over k of weight times slot."""
-        return cpu.combine(slots_SD, inverse_S, weights_TK)
+    def leave(self) -> None:
+        """Give them back."""
+        ...
 
 
 class TorchBank:
@@ -149,28 +137,54 @@ class TorchBank:
         weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
         return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
+    def enter(self) -> None:
+        """Nothing: the weights stay where they are."""
+
+    def leave(self) -> None:
+        """Nothing was taken."""
+
 
 def expert_banks(
-    parts: ModelParts, rule: RowRule, packs: bool, native: bool
+    parts: ModelParts, rule: RowRule, packs: bool, native: bool, expert_weights: str = "auto"
 ) -> tuple[Bank | None, ...]:
     """The experts of every layer.
 
     Args:
         parts: Of the model.
         rule: In which blocks torch multiplies.
-        packs: Copy weights into a faster layout.
-        native: That of our kernels, for experts that they are made for.
+        packs: Copy weights that torch multiplies into a faster layout.
+        native: Our kernels, for experts that they are made for.
+        expert_weights: Their format: see `EngineConfig.expert_weights`.
+
+    Raises:
+        ConfigError: The format is not "auto" and a layer is not for our kernels.
     """
     modules = [layer.experts for layer in parts.layers]
+    if expert_weights != "auto":
+        _refuse_others(modules, native, expert_weights)
     weights = [w for m in modules if m is not None for w in m.parameters()]
     in_place = bool(weights) and weights[0].dtype is torch.bfloat16
 
     def bank(module: nn.Module) -> Bank:
-        if native and swiglu(module):
-            return NativeBank(module)
+        if native and is_covered(module):
+            return NativeBank(module, expert_weights)
         return TorchBank(module, rule, in_place=in_place, packed=packs)
 
     return tuple(None if m is None else bank(m) for m in modules)
+
+
+def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_weights: str) -> None:
+    for layer, module in enumerate(modules):
+        if module is None or (native and is_covered(module)):
+            continue
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        why = f"layer {layer} has {type(module).__name__} in {dtype}"
+        if not native:
+            why = cpu.MISSING or "kernels='reference' has no others"
+        raise ConfigError(
+            f"expert_weights={expert_weights!r} needs bfloat16 experts that our CPU kernels run: "
+            f"{why}; use 'auto'"
+        )
 
 
 class Work:
@@ -194,6 +208,18 @@ class Work:
         shape = (len(order), bank.out_width)
         self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
         self.done = bytearray(len(self.units))
+
+    @classmethod
+    def of(
+        cls, bank: Bank, ids_TK: Tensor, ints: Tensor, units: list[Unit], slots_SD: Tensor
+    ) -> "Work":
+        """One that our kernels have sorted already; `ints` is token_S and then inverse_S."""
+        work = cls.__new__(cls)
+        work.bank, work.ids_TK, work.units, work.slots_SD = bank, ids_TK, units, slots_SD
+        work.token_S, work.inverse_S = ints.chunk(2)
+        work.flat = array("q", [value for unit in units for value in unit])
+        work.done = bytearray(len(units))
+        return work
 
     def bytes_to_read(self) -> int:
         """Weights of the experts that have a unit."""

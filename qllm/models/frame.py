@@ -5,19 +5,22 @@ x_TD        rows of the active group, packed; the input of the layer that runs
 layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qllm.errors import InvariantError
+from qllm.kernels.cpu.attention import Begun
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Step
 from qllm.models.experts import Work
 from qllm.models.fast import Kept as Parts
 from qllm.models.fast import Rope, Routed
-from qllm.plan import Program
+from qllm.models.heads import HeadState
+from qllm.plan import Index, Program
 from qllm.types import RequestId, Sampled
 
 NewStep = Callable[["Frame", int, int, int], Step]
@@ -29,20 +32,24 @@ class LayerState:
     """What a layer has done so far. Freed when its last COMBINE op ends."""
 
     mid_TD: Tensor | None = None
+    begun: Begun | None = None
+    """The ATTN op that stopped between two blocks of keys."""
     routed: dict[int, Routed] = field(default_factory=dict)
     """By first token of the ROUTE op."""
     work: Work | None = None
     experts_x_TD: Tensor | None = None
     weights_TK: Tensor | None = None
     next_TD: Tensor | None = None
+    space: Any = None
+    """`models.sweep.Space` whose tensors these are, if one call ran them all."""
 
-
-@dataclass(slots=True)
-class HeadState:
-    """HEAD: the normed last tokens, and the logits of the vocabulary blocks done."""
-
-    x_BD: Tensor
-    blocks: list[Tensor]
+    def tensors(self) -> list[Tensor | None]:
+        """All it holds."""
+        held = [self.mid_TD, self.next_TD, self.experts_x_TD, self.weights_TK]
+        held += self.begun or ()
+        for routed in list(self.routed.values()):
+            held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
+        return [*held, None if self.work is None else self.work.slots_SD]
 
 
 @dataclass(slots=True)
@@ -110,6 +117,8 @@ class Frame:
         self._ropes: dict[tuple[int, int, int], Rope] = {}
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
+        self.ahead: dict[int, Any] = {}
+        """Per group, `models.sweep.Ahead`."""
 
     def tokens(self, group: int) -> Tensor | None:
         """Packed positions of a group's tokens; None if they are all tokens."""
@@ -129,12 +138,9 @@ class Frame:
         Callable from any thread: of a frame that runs it is a moment's value.
         """
         layer, head = self.layer, self.head
-        held = [self.x_TD, self.master_TD, layer.mid_TD, layer.next_TD]
-        held += [layer.experts_x_TD, layer.weights_TK]
-        for routed in list(layer.routed.values()):
-            held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
-        held.append(None if layer.work is None else layer.work.slots_SD)
-        held += [] if head is None else [head.x_BD, *head.blocks]
+        held = [self.x_TD, self.master_TD]
+        held += layer.tensors() if layer.space is None else layer.space.tensors()
+        held += [] if head is None else head.tensors()
         return sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
 
     def flush(self) -> None:
@@ -179,9 +185,49 @@ class Frame:
             found = self._ropes[key] = (cos, sin)
         return found
 
+    def take_back(self, requests: Mapping[RequestId, Held], like: Tensor) -> None:
+        """Rows that start above layer 0 go on from what their requests kept.
+
+        Args:
+            requests: Of the rows, by id.
+            like: Dtype, device and width [.., D] of the residual stream.
+
+        Raises:
+            InvariantError: A row does not start at its frontier (I2).
+        """
+        program = self.program
+        late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
+        if not late:
+            return
+        self.master_TD = like.new_zeros((program.num_tokens, like.shape[-1]))
+        for r in late:
+            row = program.rows[r]
+            kept = requests[row.request_id].kept
+            if kept is None or (kept.lo, kept.hi, kept.layer) != row[1:4]:
+                raise InvariantError(f"{row} does not start at its frontier (I2)")
+            self.master_TD[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
+
+    def give_back(self, requests: Mapping[RequestId, Held], index: Index) -> None:
+        """Rows that are not at the end at `index` leave their requests their hidden states."""
+        program = self.program
+        done = index == program.end
+        for r, row in enumerate(program.rows):
+            if row.request_id in self.dead:
+                continue
+            request = requests[row.request_id]
+            layer = program.frontier_layer(r, index)
+            request.kept = None
+            if layer == 0 or (done and layer == program.num_layers):
+                continue
+            self.flush()
+            assert self.master_TD is not None
+            x = self.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
+            request.kept = Kept(row.lo, row.hi, layer, x)
+
     def forget_steps(self) -> None:
         """Rows died: the spans of ATTN ops are made anew."""
         self._steps.clear()
+        self.ahead.clear()
 
     def step_of(self, group: int, lo: int, hi: int, new_step: NewStep) -> Step:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
@@ -204,6 +250,8 @@ class Frame:
             "weights": layer.weights_TK,
         }
         out.update({name: t.clone() for name, t in named.items() if t is not None})
+        if layer.begun is not None:
+            out.update({f"begun.{n}": t.clone() for n, t in layer.begun._asdict().items()})
         for lo, routed in layer.routed.items():
             parts: dict[str, Parts | None] = {
                 "x": routed.x_TD,
@@ -218,8 +266,7 @@ class Frame:
             out["work.slots"] = layer.work.slots_SD.clone()
             out["work.done"] = torch.tensor(list(layer.work.done), dtype=torch.uint8)
         if self.head is not None:
-            out["head.x"] = self.head.x_BD.clone()
-            out.update({f"head.{i}": t.clone() for i, t in enumerate(self.head.blocks)})
+            out.update(self.head.export())
         group = -1 if self.group is None else self.group
         out["numbers"] = torch.tensor([group, self.slots_done])
         return out
@@ -232,6 +279,8 @@ class Frame:
         layer = self.layer
         layer.mid_TD, layer.next_TD = tensors.get("mid"), tensors.get("next")
         layer.experts_x_TD, layer.weights_TK = tensors.get("experts_x"), tensors.get("weights")
+        if "begun.q" in tensors:
+            layer.begun = Begun(*(tensors[f"begun.{name}"] for name in Begun._fields))
         starts = sorted({int(n.split(".")[1]) for n in tensors if n.startswith("routed.")})
         for lo in starts:
             prefix = f"routed.{lo}."
@@ -239,8 +288,7 @@ class Frame:
             kept = _deep({n[5:]: t for n, t in parts.items() if n.startswith("kept.")})
             layer.routed[lo] = Routed(parts["x"], parts["ids"], parts["weights"], kept or None)
         if "head.x" in tensors:
-            num = sum(n.startswith("head.") for n in tensors) - 1
-            self.head = HeadState(tensors["head.x"], [tensors[f"head.{i}"] for i in range(num)])
+            self.head = HeadState.restored(tensors)
 
 
 def _flat(name: str, kept: Parts | None) -> dict[str, Tensor]:

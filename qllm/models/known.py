@@ -15,40 +15,88 @@ ATTENTION = {
     "ce1772849260": "plain",  # mixtral
     "7d221b620ce4": "plain",  # qwen2_moe, granitemoe, phimoe
     "9b8e69f64c3f": "head_norm",  # qwen3_moe
-    "4d62a8e741c1": "row_norm",  # olmoe
+    "4d62a8e741c1": "row_norm",  # olmoe; "clipped_row_norm" if its config sets `clip_qkv`
+    "126b22544a55": "sinks",  # gpt_oss
 }
-"""Fingerprint of Attention.forward -> how queries and keys are normed: not, per head, or over all
-heads."""
-ROTATION = ("d7bb227c7094", "b59dbfffe0ee")
-"""Digests of `apply_rotary_pos_emb` and `rotate_half`: in halves, in the dtype of the model."""
+"""Fingerprint of Attention.forward -> what it does beside projections: norms of queries and keys
+per head or over all heads, limits of what is projected, sinks."""
+LATENTS = "bf6d046d789e"
+"""Fingerprint of the forward of multi-head latent attention: deepseek_v3."""
+EXPANSION = "e5ae38130e7f"
+"""Digest of the `expand_kv` that all MLA families of transformers share."""
+HALVES = {"apply_rotary_pos_emb": "d7bb227c7094", "rotate_half": "b59dbfffe0ee"}
+HALF_TABLE = {"apply_rotary_pos_emb": "72775e3bfa6e", "_apply_rotary_emb": "1d2cfaf3e4af"}
+PAIRS = {"apply_rotary_pos_emb_interleave": "5af815f3c610"}
+"""Functions of a model's file and their digests. A head is rotated in halves; with cos and sin of
+half its width; in pairs, which come out in halves. All in the dtype of the model."""
 NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
+WIDE_NORM = "6f6c68e4a6b2"
+"""Of the one that rounds afterwards: gpt_oss."""
 ROUTER = {
     "3b47be678984": "wide",  # mixtral: renormalised, weights stay fp32
     "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, olmoe: `norm_topk_prob`
+    "6106b5d77c20": "chosen",  # gpt_oss, with a bias
+    "f94b2215875a": "chosen",  # granitemoe
+    "e77292a9baca": "sigmoid",  # deepseek_v3: groups, and a correction for the choice
+    "234a8dc21586": "sparse_mixer",  # phimoe
 }
-"""Fingerprint of Router.forward: softmax over all experts, then top-k."""
+"""Fingerprint of Router.forward: softmax over all experts, then top-k; softmax over the chosen,
+which is the same renormalised; or what it is called."""
+SPARSE_MIXER = {"sparsemixer": "d888cf35f598"}
+
+
+def norm_kind(module: Any) -> str | None:
+    """The kind of a norm in `kernels.cpu.norms`, if it is known."""
+    if type(module) is nn.LayerNorm:
+        return "layer" if module.elementwise_affine and len(module.normalized_shape) == 1 else None
+    if not hasattr(module, "variance_epsilon"):
+        return None
+    return {NORM: "rms", WIDE_NORM: "rms_wide"}.get(fingerprint(module))
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is the usual RMS norm."""
-    return hasattr(module, "variance_epsilon") and fingerprint(module) == NORM
+    return norm_kind(module) == "rms"
 
 
 def attention_kind(attn: Any) -> str | None:
     """A value of ATTENTION, if all of an attention module is known: its projections too."""
     kind = ATTENTION.get(fingerprint(attn))
-    is_known = (
-        getattr(attn.config, "clip_qkv", None) is None
-        and all(type(getattr(attn, f"{x}_proj", None)) is nn.Linear for x in "qkvo")
-        and _rotates_in_halves(attn)
+    if getattr(attn.config, "clip_qkv", None) is not None:
+        kind = "clipped_row_norm" if kind == "row_norm" else None
+    is_known = all(type(getattr(attn, f"{x}_proj", None)) is nn.Linear for x in "qkvo") and uses(
+        attn, HALF_TABLE if kind == "sinks" else HALVES
     )
     return kind if is_known else None
 
 
-def _rotates_in_halves(module: nn.Module) -> bool:
+def is_latents(attn: Any) -> bool:
+    """Whether all of a multi-head latent attention is known."""
+    return (
+        fingerprint(attn) == LATENTS
+        and source_digest(type(attn).expand_kv) == EXPANSION
+        and all(type(x) is nn.Linear for x in latent_linears(attn))
+        and uses(attn, PAIRS if attn.config.rope_interleave else HALVES)
+    )
+
+
+def latent_linears(attn: Any) -> list[Any]:
+    """All projections of a multi-head latent attention; those of queries first."""
+    queries = [attn.q_proj] if attn.q_lora_rank is None else [attn.q_a_proj, attn.q_b_proj]
+    return [*queries, attn.kv_a_proj_with_mqa, attn.kv_b_proj, attn.o_proj]
+
+
+def router_kind(router: Any) -> str | None:
+    """A value of ROUTER, if all of a router is known."""
+    kind = ROUTER.get(fingerprint(router))
+    return None if kind == "sparse_mixer" and not uses(router, SPARSE_MIXER) else kind
+
+
+def uses(module: nn.Module, functions: dict[str, str]) -> bool:
+    """Whether functions of a module's file have those digests."""
     names = vars(sys.modules[type(module).__module__])
-    found: list[Any] = [names.get(name) for name in ("apply_rotary_pos_emb", "rotate_half")]
+    found: list[Any] = [names.get(name) for name in functions]
     if not all(inspect.isfunction(f) for f in found):
         return False
-    return tuple(source_digest(f) for f in found) == ROTATION
+    return [source_digest(f) for f in found] == list(functions.values())

@@ -6,16 +6,26 @@ fp32 sums.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
+from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
+from qllm.kernels.cpu.norms import Norm
+from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.attention import Step
-from qllm.models.discover import LayerParts, fingerprint
-from qllm.models.fast import FastDriver, Rope, Routed
-from qllm.models.known import ROUTER, attention_kind, is_norm
+from qllm.models.cuts import Costs
+from qllm.models.discover import LayerParts
+from qllm.models.fast import FastDriver, LayerDriver, Rope, Routed
+from qllm.models.known import (
+    attention_kind,
+    is_latents,
+    latent_linears,
+    norm_kind,
+    router_kind,
+)
 
 
 def is_usable(tensor: Tensor) -> bool:
@@ -25,19 +35,48 @@ def is_usable(tensor: Tensor) -> bool:
 
 
 def _is_norm(module: Any) -> bool:
-    return is_norm(module) and is_usable(module.weight)
+    """Whether the kernels know a norm; one that rounds once may have a weight in fp32."""
+    kind = norm_kind(module)
+    weight = None if kind is None else module.weight
+    return weight is not None and is_usable(weight.bfloat16() if kind == "rms_wide" else weight)
 
 
-def swiglu(experts: Any) -> bool:
-    """Whether experts are gate, up and down of the usual kind, without biases."""
-    return (
-        not experts.is_transposed
-        and not experts.has_bias
-        and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
-        and type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
-        and is_usable(experts.gate_up_proj)
-        and is_usable(experts.down_proj)
-    )
+def _norm(module: Any) -> Norm:
+    eps = getattr(module, "variance_epsilon", None)
+    bias = getattr(module, "bias", None)
+    return Norm(module.weight, module.eps if eps is None else eps, str(norm_kind(module)), bias)
+
+
+def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
+    """Linear modules of one input, on top of each other."""
+    biases = [x.bias for x in linears]
+    if any(b is not None for b in biases):
+        given = zip(linears, biases, strict=True)
+        biases = [x.weight.new_zeros(x.out_features) if b is None else b for x, b in given]
+    return cpu.Matrix([x.weight.detach() for x in linears], biases, arena)
+
+
+class NativeLayer(NamedTuple):
+    """A layer of which all but the experts is ours (kernels/cpu/sweep.h)."""
+
+    attention: Attention
+    out: cpu.Matrix
+    router: Router
+    number: int
+    """Of the layer."""
+    window: int | None
+    scale: float
+    """Of what is added to the residual stream."""
+    slab: tuple[int, int, int]
+    """See `Attention`."""
+    top_k: int
+    weights: torch.dtype
+    """Of the experts' outputs, as the router gives them."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], int, torch.dtype]:
+        """What neighbours must share to run in one call."""
+        return self[-3:]
 
 
 class NativeDriver(FastDriver):
@@ -46,13 +85,15 @@ class NativeDriver(FastDriver):
     def __init__(self, parts: LayerParts, arena: cpu.Arena) -> None:
         super().__init__(parts)
         self._arena = arena
-        self._attention: cpu.Attention | None = None
-        self._router_kernel: cpu.Router | None = None
+        self._attention: Attention | Latents | None = None
+        self._router_kernel: Router | None = None
         self.covered: tuple[nn.Module, ...] = ()
         """Linear modules and routers that are never called."""
         attn: Any = parts.self_attn
         if self._knows_attention(attn):
             self._make_attention(attn)
+        elif self._knows_latents(attn):
+            self._make_latents(attn)
         if parts.router is not None and self._knows_router(parts.router):
             self._make_router(parts.router)
 
@@ -62,55 +103,98 @@ class NativeDriver(FastDriver):
         kind = attention_kind(attn)
         return (
             kind is not None
-            and attn.head_dim in cpu.HEAD_DIMS
-            and attn.num_key_value_groups <= cpu.MAX_SHARE
+            and attn.head_dim % HEAD_MULTIPLE == 0
             and all(is_usable(getattr(attn, f"{x}_proj").weight) for x in "qkvo")
             and _is_norm(self._norm)
-            and (kind == "plain" or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
+            and ("norm" not in kind or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
+        )
+
+    def _knows_latents(self, attn: Any) -> bool:
+        return (
+            is_latents(attn)
+            and attn.kv_lora_rank % HEAD_MULTIPLE == 0
+            and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
+            and attn.qk_rope_head_dim <= MAX_ROTATED
+            and attn.qk_nope_head_dim % 2 == 0
+            and all(is_usable(x.weight) for x in latent_linears(attn))
+            and all(_is_norm(x) for x in (self._norm, attn.kv_a_layernorm))
+            and (attn.q_lora_rank is None or _is_norm(attn.q_a_layernorm))
         )
 
     def _knows_router(self, router: Any) -> bool:
+        kind = router_kind(router)
         return (
-            fingerprint(router) in ROUTER
+            kind is not None
             and is_usable(router.weight)
-            and router.top_k <= cpu.MAX_TOP_K
+            and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
             and _is_norm(self._post_norm)
         )
 
     def _make_attention(self, attn: Any) -> None:
         qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
-        norm: Any = self._norm
-        qk_norm = None
-        if attention_kind(attn) != "plain":
-            eps = attn.q_norm.variance_epsilon
-            qk_norm = (attn.q_norm.weight.detach(), attn.k_norm.weight.detach(), eps)
-        self._kv_heads = attn.k_proj.out_features // attn.head_dim
-        self._head_dim = attn.head_dim
-        self._attention = cpu.Attention(
-            cpu.Matrix([x.weight.detach() for x in qkv], [x.bias for x in qkv], self._arena),
-            norm.weight.detach(),
-            norm.variance_epsilon,
+        kind = str(attention_kind(attn))
+        self._attention = Attention(
+            _matrix(qkv, self._arena),
+            _norm(self._norm),
             num_heads=attn.q_proj.out_features // attn.head_dim,
-            num_kv_heads=self._kv_heads,
+            num_kv_heads=attn.k_proj.out_features // attn.head_dim,
             head_dim=attn.head_dim,
             scale=attn.scaling,
-            qk_norm=qk_norm,
+            qk_norm=(_norm(attn.q_norm), _norm(attn.k_norm)) if "norm" in kind else None,
+            sinks_N=attn.sinks if kind == "sinks" else None,
+            clip=getattr(attn.config, "clip_qkv", None),
+            half_table=kind == "sinks",
         )
-        self._out = cpu.Matrix([attn.o_proj.weight.detach()], [attn.o_proj.bias], self._arena)
+        self._finish_attention(attn, qkv)
+
+    def _make_latents(self, attn: Any) -> None:
+        linears = latent_linears(attn)
+        up = None
+        if attn.q_lora_rank is not None:
+            up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
+        expand = attn.kv_b_proj.weight.detach().view(attn.num_heads, -1, attn.kv_lora_rank)
+        self._attention = Latents(
+            _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
+            up,
+            _norm(self._norm),
+            _norm(attn.kv_a_layernorm),
+            expand,
+            num_rotated=attn.qk_rope_head_dim,
+            value_dim=attn.v_head_dim,
+            scale=attn.scaling,
+            interleaved=attn.config.rope_interleave,
+            arena=self._arena,
+        )
+        self._finish_attention(attn, linears[:-1])
+
+    def _finish_attention(self, attn: Any, covered: list[nn.Module]) -> None:
+        self._out = _matrix([attn.o_proj], self._arena)
         self._index = attn.layer_idx
-        self.covered += (*qkv, attn.o_proj)
+        self.covered += (*covered, attn.o_proj)
 
     def _make_router(self, router: Any) -> None:
-        wide = ROUTER[fingerprint(router)] == "wide"
-        norm: Any = self._post_norm
-        self._router_kernel = cpu.Router(
-            router.weight.detach(),
-            norm.weight.detach(),
-            norm.variance_epsilon,
-            top_k=router.top_k,
-            renormalise=wide or router.norm_topk_prob,
-            wide=wide,
-        )
+        kind = router_kind(router)
+        settings: dict[str, Any] = {"renormalise": True, "wide": kind == "wide"}
+        if kind == "flag":
+            settings["renormalise"] = router.norm_topk_prob
+        elif kind == "chosen":
+            settings["bias_E"] = getattr(router, "bias", None)
+        elif kind == "sigmoid":
+            settings = {
+                "kind": kind,
+                "renormalise": router.norm_topk_prob,
+                "wide": True,
+                "correction_E": router.e_score_correction_bias,
+                "groups": router.num_group,
+                "top_groups": router.topk_group,
+                "scaling": router.routed_scaling_factor,
+            }
+        elif kind == "sparse_mixer":
+            jitter = torch.tensor(2 * router.router_jitter_noise).bfloat16()  # as it is compared
+            settings = {"kind": kind, "renormalise": False, "wide": False, "jitter": float(jitter)}
+        norm = _norm(self._post_norm)
+        weight = router.weight.detach()
+        self._router_kernel = Router(weight, norm, top_k=router.top_k, **settings)
         self.covered += (router,)
 
     @property
@@ -121,21 +205,92 @@ class NativeDriver(FastDriver):
         if self._router_kernel is not None:
             yield "router"
 
+    @property
+    def whole(self) -> NativeLayer | None:
+        """What one call over several layers needs of this one; None if a part is not ours."""
+        attention, router = self._attention, self._router_kernel
+        if not isinstance(attention, Attention) or router is None:
+            return None
+        if self._parts.shared is not None:
+            return None
+        return NativeLayer(
+            attention,
+            self._out,
+            router,
+            self._index,
+            self._parts.window,
+            1.0 if self._scale is None else self._scale,
+            attention.slab,
+            router.top_k,
+            router.dtype,
+        )
+
     # -- what runs
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         if self._attention is None:
             return super().attend(x_TD, rope, step)
-        kernel, index, window = self._attention, self._index, self._parts.window
-        spans = step.addresses(self._kv_heads, self._head_dim, x_TD)
-        at, num = spans.address, len(step.spans)
-        q = kernel.enter(x_TD, *rope, index, at, num)
+        mid, _, _ = self.attend_some(x_TD, rope, step, 0, None, 1 << 62)
+        assert mid is not None
+        return mid
+
+    def attend_some(
+        self, x_TD: Tensor, rope: Rope, step: Step, pos: int, begun: Begun | None, num_keys: int
+    ) -> tuple[Tensor | None, Begun | None, int]:
+        """As the function `attend_some`, over so many keys, a multiple of KEY_BLOCK."""
+        kernel, window = self._attention, self._parts.window
+        if kernel is None:
+            return super().attend(x_TD, rope, step), None, 0
+        spans = step.addresses(kernel.slab, x_TD)
+        step.reach()
+        op = self._index, window, spans.address, len(step.spans)
+        begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
+        stop = begin + num_keys
+        if pos == 0:
+            q = kernel.enter(x_TD, *rope, self._index, spans.address, len(step.spans))
+            if stop < end:
+                begun = kernel.begin(q)
+        if begun is not None and stop < end:
+            kernel.attend_some(begun.q, *op, begun.part(begin, stop, pos == 0, False))
+            return None, begun, stop
         whole = step.num_attended == step.num_tokens
-        out = kernel.attend(q, index, window, at, num, whole)
-        return self._add(x_TD, self._out.linear(out))
+        if begun is None:
+            out = kernel.attend(q, *op, whole)
+        else:
+            out = kernel.attend(begun.q, *op, whole, begun.part(begin, end, False, True))
+        return self._add(x_TD, self._out.linear(out)), None, 0
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         if self._router_kernel is None:
             return super().route(x_TD, mid_TD)
         x, ids_TK, weights_TK = self._router_kernel(mid_TD)
         return Routed(x, ids_TK, weights_TK, self._shared(x))
+
+
+def attend_some(
+    driver: LayerDriver,
+    x_TD: Tensor,
+    rope: Rope,
+    step: Step,
+    pos: int,
+    begun: Begun | None,
+    costs: Costs,
+) -> tuple[Tensor | None, Begun | None, int]:
+    """`driver.attend`; where our kernels attend, over as many keys as a segment may take.
+
+    Args:
+        driver: Of the layer.
+        x_TD: As of `attend`.
+        rope: As of `attend`.
+        step: As of `attend`.
+        pos: First key not seen; 0 begins.
+        begun: What the call before gave.
+        costs: Of the model.
+
+    Returns:
+        `mid`, or what to go on with and the next `pos`.
+    """
+    if isinstance(driver, NativeDriver):
+        num_keys = costs.keys(step.num_tokens, len(step.spans))
+        return driver.attend_some(x_TD, rope, step, pos, begun, num_keys)
+    return driver.attend(x_TD, rope, step), None, 0

@@ -5,6 +5,7 @@ server: with reordered weights one row takes 0.6 of the time, four rows half. Th
 their bytes again, so they have a budget; weights that change afterwards are not seen.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -151,6 +152,7 @@ class Head:
         if native and is_usable(weight):
             pairs = zip(self._weights, self._biases, strict=True)
             self._native = [cpu.Matrix([w], [b], arena) for w, b in pairs]
+            self._addresses = array("q", [matrix.address for matrix in self._native])
             self.kernel = f"qllm {cpu.kind()}"
         elif packs and bias is None:
             packed = pack_all(self._weights[:-1]) if len(self._weights) > 1 else []
@@ -158,6 +160,17 @@ class Head:
             if packed is not None and last is not None:
                 self._packed = packed + last
                 self.kernel = "oneDNN packed"
+
+    def best(self, x_BD: Tensor, start: int, stop: int, peaks_B: Tensor, ids_B: Tensor) -> bool:
+        """Let blocks [start, stop) raise each row's largest logit and its id; False if not ours."""
+        if self._native is None:
+            return False
+        x_BD = x_BD.contiguous()
+        addresses = peaks_B.data_ptr(), ids_B.data_ptr(), x_BD.data_ptr()
+        cpu.native.head(
+            *addresses, len(x_BD), self._addresses.buffer_info()[0], start, stop, HEAD_BLOCK
+        )
+        return True
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
         """Logits [B, up to HEAD_BLOCK] of one block."""

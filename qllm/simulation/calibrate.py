@@ -337,6 +337,7 @@ def calibrate(
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
             kernels=config.kernels,
+            expert_weights=config.expert_weights,
         )
         probe = _Probe(runner, config)
         gc.collect()
@@ -363,9 +364,8 @@ def _cost_file(
     shape = runner.shape
     costs, errors = fit([s for m in measured for s in m.ops], shape)
     step_ns, step_row_ns = _fit_gaps([gap for m in measured for gap in m.gaps])
-    bank: Any = next((p.experts for p in runner.parts.layers if p.experts is not None), None)
+    bank = next((bank for bank in runner.compute.banks if bank is not None), None)
     weight = runner.parts.lm_head.weight
-    values = 0 if bank is None else bank.gate_up_proj[0].numel() + bank.down_proj[0].numel()
     return CostFile(
         model=model,
         machine=machine_name(),
@@ -377,6 +377,6 @@ def _cost_file(
         cuts=None if runner.cuts == NO_CUTS else dict(runner.cuts._asdict()),
         costs={**asdict(costs), "step_ns": step_ns, "step_row_ns": step_row_ns},
         max_kv_tokens=config.max_kv_tokens,
-        expert_bytes=values * weight.element_size(),
+        expert_bytes=0 if bank is None else bank.unit_bytes,
         fit=errors,
     )

@@ -380,6 +380,9 @@ class NixlStop(ShmStop):
 
     has_news: Callable[[], bool]
 
+    def watch(self) -> None:
+        """There is no such word: links move only while somebody drives them."""
+
     @property
     def word(self) -> int:
         """Smallest priority that has arrived and was not drained."""

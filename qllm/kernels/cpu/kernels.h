@@ -16,34 +16,100 @@ struct Matrix {
   int64_t n, k;
 };
 
-// Norm, projection and rotation of one layer's attention.
-struct Attention {
-  Matrix qkv;
-  const uint16_t* norm;              // [D]
-  const uint16_t *q_norm, *k_norm;   // [H], [heads * H], or null
-  int64_t heads, kv_heads, head_dim; // N, G, H
-  int64_t norm_whole;                // q_norm and k_norm span all heads
-  float eps, qk_eps, scale;
+// The same of int8: columns [g * group, (g + 1) * group) of output i are worth
+// scale[g * padded n + i] each. group is even.
+struct Matrix8 {
+  const int8_t* packed;
+  const uint16_t* bias;
+  int64_t n, k;
+  const float* scale;
+  int64_t group;
 };
 
-// Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op. Its keys of layer l,
-// head g and position s are at k + (l * kv_heads + g) * head_stride + s * head_dim.
-struct Span {
-  uint16_t *k, *v;
-  int64_t head_stride, at, lo, hi;
+enum NormKind : int64_t {
+  kRms,      // rounded before it is multiplied by the weight
+  kRmsWide,  // rounded after that
+  kLayer,    // mean and variance, bias
 };
 
-struct Router {
-  const uint16_t* norm;  // [D]
-  Matrix weight;         // [E, D]
-  int64_t top_k, renormalise, wide;  // wide: weights in fp32
+// Weight and bias are filled up with zeros to a multiple of 16.
+struct Norm {
+  const float *weight, *bias;  // [width]; null where there is none
+  int64_t kind;
   float eps;
 };
 
-// The experts of one layer, SwiGLU: up is [2F, D] (gate first), down is [D, F].
+// Attention of one layer: N query heads on G KV heads of width H. In the slabs lie keys and values
+// of that width; with `tail`, the values are the first H - tail of a key, and in the slab of values
+// lies the rest of the key: latents of MLA and their rotated part.
+struct Heads {
+  int64_t heads, kv_heads, head_dim, tail;  // N, G, H
+  const float* sinks;                       // [N] or null
+  float scale;
+};
+
+// Norm, projection and rotation before it.
+struct Attention {
+  Heads heads;
+  Matrix qkv;
+  Norm norm, q_norm, k_norm;   // of a head or, with norm_whole, of all
+  int64_t norm_whole, cos_width;  // cos is [T, cos_width]: H, or H / 2 without its copy
+  float clip;                  // of queries, keys and values; infinity is none
+};
+
+constexpr int64_t kMaxRotated = 256;
+
+// The same of MLA. What is cached of a token is one latent of width R = H - tail and `tail` rotated
+// values; a query of E unrotated values per head is brought into the space of the latents, and
+// what attention gave out of it.
+struct Latents {
+  Heads heads;  // on one KV head
+  Matrix down;  // [Q + R + tail, D]: queries, or their low rank; latent; what is rotated
+  Matrix up;    // [N * (E + tail), Q] of the low rank; packed is null without
+  Norm norm, q_norm, kv_norm;
+  const uint16_t *into, *out_of;  // packed [R, E] and [value, R] per head, one after the other
+  int64_t key, value;             // E, and the width of what leaves a head
+  int64_t interleaved;            // rotated in pairs
+};
+
+// Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op. Its keys of layer l,
+// head g and position s are at k + ((l * kv_heads + g) * capacity + s) * width of a key.
+struct Span {
+  uint16_t *k, *v;
+  int64_t capacity, at, lo, hi;
+};
+
+// Keys [begin, end) of an attention that is done in parts, from multiples of 64 on. What rows have
+// seen is kept between the parts; with one part, `sums` is null.
+struct Part {
+  float *sums, *softmax;  // [T, N, H - tail]; [T, N, 2]: largest score and sum
+  int64_t begin, end, first, last;
+};
+
+enum RouterKind : int64_t {
+  kSoftmax,      // over all experts, then top-k
+  kSigmoid,      // fp32; `correction` is added for the choice, which the best groups take part in
+  kSparseMixer,  // twice: the best, weighed against those within `jitter` of it
+};
+
+struct Router {
+  Norm norm;
+  Matrix weight;  // [E, D]
+  int64_t kind, top_k, renormalise, wide;  // wide: weights in fp32
+  int64_t groups, top_groups;
+  const float* correction;  // [E] or null
+  float scaling, jitter;
+};
+
+// The experts of one layer: up is [2F, D] (gate first), down is [D, F]. With a limit of 0 the gate
+// is SwiGLU, else (gpt_oss) gate and up are clamped: (up + 1) * gate * sigmoid(alpha * gate).
 struct Experts {
-  const uint16_t *up, *down;  // packed, one after the other
+  const void *up, *down;               // packed, one after the other
+  const float *up_scale, *down_scale;  // of int8, see Matrix8
+  const uint16_t *up_bias, *down_bias; // [E, 2F] and [E, D], or null
   int64_t num, width, hidden;          // E, F, D
+  int64_t group;                       // of int8; 0: the weights are bf16
+  float alpha, limit;
 };
 
 struct Unit {
@@ -54,16 +120,27 @@ struct Kernels {
   const char* name;
   void (*pack)(uint16_t* packed, const uint16_t* weight, int64_t n, int64_t k, int64_t row_stride,
                int64_t col_stride);
+  void (*unpack)(uint16_t* weight, const uint16_t* packed, int64_t n, int64_t k,
+                 int64_t row_stride, int64_t col_stride);
+  void (*pack8)(int8_t* packed, const int8_t* weight, int64_t n, int64_t k, int64_t row_stride,
+                int64_t col_stride);
+  void (*unpack8)(int8_t* weight, const int8_t* packed, int64_t n, int64_t k,
+                  int64_t row_stride, int64_t col_stride);
   void (*linear)(uint16_t* y, const uint16_t* x, const Matrix& weight, int64_t rows);
-  void (*rms_norm)(uint16_t* y, const uint16_t* x, const uint16_t* weight, float eps, int64_t rows,
-                   int64_t width);
+  void (*norm)(uint16_t* y, const uint16_t* x, const Norm& norm, int64_t rows, int64_t width);
   // q [T, N * H]; keys and values go to their slabs
   void (*attend_in)(uint16_t* q, const uint16_t* x, const uint16_t* cos, const uint16_t* sin,
                     int64_t tokens, const Attention& layer, int64_t index, const Span* spans,
                     int64_t num_spans);
-  // out [T, N * H]; tokens of no span stay as they are
-  void (*attend)(uint16_t* out, const uint16_t* q, const Attention& layer, int64_t index,
-                 int64_t window, const Span* spans, int64_t num_spans);
+  // q [T, N * H], out [T, N * (H - tail)], which the last part writes; tokens of no span stay as
+  // they are
+  void (*attend)(uint16_t* out, const uint16_t* q, const Heads& layer, int64_t index,
+                 int64_t window, const Span* spans, int64_t num_spans, const Part& part);
+  // q [T, N * H], out [T, N * value], x [T, N * R]
+  void (*latents_in)(uint16_t* q, const uint16_t* x, const uint16_t* cos, const uint16_t* sin,
+                     int64_t tokens, const Latents& layer, int64_t index, const Span* spans,
+                     int64_t num_spans);
+  void (*latents_out)(uint16_t* out, const uint16_t* x, const Latents& layer, int64_t tokens);
   void (*route)(uint16_t* normed, int64_t* ids, void* weights, const uint16_t* mid,
                 int64_t tokens, const Router& router);
   // slots [S, D], rows of x [T, D] by token [S]
@@ -73,6 +150,12 @@ struct Kernels {
   void (*combine)(uint16_t* out, const uint16_t* slots, const int64_t* inverse,
                   const void* weights, int64_t wide, int64_t tokens, int64_t top_k,
                   int64_t width);
+  // out [num] = x + y * scale; out may be one of them
+  void (*add)(uint16_t* out, const uint16_t* x, const uint16_t* y, float scale, int64_t num);
+  // Largest logit [rows] so far and the lowest id of it, given logits [rows, num] of the ids from
+  // `first`; NaN is larger than any.
+  void (*best)(float* peaks, int64_t* ids, const uint16_t* logits, int64_t rows, int64_t num,
+               int64_t first);
 };
 
 extern const Kernels kPortable;

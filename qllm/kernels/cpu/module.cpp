@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "sweep.h"
 
 namespace {
 
@@ -34,26 +35,35 @@ struct Argument<float> {
   static float of(PyObject* x) { return float(PyFloat_AsDouble(x)); }
 };
 
-template <auto Member, class Type>
+// Calls `body` with the arguments, without the GIL.
+template <class... A, class Body, size_t... I>
+PyObject* called(PyObject* const* args, Py_ssize_t num, const Body& body,
+                 std::index_sequence<I...>) {
+  if (num != Py_ssize_t(sizeof...(A)))
+    return PyErr_Format(PyExc_TypeError, "%d arguments, not %d", int(sizeof...(A)), int(num));
+  std::tuple<A...> values{Argument<A>::of(args[I])...};
+  if (PyErr_Occurred()) return nullptr;
+  PyThreadState* state = PyEval_SaveThread();
+  body(std::get<I>(values)...);
+  PyEval_RestoreThread(state);
+  Py_RETURN_NONE;
+}
+
+template <auto Value, class Type>
 struct Function;
 
 template <auto Member, class... A>
 struct Function<Member, void (*Kernels::*)(A...)> {
   static PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t num) {
-    if (num != Py_ssize_t(sizeof...(A)))
-      return PyErr_Format(PyExc_TypeError, "%d arguments, not %d", int(sizeof...(A)), int(num));
-    return run(args, std::index_sequence_for<A...>());
+    return called<A...>(args, num, kernels->*Member, std::index_sequence_for<A...>());
   }
+};
 
- private:
-  template <size_t... I>
-  static PyObject* run(PyObject* const* args, std::index_sequence<I...>) {
-    std::tuple<A...> values{Argument<A>::of(args[I])...};
-    if (PyErr_Occurred()) return nullptr;
-    PyThreadState* state = PyEval_SaveThread();
-    (kernels->*Member)(std::get<I>(values)...);
-    PyEval_RestoreThread(state);
-    Py_RETURN_NONE;
+template <auto Free, class... A>
+struct Function<Free, void (*)(const Kernels&, A...)> {
+  static PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t num) {
+    auto body = [](A... values) { Free(*kernels, values...); };
+    return called<A...>(args, num, body, std::index_sequence_for<A...>());
   }
 };
 
@@ -110,23 +120,31 @@ PyObject* threads(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-#define QLLM_KERNEL(name)                                                                    \
-  {#name,                                                                                    \
-   (PyCFunction)(void (*)())Function<&Kernels::name, decltype(&Kernels::name)>::call,        \
-   METH_FASTCALL, "See kernels.h."}
+#define QLLM_FUNCTION(name, value, header) \
+  {#name, (PyCFunction)(void (*)())Function<value, decltype(value)>::call, METH_FASTCALL, header}
+#define QLLM_KERNEL(name) QLLM_FUNCTION(name, &Kernels::name, "See kernels.h.")
 
 PyMethodDef methods[] = {
     {"available", available, METH_NOARGS, "Names of what this machine can run, best first."},
     {"use", use, METH_O, "Choose kernels by name."},
     {"threads", threads, METH_O, "Set the number of threads."},
     QLLM_KERNEL(pack),
+    QLLM_KERNEL(unpack),
+    QLLM_KERNEL(pack8),
+    QLLM_KERNEL(unpack8),
     QLLM_KERNEL(linear),
-    QLLM_KERNEL(rms_norm),
+    QLLM_KERNEL(norm),
     QLLM_KERNEL(attend_in),
     QLLM_KERNEL(attend),
+    QLLM_KERNEL(latents_in),
+    QLLM_KERNEL(latents_out),
     QLLM_KERNEL(route),
     QLLM_KERNEL(experts),
     QLLM_KERNEL(combine),
+    QLLM_KERNEL(add),
+    QLLM_KERNEL(best),
+    QLLM_FUNCTION(sweep, &sweep, "See sweep.h."),
+    QLLM_FUNCTION(head, &head, "See sweep.h."),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,6 +1,7 @@
 // Sixteen floats at a time, per instruction set. A kernel is written once over one of these.
 //
-//   Pairs   32 bf16 as 16 pairs (k, k + 1); `dot` adds both products of a pair to its lane
+//   Pairs   32 bf16 as 16 pairs (k, k + 1); `dot` adds both products of a pair to its lane;
+//           int8 become bf16 as they are loaded, exactly
 //   F       16 floats
 //
 // `transpose` takes 16 rows of 16 pairs to 16 rows: the first pair of each, the second, ...
@@ -85,6 +86,13 @@ struct Vec {
   }
   static F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
   static Pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
+  static Pairs load_pairs(const int8_t* p) {
+    __m512i both = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    __m512 low = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 16), 16));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 16));
+    __m512i half = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+    return _mm512_or_si512(_mm512_castps_si512(high), half);
+  }
   static Pairs set_pair(const bf16* p) {
     int32_t pair;
     memcpy(&pair, p, 4);
@@ -215,6 +223,14 @@ struct Vec {
   static Pairs load_pairs(const bf16* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 16))};
   }
+  static __m256i half(const int8_t* p) {
+    __m256i both = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    __m256 low = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 16), 16));
+    __m256 high = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 16));
+    __m256i half = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
+    return _mm256_or_si256(_mm256_castps_si256(high), half);
+  }
+  static Pairs load_pairs(const int8_t* p) { return {half(p), half(p + 16)}; }
   static Pairs set_pair(const bf16* p) {
     int32_t pair;
     memcpy(&pair, p, 4);
@@ -292,6 +308,11 @@ struct Vec {
   static Pairs load_pairs(const bf16* p) {
     Pairs out;
     memcpy(out.v, p, sizeof out.v);
+    return out;
+  }
+  static Pairs load_pairs(const int8_t* p) {
+    Pairs out;
+    for (int i = 0; i < 32; i++) out.v[i] = narrow(p[i]);
     return out;
   }
   static Pairs set_pair(const bf16* p) {

@@ -1,0 +1,320 @@
+"""Attention of one layer on KV slabs, without its output projection.
+
+    Attention   norm, QKV, q/k norm, rotation and KV write; attention
+    Latents     the same of MLA: queries go into the space of the latents, which are never expanded
+    Begun       an attention that stopped between two blocks of keys
+
+A query's bits depend on its position and the keys alone, not on the queries beside it.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.kernels.cpu import Arena, Matrix, MatrixStruct, dense, native, pack, packed_numel
+from qllm.kernels.cpu.norms import Norm, NormStruct
+
+HEAD_MULTIPLE = 32
+"""Widths of a head are multiples of this; of MLA, both parts of a key."""
+MAX_ROTATED = 256
+"""Most rotated values of a key of MLA (`kMaxRotated` of kernels.h)."""
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("tail", c_int64),
+        ("sinks", c_void_p),
+        ("scale", c_float),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("heads", _Heads),
+        ("qkv", MatrixStruct),
+        ("norm", NormStruct),
+        ("q_norm", NormStruct),
+        ("k_norm", NormStruct),
+        ("norm_whole", c_int64),
+        ("cos_width", c_int64),
+        ("clip", c_float),
+    )
+
+
+class _Latents(ctypes.Structure):
+    _fields_ = (
+        ("heads", _Heads),
+        ("down", MatrixStruct),
+        ("up", MatrixStruct),
+        ("norm", NormStruct),
+        ("q_norm", NormStruct),
+        ("kv_norm", NormStruct),
+        ("into", c_void_p),
+        ("out_of", c_void_p),
+        ("key", c_int64),
+        ("value", c_int64),
+        ("interleaved", c_int64),
+    )
+
+
+class PartStruct(ctypes.Structure):
+    """`Part` of kernels.h."""
+
+    _fields_ = (
+        ("sums", c_void_p),
+        ("softmax", c_void_p),
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("first", c_int64),
+        ("last", c_int64),
+    )
+
+
+class Begun(NamedTuple):
+    """An attention of which some keys have been seen."""
+
+    q: Tensor
+    """What `enter` gave."""
+    sums: Tensor
+    """fp32 [T, N, value]."""
+    softmax: Tensor
+    """fp32 [T, N, 2]: largest score and sum of a row so far."""
+
+    def part(self, begin: int, end: int, first: bool, last: bool) -> PartStruct:
+        """Its keys [begin, end), from multiples of KEY_BLOCK on."""
+        addresses = self.sums.data_ptr(), self.softmax.data_ptr()
+        return PartStruct(*addresses, begin, end, first, last)
+
+
+KEY_BLOCK = 64
+"""Keys after which a part of an attention may end (`kKeys` of attention.inc)."""
+_WHOLE = PartStruct(None, None, 0, 1 << 62, True, True)
+
+
+class _Attends:
+    """Queries into a slab and attention on it: what `Attention` and `Latents` share."""
+
+    slab: tuple[int, int, int]
+    """KV heads, and widths of what the two slabs of a request hold per head and token."""
+    _struct: Any
+    _enter: Any
+
+    @property
+    def address(self) -> int:
+        """Of its struct in kernels.h."""
+        return ctypes.addressof(self._struct)
+
+    def _sizes(self) -> tuple[int, int]:
+        heads = self._struct.heads
+        return heads.heads * heads.head_dim, heads.heads * (heads.head_dim - heads.tail)
+
+    def enter(
+        self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
+    ) -> Tensor:
+        """Queries [T, N * H]; keys and values go where the spans (an address) say."""
+        x_TD, cos, sin = dense(x_TD), dense(cos), dense(sin)
+        num_tokens = x_TD.shape[0]
+        q = x_TD.new_empty((num_tokens, self._sizes()[0]))
+        self._enter(
+            q.data_ptr(),
+            x_TD.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            num_tokens,
+            self.address,
+            layer,
+            spans,
+            num_spans,
+        )
+        return q
+
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        spans: int,
+        num_spans: int,
+        whole: bool,
+        part: PartStruct = _WHOLE,
+    ) -> Tensor:
+        """Causal attention of the spans' queries.
+
+        Args:
+            q: What `enter` gave.
+            layer: Its index.
+            window: Of a sliding attention.
+            spans: Address of the spans.
+            num_spans: How many there are.
+            whole: Every token is in a span; else the others get zeros.
+            part: The last one, if it is done in parts.
+        """
+        shape = (q.shape[0], self._sizes()[1])
+        out = q.new_empty(shape) if whole else q.new_zeros(shape)
+        self._attend(out.data_ptr(), q, layer, window, spans, num_spans, part)
+        return self._leave(out)
+
+    def begin(self, q: Tensor) -> Begun:
+        """What an attention in parts keeps between them."""
+        num_tokens, num_heads = q.shape[0], self._struct.heads.heads
+        sums = torch.empty((num_tokens, num_heads, self._sizes()[1] // num_heads))
+        return Begun(q, sums, torch.empty((num_tokens, num_heads, 2)))
+
+    def attend_some(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        spans: int,
+        num_spans: int,
+        part: PartStruct,
+    ) -> None:
+        """A part of `attend` that is not the last."""
+        self._attend(0, q, layer, window, spans, num_spans, part)
+
+    def _attend(
+        self,
+        out: int,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        spans: int,
+        num_spans: int,
+        part: PartStruct,
+    ) -> None:
+        heads, of = ctypes.addressof(self._struct.heads), ctypes.addressof(part)
+        native.attend(out, q.data_ptr(), heads, layer, window or 0, spans, num_spans, of)
+
+    def _leave(self, out: Tensor) -> Tensor:
+        """What attention gave, as the output projection takes it."""
+        return out
+
+
+class Attention(_Attends):
+    """Attention of query heads on KV heads.
+
+    Args:
+        qkv: Queries, keys and values.
+        norm: Before it.
+        num_heads: N.
+        num_kv_heads: G.
+        head_dim: H.
+        scale: Of scores.
+        qk_norm: Of queries and keys, over one head or over all.
+        sinks_N: Scores of a key without a value.
+        clip: Limit of queries, keys and values after their norm.
+        half_table: Cos and sin are [T, H / 2], for both halves of a head.
+
+    Raises:
+        ValueError: The kernels are not made for the shape.
+    """
+
+    def __init__(
+        self,
+        qkv: Matrix,
+        norm: Norm,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        qk_norm: tuple[Norm, Norm] | None = None,
+        sinks_N: Tensor | None = None,
+        clip: float | None = None,
+        half_table: bool = False,
+    ) -> None:
+        if head_dim % HEAD_MULTIPLE:
+            raise ValueError(f"head_dim={head_dim} must be a multiple of {HEAD_MULTIPLE}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} heads on {num_kv_heads}")
+        sinks = None if sinks_N is None else sinks_N.detach().float().contiguous()
+        self._keep = (qkv, norm, qk_norm, sinks)
+        self.slab = num_kv_heads, head_dim, head_dim
+        q_norm, k_norm = qk_norm or (None, None)
+        self._enter = native.attend_in
+        address = None if sinks is None else sinks.data_ptr()
+        self._struct = _Attention(
+            _Heads(num_heads, num_kv_heads, head_dim, 0, address, scale),
+            qkv.struct,
+            norm.struct,
+            NormStruct() if q_norm is None else q_norm.struct,
+            NormStruct() if k_norm is None else k_norm.struct,
+            q_norm is not None and q_norm.width != head_dim,
+            head_dim // 2 if half_table else head_dim,
+            float("inf") if clip is None else clip,
+        )
+
+
+class Latents(_Attends):
+    """Multi-head latent attention.
+
+    Args:
+        down: To queries (or their low rank), latent and what is rotated of a key.
+        up: Of the low rank of queries, and its norm.
+        norm: Before `down`.
+        kv_norm: Of the latent, of its rank R.
+        expand_NVR: bf16 [N, E + V, R]: a latent's keys and values of every head.
+        num_rotated: F, rotated values of a key.
+        value_dim: V.
+        scale: Of scores.
+        interleaved: Pairs are rotated, not halves.
+        arena: Where weights lie.
+
+    Raises:
+        ValueError: The kernels are not made for the shape.
+    """
+
+    def __init__(
+        self,
+        down: Matrix,
+        up: tuple[Matrix, Norm] | None,
+        norm: Norm,
+        kv_norm: Norm,
+        expand_NVR: Tensor,
+        *,
+        num_rotated: int,
+        value_dim: int,
+        scale: float,
+        interleaved: bool,
+        arena: Arena,
+    ) -> None:
+        num, both, rank = expand_NVR.shape
+        key = both - value_dim
+        if rank % HEAD_MULTIPLE or num_rotated % HEAD_MULTIPLE or num_rotated > MAX_ROTATED:
+            raise ValueError(
+                f"latents of {rank} and {num_rotated} rotated values; both must be multiples of "
+                f"{HEAD_MULTIPLE}, the latter at most {MAX_ROTATED}"
+            )
+        into = arena.take(num, packed_numel(rank, key))
+        out_of = arena.take(num, packed_numel(value_dim, rank))
+        for n in range(num):
+            pack(expand_NVR[n, :key].t(), into[n])
+            pack(expand_NVR[n, key:], out_of[n])
+        self._keep = (down, up, norm, kv_norm, into, out_of)
+        self._value_size = num * value_dim
+        self.slab = 1, rank, num_rotated
+        self._enter = native.latents_in
+        self._struct = _Latents(
+            _Heads(num, 1, rank + num_rotated, num_rotated, None, scale),
+            down.struct,
+            MatrixStruct() if up is None else up[0].struct,
+            norm.struct,
+            NormStruct() if up is None else up[1].struct,
+            kv_norm.struct,
+            into.data_ptr(),
+            out_of.data_ptr(),
+            key,
+            value_dim,
+            interleaved,
+        )
+
+    def _leave(self, out: Tensor) -> Tensor:
+        left = out.new_empty((out.shape[0], self._value_size))
+        native.latents_out(left.data_ptr(), out.data_ptr(), self.address, out.shape[0])
+        return left

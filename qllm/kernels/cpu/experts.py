@@ -1,0 +1,176 @@
+"""Experts of one layer: their packed weights, and the kernel over ranges of expert units.
+
+Weights are bf16 as the model has them, or int8 with one fp32 scale for every output and group of
+inputs (symmetric: a weight is value * scale). Activations and sums are the same for both.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qllm.kernels import cpu
+
+INT8_MAX = 127
+LEAST_SCALE = 1e-30
+"""A group of zeros gets it; bf16(value * scale) is a normal number."""
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("up_scale", c_void_p),
+        ("down_scale", c_void_p),
+        ("up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("num", c_int64),
+        ("width", c_int64),
+        ("hidden", c_int64),
+        ("group", c_int64),
+        ("alpha", c_float),
+        ("limit", c_float),
+    )
+
+
+class Clamp(NamedTuple):
+    """Gate of gpt_oss: (up + 1) * gate * sigmoid(alpha * gate), both at most `limit`."""
+
+    alpha: float
+    limit: float
+
+
+class Stack:
+    """E weights bf16 [n, k] of one shape, packed one after the other on huge pages."""
+
+    def __init__(self, num: int, n: int, k: int) -> None:
+        size = cpu.packed_numel(n, k)
+        self.packed = cpu.huge_empty(num * size).view(num, size)
+        self.num_bytes = size * 2
+        """Of one weight."""
+
+    def pack(self, expert: int, weight_NK: Tensor) -> None:
+        """Take one weight, bf16 [n, k] of any strides."""
+        cpu.pack(weight_NK, self.packed[expert])
+
+    def unpack(self, expert: int, out_NK: Tensor) -> None:
+        """Write one weight with every bit that it had."""
+        cpu.unpack(self.packed[expert], out_NK)
+
+
+class Int8Stack:
+    """E weights [n, k] of one shape in int8, packed one after the other on huge pages.
+
+    Weights that were unpacked are packed to the same bits again: the largest of a group is a bf16
+    number and stays, so the scale does; the others move by less than half a step.
+
+    Args:
+        num: E.
+        n: Outputs.
+        k: Inputs, an even number.
+        group: Inputs that share a scale, an even number; the last group may be shorter.
+    """
+
+    def __init__(self, num: int, n: int, k: int, group: int) -> None:
+        self._n, self._k, self._group = n, k, min(group, k)
+        size = cpu.packed_numel(n, k)
+        self.packed = cpu.huge_empty(num * size // 2).view(torch.int8).view(num, size)
+        self.scales = torch.zeros((num, -(-k // self._group), -(-n // 16) * 16))
+        """fp32 [E, groups, outputs]; outputs are filled up to a multiple of 16."""
+        self.num_bytes = size + self.scales[0].numel() * 4
+        """Of one weight."""
+
+    def pack(self, expert: int, weight_NK: Tensor) -> None:
+        """Take one weight, bf16 [n, k] of any strides, rounded to the nearest int8 * scale.
+
+        Raises:
+            ValueError: A value is not finite.
+        """
+        grouped = F.pad(weight_NK.float(), (0, -self._k % self._group))
+        grouped = grouped.view(self._n, -1, self._group)
+        scale_NG = self.scales[expert, :, : self._n].t()
+        scale_NG.copy_((grouped.abs().amax(2) / INT8_MAX).clamp_(min=LEAST_SCALE))
+        if not scale_NG.isfinite().all():
+            raise ValueError("weights that are not finite cannot be int8")
+        values = (grouped / scale_NG.unsqueeze(2)).round_().to(torch.int8).view(self._n, -1)
+        place = self.packed[expert].data_ptr()
+        cpu.native.pack8(place, values.data_ptr(), self._n, self._k, *values.stride())
+
+    def unpack(self, expert: int, out_NK: Tensor) -> None:
+        """Write value * scale of one weight, rounded to bf16."""
+        values = torch.empty((self._n, self._k), dtype=torch.int8)
+        place = self.packed[expert].data_ptr()
+        cpu.native.unpack8(values.data_ptr(), place, self._n, self._k, *values.stride())
+        scale_NK = self.scales[expert, :, : self._n].t().repeat_interleave(self._group, 1)
+        out_NK.copy_(values * scale_NK[:, : self._k])
+
+
+class Experts:
+    """The experts of one layer.
+
+    Args:
+        num: E experts.
+        width: F, of one expert.
+        hidden: D.
+        group: None holds weights in bf16; else in int8 with a scale per so many inputs, an even
+            number; 0 is all inputs.
+        biases: bf16 [E, 2F] (gate first) and [E, D].
+        clamp: The gate; None is SwiGLU.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        width: int,
+        hidden: int,
+        group: int | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
+        clamp: Clamp | None = None,
+    ) -> None:
+        up, down = (num, 2 * width, hidden), (num, hidden, width)
+        self._biases = biases
+        no: tuple[int | None, int | None] = (None, None)
+        scaled, biased = no, no
+        self._up: Stack | Int8Stack
+        self._down: Stack | Int8Stack
+        if group is None:
+            self._up, self._down = Stack(*up), Stack(*down)
+        else:
+            group = group or max(width, hidden)
+            self._up, self._down = Int8Stack(*up, group), Int8Stack(*down, group)
+            scaled = self._up.scales.data_ptr(), self._down.scales.data_ptr()
+        if biases is not None:
+            biased = biases[0].data_ptr(), biases[1].data_ptr()
+        self.num_bytes = self._up.num_bytes + self._down.num_bytes
+        """Of one expert."""
+        weights = self._up.packed.data_ptr(), self._down.packed.data_ptr()
+        shape = num, width, hidden
+        gate = clamp or Clamp(0.0, 0.0)
+        self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *gate)
+        self.address = ctypes.addressof(self._struct)
+
+    def pack(self, expert: int, up: Tensor, down: Tensor) -> None:
+        """Take one expert's weights, bf16 [2F, D] (gate first) and [D, F] of any strides."""
+        self._up.pack(expert, up)
+        self._down.pack(expert, down)
+
+    def unpack(self, expert: int, up: Tensor, down: Tensor) -> None:
+        """Write one expert's weights: bf16 as `pack` was given them, int8 rounded."""
+        self._up.unpack(expert, up)
+        self._down.unpack(expert, down)
+
+    def run(
+        self, x_TD: Tensor, token_S: Tensor, units: int, num_units: int, slots_SD: Tensor
+    ) -> None:
+        """Run consecutive units (an address of expert, lo, hi) into their rows of `slots_SD`."""
+        cpu.native.experts(
+            slots_SD.data_ptr(),
+            cpu.dense(x_TD).data_ptr(),
+            token_S.data_ptr(),
+            units,
+            num_units,
+            self.address,
+        )

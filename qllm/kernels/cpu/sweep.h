@@ -1,0 +1,70 @@
+// Consecutive ops of a program in one call: the native half of qllm/models/sweep.py, which
+// mirrors these structs.
+#pragma once
+
+#include "kernels.h"
+
+namespace qllm {
+
+// As OpKind of qllm/plan.py.
+enum Kind : int64_t { kAttn = 1, kRoute = 2, kExperts = 3, kCombine = 4 };
+
+// A layer of which every part is ours.
+struct Layer {
+  const Attention* attention;
+  const Matrix* out;
+  const Router* router;
+  const Experts* experts;
+  int64_t index, window, expert_bytes;
+  float scale;  // of what is added to the residual stream
+};
+
+// One op of every layer, over tokens [lo, hi); an ATTN op also says what it attends.
+struct LayerOp {
+  int64_t kind, lo, hi;
+  const Span* spans;
+  int64_t num_spans, whole;  // whole: every token is in a span
+  const uint16_t *cos, *sin;
+};
+
+struct Sweep {
+  const Layer* layers;
+  const LayerOp* parts;  // of one layer, in order
+  int64_t num_parts, end_layer;
+  int64_t tokens, width, top_k, wide;  // T, D, K; weights are fp32
+
+  // x [T, D] is what the layer was given, `next` what it gives: each layer gives the other one.
+  const uint16_t* x;
+  uint16_t *next, *other;
+  uint16_t *mid, *normed;            // [T, D]
+  void* weights;                     // [T, K]
+  uint16_t* slots;                   // [S, D], S = T * K
+  int64_t *ids, *token, *inverse;    // [S]
+  Unit* units;                       // room for S
+
+  int64_t unit_rows;
+  double range_ns, unit_ns, row_ns;  // units of one range: see `_experts` of qllm/runner.py
+
+  // Return at the boundaries of this grain when asked: when the word at `watch` is not `seen`, or
+  // when `left_ns` have passed. Without a watch every such boundary returns.
+  int64_t grain;  // as Grain of qllm/types.py
+  const int64_t* watch;
+  int64_t seen, left_ns;
+  int64_t single;  // return after the first op or range
+
+  // Where it is; `pos` and `num_units` are those of an EXPERTS op.
+  int64_t layer, part, pos, num_units;
+
+  // What was done in this call.
+  int64_t num_layers, num_segments, longest_ns, longest_kind, slots_done, expert_bytes;
+  int64_t failed;  // a router gave an id that is no expert's
+};
+
+// Runs until `end_layer` or a boundary.
+void sweep(const Kernels& kernels, Sweep* s);
+
+// `Kernels::best` over blocks [begin, end) of the head, of `width` ids each; the last may be narrower.
+void head(const Kernels& kernels, float* peaks, int64_t* ids, const uint16_t* x, int64_t rows,
+          const Matrix* const* blocks, int64_t begin, int64_t end, int64_t width);
+
+}  // namespace qllm

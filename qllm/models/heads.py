@@ -1,0 +1,82 @@
+"""HEAD, block by block of the vocabulary: greedy rows keep their best logit, the others all."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qllm.models.packed import HEAD_BLOCK, Head
+
+
+class HeadState:
+    """What the vocabulary blocks done so far gave.
+
+    Args:
+        x_BD: The normed last tokens.
+        greedy: Rows of them whose answer is the lowest id of the largest logit.
+    """
+
+    def __init__(self, x_BD: Tensor, greedy: Sequence[int]) -> None:
+        self.x_BD = x_BD
+        self.greedy = tuple(greedy)
+        self.rest = tuple(sorted(set(range(len(x_BD))) - set(greedy)))
+        self.peaks_G = torch.full((len(self.greedy),), -torch.inf)
+        self.ids_G = torch.zeros(len(self.greedy), dtype=torch.int64)
+        """Of the greedy rows, the largest logit so far and its id; NaN is larger than any."""
+        self.blocks: list[Tensor] = []
+        """Logits of the rest, [R, up to HEAD_BLOCK] each."""
+
+    def run(self, head: Head, start: int, stop: int, scaling: float | None) -> None:
+        """Do blocks [start, stop); greedy rows see logits divided by `scaling`."""
+        alone = not self.rest and scaling is None
+        if alone and head.best(self.x_BD, start, stop, self.peaks_G, self.ids_G):
+            return
+        for block in range(start, stop):
+            logits_BV = head(self.x_BD, block)
+            if self.rest:
+                rest = logits_BV[list(self.rest)] if self.greedy else logits_BV
+                self.blocks.append(rest)
+            if self.greedy:
+                mine = logits_BV[list(self.greedy)] if self.rest else logits_BV
+                self._see(mine if scaling is None else mine / scaling, block * HEAD_BLOCK)
+
+    def _see(self, logits_GV: Tensor, first: int) -> None:
+        x_GV, peaks_G, ids_G = logits_GV.float().numpy(), self.peaks_G.numpy(), self.ids_G.numpy()
+        at_G = x_GV.argmax(axis=1)
+        peak_G = x_GV[np.arange(len(x_GV)), at_G]
+        wins_G = (peak_G > peaks_G) | (np.isnan(peak_G) & ~np.isnan(peaks_G))
+        peaks_G[wins_G], ids_G[wins_G] = peak_G[wins_G], first + at_G[wins_G]
+
+    def answers(self) -> Iterator[tuple[int, int, float]]:
+        """Row, id and logit of the greedy rows."""
+        return zip(self.greedy, self.ids_G.tolist(), self.peaks_G.tolist(), strict=True)
+
+    def logits(self) -> Tensor:
+        """Logits [R, V] of the rest."""
+        return self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks, 1)
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds."""
+        return [self.x_BD, self.peaks_G, self.ids_G, *self.blocks]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Named copies, from which `restored` makes the same."""
+        yield "head.x", self.x_BD.clone()
+        if self.greedy:
+            yield "head.greedy", torch.tensor(self.greedy)
+            yield "head.peaks", self.peaks_G.clone()
+            yield "head.ids", self.ids_G.clone()
+        for i, block in enumerate(self.blocks):
+            yield f"head.{i}", block.clone()
+
+    @classmethod
+    def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
+        """Take up what `export` gave."""
+        greedy = tensors.get("head.greedy")
+        head = cls(tensors["head.x"], () if greedy is None else greedy.tolist())
+        if greedy is not None:
+            head.peaks_G, head.ids_G = tensors["head.peaks"], tensors["head.ids"]
+        num = sum(name.startswith("head.") and name[5:].isdigit() for name in tensors)
+        head.blocks = [tensors[f"head.{i}"] for i in range(num)]
+        return head

@@ -1,0 +1,203 @@
+"""Tiny models, stop words and runners side by side: what the tests of sweeps share."""
+
+import copy
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from qllm.compile import compile_program
+from qllm.kernels import cpu
+from qllm.models.sweep import NOTHING
+from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, Watch
+from qllm.runner import TorchRunner
+from qllm.types import Grain, SamplingParams
+
+assert cpu.MISSING is None, cpu.MISSING
+LAYERS, TOP_K, VOCAB = 4, 4, 160
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": TOP_K,
+    "tie_word_embeddings": False,
+}
+FINE = CutRule(
+    max_cost=12.0,
+    attn_cost_per_kv=0.01,
+    min_block=2,
+    max_block=8,
+    glue_block=8,
+    dense_block=8,
+    expert_block=3,
+)
+GREEDY = SamplingParams(temperature=0)
+
+
+def qwen3(**more: Any) -> nn.Module:
+    more = {"num_experts": 8, "moe_intermediate_size": 80, "norm_topk_prob": True, **more}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, "head_dim": 32, **more}))
+
+
+def part_dense() -> nn.Module:
+    return qwen3(mlp_only_layers=[1], intermediate_size=96)
+
+
+def mixtral() -> nn.Module:
+    own = {"num_local_experts": 8, "intermediate_size": 80, "sliding_window": 9, "head_dim": 32}
+    return MixtralForCausalLM(MixtralConfig(**COMMON, **own))
+
+
+def olmoe() -> nn.Module:
+    return OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=8, intermediate_size=80))
+
+
+MAKERS = {"qwen3": qwen3, "part_dense": part_dense, "mixtral": mixtral, "olmoe": olmoe}
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MAKERS[name]()
+    for parameter in model.parameters():
+        scale = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.data = torch.randn_like(parameter) * scale + (parameter.dim() == 1)
+    return model.bfloat16().eval()
+
+
+class Poll:
+    """A stop word that fires at random; without `watch`, so that the caller looks at it."""
+
+    stop_at_ns: int | None = None
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.rng, self.share, self.polls = random.Random(seed), share, 0
+
+    @property
+    def word(self) -> int:
+        self.polls += 1
+        return -1 if self.rng.random() < self.share else 1 << 30
+
+    def now_ns(self) -> int:
+        return 0
+
+
+class Watched:
+    """A stop word with a cell that a native call may watch."""
+
+    def __init__(self) -> None:
+        self.cell = torch.zeros(1, dtype=torch.int64)
+        self.word = 1 << 30
+        self.stop_at_ns: int | None = None
+        self.at_ns = 0
+
+    def now_ns(self) -> int:
+        return self.at_ns
+
+    def watch(self) -> Watch:
+        return Watch(self.cell.data_ptr(), int(self.cell))
+
+
+def runner_of(
+    model: nn.Module, *, native: bool, fine: bool = False, **settings: Any
+) -> TorchRunner:
+    """A runner of a copy: experts belong to one runner at a time."""
+    runner = TorchRunner(copy.deepcopy(model), max_segment_ms=float("inf"), **settings)
+    if not native:
+        runner.sweep = NOTHING
+    if fine:
+        runner.cuts = FINE
+        object.__setattr__(runner._costs, "range_ns", 2.5 * runner._costs.unit_ns)
+    return runner
+
+
+_frames = iter(range(1 << 30))
+
+
+def compiled(runner: TorchRunner, rows: list[Row], grain: Grain) -> Program:
+    last = [row.end_layer == runner.shape.num_layers for row in rows]
+    known = [row.hi == len(runner.token_ids(row.request_id)) for row in rows]
+    return compile_program(
+        Plan(rows=tuple(rows), grain=grain, stop_below=5),
+        frame_id=next(_frames),
+        samples=[a and b for a, b in zip(last, known, strict=True)],
+        shape=runner.shape,
+        cuts=runner.cuts,
+    )
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def next_row(runner: TorchRunner, request: int) -> Row:
+    ids = runner.token_ids(request)
+    return Row(request, runner.num_committed(request), len(ids), 0, runner.shape.num_layers)
+
+
+def held(runner: TorchRunner, program: Program, at: Index) -> dict[str, Tensor]:
+    """What a frame holds, without the rows that no op has written yet."""
+    out = runner.export_frame(program, at)
+    ops, layer = program.ops, runner.frames[program.frame_id].layer
+    if at.op == len(ops) or not program.inside_layer(at):
+        return out
+    here = ops[at.op]
+    done = [op for op in ops[: at.op] if op.layer == here.layer and op.kind is not OpKind.EMBED]
+    ends = {op.kind: op.hi for op in done}
+    if "mid" in out:  # else its first ATTN op has stopped between keys
+        out["mid"] = out["mid"][: ends[OpKind.ATTN]]
+    if "next" in out:
+        out["next"] = out["next"][: ends[OpKind.COMBINE]]
+    if layer.work is not None and at.pos:
+        out["work.slots"] = out["work.slots"][: layer.work.units[at.pos - 1].hi]
+    return out
+
+
+def kv_of(runner: TorchRunner, request: int, layers: int) -> dict[str, Tensor]:
+    """What is written of the KV of the first layers."""
+    names = [f"{x}.{i}" for i in range(layers) for x in "kv"]
+    tensors = runner.export_request(request)[0]
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def run_beside(runners: list[TorchRunner], program: Program, share: float, seed: int) -> int:
+    """Run a program in all runners, compare at every stop; returns how often it stopped."""
+    for runner in runners:
+        runner.accept(program)
+    at, stops, polls = START, 0, [Poll(seed, share) for _ in runners]
+    while at != program.end:
+        ends = [r.run(program, at, poll) for r, poll in zip(runners, polls, strict=True)]
+        assert len(set(ends)) == 1
+        at = ends[0]
+        states = [held(runner, program, at) for runner in runners]
+        for runner, state, poll in zip(runners[1:], states[1:], polls[1:], strict=True):
+            assert_same(state, states[0])
+            assert poll.polls == polls[0].polls
+            assert runner.expert_bytes == runners[0].expert_bytes
+            for row, request in enumerate(program.request_ids):
+                done = program.frontier_layer(row, at)
+                assert_same(kv_of(runner, request, done), kv_of(runners[0], request, done))
+                mine, theirs = (r._requests[request].kv.written for r in (runner, runners[0]))
+                assert mine == theirs
+        stops += at != program.end
+    sampled = [[s.token_id for s in runner.finish(program)] for runner in runners]
+    assert all(tokens == sampled[0] for tokens in sampled)
+    return stops
