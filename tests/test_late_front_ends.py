@@ -1,0 +1,70 @@
+"""Front ends that come to a loop on the device between two launches, and leave."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_device_loop import World, engine_of
+from test_device_rings import CUDA1, block_of
+from test_native_stages import runner_of
+
+from qllm.device.server import CutOff
+from qllm.device_engine import SERVER
+from qllm.errors import ConfigError, DeviceError
+from qllm.ingress.memory import FrontEndBlock
+
+
+def test_a_front_end_that_comes_late_and_leaves_is_one_of_the_device_s_copies() -> None:
+    world = World("mixtral", "qllm2", [])
+    engine = engine_of(world, runner_of("mixtral"), "qllm2", max_front_ends=2)
+    server, late = engine.loop.server, block_of(7, 1 << 16)
+
+    def on_device(name: str) -> int:
+        return server.memory.head(engine.memory.snapshot(SERVER))[name]
+
+    def turn() -> None:
+        server.native.loop_turn(
+            *engine.memory.addresses[:2], server.rank_address, engine.memory.addresses[2],
+            world.clock(), 1,
+        )  # fmt: skip
+
+    engine.memory.write(**engine.loop.words_of_launch())
+    turn()
+    assert (on_device("bell_seen"), on_device("num_silent")) == (0, 0)
+    engine.attach(late)
+    assert (on_device("bell_seen"), on_device("num_silent")) == (-1, 1)
+    turn()
+    assert engine.gone() == []
+    assert engine.serves(7)
+    with pytest.raises(ConfigError, match="all 2 front ends are attached"):
+        engine.attach(block_of(8, 1 << 16))
+    engine.detach(7)
+    assert engine.gone() == []
+    turn()
+    assert engine.gone() == [CutOff(7, "it has left")]
+    assert not engine.serves(7)
+    assert on_device("num_silent") == 0
+    engine.attach(block_of(8, 1 << 16))
+    assert on_device("num_silent") == 1
+    engine.close()
+
+
+def test_a_front_end_that_cannot_be_page_locked_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(World("mixtral", "qllm2", []), runner_of("mixtral"), "qllm2")
+    engine.detach(0)
+    engine.loop.server.forget(0)
+    engine._device = CUDA1
+
+    def fail(address: int, num_bytes: int) -> None:
+        raise DeviceError("no more memory can be locked")
+
+    monkeypatch.setattr("qllm.device_engine.Pinned", fail)
+    late = FrontEndBlock.create(5, (8192,) * 4)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="no more memory"):
+            engine.attach(late)
+        assert not engine.serves(5)
+    monkeypatch.setattr("qllm.device_engine.Pinned", lambda *_: SimpleNamespace(close=lambda: None))
+    engine.attach(late)
+    assert engine.serves(5)
