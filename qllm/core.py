@@ -135,6 +135,7 @@ class Core:
             grain=config.grain,
             max_segment_ns=int(segment_ns),
             batch_invariant=config.batch_invariant,
+            capabilities=self.runner.capabilities,
         )
         meta = {"model": loaded.name, "policy": repr(policy)}
         if degraded(policy):
@@ -196,6 +197,7 @@ class Core:
                 for ns in list(self.loop.preempt_latencies_ns)  # the loop's thread appends
             ],
             "expert_bytes": self.runner.expert_bytes,
+            "guest_rows": self.runner.guest_rows,
             "num_preemptions": self.loop.num_preemptions,
             "kv_blocks_used": self.config.num_blocks - self.loop.scheduler.pool.num_free,
             "kv_blocks": self.config.num_blocks,
