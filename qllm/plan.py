@@ -403,6 +403,8 @@ class Runner(Protocol):
     shape: ModelShape
     cuts: CutRule
     segments: Segments
+    guest_rows: int
+    """Expert rows of parked frames computed beside programs so far."""
 
     def add(
         self,
