@@ -244,8 +244,7 @@ def test_a_guest_runs_the_units_of_the_experts_that_are_read_and_no_other() -> N
 
 
 def test_a_frame_parked_before_its_first_expert_is_a_guest_too() -> None:
-    alone = scene((0,)).end()
-    it = scene((0,))
+    alone, it = scene((0,)).end(), scene((0,))
     experts, (frame,) = it.experts(), it.frames
     assert frame.layer.work is None
     it.decode(PLENTY)
@@ -270,6 +269,16 @@ def test_what_ran_as_a_guest_costs_nothing_when_the_frame_goes_on() -> None:
         patch.setattr(Work, "run", run)
         it.end()
     assert ran == sorted(set(range(3, len(work.units))) - shared(work, 3, experts))
+
+
+def test_long_ranges_end_behind_shared_experts_and_before_units_that_are_done() -> None:
+    alone, it = scene().end(), scene()
+    experts, (work,) = it.experts(), it.works
+    object.__setattr__(it.runner._costs, "range_ns", float("inf"))
+    it.decode(PLENTY)
+    assert ridden(work.done, 3) == shared(work, 3, experts)
+    assert 0 in work.done[3 : max(ridden(work.done, 3))], "a range would run over what is done"
+    assert_same(list(it.end().values()), list(alone.values()))
 
 
 def test_weights_are_counted_where_they_are_read() -> None:
@@ -351,19 +360,14 @@ def test_the_budget_of_a_layer_lasts_when_the_program_is_stopped_inside_it() -> 
 
 
 def test_what_is_due_when_the_program_stops_stays_owed() -> None:
-    alone = scene().end()
-    it = scene()
+    alone, it = scene().end(), scene()
     index = it.decode(PLENTY, Poll(1))
+    asked = replace(it.program, guest_rows=PLENTY, guests=(it.guests[0].frame_id,))
     while index != it.program.end:
-        index = it.runner.run(asked_of(it), index, Poll(1))
+        index = it.runner.run(asked, index, Poll(1))
     assert it.runner.guest_rows == 0
     it.runner.finish(it.program)
     assert_same(list(it.end().values()), list(alone.values()))
-
-
-def asked_of(it: Scene) -> Program:
-    guests = tuple(program.frame_id for program in it.guests)
-    return replace(it.program, guest_rows=PLENTY, guests=guests)
 
 
 def test_a_guest_is_run_in_ranges_and_the_program_may_stop_between_them() -> None:
