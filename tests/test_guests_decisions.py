@@ -252,6 +252,18 @@ def test_the_budget_binds_in_the_simulator_too() -> None:
         assert (sim.runner.guest_rows > 0) == (budget >= 5)
 
 
+def test_a_program_that_was_stopped_inside_the_op_takes_nobody_along() -> None:
+    sim = Sim(3)
+    program = sim.program(2, [Row(200 + i, 0, 1, 0, 2) for i in range(2)])
+    program = replace(program, guest_rows=10_000, guests=(1,))
+    inside = Index(sim.at.op, 1)
+    sim.stop.stop_at_ns = sim.clock.at_ns + sim.runner.frames[2].timeline.at(inside)
+    assert sim.run(program)[0] == inside
+    sim.stop.stop_at_ns = None
+    assert sim.run(program, inside)[0] == program.end
+    assert sim.runner.guest_rows == 0
+
+
 def test_a_guest_runs_out_of_units() -> None:
     sim = Sim(3)
     for turn in range(60):
