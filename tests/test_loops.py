@@ -134,6 +134,8 @@ def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path
         ({"loop": "native", "host": "thread"}, "serves rings and needs host='process'"),
         ({"loop": "conditional"}, "runs on a GPU and device='cpu'; use 'native' or 'host'"),
         ({"loop": "native", "policy": "rota"}, "Rota plans by itself; only a RankPolicy can be"),
+        ({"loop": "native", "policy": "qllm2:guest_rows=8"}, "needs Cap.EXPERT_GUESTS, which this"),
+        ({"scheduler": "native", "policy": "qllm2:guest_rows=8"}, "needs Cap.EXPERT_GUESTS"),
     ):
         with pytest.raises(ConfigError, match=what):
             QLLMEngine.from_pretrained(model, **{**EXACT, **settings})
