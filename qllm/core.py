@@ -129,6 +129,7 @@ class Prepared:
             grain=config.grain,
             max_segment_ns=int(segment_ns),
             batch_invariant=config.batch_invariant,
+            capabilities=self.runner.capabilities,
         )
         meta = {"model": loaded.name, "policy": repr(policy)}
         if degraded(policy):
@@ -175,6 +176,7 @@ class Prepared:
             "longest_segment_kind": None if kind is None else kind.name,
             "max_segment_ms": self.config.max_segment_ms,
             "expert_bytes": self.runner.expert_bytes,
+            "guest_rows": self.runner.guest_rows,
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
         }

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qllm.plan import START, Index, Program, Row
-from qllm.types import NS_PER_MS, NS_PER_S, FrameId, Grain, RequestId
+from qllm.types import CAPABILITIES, NS_PER_MS, NS_PER_S, Cap, FrameId, Grain, RequestId
 
 MAX_IDLE_NS = 10 * NS_PER_S
 """A policy that lets requests wait for so long while nothing runs has stalled."""
@@ -103,6 +103,8 @@ class Limits:
     grain: Grain
     max_segment_ns: int
     batch_invariant: bool = False
+    capabilities: Cap = CAPABILITIES
+    """Of the runner."""
 
 
 class Patience:

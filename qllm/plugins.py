@@ -6,8 +6,7 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.policy import make_policy
-from qllm.scheduler import CAPABILITIES
-from qllm.types import Cap
+from qllm.types import CAPABILITIES, Cap
 
 GROUP = "qllm.policies"
 

@@ -287,6 +287,9 @@ class RankPolicy:
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
     max_be_stall_ms: int | None = None
     """Longest an admitted request goes without progress (I14); None declares no bound."""
+    guest_rows: int = field(default=0, metadata={"fixed": True})
+    """Most expert rows of parked frames computed in one layer, at the experts that the rows of a
+    plan read anyway; 0 is none."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -307,6 +310,14 @@ class RankPolicy:
                 f"max_be_stall_ms={self.max_be_stall_ms!r} must be at least 100, or None for no "
                 "bound"
             )
+        guests = self.guest_rows
+        if not isinstance(guests, int) or isinstance(guests, bool) or guests < 0:
+            raise ConfigError(f"guest_rows={guests!r} must be an integer >= 0; 0 is none")
+        if guests and self.grain < Grain.EXPERT:
+            raise ConfigError(
+                f"guest_rows={guests} needs frames that are parked between experts, and this "
+                f"policy stops at grain {self.grain.name}; leave it 0"
+            )
 
     @property
     def needs(self) -> Cap:
@@ -316,7 +327,9 @@ class RankPolicy:
             Grain.LAYER: Cap.YIELD_LAYER,
             Grain.EXPERT: Cap.YIELD_LAYER | Cap.YIELD_EXPERT,
         }[self.grain]
-        return caps if self.groups is None else caps | Cap.LAYER_RANGE
+        if self.groups is not None:
+            caps |= Cap.LAYER_RANGE
+        return caps | Cap.EXPERT_GUESTS if self.guest_rows else caps
 
     def rank(
         self,

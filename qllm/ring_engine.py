@@ -25,7 +25,8 @@ from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
 from qllm.models.loader import LoadedModel
 from qllm.trace import Event
 from qllm.transports.nixl import Link, NixlIngress
-from qllm.types import RequestId, RequestStatus, Sampled, SamplingParams
+from qllm.types import CAPABILITIES, Cap, RequestId, RequestStatus, Sampled, SamplingParams
+from qllm.validate import refuse_policy
 
 Broken = Callable[[int, str], None]
 """Told the number of a front end that was cut off, and why."""
@@ -281,6 +282,7 @@ def check_compilable(policy: Any) -> None:
 
     load_native()
     rank_tree(policy)
+    refuse_policy(policy, CAPABILITIES & ~Cap.EXPERT_GUESTS)
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:

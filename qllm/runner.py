@@ -25,13 +25,14 @@ from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import Work
 from qllm.models.frame import Frame, Held, LayerState
+from qllm.models.guests import guests_of
 from qllm.models.heads import HeadState
 from qllm.models.native import attend_some
 from qllm.models.rope import RopeTable
-from qllm.models.sweep import Sizes, Swept
+from qllm.models.sweep import Sizes
 from qllm.plan import Index, Longest, Op, OpKind, Program, Row, Segments, Stop
 from qllm.sampler import Sampler
-from qllm.types import Grain, RequestId, Sampled, SamplingParams
+from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
 
 OnSegment = Callable[[Program, Index, int, int], None]
 OnLogits = Callable[[RequestId, int, Tensor], None]
@@ -55,6 +56,8 @@ class TorchRunner:
         ConfigError: `expert_weights` is not possible here.
     """
 
+    capabilities = CAPABILITIES
+
     def __init__(
         self,
         model: nn.Module,
@@ -72,6 +75,7 @@ class TorchRunner:
         self.shape = parts.shape
         self.segments: Segments = Longest()
         self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
+        self.guest_rows = 0  # expert rows of parked frames computed beside a program
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
         self._clock = clock
@@ -194,20 +198,29 @@ class TorchRunner:
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
+        frame = self.frames[program.frame_id]
+        frame.guests = guests_of(program, self.frames, self._start_experts)
         with torch.inference_mode():
-            return self._run(self.frames[program.frame_id], program, start, stop)
+            frame.index = self._run(frame, program, start, stop)
+        frame.guests = None
+        return frame.index
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
-        clock, segments = self._clock, self.segments
+        clock, segments, guests = self._clock, self.segments, frame.guests
         ops, grain, below = program.ops, program.grain, program.stop_below
-        op, pos = start
-        begin = clock()
+        sizes = Sizes(self._costs, self.cuts.expert_block, self.on_segment is not None)
+        (op, pos), begin = start, clock()
         while op < len(ops):
             o = ops[op]
-            kind, here = o.kind, Index(op, pos)
-            swept = self._swept(frame, program, here, stop) if self.sweep.covers(o) else None
+            kind, here, swept = o.kind, Index(op, pos), None
+            if guests is None and self.sweep.covers(o):
+                swept = self.sweep.run(frame, program, here, stop, self._new_step, sizes)
             if swept is not None:
                 (op, pos), kind = swept.at, swept.longest_op
+                self.expert_bytes += swept.expert_bytes
+            elif guests is not None and guests.due:
+                kind = OpKind.EXPERTS
+                self.guest_rows += guests.run(self._costs)
             else:
                 frame.layer.space = None
                 pos = self._ops[kind](frame, o, pos)
@@ -227,13 +240,6 @@ class TorchRunner:
             if late or stop.word < below:
                 break
         return Index(op, pos)
-
-    def _swept(self, frame: Frame, program: Program, at: Index, stop: Stop) -> Swept | None:
-        """Ops from `at` on in one call, if it may start there."""
-        sizes = Sizes(self._costs, self.cuts.expert_block, self.on_segment is not None)
-        swept = self.sweep.run(frame, program, at, stop, self._new_step, sizes)
-        self.expert_bytes += 0 if swept is None else swept.expert_bytes
-        return swept
 
     def finish(self, program: Program) -> list[Sampled]:
         frame = self.frames.pop(program.frame_id)
@@ -332,35 +338,29 @@ class TorchRunner:
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
         """One range of units; returns the next position, 0 when the op is done."""
         state = frame.layer
-        if state.work is None:
-            self._start_experts(state, op)
-        work, x = state.work, state.experts_x_TD
-        assert work is not None
+        work = state.work or self._start_experts(state, op)
+        x, guests = state.experts_x_TD, frame.guests
         assert x is not None
-        units, costs = work.units, self._costs
-        stop, ns = pos, 0.0
-        while stop < len(units) and ns < costs.range_ns:
-            ns += costs.unit_ns + (units[stop].hi - units[stop].lo) * costs.row_ns
-            stop += 1
-        frame.slots_done += work.run(x, pos, stop)
-        if stop < len(units):
+        start, stop = work.next_range(pos, self._costs, guests.waiting(op.layer) if guests else ())
+        if start < stop:
+            frame.slots_done += work.run(x, start, stop)
+            self.expert_bytes += work.bytes_read(start, stop)
+            if guests is not None:
+                guests.invite(work.units[stop - 1].expert, state)
+        if stop < len(work.units):
             return stop
         state.experts_x_TD = None
         return 0
 
-    def _start_experts(self, state: LayerState, op: Op) -> None:
-        parts = [state.routed[lo] for lo in sorted(state.routed)]
-        one = len(parts) == 1
-        state.experts_x_TD = parts[0].x_TD if one else torch.cat([p.x_TD for p in parts])
-        state.weights_TK = parts[0].weights_TK if one else torch.cat([p.weights_TK for p in parts])
-        ids = parts[0].ids_TK if one else torch.cat([p.ids_TK for p in parts])
+    def _start_experts(self, state: LayerState, op: Op) -> Work:
+        ids = state.gather()
         if ids.shape[1] != self.shape.experts_per_token:
             raise ModelError(
                 f"the router of layer {op.layer} takes {ids.shape[1]} experts per token, its "
                 f"config says {self.shape.experts_per_token}; correct num_experts_per_tok"
             )
         state.work = self._new_work(op.layer, ids)
-        self.expert_bytes += state.work.bytes_to_read()
+        return state.work
 
     def _new_work(self, layer: int, ids_TK: Tensor) -> Work:
         bank = self._banks[layer]
@@ -463,15 +463,14 @@ class TorchRunner:
 
     def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
         """Make the frame that `export_frame` described; its requests are there already."""
-        frame = Frame(program)
+        frame = Frame(program, index)
         with torch.inference_mode():
             frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
             frame.restore({name: t.to(self._device) for name, t in tensors.items()})
             if "work.ids" in tensors:
-                work = self._new_work(program.ops[index.op].layer, tensors["work.ids"])
-                work.slots_SD.copy_(tensors["work.slots"])
-                work.done[:] = bytes(tensors["work.done"].tolist())
-                frame.layer.work = work
+                layer = program.ops[index.op].layer
+                frame.layer.work = work = self._new_work(layer, tensors["work.ids"])
+                work.restore(tensors["work.slots"], tensors["work.done"])
             if index == program.end and frame.head is not None:
                 self._sample(frame, program.groups[program.ops[-1].group])
         self.frames[program.frame_id] = frame

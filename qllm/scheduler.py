@@ -26,25 +26,23 @@ from qllm.decision import (
     Split,
 )
 from qllm.errors import CheckpointError, InvariantError, PolicyError
+from qllm.guests import with_guests
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
 from qllm.ranking import Ranking
 from qllm.request import Request
 from qllm.riding import Riding, settle
 from qllm.shapes import shape_plan
-from qllm.types import NS_PER_S, Cap, FrameId, Frontier, RequestId
+from qllm.types import NS_PER_S, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule, check_state, malformed, refuse_policy
 from qllm.victims import BadVictimError, victims_for
-
-CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
-"""What the executor can do so far."""
 
 
 class Scheduler:
     """State of the decisions. One owner: the engine loop."""
 
     def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
-        refuse_policy(policy, CAPABILITIES)
+        refuse_policy(policy, limits.capabilities)
         self.policy = policy
         self.shape = shape
         self.cuts = cuts
@@ -186,7 +184,7 @@ class Scheduler:
             ride_credit_ns=self.riding.credit_ns,
             ride_margin_ns=self.riding.margin_ns,
             ride_used_ns=self.riding.used_ns(now_ns),
-            capabilities=CAPABILITIES,
+            capabilities=self.limits.capabilities,
             cuts=self.cuts if self.limits.batch_invariant else None,
         )
 
@@ -221,7 +219,11 @@ class Scheduler:
         for request_id in plan.drop:
             self._owed += self.evict(request_id, request_id)
         rows = self._acquire(view, plan, self._aligned(plan.rows))
-        return self._start(plan, rows, now_ns)
+        decision = self._start(plan, rows, now_ns)
+        if not plan.guest_rows:
+            return decision
+        ranking = self._ranking if isinstance(self.policy, RankPolicy) else None
+        return with_guests(decision, plan.guest_rows, self.frames, ranking)
 
     def _ask(self, view: View) -> Plan:
         try:

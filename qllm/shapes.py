@@ -103,7 +103,13 @@ class _Shaper:
             if due is not None:
                 left = max(self.min_slice_ns, due - self.view.now_ns)
                 slice_ns = left if slice_ns is None else min(slice_ns, left)
-        return Plan(rows=tuple(rows), grain=grain, stop_below=stop, slice_ns=slice_ns)
+        return Plan(
+            rows=tuple(rows),
+            grain=grain,
+            stop_below=stop,
+            slice_ns=slice_ns,
+            guest_rows=self.policy.guest_rows,
+        )
 
     def stop_below(self, rows: Sequence[Row]) -> int:
         """Whose arrival stops these rows.
@@ -172,7 +178,7 @@ class _Shaper:
         else:
             rows = [next_row(first, self.view, self.slice_tokens(self.min_slice_ns))]
         plan = self.finish_plan(rows)
-        return Plan(rows=plan.rows, grain=plan.grain, slice_ns=self.min_slice_ns)
+        return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns)
 
     def slice_tokens(self, slice_ns: int) -> int:
         """Prefill tokens for a slice: where time cannot stop a step, its size has to."""

@@ -75,6 +75,8 @@ class Ran:
     """"done" is the end of the program, never of a layer alone."""
     segments: int
     """Pieces of work between two boundaries."""
+    guest_rows: int = 0
+    """Expert rows of parked frames computed beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,11 @@ class Cap(enum.Flag):
     EARLY_EXIT = enum.auto()
     RESIDENCY = enum.auto()
     GRAPH_BUCKETS = enum.auto()
+    EXPERT_GUESTS = enum.auto()
+
+
+CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT | Cap.EXPERT_GUESTS
+"""What an engine can do so far."""
 
 
 class Evict(enum.Enum):

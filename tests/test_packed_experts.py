@@ -20,6 +20,7 @@ from qllm.llm import QLLMEngine
 from qllm.models import conformance
 from qllm.models.discover import discover
 from qllm.models.experts import Work
+from qllm.models.native import NativeDriver
 from qllm.models.native_experts import NativeBank
 from qllm.runner import TorchRunner
 
@@ -186,6 +187,7 @@ def test_a_model_that_fails_conformance_is_whole(monkeypatch: pytest.MonkeyPatch
         args[-1].mul_(-3)
 
     monkeypatch.setattr(Experts, "run", wrong)
+    monkeypatch.setattr(NativeDriver, "whole", None)  # a sweep would not call it
     with pytest.raises(ModelError, match=r"differ from model\.forward.*first different: layer 0"):
         QLLMEngine.from_model(model, policy="fcfs")
     assert_whole(model, before)

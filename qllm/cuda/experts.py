@@ -62,10 +62,6 @@ class DeviceWork(Work):
         )
         self._routing = experts.kernels.route(ids_TK, self._num_tokens, weights.num_experts, hits)
 
-    def bytes_to_read(self) -> int:
-        """Zero: the device counts."""
-        return 0
-
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
         if self.done.find(1, start, stop) >= 0:
             raise InvariantError(f"an expert range of [{start}, {stop}) would run twice (I1)")

@@ -32,7 +32,7 @@ from qllm.models.frame import Frame, LayerState
 from qllm.models.rope import STATIC
 from qllm.plan import Index, OpKind, Program, Row, Stop
 from qllm.runner import TorchRunner
-from qllm.types import Driver, Grain, RequestId, Sampled, SamplingParams
+from qllm.types import CAPABILITIES, Cap, Driver, Grain, RequestId, Sampled, SamplingParams
 
 AHEAD = 2
 """Ops or stages that the host may have launched beyond the one that the device works on."""
@@ -64,6 +64,8 @@ class CudaRunner(TorchRunner):
         ModelError: The model cannot be driven safely, or its experts have no kernel.
         ConfigError: The attention that was asked for is not there, or not for this model.
     """
+
+    capabilities = CAPABILITIES & ~Cap.EXPERT_GUESTS
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ matrices and sums in the same order. Consecutive units run as one range of about
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ConfigError, InvariantError
 from qllm.kernels import cpu
+from qllm.models.cuts import Costs
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
 from qllm.models.native_experts import NativeBank, is_covered
@@ -221,9 +222,52 @@ class Work:
         work.done = bytearray(len(units))
         return work
 
-    def bytes_to_read(self) -> int:
-        """Weights of the experts that have a unit."""
-        return len({unit.expert for unit in self.units}) * self.bank.unit_bytes
+    def rows(self, start: int, stop: int) -> int:
+        """Rows of units [start, stop)."""
+        return self.units[stop - 1].hi - self.units[start].lo
+
+    def bytes_read(self, start: int, stop: int) -> int:
+        """Weights of the experts whose first unit is in [start, stop)."""
+        known = {self.units[start - 1].expert} if start else set()
+        experts = {unit.expert for unit in self.units[start:stop]}
+        return len(experts - known) * self.bank.unit_bytes
+
+    def owed(self) -> list[tuple[int, int, int]]:
+        """(expert, start, stop) of the units of every expert that are not done."""
+        found: list[tuple[int, int, int]] = []
+        for at, (expert, _, _) in enumerate(self.units):
+            if self.done[at]:
+                continue
+            if found and found[-1][0] == expert:
+                found[-1] = (expert, found[-1][1], at + 1)
+            else:
+                found.append((expert, at, at + 1))
+        return found
+
+    def next_range(
+        self, pos: int, costs: Costs, waiting: Container[int] = (), end: int | None = None
+    ) -> tuple[int, int]:
+        """The units [start, stop) to run next, none of them done; start = stop if none is left.
+
+        Args:
+            pos: Units before it are done.
+            costs: Say how many units a range takes.
+            waiting: Experts behind whose last unit it ends.
+            end: It goes no further; the last unit by default.
+        """
+        units, done = self.units, self.done
+        end = len(units) if end is None else end
+        start = done.find(0, pos, end)
+        if start < 0:
+            return end, end
+        stop, ns, last = start, 0.0, -1
+        while stop < end and ns < costs.range_ns and not done[stop]:
+            expert, lo, hi = units[stop]
+            if last != expert and last in waiting:
+                break
+            ns += costs.unit_ns + (hi - lo) * costs.row_ns
+            stop, last = stop + 1, expert
+        return start, stop
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
         """Run units [start, stop); return the slots they filled."""
@@ -231,7 +275,12 @@ class Work:
             raise InvariantError(f"an expert unit of [{start}, {stop}) would run twice (I1)")
         self.bank.run(x_TD, self, start, stop)
         self.done[start:stop] = b"\1" * (stop - start)
-        return self.units[stop - 1].hi - self.units[start].lo
+        return self.rows(start, stop)
+
+    def restore(self, slots_SD: Tensor, done: Tensor) -> None:
+        """Take up the slots and the done-mask of a checkpoint."""
+        self.slots_SD.copy_(slots_SD)
+        self.done[:] = bytes(done.tolist())
 
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of the slots of tokens [lo, hi)."""

@@ -7,7 +7,7 @@ layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from qllm.models.experts import Work
 from qllm.models.fast import Kept as Parts
 from qllm.models.fast import Rope, Routed
 from qllm.models.heads import HeadState
-from qllm.plan import Index, Program
+from qllm.plan import START, Index, Op, Program
 from qllm.types import RequestId, Sampled
+
+if TYPE_CHECKING:
+    from qllm.models.guests import Guests
 
 NewStep = Callable[["Frame", int, int, int], Step]
 """Finds what an ATTN op attends; the runner knows where KV is."""
@@ -42,6 +45,16 @@ class LayerState:
     next_TD: Tensor | None = None
     space: Any = None
     """`models.sweep.Space` whose tensors these are, if one call ran them all."""
+    guest_rows: int = 0
+    """Expert rows of other frames that were due behind its own."""
+
+    def gather(self) -> Tensor:
+        """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
+        parts = [self.routed[lo] for lo in sorted(self.routed)]
+        one = len(parts) == 1
+        self.experts_x_TD = parts[0].x_TD if one else torch.cat([p.x_TD for p in parts])
+        self.weights_TK = parts[0].weights_TK if one else torch.cat([p.weights_TK for p in parts])
+        return parts[0].ids_TK if one else torch.cat([p.ids_TK for p in parts])
 
     def tensors(self) -> list[Tensor | None]:
         """All it holds."""
@@ -101,9 +114,13 @@ class Held:
 class Frame:
     """State of one program. Made by `accept`, parked with its index, freed by `finish`."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, index: Index = START) -> None:
         self.program = program
         self.dead: set[RequestId] = set()
+        self.index = index
+        """Where its last run stopped."""
+        self.guests: Guests | None = None
+        """Other frames whose experts it takes along in the present run."""
         self.group: int | None = None
         """The group whose rows `x_TD` holds."""
         self.x_TD: Tensor | None = None
@@ -119,6 +136,11 @@ class Frame:
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[int, Any] = {}
         """Per group, `models.sweep.Ahead`."""
+
+    def next_op(self) -> Op | None:
+        """The op that it is parked at; None at the end."""
+        ops = self.program.ops
+        return ops[self.index.op] if self.index.op < len(ops) else None
 
     def tokens(self, group: int) -> Tensor | None:
         """Packed positions of a group's tokens; None if they are all tokens."""

@@ -296,7 +296,8 @@ class Sweep:
             sizes: How much is done at once.
 
         Returns:
-            What was done; None if it is an ATTN op of a layer whose attention stops between keys.
+            What was done. None if it is for ops one by one: an ATTN op of a layer whose attention
+            stops between keys, or EXPERTS of which units ran beside another program.
 
         Raises:
             InvariantError: Expert units ran out of order (I1), or it was left.
@@ -310,9 +311,11 @@ class Sweep:
         layer = stretch.start + nth
         x = frame.activate(stretch.group).contiguous()
         ahead = self._look_ahead(frame, stretch, layer, x, new_step, sizes.costs)
-        if program.ops[at.op].kind is OpKind.ATTN and (ahead.stops or at.pos):
+        work, kind = frame.layer.work, program.ops[at.op].kind
+        if kind is OpKind.ATTN and (ahead.stops or at.pos):
             return None
-        work = frame.layer.work
+        if kind is OpKind.EXPERTS and work is not None and 1 in work.done[at.pos :]:
+            return None
         _check_units(work, ahead.ops[part], at.pos)
         space = self._space(frame, layer, x, sizes.unit_rows, part > 0 or at.pos > 0)
         other = torch.empty_like(x)
@@ -342,8 +345,8 @@ class Sweep:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
         self._leave(frame, s, space, other, ahead)
         index = Index(first + (s.layer - stretch.start) * num + s.part, s.pos)
-        kind = OpKind(s.longest_kind)
-        return Swept(index, s.num_segments, s.longest_ns, kind, s.expert_bytes)
+        longest = OpKind(s.longest_kind)
+        return Swept(index, s.num_segments, s.longest_ns, longest, s.expert_bytes)
 
     def _end(self, start: int, end: int) -> int:
         """The first layer of [start, end] where a call that starts at `start` cannot go on."""
@@ -379,7 +382,7 @@ class Sweep:
         space = Space(x_TD, native.top_k, native.weights, bank.out_width, num_units)
         if inside:
             space.take_up(state)
-            frame.layer = LayerState()
+            frame.layer = LayerState(guest_rows=state.guest_rows)
         return space
 
     def _leave(self, frame: Frame, s: _Sweep, space: Space, other: Tensor, ahead: Ahead) -> None:
@@ -450,14 +453,14 @@ def _ahead(
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:
-    """Before an op: the units before `pos` are done, and no others; all of them for COMBINE."""
+    """Before an op: the units before `pos` are done; all of them before COMBINE."""
     if work is None:
         return
     if op.kind is OpKind.COMBINE:
         if 0 in work.done:
             raise InvariantError(f"layer {op.layer} combines before all its experts ran (I1)")
-    elif 0 in work.done[:pos] or 1 in work.done[pos:]:
-        raise InvariantError(f"units of layer {op.layer} ran out of order or twice (I1)")
+    elif 0 in work.done[:pos]:
+        raise InvariantError(f"units of layer {op.layer} ran out of order (I1)")
 
 
 def _watch(s: _Sweep, stop: Stop, below: int) -> None:

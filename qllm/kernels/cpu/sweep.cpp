@@ -52,7 +52,6 @@ bool start_experts(Sweep& s, const Layer& layer) {
   s.num_units = 0;
   for (int64_t e = 0; e < num; e++) {
     int64_t end = lo + ends[e];
-    if (ends[e]) s.expert_bytes += layer.expert_bytes;
     ends[e] = lo;  // where its next slot goes
     for (; lo < end; lo = s.units[s.num_units++].hi)
       s.units[s.num_units] = {e, lo, end - lo < s.unit_rows ? end : lo + s.unit_rows};
@@ -69,6 +68,8 @@ void run_range(const Kernels& k, Sweep& s, const Layer& layer) {
   int64_t stop = s.pos;
   for (double ns = 0; stop < s.num_units && ns < s.range_ns; stop++)
     ns += s.unit_ns + double(s.units[stop].hi - s.units[stop].lo) * s.row_ns;
+  for (int64_t i = s.pos; i < stop; i++)
+    if (!i || s.units[i].expert != s.units[i - 1].expert) s.expert_bytes += layer.expert_bytes;
   k.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos, *layer.experts);
   s.slots_done += s.units[stop - 1].hi - s.units[s.pos].lo;
   s.pos = stop < s.num_units ? stop : 0;
