@@ -20,8 +20,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "in-place"
 MARK = "gpu-check-section "
-BUDGETS_S = {"tests": 75, "exact": 50, "kernels": 40, "probe": 15, "qwen3": 170, "mixtral": 120}
+BUDGETS_S = {"tests": 75, "exact": 50, "kernels": 40, "probe": 15, "qwen3": 140, "engines": 60}
+BUDGETS_S |= {"mixtral": 95}
 """Together less than 8 minutes."""
+ENGINES = "tests/test_loops_gpu.py"
+"""Its tests make engines, each in a process of its own: a part by itself."""
 BUILD_S = 60
 """For the extensions, before the parts."""
 DRY_PATIENCE = 10
@@ -115,11 +118,21 @@ def run_part(name: str, command: list[str], budget_s: float) -> dict[str, Any]:
 
 def command_of(name: str, dry: bool) -> list[str]:
     """How a part is run."""
-    if name != "tests":
+    if name not in ("tests", "engines"):
         return [sys.executable, "bench/gpu_parts.py", name, *(["--dry-run"] if dry else [])]
     # Warnings of packages we did not pin are no errors here. Exit 5 (nothing ran) is a failure.
-    what = ["--collect-only", "tests/test_triton.py"] if dry else ["tests"]
-    return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", *what]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default"]
+    if name == "engines":
+        return [*pytest, *(["--collect-only"] if dry else []), ENGINES]
+    return [*pytest, *(["--collect-only", "tests/test_triton.py"] if dry else gpu_tests())]
+
+
+def gpu_tests() -> list[str]:
+    """The files with such tests, without the engines': others import what is not there."""
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_*.py"))
+    marked = ("mark.gpu", "from interpret import")
+    texts = {f: (ROOT / f).read_text() for f in files if f != ENGINES}
+    return [f for f, text in texts.items() if any(mark in text for mark in marked)]
 
 
 def is_ok(part: dict[str, Any]) -> bool:

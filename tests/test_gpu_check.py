@@ -23,6 +23,27 @@ def test_the_budgets_fit_into_eight_minutes() -> None:
     assert sum(gpu_check.BUDGETS_S.values()) < 8 * 60
 
 
+def test_tests_for_a_gpu_import_only_what_is_there() -> None:
+    """The machine with the GPU has torch, transformers, cupy; no server, no NIXL, no pydantic."""
+    missing = ("fastapi", "nixl", "openai", "pydantic", "starlette", "uvicorn")
+    collect = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing})); import pytest; "
+        "sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    )
+
+    def collected(*what: str) -> set[str]:
+        command = [sys.executable, "-c", collect, "-m", "gpu", *what]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    chosen = collected(*gpu_check.gpu_tests(), gpu_check.ENGINES)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]
+    every = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert chosen == {line for line in every.stdout.splitlines() if "::" in line}
+    assert len(chosen) > 20
+
+
 def test_a_part_that_fails_or_hangs_keeps_what_it_said() -> None:
     line = gpu_check.MARK + json.dumps({"section": "a", "x": 1})
     say = f"print({line!r}, flush=True); print({gpu_check.MARK!r} + '{{\"sec', flush=True); "
