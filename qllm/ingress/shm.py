@@ -66,6 +66,9 @@ class Doorbell:
             os.close(self.fd)
         self.fd = -1
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class Announcer(Protocol):
     """How a front end learns of something new in its token ring."""
