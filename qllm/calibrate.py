@@ -5,6 +5,7 @@ from collections.abc import Callable
 from qllm.compile import compile_program
 from qllm.costs import COST_LEVELS, Costs
 from qllm.decision import Limits
+from qllm.ingress.inproc import StopWord
 from qllm.plan import ANY_ARRIVAL, START, Plan, Program, Row, Runner
 from qllm.policy import CostTable
 from qllm.types import FrameId, Grain, RequestId, SamplingParams
@@ -15,17 +16,6 @@ ROUNDS = 3
 GREEDY = SamplingParams(temperature=0, seed=0)
 
 
-class _NoArrival:
-    """A stop word that nobody lowers."""
-
-    word = ANY_ARRIVAL
-    lowered_ns = 0
-    stop_at_ns: int | None = None
-
-    def now_ns(self) -> int:
-        return 0
-
-
 def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> CostTable:
     """Prefill, then decode 1, 2, 4 ... requests at once, and fit the table from what it took.
 
@@ -34,7 +24,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
         limits: As many requests, tokens and blocks are used as they allow.
         now_ns: A clock that has seen the work of `runner.run` when it returned.
     """
-    costs = Costs()
+    costs, stop = Costs(), StopWord(now_ns)  # nobody lowers it
     fits = limits.num_blocks * limits.block_size // (PROMPT + ROUNDS + limits.block_size)
     most = max(1, min(limits.max_num_seqs, fits, 1 << (COST_LEVELS - 1)))
     prompt = max(1, min(PROMPT, limits.max_step_tokens))
@@ -47,7 +37,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
         frame_id = FrameId(frame_id + 1)
         start_ns = now_ns()
         runner.accept(program)
-        runner.run(program, START, _NoArrival())
+        runner.run(program, START, stop)
         runner.finish(program)
         costs.observe(program, now_ns() - start_ns)
 

@@ -160,10 +160,11 @@ class Prepared:
             return error
         return None
 
-    def stats_of(self, decider: Any) -> dict[str, Any]:
-        """Numbers of the run so far that do not depend on the loop.
+    def stats_of(self, loop: Any, decider: Any) -> dict[str, Any]:
+        """Numbers of the run so far that every loop on the host has. Callable from any thread.
 
         Args:
+            loop: An `EngineLoop` or a `NativeLoop`; its thread counts on meanwhile.
             decider: Who decides: knows the frame that runs, and those that are parked.
         """
         segments = self.runner.segments
@@ -179,6 +180,10 @@ class Prepared:
             "guest_rows": self.runner.guest_rows,
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
+            "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],
+            "num_preemptions": loop.num_preemptions,
+            "policy_errors": list(loop.policy_errors),
+            "longest_plan_ms": loop.longest_plan_ns / NS_PER_MS,
         }
 
     def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
@@ -261,14 +266,9 @@ class Core(Prepared):
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far. Callable from any thread."""
         loop = self.loop
-        latencies = list(loop.preempt_latencies_ns)  # the loop's thread appends
         return {
-            **self.stats_of(loop.scheduler),
-            "preempt_latencies_ms": [ns / 1e6 for ns in latencies],
-            "num_preemptions": loop.num_preemptions,
+            **self.stats_of(loop, loop.scheduler),
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
-            "policy_errors": list(loop.policy_errors),
-            "longest_plan_ms": loop.longest_plan_ns / NS_PER_MS,
             "num_live": len(loop.live),
         }
 

@@ -190,7 +190,6 @@ class DeviceEngine:
     def _take_in(self, block: FrontEndBlock | DeviceBlock) -> None:
         if isinstance(block, DeviceBlock):
             check_device(block, self._device)
-        if isinstance(block, DeviceBlock):
             block.attach_to(self.loop.server)
         else:
             attach(self.loop.server, block)

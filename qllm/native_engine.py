@@ -19,7 +19,7 @@ from qllm.ingress.shm import Doorbell
 from qllm.models.loader import LoadedModel
 from qllm.native_loop import NativeLoop, address_of
 from qllm.ring_engine import RingEngine, Seat, check_compilable
-from qllm.types import NS_PER_MS, RequestId, RequestStatus
+from qllm.types import RequestId, RequestStatus
 
 MAX_FRONT_ENDS = 16
 MIN_CAPACITY = 256
@@ -86,14 +86,10 @@ class NativeEngine(RingEngine):
         return [found.get(request_id) for request_id in request_ids]
 
     def stats(self) -> dict[str, Any]:
-        loop, block = self._loop, self._server.block
+        block = self._server.block
         return {
-            **self.prepared.stats_of(self._server),
-            "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],
-            "num_preemptions": loop.num_preemptions,
+            **self.prepared.stats_of(self._loop, self._server),
             "kv_blocks_used": self.prepared.config.num_blocks - block.get("num_free"),
-            "policy_errors": list(loop.policy_errors),
-            "longest_plan_ms": loop.longest_plan_ns / NS_PER_MS,
             "num_live": block.get("num_live"),
         }
 
