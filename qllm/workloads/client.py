@@ -8,8 +8,8 @@ due, so a slow client is seen (`late_ms` of the report).
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qllm.errors import ConfigError
@@ -107,42 +107,101 @@ def replay_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> 
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
     """
+    return _run(server, lambda session: _replay(session, server, arrivals, seconds))
+
+
+def saturate_http(
+    server: Server, arrivals: Iterable[Arrival], concurrency: int, seconds: float
+) -> list[Served]:
+    """Keep so many requests open: as one ends the next is sent, whenever it was due.
+
+    For what a server can do at most. Latencies under load are for `replay_http`: here a slow
+    server is asked less.
+
+    Args:
+        server: Where to.
+        arrivals: As many as will be needed; those that were sent count from then.
+        concurrency: Requests that are open.
+        seconds: From the first to the end, where what is unanswered is closed.
+
+    Raises:
+        ConfigError: aiohttp is not installed, or nothing answers at the address.
+    """
+    return _run(server, lambda session: _saturate(session, server, arrivals, concurrency, seconds))
+
+
+def _run(
+    server: Server, send: Callable[["aiohttp.ClientSession"], Awaitable[list[Served]]]
+) -> list[Served]:
+    """Let `send` have a session with a server that answers."""
     try:
         import aiohttp
     except ImportError:
         raise ConfigError(
             "replaying against a server needs aiohttp: pip install 'qllm-runtime[bench]'"
         ) from None
+
+    async def run() -> list[Served]:
+        headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
+        connector = aiohttp.TCPConnector(limit=0, force_close=server.force_close)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers
+        ) as session:
+            async with session.get(f"{server.url.rstrip('/')}/v1/models") as answer:
+                await answer.read()
+            return await send(session)
+
     try:
-        return asyncio.run(_replay(server, arrivals, seconds))
+        return asyncio.run(run())
     except aiohttp.ClientConnectionError as error:
         raise ConfigError(f"no server answers at {server.url}: {error}") from None
 
 
-async def _replay(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
-    import aiohttp
-
-    headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
-    connector = aiohttp.TCPConnector(limit=0, force_close=server.force_close)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers
-    ) as session:
-        async with session.get(f"{server.url.rstrip('/')}/v1/models") as answer:
-            await answer.read()
-        start = time.monotonic()
-        tasks, out = [], []
-        for arrival in arrivals:
-            await asyncio.sleep(max(0.0, start + arrival.at_s - time.monotonic()))
-            served = Served(spec=spec_of(arrival))
-            out.append(served)
-            tasks.append(asyncio.create_task(_send(session, server, arrival, served, start)))
-            if time.monotonic() - start >= seconds:
-                break
-        await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def _replay(
+    session: "aiohttp.ClientSession", server: Server, arrivals: Sequence[Arrival], seconds: float
+) -> list[Served]:
+    start = time.monotonic()
+    tasks, out = [], []
+    for arrival in arrivals:
+        await asyncio.sleep(max(0.0, start + arrival.at_s - time.monotonic()))
+        served = Served(spec=spec_of(arrival))
+        out.append(served)
+        tasks.append(asyncio.create_task(_send(session, server, arrival, served, start)))
+        if time.monotonic() - start >= seconds:
+            break
+    await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
+    await _close(tasks)
     return out
+
+
+async def _saturate(
+    session: "aiohttp.ClientSession",
+    server: Server,
+    arrivals: Iterable[Arrival],
+    concurrency: int,
+    seconds: float,
+) -> list[Served]:
+    start, out, left = time.monotonic(), [], iter(arrivals)
+
+    async def one_by_one() -> None:
+        for arrival in left:
+            now = replace(arrival, at_s=time.monotonic() - start)
+            served = Served(spec=spec_of(now))
+            out.append(served)
+            await _send(session, server, now, served, start)
+            if served.error is not None:
+                return  # a server that refuses is not asked again and again
+
+    tasks = [asyncio.create_task(one_by_one()) for _ in range(concurrency)]
+    await asyncio.wait(tasks, timeout=seconds)
+    await _close(tasks)
+    return out
+
+
+async def _close(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _send(

@@ -158,9 +158,9 @@ struct Kernels {
                int64_t first);
 };
 
-extern const Kernels kPortable;
+extern const Kernels kPortable, kAmxEmulated;
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
 #endif
 
 }  // namespace qllm

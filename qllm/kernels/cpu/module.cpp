@@ -4,6 +4,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <tuple>
 #include <utility>
@@ -67,22 +74,38 @@ struct Function<Free, void (*)(const Kernels&, A...)> {
   }
 };
 
+#if defined(__x86_64__)
+// Tiles are there, and Linux lets this process use them: their registers are large, so it asks.
+bool has_tiles() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 bool supported(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (k == &kAmx) return wide && __builtin_cpu_supports("avx512bf16") && has_tiles();
   if (k == &kAvx512Bf16) return wide && __builtin_cpu_supports("avx512bf16");
   if (k == &kAvx512) return wide;
   if (k == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-  return k == &kPortable;
+  return k == &kPortable || k == &kAmxEmulated;
 }
 
 const Kernels* const kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512Bf16, &kAvx512, &kAvx2,
+    &kAmx, &kAvx512Bf16, &kAvx512, &kAvx2,
 #endif
-    &kPortable};
+    &kPortable, &kAmxEmulated};
 
 PyObject* available(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);

@@ -25,6 +25,8 @@ class Pool {
       workers_.emplace_back([this, seen = round_.load()] { work(seen); });
   }
 
+  int size() const { return int(workers_.size()) + 1; }
+
   // The caller takes tasks too, and waits only for workers that entered while there were some: a
   // worker that gets no core holds nobody up.
   void run(int64_t count, Task task, const void* context) {
@@ -111,6 +113,7 @@ Pool& pool() {
 }  // namespace
 
 void set_threads(int threads) { pool().resize(threads); }
+int num_threads() { return pool().size(); }
 
 void run_tasks(int64_t count, Task task, const void* context) {
   pool().run(count, task, context);

@@ -10,6 +10,7 @@ using Task = void (*)(const void* context, int64_t task);
 
 // Threads that compute, the caller included. Not while `run` is under way.
 void set_threads(int threads);
+int num_threads();
 
 // Run tasks [0, count) on all threads; returns when all are done. While another caller has
 // the threads, the tasks run on the caller's own.

@@ -1,0 +1,203 @@
+"""How much two servers can do, each at its own limit: closed loops, alternated.
+
+    python bench/capacity.py                     ours and vLLM, single stream, LS and BE
+    python bench/capacity.py --rounds 1 --peers qllm,vllm-512
+
+Both servers stay up, with the same weights (bfloat16) and all cores each; only one is asked at a
+time, in turn. Three loads, as many requests open as they say:
+
+    single   1 of 96 tokens in, 128 out
+    LS       48 of 96 in, 32 out
+    BE       16 of 1,024-2,048 in, 128-256 out
+
+The last line of stdout is one JSON document, also written to `bench/results/capacity-cpu.json`.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import Table, machine, paired, plain
+from servers import PEERS, Place, free_port, installed, serving
+
+from qllm.random_moe import cache_dir, make_random_moe, source_text
+from qllm.types import Priority, Slo
+from qllm.workloads.client import Server, saturate_http
+from qllm.workloads.measure import Served, Window, class_report
+from qllm.workloads.replay import Arrival
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"
+CORPUS_BYTES = 400_000
+
+
+class Load(NamedTuple):
+    """Requests that are open all the time."""
+
+    priority: Priority
+    concurrency: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    warmup_s: float
+    seconds: float
+    """Measured, after the warm-up."""
+
+
+LOADS = {
+    "single": Load(Priority.LS, 1, (96, 96), (128, 128), 3.0, 12.0),
+    "LS": Load(Priority.LS, 48, (96, 96), (32, 32), 8.0, 25.0),
+    "BE": Load(Priority.BE, 16, (1024, 2048), (128, 256), 20.0, 60.0),
+}
+TARGETS = {"single": 1.4, "LS": 1.1, "BE": 1.1}
+"""Ours over vLLM's."""
+
+
+def requests(load: Load, corpus: Sequence[int], seed: int) -> Iterator[Arrival]:
+    """No end of them; prompts begin at random places of the corpus."""
+    rng = random.Random(seed)
+    for number in itertools.count():
+        length = rng.randint(*load.prompt)
+        start = rng.randrange(len(corpus) - length)
+        yield Arrival(
+            at_s=0.0,
+            name=f"{load.priority.name}-{number}",
+            priority=load.priority,
+            token_ids=tuple(corpus[start : start + length]),
+            max_tokens=rng.randint(*load.output),
+        )
+
+
+def rates(load: Load, served: Sequence[Served]) -> dict[str, Any]:
+    """What the window saw; `value` is what the ratio is of."""
+    window = Window(
+        start_s=load.warmup_s,
+        end_s=load.warmup_s + load.seconds,
+        stop_s=load.warmup_s + load.seconds,
+    )
+    found = class_report(served, window, Slo())
+    errors = sorted({s.error for s in served if s.error})
+    if errors:
+        raise RuntimeError(f"requests failed: {errors[:3]}")
+    value = found["output_tokens_per_s"]
+    if load.concurrency == 1:  # decode alone: the time to a first token is its own number
+        value = 1000 / found["tpot_ms"]["p50"]
+    elif load.priority is Priority.BE:
+        value += found["prefill_tokens_per_s"]
+    return {
+        "value": value,
+        "output_tokens_per_s": found["output_tokens_per_s"],
+        "prefill_tokens_per_s": found["prefill_tokens_per_s"],
+        "ttft_p50_ms": found["ttft_ms"]["p50"],
+        "tpot_p50_ms": found["tpot_ms"] and found["tpot_ms"]["p50"],
+    }
+
+
+def main() -> None:
+    """Measure, print the table, then the JSON line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives us
+    args = arguments()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    from transformers import AutoTokenizer
+
+    model = make_random_moe(size=args.size, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
+    corpus = tokenizer.backend_tokenizer.encode(text).ids
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    begin, table = time.time(), Table()
+    with ExitStack() as stack:
+        servers = {}
+        for name in args.peers:
+            peer = PEERS[name]
+            place = Place(installed(peer, args.cache), model, free_port(), args.threads)
+            stack.enter_context(serving(peer, place, args.logs / f"capacity-{name}.log"))
+            servers[name] = Server(
+                url=f"http://127.0.0.1:{place.port}",
+                model=peer.served_model.format(model=model),
+                bodies=peer.bodies,
+                fixed=peer.fixed,
+            )
+        for number in range(args.rounds):
+            for what in args.loads:
+                load = LOADS[what]
+                for name in args.peers if number % 2 == 0 else args.peers[::-1]:
+                    seconds = (load.warmup_s + load.seconds) * args.scale
+                    scaled = load._replace(
+                        warmup_s=load.warmup_s * args.scale, seconds=load.seconds * args.scale
+                    )
+                    source = requests(load, corpus, args.seed + number)
+                    served = saturate_http(servers[name], source, load.concurrency, seconds)
+                    got = rates(scaled, served)
+                    found.setdefault(what, {}).setdefault(name, []).append(got)
+                    print(f"  round {number + 1}, {what}, {name}: {got['value']:.1f}", flush=True)
+    ratios = {}
+    for what, by_peer in found.items():
+        for name, runs in by_peer.items():
+            out, prefill = (
+                np.median([r[f"{kind}_tokens_per_s"] for r in runs])
+                for kind in ("output", "prefill")
+            )
+            value = np.median([r["value"] for r in runs])
+            table.add(f"{what}, {name}: output + prefill tokens/s", f"{out:.0f} + {prefill:.0f}")
+            if name == "qllm":
+                continue
+            ours = [r["value"] for r in by_peer["qllm"]]
+            ratio = paired([a / r["value"] for a, r in zip(ours, runs, strict=True)])
+            ratios[f"{what}, qllm / {name}"] = ratio
+            unit = "decode tokens/s" if what == "single" else "tokens/s"
+            numbers = f"{ratio.text()} ({np.median(ours):.0f} / {value:.0f})"
+            target = TARGETS[what]
+            table.add(
+                f"{what}: {unit} qllm / {name}", numbers, f">= {target}", ratio.value >= target
+            )
+    config = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+    document = plain(
+        {
+            "bench": "capacity",
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+            "took_s": time.time() - begin,
+            "machine": machine(),
+            "config": {**config, "model": f"qllm.random_moe {args.size}, seed 0, bfloat16"},
+            "runs": found,
+            "ratios": ratios,
+            "lines": table.lines,
+            "losing": table.losing,
+        }
+    )
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, separators=(",", ":")))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", default="qllm,vllm", help="of `make bench-peers`; ours first")
+    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all durations")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
+    parser.add_argument("--cache", type=Path, default=cache_dir() / "peers")
+    parser.add_argument("--logs", type=Path, default=ROOT / ".benchmarks" / "peers")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    args.peers, args.loads = args.peers.split(","), args.loads.split(",")
+    if unknown := set(args.peers) - set(PEERS) or set(args.loads) - set(LOADS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#define QLLM_AVX512
+#define QLLM_BF16
+#define QLLM_TILES
+#define QLLM_NAME kAmx
+#define QLLM_TITLE "AMX"
+#include "kernels.inc"
+#endif
