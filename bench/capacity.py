@@ -52,6 +52,15 @@ class Load(NamedTuple):
     seconds: float
     """Measured, after the warm-up."""
 
+    @property
+    def stop_s(self) -> float:
+        """When it ends."""
+        return self.warmup_s + self.seconds
+
+    def scaled(self, by: float) -> "Load":
+        """The same for a longer or shorter time."""
+        return self._replace(warmup_s=self.warmup_s * by, seconds=self.seconds * by)
+
 
 LOADS = {
     "single": Load(Priority.LS, 1, (96, 96), (128, 128), 3.0, 12.0),
@@ -79,11 +88,7 @@ def requests(load: Load, corpus: Sequence[int], seed: int) -> Iterator[Arrival]:
 
 def rates(load: Load, served: Sequence[Served]) -> dict[str, Any]:
     """What the window saw; `value` is what the ratio is of."""
-    window = Window(
-        start_s=load.warmup_s,
-        end_s=load.warmup_s + load.seconds,
-        stop_s=load.warmup_s + load.seconds,
-    )
+    window = Window(start_s=load.warmup_s, end_s=load.stop_s, stop_s=load.stop_s)
     found = class_report(served, window, Slo())
     errors = sorted({s.error for s in served if s.error})
     if errors:
@@ -102,20 +107,19 @@ def rates(load: Load, served: Sequence[Served]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, print the table, then the JSON line."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives us
-    args = arguments()
-    args.logs.mkdir(parents=True, exist_ok=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+Found = dict[str, dict[str, list[dict[str, Any]]]]
+"""Runs by load and peer."""
+
+
+def measure(args: argparse.Namespace) -> Found:
+    """Start the servers and load them in turn."""
     from transformers import AutoTokenizer
 
     model = make_random_moe(size=args.size, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
     corpus = tokenizer.backend_tokenizer.encode(text).ids
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    begin, table = time.time(), Table()
+    found: Found = {what: {name: [] for name in args.peers} for what in args.loads}
     with ExitStack() as stack:
         servers = {}
         for name in args.peers:
@@ -128,39 +132,51 @@ def main() -> None:
                 bodies=peer.bodies,
                 fixed=peer.fixed,
             )
-        for number in range(args.rounds):
-            for what in args.loads:
-                load = LOADS[what]
-                for name in args.peers if number % 2 == 0 else args.peers[::-1]:
-                    seconds = (load.warmup_s + load.seconds) * args.scale
-                    scaled = load._replace(
-                        warmup_s=load.warmup_s * args.scale, seconds=load.seconds * args.scale
-                    )
-                    source = requests(load, corpus, args.seed + number)
-                    served = saturate_http(servers[name], source, load.concurrency, seconds)
-                    got = rates(scaled, served)
-                    found.setdefault(what, {}).setdefault(name, []).append(got)
-                    print(f"  round {number + 1}, {what}, {name}: {got['value']:.1f}", flush=True)
+        for number, what in itertools.product(range(args.rounds), args.loads):
+            load = LOADS[what].scaled(args.scale)
+            for name in args.peers[:: -1 if number % 2 else 1]:
+                source = requests(load, corpus, args.seed + number)
+                served = saturate_http(servers[name], source, load.concurrency, load.stop_s)
+                got = rates(load, served)
+                found[what][name].append(got)
+                print(f"  round {number + 1}, {what}, {name}: {got['value']:.1f}", flush=True)
+    return found
+
+
+def tabulate(table: Table, found: Found) -> dict[str, Any]:
+    """Add the lines; return the ratios."""
     ratios = {}
     for what, by_peer in found.items():
+        ours = [r["value"] for r in by_peer["qllm"]]
         for name, runs in by_peer.items():
             out, prefill = (
                 np.median([r[f"{kind}_tokens_per_s"] for r in runs])
                 for kind in ("output", "prefill")
             )
-            value = np.median([r["value"] for r in runs])
             table.add(f"{what}, {name}: output + prefill tokens/s", f"{out:.0f} + {prefill:.0f}")
             if name == "qllm":
                 continue
-            ours = [r["value"] for r in by_peer["qllm"]]
             ratio = paired([a / r["value"] for a, r in zip(ours, runs, strict=True)])
             ratios[f"{what}, qllm / {name}"] = ratio
-            unit = "decode tokens/s" if what == "single" else "tokens/s"
-            numbers = f"{ratio.text()} ({np.median(ours):.0f} / {value:.0f})"
-            target = TARGETS[what]
+            value = np.median([r["value"] for r in runs])
             table.add(
-                f"{what}: {unit} qllm / {name}", numbers, f">= {target}", ratio.value >= target
+                f"{what}: {'decode ' * (what == 'single')}tokens/s qllm / {name}",
+                f"{ratio.text()} ({np.median(ours):.0f} / {value:.0f})",
+                f">= {TARGETS[what]}",
+                ratio.value >= TARGETS[what],
             )
+    return ratios
+
+
+def main() -> None:
+    """Measure, print the table, then the JSON line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives us
+    args = arguments()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    begin, table = time.time(), Table()
+    found = measure(args)
+    ratios = tabulate(table, found)
     config = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
     document = plain(
         {

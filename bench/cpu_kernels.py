@@ -6,15 +6,18 @@
     invariant   a step at level L2 against one without
     stop        boundaries at the end of a prefill of 32k tokens: how long a stop waits
 
-Times are the best of a few rounds, wall time in ms; on a busy machine they say little. `--quick`
+Times are wall times in ms. What the machine can do changes from second to second where its memory
+is shared: what is compared is measured in turn, and shares are medians over the rounds. `--quick`
 only shows that everything runs. Expert weights are rotated, so that they come from memory.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import torch
@@ -69,10 +72,26 @@ def rand(*shape: int) -> torch.Tensor:
     return (torch.randn(shape) * shape[-1] ** -0.5).bfloat16()
 
 
-def read_gb_s(rounds: int) -> float:
-    """Read bandwidth of all threads, over huge pages as the weights have them."""
-    words = cpu.huge_empty(COLD_BYTES // 2).fill_(0).view(torch.float32)
-    return COLD_BYTES / best_ms(lambda: torch.dot(words, words), rounds) / 1e6
+class Memory:
+    """Reads memory with so many threads, over huge pages as the weights have them.
+
+    The threads are not OpenMP's: those spin for a while after their work, beside ours.
+    """
+
+    def __init__(self, threads: int) -> None:
+        words = cpu.huge_empty(COLD_BYTES // 2).fill_(0).view(torch.float32)
+        self._parts = words.chunk(threads)
+        self._pool = ThreadPoolExecutor(threads)
+
+    def gb_s(self) -> float:
+        """Rate of one read of all."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        start = time.perf_counter()
+        list(self._pool.map(lambda part: torch.dot(part, part), self._parts))
+        seconds = time.perf_counter() - start
+        torch.set_num_threads(before)
+        return COLD_BYTES / seconds / 1e9
 
 
 def torch_gflops(num_out: int, num_in: int, rows: int, rounds: int) -> float:
@@ -81,11 +100,42 @@ def torch_gflops(num_out: int, num_in: int, rows: int, rounds: int) -> float:
     return 2 * rows * num_in * num_out / best_ms(lambda: F.linear(x, weight), rounds) / 1e6
 
 
-def expert_rows(shape: tuple[int, int, int, int], quick: bool) -> Iterator[dict[str, Any]]:
+def expert_rows(
+    shape: tuple[int, int, int, int], memory: Memory, quick: bool
+) -> Iterator[dict[str, Any]]:
     """One shape at every number of tokens, routed evenly."""
     hidden, width, num, top_k = shape
     one = 3 * hidden * width * 2
-    layers = 1 if quick else -(-COLD_BYTES // (one * num))
+    banks = _banks(shape, 1 if quick else max(2, -(-COLD_BYTES // (one * num))))
+    rounds = 2 if quick else 15
+    for tokens in TOKENS:
+        x = rand(tokens, hidden)
+        ids = torch.stack([torch.randperm(num)[:top_k] for _ in range(tokens)])
+        works = [Work(bank, ids, 128) for bank in banks]
+        hit = ids.unique().numel()
+        flops = 2 * tokens * top_k * hidden * width
+        found = []
+        for _ in range(rounds):
+            up, down = torch_gflops(2 * width, hidden, 512, 3), torch_gflops(hidden, width, 512, 3)
+            time.sleep(0.01)  # OpenMP's threads stop spinning
+            read_ms = hit * one / memory.gb_s() / 1e6
+            compute_ms = (2 * flops / up + flops / down) / 1e6
+            ms = median(_work_ms(work, x) for work in works)
+            found.append((max(read_ms, compute_ms) / ms, ms, read_ms, compute_ms))
+        share, ms, read_ms, compute_ms = (median(values) for values in zip(*found, strict=True))
+        yield {
+            "shape": "/".join(map(str, shape)),
+            "tokens": tokens,
+            "experts_hit": hit,
+            "ms": round(ms, 3),
+            "read_ms": round(read_ms, 3),
+            "compute_ms": round(compute_ms, 3),
+            "share": round(share, 3),
+        }
+
+
+def _banks(shape: tuple[int, int, int, int], layers: int) -> list[NativeBank]:
+    hidden, width, num, _ = shape
     banks = []
     for _ in range(layers):
         experts: Any = torch.nn.Module()
@@ -95,36 +145,14 @@ def expert_rows(shape: tuple[int, int, int, int], quick: bool) -> Iterator[dict[
             experts.register_parameter(f"{name}_proj", weight)
         banks.append(NativeBank(experts))
         banks[-1].enter()
-    rounds = 2 if quick else 10
-    rates = (
-        torch_gflops(2 * width, hidden, 512, rounds),
-        torch_gflops(hidden, width, 512, rounds),
-    )
-    gb_s = read_gb_s(rounds)
-    for tokens in TOKENS:
-        x = rand(tokens, hidden)
-        ids = torch.stack([torch.randperm(num)[:top_k] for _ in range(tokens)])
-        works = cycle([Work(bank, ids, 128) for bank in banks])
+    return banks
 
-        def run(works: Iterator[Work] = works, x: torch.Tensor = x) -> None:
-            work = next(works)
-            work.done[:] = bytes(len(work.done))
-            work.run(x, 0, len(work.units))
 
-        hit = ids.unique().numel()
-        flops = 2 * tokens * top_k * hidden * width
-        read_ms = hit * one / gb_s / 1e6
-        compute_ms = (2 * flops / rates[0] + flops / rates[1]) / 1e6
-        ms, roof = best_ms(run, rounds * layers), max(read_ms, compute_ms)
-        yield {
-            "shape": "/".join(map(str, shape)),
-            "tokens": tokens,
-            "experts_hit": hit,
-            "ms": round(ms, 3),
-            "read_ms": round(read_ms, 3),
-            "compute_ms": round(compute_ms, 3),
-            "share": round(roof / ms, 3),
-        }
+def _work_ms(work: Work, x: torch.Tensor) -> float:
+    work.done[:] = bytes(len(work.done))
+    start = time.perf_counter()
+    work.run(x, 0, len(work.units))
+    return (time.perf_counter() - start) * 1e3
 
 
 def gemm_row(quick: bool) -> dict[str, Any]:
@@ -285,7 +313,7 @@ def stop_row(quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Run the rows and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -294,14 +322,14 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     cpu.set_threads(args.threads)
-    shapes = SHAPES[:1] if args.quick else SHAPES
+    shapes, memory = SHAPES[:1] if args.quick else SHAPES, Memory(args.threads)
     with torch.inference_mode():
         document = {
             "bench": "cpu_kernels",
             "machine": machine(),
             "config": {"kernels": cpu.kind(), **vars(args)},
-            "read_gb_s": round(read_gb_s(2 if args.quick else 10), 1),
-            "experts": [row for shape in shapes for row in expert_rows(shape, args.quick)],
+            "read_gb_s": round(median(memory.gb_s() for _ in range(5)), 1),
+            "experts": [r for shape in shapes for r in expert_rows(shape, memory, args.quick)],
             "gemm": gemm_row(args.quick),
             "attention": list(attention_rows(args.quick)),
             "invariant": invariant_row(args.quick),

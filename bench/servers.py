@@ -151,13 +151,15 @@ def _llama_command(place: Place) -> list[str]:
     return [place.python, script, str(place.model), str(place.port), str(place.threads)]
 
 
-def _ours_command(place: Place) -> list[str]:
-    where = ["--host", "127.0.0.1", "--port", str(place.port), "--threads", str(place.threads)]
-    server = [sys.executable, "-m", "qllm.cli", "serve", str(place.model)]
-    return [*server, "--policy", "qllm2", *where, *_OURS]
+def _ours_command(*more: str) -> Callable[[Place], list[str]]:
+    def command(place: Place) -> list[str]:
+        where = ["--host", "127.0.0.1", "--port", str(place.port), "--threads", str(place.threads)]
+        server = [sys.executable, "-m", "qllm.cli", "serve", str(place.model)]
+        return [*server, "--policy", "qllm2", *where, "--set", "conformance=false", *more]
+
+    return command
 
 
-_OURS = ("--set", "conformance=false")
 CLASSES = {0: {"priority": 0}, 10: {"priority": 10}}
 PEERS: dict[str, Peer] = {
     p.name: p
@@ -166,7 +168,15 @@ PEERS: dict[str, Peer] = {
             name="qllm",
             environment=None,
             install=lambda home: None,
-            command=_ours_command,
+            command=_ours_command(),
+            served_model="{model}",
+            bodies=CLASSES,
+        ),
+        Peer(
+            name="qllm-slo",  # BE may have what the targets leave
+            environment=None,
+            install=lambda home: None,
+            command=_ours_command("--set", "ls_slo=ttft=500ms,tpot=100ms"),
             served_model="{model}",
             bodies=CLASSES,
         ),

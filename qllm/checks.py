@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from qllm.errors import InvalidRequestError
+from qllm.errors import ConfigError, InvalidRequestError
 from qllm.types import Priority, Slo
 
 PRIORITY_LIMIT = 1 << 20
@@ -36,14 +36,14 @@ def is_positive(value: Any) -> bool:
     return is_number and math.isfinite(value) and value > 0
 
 
-def slo_of(value: Any) -> Slo:
-    """Targets; none if nothing is given.
+def slo_of(value: Any, default: Slo) -> Slo:
+    """Targets; the default if nothing is given.
 
     Raises:
         InvalidRequestError: They are no Slo, or no positive milliseconds.
     """
     if value is None:
-        return Slo()
+        return default
     if not isinstance(value, Slo):
         raise InvalidRequestError(f"slo={value!r} must be an Slo(ttft_ms, tpot_ms), or None")
     wrong = [name for name, t in value._asdict().items() if t is not None and not is_positive(t)]
@@ -52,3 +52,23 @@ def slo_of(value: Any) -> Slo:
             f"slo={value!r}: {wrong[0]} must be a finite number of milliseconds > 0, or None"
         )
     return value
+
+
+def parse_slo(text: str) -> Slo:
+    """Read `ttft=500ms,tpot=50ms`; one of the two may be missing. Seconds are `0.5s`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        unit = next((u for u in ("ms", "s") if value.endswith(u)), "")
+        try:
+            number = float(value.removesuffix(unit)) * {"s": 1000.0}.get(unit, 1.0)
+        except ValueError:
+            number = -1.0
+        if name not in ("ttft", "tpot") or name in found or not 0 < number < float("inf"):
+            raise ConfigError(f"slo {text!r} must be like ttft=500ms,tpot=50ms")
+        found[name] = number
+    return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))

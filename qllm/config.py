@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from qllm.checks import parse_slo
 from qllm.errors import ConfigError
-from qllm.types import Exactness, Grain
+from qllm.types import Exactness, Grain, Priority, Slo
 
 GRAINS = {grain.name.lower(): grain for grain in Grain}
 CHOICES = {
@@ -59,6 +60,10 @@ class EngineConfig:
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int = 256
     """`max_tokens` of a request that names none (cut to what fits)."""
+    ls_slo: str = ""
+    """Latency targets of LS requests that bring none, like "ttft=500ms,tpot=100ms". `qllm2` lets
+    BE have the time that they leave; without a TPOT target BE stretches decode steps by
+    `ride_frac`."""
     on_policy_error: str = "fail"
     """What a policy that raises does to its requests: "fail" ends them, "fcfs" falls back."""
     scheduler: str = "python"
@@ -98,6 +103,8 @@ class EngineConfig:
             raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")
         if self.loop != "host":
             self._check_loop()
+        if self.ls_slo:
+            parse_slo(self.ls_slo)
 
     def _check_choices(self) -> None:
         for name, known in CHOICES.items():
@@ -140,6 +147,10 @@ class EngineConfig:
     def on_device(self) -> bool:
         """Whether the loop runs on the device, where no doorbell rings."""
         return self.loop in DEVICE_LOOPS
+
+    def default_slo(self, priority: int) -> Slo:
+        """Targets of a request that brings none."""
+        return parse_slo(self.ls_slo) if self.ls_slo and priority <= Priority.LS else Slo()
 
     @property
     def grain(self) -> Grain:

@@ -222,7 +222,7 @@ class QLLMEngine:
             max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits.
             sampling: How tokens are chosen; by default as the model's generation config says.
             stop: Strings that end the answer, beside those in `sampling`.
-            slo: Latency targets of this request.
+            slo: Latency targets of this request; by default `ls_slo`, if it is LS.
             timeout_s: Ends it with `timeout` when this has passed.
             request_id: A name for it in results and traces.
 
@@ -242,7 +242,8 @@ class QLLMEngine:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
-        targets = slo_of(slo)
+        level, most = priority_class(priority), self._max_tokens(len(token_ids), max_tokens)
+        targets = slo_of(slo, self.config.default_slo(level))
         if timeout_s is not None and not is_positive(timeout_s):
             raise InvalidRequestError(
                 f"timeout_s={timeout_s!r} must be a finite number > 0, or None"
@@ -251,7 +252,6 @@ class QLLMEngine:
         if not params.ignore_eos:
             stop_ids |= self._host.info.eos_token_ids
         refuse_unserved(self.config.loop, params, len(stop_ids))
-        level, most = priority_class(priority), self._max_tokens(len(token_ids), max_tokens)
         with self._host.door:
             self._host.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:

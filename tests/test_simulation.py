@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from qllm.checks import parse_slo
 from qllm.cli import app
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, ModelError, PolicyError
@@ -25,7 +26,7 @@ from qllm.simulation.costs import CostFile
 from qllm.simulation.outcome import Outcome
 from qllm.simulation.presets import model_spec, preset, spec_of
 from qllm.simulation.run import Flood, Simulated, simulate
-from qllm.simulation.variants import Variant, parse_slo, parse_variants
+from qllm.simulation.variants import Variant, parse_variants
 from qllm.timeline import Work
 from qllm.trace import Arrived, Finished, Trace
 from qllm.types import Cap, FinishReason, Priority, Slo

@@ -70,7 +70,8 @@ def bench(
     With --url, MODEL is only the tokenizer that prompts are made with.
     """
     quiet()
-    from qllm.simulation.variants import degraded_notes, parse_slo, parse_variants
+    from qllm.checks import parse_slo
+    from qllm.simulation.variants import degraded_notes, parse_variants
     from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
 
     load = Load(

@@ -79,6 +79,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
         n=body.n,
         sampling={**body.sampling(), "logprobs": body.num_logprobs()},
         max_tokens=body.most_tokens(),
+        slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
     )
 

@@ -13,7 +13,7 @@ from qllm.handle import Handle, Piece
 from qllm.llm import QLLMEngine
 from qllm.prompts import render_chat
 from qllm.request_log import RequestLog
-from qllm.types import FinishReason, Priority, SamplingParams
+from qllm.types import FinishReason, Priority, SamplingParams, Slo
 
 from .config import ServerConfig
 from .errors import ApiError, from_engine
@@ -37,6 +37,7 @@ class Ask:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of SamplingParams; the model's own defaults fill the rest."""
     max_tokens: int | None = None
+    slo: Slo | None = None
     timeout_s: float | None = None
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
@@ -284,6 +285,7 @@ class Front:
                             priority,
                             ask.max_tokens,
                             sampling=SamplingParams(**keywords),
+                            slo=ask.slo,
                             timeout_s=ask.timeout_s,
                             request_id=f"{ask.answer_id}-{len(handles)}",
                         )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from qllm.types import Priority
+from qllm.types import Priority, Slo
 
 from .errors import ApiError
 
@@ -51,6 +51,17 @@ def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
     return value
 
 
+class Targets(Body):
+    """Latency targets of one request."""
+
+    ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+    def slo(self) -> Slo:
+        """As the engine has them."""
+        return Slo(self.ttft_ms, self.tpot_ms)
+
+
 class Generation(Body):
     """What completions and chat have in common."""
 
@@ -78,6 +89,8 @@ class Generation(Body):
     """vLLM; only where nothing could end the answer before `max_tokens` anyway."""
     priority: int | None = None
     """vLLM; 0 or less is LS, more is BE."""
+    slo: Targets | None = None
+    """Ours; by default the engine's `ls_slo`."""
 
     metadata: dict[str, Any] | None = None
     user: str | None = None

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError
 from qllm.plugins import degraded_note, load_policy
-from qllm.types import Slo
 
 
 class Variant(NamedTuple):
@@ -66,23 +65,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def parse_slo(text: str) -> Slo:
-    """Read `ttft=500ms,tpot=50ms`; one of the two may be missing. Seconds are `0.5s`.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        unit = next((u for u in ("ms", "s") if value.endswith(u)), "")
-        try:
-            number = float(value.removesuffix(unit)) * {"s": 1000.0}.get(unit, 1.0)
-        except ValueError:
-            number = -1.0
-        if name not in ("ttft", "tpot") or name in found or not 0 < number < float("inf"):
-            raise ConfigError(f"slo {text!r} must be like ttft=500ms,tpot=50ms")
-        found[name] = number
-    return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))
