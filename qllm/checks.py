@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from qllm.errors import ConfigError, InvalidRequestError
+from qllm.errors import InvalidRequestError
 from qllm.types import Priority, Slo
 
 PRIORITY_LIMIT = 1 << 20
@@ -37,7 +37,7 @@ def is_positive(value: Any) -> bool:
 
 
 def slo_of(value: Any, default: Slo) -> Slo:
-    """Targets; the default if nothing is given.
+    """Targets; each one that is not given is the default's.
 
     Raises:
         InvalidRequestError: They are no Slo, or no positive milliseconds.
@@ -51,24 +51,4 @@ def slo_of(value: Any, default: Slo) -> Slo:
         raise InvalidRequestError(
             f"slo={value!r}: {wrong[0]} must be a finite number of milliseconds > 0, or None"
         )
-    return value
-
-
-def parse_slo(text: str) -> Slo:
-    """Read `ttft=500ms,tpot=50ms`; one of the two may be missing. Seconds are `0.5s`.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        unit = next((u for u in ("ms", "s") if value.endswith(u)), "")
-        try:
-            number = float(value.removesuffix(unit)) * {"s": 1000.0}.get(unit, 1.0)
-        except ValueError:
-            number = -1.0
-        if name not in ("ttft", "tpot") or name in found or not 0 < number < float("inf"):
-            raise ConfigError(f"slo {text!r} must be like ttft=500ms,tpot=50ms")
-        found[name] = number
-    return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))
+    return Slo(*(d if t is None else t for t, d in zip(value, default, strict=True)))

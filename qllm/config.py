@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from qllm.checks import parse_slo
 from qllm.errors import ConfigError
 from qllm.types import Exactness, Grain, Priority, Slo
 
@@ -177,3 +176,23 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise ConfigError(f"unknown setting {name!r}{hint}; known: {', '.join(known)}")
     return EngineConfig(**settings)
+
+
+def parse_slo(text: str) -> Slo:
+    """Read `ttft=500ms,tpot=50ms`; one of the two may be missing. Seconds are `0.5s`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        unit = next((u for u in ("ms", "s") if value.endswith(u)), "")
+        try:
+            number = float(value.removesuffix(unit)) * {"s": 1000.0}.get(unit, 1.0)
+        except ValueError:
+            number = -1.0
+        if name not in ("ttft", "tpot") or name in found or not 0 < number < float("inf"):
+            raise ConfigError(f"slo {text!r} must be like ttft=500ms,tpot=50ms")
+        found[name] = number
+    return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))

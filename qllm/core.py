@@ -153,12 +153,19 @@ class Prepared:
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
         if self.threads is not None:
-            torch.set_num_threads(self.threads)
+            # OpenMP's threads spin for milliseconds after every operator, beside our own
+            torch.set_num_threads(1 if self._is_native else self.threads)
         try:
             serve()
         except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
             return error
         return None
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether layers are left to torch nowhere."""
+        runner = self.runner
+        return isinstance(runner, TorchRunner) and runner.sweep.num_layers == len(runner.drivers)
 
     def stats_of(self, loop: Any, decider: Any) -> dict[str, Any]:
         """Numbers of the run so far that every loop on the host has. Callable from any thread.

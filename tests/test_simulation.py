@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from qllm.checks import parse_slo
 from qllm.cli import app
-from qllm.config import EngineConfig
+from qllm.config import EngineConfig, parse_slo
 from qllm.errors import ConfigError, ModelError, PolicyError
 from qllm.plan import ModelShape, OpKind, Plan
 from qllm.policy import View

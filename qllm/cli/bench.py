@@ -70,7 +70,7 @@ def bench(
     With --url, MODEL is only the tokenizer that prompts are made with.
     """
     quiet()
-    from qllm.checks import parse_slo
+    from qllm.config import parse_slo
     from qllm.simulation.variants import degraded_notes, parse_variants
     from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
 

@@ -92,7 +92,7 @@ def sim(
     out: Annotated[Path | None, typer.Option(help="Folder for figure and traces.")] = None,
 ) -> None:
     """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
-    from qllm.checks import parse_slo
+    from qllm.config import parse_slo
     from qllm.simulation import outcome
     from qllm.simulation.run import simulate
     from qllm.simulation.variants import degraded_notes, parse_variants
@@ -202,7 +202,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Folder for the figure.")] = None,
 ) -> None:
     """Tell how much BE throughput fits beside LS under its targets, policy by policy."""
-    from qllm.checks import parse_slo
+    from qllm.config import parse_slo
     from qllm.simulation.capacity import Question, harvest
     from qllm.simulation.variants import degraded_notes, parse_variants
 
