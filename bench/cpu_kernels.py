@@ -1,4 +1,4 @@
-"""The CPU kernels against what the machine can do: one JSON line.
+"""The CPU kernels against what the machine can do: a table, then one JSON line.
 
     experts     ranges of expert units against max(bytes / read bandwidth, FLOPs / rate of torch)
     gemm        the products of a prefill of 2,048 tokens against torch's on the same shapes
@@ -17,12 +17,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import MODEL, machine
+from common import MODEL, Table, machine
 
 from qllm.compile import compile_program
 from qllm.kernels import cpu
@@ -42,6 +43,10 @@ TOKENS = (1, 8, 64, 512)
 COLD_BYTES = 512 << 20
 """Weights that are rotated, so that no cache keeps them."""
 LONG = 32768
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu_kernels.json"
+REACH = {"experts": 0.75, "gemm": 0.7, "invariant": 1.05, "stop_ms": 5.0}
+"""Shares of the roofline and of torch's rate; a step at level L2 over one without, which is noise;
+and how long a stop may wait."""
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -310,12 +315,53 @@ def stop_row(quick: bool) -> dict[str, Any]:
     }
 
 
+def tabulate(table: Table, found: dict[str, Any]) -> None:
+    """Add the lines of a result."""
+    for row in found["experts"]:
+        share = row["share"]
+        table.add(
+            f"experts {row['shape']}, {row['tokens']} tokens: of the roofline",
+            f"{share:.2f} ({row['ms']:.2f} ms; read {row['read_ms']:.2f}, compute "
+            f"{row['compute_ms']:.2f})",
+            f">= {REACH['experts']}",
+            share >= REACH["experts"],
+        )
+    gemm = found["gemm"]
+    table.add(
+        f"products of a layer, {gemm['tokens']} tokens: of torch's rate",
+        f"{gemm['share']:.2f} ({gemm['gflops']:.0f} / {gemm['torch_gflops']:.0f} GFLOP/s)",
+        f">= {REACH['gemm']}",
+        gemm["share"] >= REACH["gemm"],
+    )
+    for row in found["attention"]:
+        table.add(
+            f"attention of one layer, {row['queries']} queries, {row['keys']:,} keys: over torch",
+            f"{row['speedup']:.1f} ({row['ms']:.2f} / {row['torch_ms']:.2f} ms)",
+        )
+    for kind in ("decode", "prefill"):
+        ratio, of = found["invariant"][f"{kind}_ratio"], found["invariant"]
+        table.add(
+            f"{kind} at level L2 / without",
+            f"{ratio:.2f} ({of[f'{kind}_invariant_ms']:.1f} / {of[f'{kind}_plain_ms']:.1f} ms)",
+            f"<= {REACH['invariant']}",
+            ratio <= REACH["invariant"],
+        )
+    stop = found["stop"]
+    table.add(
+        f"stopping a prefill at token {stop['position']:,}, p99 ms",
+        f"{stop['stop_p99_ms']:.1f} (longest segment {stop['segment_max_ms']:.1f})",
+        f"<= {REACH['stop_ms']:.0f}",
+        stop["stop_p99_ms"] <= REACH["stop_ms"],
+    )
+
+
 def main() -> None:
-    """Run the rows and print one JSON line."""
+    """Run the rows, print the table, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help=f"also write it; committed: {RESULTS.name}")
     args = parser.parse_args()
     if cpu.MISSING is not None:
         raise SystemExit(cpu.MISSING)
@@ -324,10 +370,13 @@ def main() -> None:
     cpu.set_threads(args.threads)
     shapes, memory = SHAPES[:1] if args.quick else SHAPES, Memory(args.threads)
     with torch.inference_mode():
-        document = {
+        document: dict[str, Any] = {
             "bench": "cpu_kernels",
             "machine": machine(),
-            "config": {"kernels": cpu.kind(), **vars(args)},
+            "config": {
+                "kernels": cpu.kind(),
+                **{k: v for k, v in vars(args).items() if not isinstance(v, Path)},
+            },
             "read_gb_s": round(median(memory.gb_s() for _ in range(5)), 1),
             "experts": [r for shape in shapes for r in expert_rows(shape, memory, args.quick)],
             "gemm": gemm_row(args.quick),
@@ -335,6 +384,11 @@ def main() -> None:
             "invariant": invariant_row(args.quick),
             "stop": stop_row(args.quick),
         }
+    table = Table()
+    tabulate(table, document)
+    document |= {"lines": table.lines, "losing": table.losing}
+    if args.out is not None:
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document, separators=(",", ":")))
 
 

@@ -262,7 +262,7 @@ int pool() {
 }  // namespace
 
 int main() {
-  std::vector<const Kernels*> all{&kPortable};
+  std::vector<const Kernels*> all{&kPortable, &kAmxEmulated};
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back(&kAvx2);
   if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&

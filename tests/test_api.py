@@ -446,6 +446,36 @@ def test_unknown_names_list_the_known_ones(engine: QLLMEngine) -> None:
     assert threading.active_count() < 20
 
 
+def test_ls_requests_have_the_targets_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Slo] = []
+    with engine_of(ls_slo="ttft=0.5s,tpot=50ms") as engine:
+        take = engine._host.submit
+
+        def submit(submission: Any, handle: Any) -> None:
+            found.append(submission.slo)
+            take(submission, handle)
+
+        monkeypatch.setattr(engine._host, "submit", submit)
+        for slo, priority in ((None, "LS"), (Slo(tpot_ms=9.0), "LS"), (None, -1), (None, "BE")):
+            engine.submit("abc", priority, max_tokens=1, slo=slo).result(60)
+        engine.submit("abc", "BE", max_tokens=1, slo=Slo(ttft_ms=7.0)).result(60)
+    both = Slo(500.0, 50.0)
+    assert found == [both, Slo(500.0, 9.0), both, Slo(), Slo(7.0, None)]
+    for wrong in ("fast", "ttft", "ttft=-1ms", "ttft=1ms,ttft=2ms"):
+        with pytest.raises(ConfigError, match=r"slo '.*' must be like ttft=500ms,tpot=50ms"):
+            engine_of(ls_slo=wrong)
+
+
+def test_torch_leaves_the_cores_to_kernels_that_do_every_layer() -> None:
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = make_model("mixtral", dtype)
+        with QLLMEngine.from_model(model, threads=2, conformance=False) as engine:
+            found[dtype] = engine.call(torch.get_num_threads)
+            assert ("sweep" in engine.kernels) == (dtype is torch.bfloat16)
+    assert found == {torch.bfloat16: 1, torch.float32: 2}
+
+
 # -- sampling
 
 

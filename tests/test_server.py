@@ -12,7 +12,7 @@ from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedErr
 from qllm.llm import QLLMEngine
 from qllm.prompts import render_chat
 from qllm.server.front import _pump, flat_message
-from qllm.types import SamplingParams
+from qllm.types import SamplingParams, Slo
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 GREEDY = SamplingParams(temperature=0)
@@ -308,6 +308,26 @@ def test_the_engine_is_told_the_class(served: Serving, client: openai.OpenAI) ->
     )
     until(lambda: not served.front._settling)
     assert (num_done("LS"), num_done("BE")) == (before["LS"], before["BE"] + 1)
+
+
+def test_the_engine_is_told_the_targets(
+    engine: QLLMEngine, served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    submit = engine.submit
+
+    def spy(*args: Any, **keywords: Any) -> Any:
+        found.append(keywords["slo"])
+        return submit(*args, **keywords)
+
+    monkeypatch.setattr(engine, "submit", spy)
+    for slo in ({"ttft_ms": 500, "tpot_ms": 100.5}, {"tpot_ms": 9}, None):
+        body = {"messages": CHAT, "max_tokens": 1, "slo": slo}
+        assert served.post("/v1/chat/completions", body).status_code == 200
+        body = {"prompt": "a", "max_tokens": 1, "slo": slo}
+        assert served.post("/v1/completions", body).status_code == 200
+    wanted = (Slo(500.0, 100.5), Slo(None, 9.0), None)
+    assert found == [slo for slo in wanted for _ in range(2)]
 
 
 # -- failures on the way, disconnects

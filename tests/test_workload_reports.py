@@ -1,6 +1,7 @@
 """Reports: what counts, what is censored, and a server replay against one that is known."""
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from qllm.errors import ConfigError
 from qllm.plan import Index, Row
 from qllm.trace import Arrived, Event, Finished, Parked, Planned, Ran, Resumed, Token
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
-from qllm.workloads.client import Server, class_bodies, replay_http
+from qllm.workloads.client import Server, class_bodies, replay_http, saturate_http
 from qllm.workloads.measure import Served, Window, class_report, report
 from qllm.workloads.replay import Arrival
 from qllm.workloads.spec import RequestSpec
@@ -325,6 +326,22 @@ def test_a_server_is_measured_from_when_requests_were_due(fake: FakeServer) -> N
     assert body["priority"] == 10
     assert body["ignore_eos"] is True
     assert body["max_tokens"] == 4
+
+
+def test_a_closed_loop_keeps_so_many_requests_open(fake: FakeServer) -> None:
+    server = Server(url=f"http://127.0.0.1:{fake.port}", model="m")
+    endless = (arrival(0.0, 8) for _ in itertools.count())
+    found = saturate_http(server, endless, 3, 0.6)
+    assert {s.error for s in found} == {None}
+    times = [(s.spec.at_s, s.token_s[-1] if s.done else 0.6) for s in found]
+    assert max(sum(start <= at_s < end for start, end in times) for at_s, _ in times) == 3
+    done = [s for s in found if s.done]
+    assert len(found) == len(done) + 3
+    assert len(done) >= 6
+    assert all(40 <= s.ttft_ms(9.0) < 300 for s in done)
+    refused = saturate_http(server, (arrival(0.0, 13) for _ in range(50)), 2, 5.0)
+    assert [s.error for s in refused] == ['HTTP 400: {"error": "unlucky"}'] * 2
+    assert len(saturate_http(server, [arrival(0.0, 8)] * 3, 8, 60.0)) == 3
 
 
 def test_the_body_of_a_class_has_the_last_word() -> None:
