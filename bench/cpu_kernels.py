@@ -261,33 +261,43 @@ def hold(runner: TorchRunner, request: int, tokens: int) -> None:
     kv.committed = tokens
 
 
-def step_ms(runner: TorchRunner, rows: tuple[Row, ...], rounds: int) -> float:
-    """One step again and again; nothing is committed."""
-
-    def run() -> None:
-        program = program_of(runner, rows, 0)
-        runner.accept(program)
-        runner.run(program, START, Never())
-        runner.drop(program)
-
-    return best_ms(run, rounds)
+def step_ms(runner: TorchRunner, rows: tuple[Row, ...]) -> float:
+    """One step; nothing is committed."""
+    program = program_of(runner, rows, 0)
+    runner.accept(program)
+    start = time.perf_counter()
+    runner.run(program, START, Never())
+    ms = (time.perf_counter() - start) * 1e3
+    runner.drop(program)
+    return ms
 
 
 def invariant_row(quick: bool) -> dict[str, Any]:
-    """A prefill of 512 tokens and a decode batch of 8, with and without level L2."""
-    found: dict[str, Any] = {}
-    for name, level in (("plain", False), ("invariant", True)):
-        runner = two_layers(batch_invariant=level)
-        for request in range(8):
+    """A prefill of 512 tokens and a decode batch of 8, with and without level L2, in turn."""
+    runners = {
+        "plain": two_layers(batch_invariant=False),
+        "invariant": two_layers(batch_invariant=True),
+    }
+    steps = {
+        "decode": tuple(Row(r, 512, 513, 0, 2) for r in range(8)),
+        "prefill": (Row(8, 512, 1024, 0, 2),),
+    }
+    for runner in runners.values():
+        for request in range(9):
             hold(runner, request, 512)
-        hold(runner, 8, 512)
-        decode = tuple(Row(r, 512, 513, 0, 2) for r in range(8))
-        rounds = 2 if quick else 20
-        found[f"decode_{name}_ms"] = round(step_ms(runner, decode, rounds), 3)
-        found[f"prefill_{name}_ms"] = round(step_ms(runner, (Row(8, 512, 1024, 0, 2),), rounds), 3)
+    found: dict[str, Any] = {}
+    for kind, rows in steps.items():
+        times: dict[str, list[float]] = {name: [] for name in runners}
+        for i in range(3 if quick else 40):
+            for name in list(runners)[:: -1 if i % 2 else 1]:
+                times[name].append(step_ms(runners[name], rows))
+        plain, invariant = times["plain"][1:], times["invariant"][1:]
+        found[f"{kind}_plain_ms"] = round(median(plain), 3)
+        found[f"{kind}_invariant_ms"] = round(median(invariant), 3)
+        ratios = [b / a for a, b in zip(plain, invariant, strict=True)]
+        found[f"{kind}_ratio"] = round(median(ratios), 3)
+    for runner in runners.values():
         runner.close()
-    for kind in ("decode", "prefill"):
-        found[f"{kind}_ratio"] = round(found[f"{kind}_invariant_ms"] / found[f"{kind}_plain_ms"], 3)
     return found
 
 
@@ -301,8 +311,10 @@ def stop_row(quick: bool) -> dict[str, Any]:
     hold(runner, 0, LONG - tokens)
     lengths: list[int] = []
     runner.on_segment = lambda program, index, begin, end: lengths.append(end - begin)
-    step_ms(runner, (Row(0, LONG - tokens, LONG, 0, 2),), 1)
-    ns = torch.tensor(lengths[len(lengths) // 2 :], dtype=torch.float64)  # the first round warms up
+    for _ in range(2):  # the first one warms up
+        lengths.clear()
+        step_ms(runner, (Row(0, LONG - tokens, LONG, 0, 2),))
+    ns = torch.tensor(lengths, dtype=torch.float64)
     hit = ns[torch.multinomial(ns, 100_000, replacement=True)]
     wait = (hit * torch.rand(len(hit), dtype=torch.float64)).quantile(0.99)
     return {
