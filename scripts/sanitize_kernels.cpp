@@ -221,6 +221,10 @@ void experts(const Kernels& k, Results& results) {
          eight_down.scale.data(), nullptr, nullptr, num, hidden, width, group, 0, 0});
   }
   results.add(normed);
+  Packed gate(k, 1, width);
+  Mlp shared{&plain, &gate.matrix};
+  k.mlp(out.data(), normed.data(), shared, tokens);
+  results.add(out);
 }
 
 Results everything(const Kernels& k) {

@@ -55,6 +55,12 @@ def part_dense() -> nn.Module:
     return qwen3(mlp_only_layers=[1], intermediate_size=96)
 
 
+def part_torch() -> nn.Module:
+    model: Any = part_dense()
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+    return model  # type: ignore[no-any-return]
+
+
 def mixtral() -> nn.Module:
     own = {"num_local_experts": 8, "intermediate_size": 80, "sliding_window": 9, "head_dim": 32}
     return MixtralForCausalLM(MixtralConfig(**COMMON, **own))
@@ -64,7 +70,13 @@ def olmoe() -> nn.Module:
     return OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=8, intermediate_size=80))
 
 
-MAKERS = {"qwen3": qwen3, "part_dense": part_dense, "mixtral": mixtral, "olmoe": olmoe}
+MAKERS = {
+    "qwen3": qwen3,
+    "part_dense": part_dense,
+    "part_torch": part_torch,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+}
 
 
 def model_of(name: str) -> nn.Module:

@@ -1,4 +1,5 @@
 import copy
+import ctypes
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -410,3 +411,37 @@ def test_without_a_build_torch_computes_and_the_names_say_why(
     assert names["router"] == "torch"
     assert "qllm" not in " ".join(names.values())
     assert compute.cpu is cpu
+
+
+class Machine:
+    """Our kernels under the names of a machine with AMX."""
+
+    def __init__(self, wrong: bool) -> None:
+        self.wrong, self.used = wrong, ""
+
+    def available(self) -> list[str]:
+        return ["AMX", "portable", "emulated AMX"]
+
+    def use(self, name: str) -> None:
+        self.used = name
+        cpu.native.use("emulated AMX" if name == "AMX" else name)
+
+    def pack(self, *args: int) -> None:
+        cpu.native.pack(*args)
+
+    def linear(self, out: int, x: int, matrix: int, rows: int) -> None:
+        cpu.native.linear(out, x, matrix, rows)
+        if self.wrong and self.used == "AMX" and rows == 17:
+            ctypes.c_uint16.from_address(out + 2 * 80 * 16).value ^= 1 << 9
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tiles_that_multiply_wrongly_are_not_used(
+    wrong: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(wrong)
+    try:
+        assert cpu.choose(machine) == machine.used == ("portable" if wrong else "AMX")
+    finally:
+        cpu.native.use(cpu.kind())
+    assert ("AMX gives other products than portable" in caplog.text) == wrong

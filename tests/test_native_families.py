@@ -364,4 +364,42 @@ def test_a_family_whose_functions_changed_stays_with_torch(
     model = make_model(family.get(table, "phimoe"), torch.bfloat16)
     monkeypatch.setattr(known, table, dict.fromkeys(getattr(known, table), "another"))
     names = set(NativeDriver(discover(model).layers[LAYER], cpu.Arena()).names)
-    assert names == ({"attention"} if table == "SPARSE_MIXER" else {"router"})
+    left = {"attention"} if table == "SPARSE_MIXER" else {"router"}
+    assert names == (left | {"mlp"} if table == "PAIRS" else left)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("rows", [1, 7, 40, 200])
+def test_shared_experts_and_dense_layers_are_near_fp64(family: str, rows: int) -> None:
+    layers = discover(make_model(family, torch.bfloat16)).layers
+    x = rand(rows, 64, seed=rows)
+    for parts in layers:
+        driver = NativeDriver(parts, cpu.Arena())
+        module: Any = parts.shared if parts.is_moe else parts.mlp
+        exact = copy.deepcopy(module).double()
+        if parts.is_moe:
+            found = driver._shared(x)["shared"]  # type: ignore[index]
+            wide, kept = exact(x.double()), FastDriver._shared(driver, x)["shared"]  # type: ignore[index]
+            if parts.shared_gate is not None:
+                wide = copy.deepcopy(parts.shared_gate).double()(x.double()).sigmoid() * wide
+        else:
+            found = driver.dense(x, x)
+            normed = parts.post_attention_layernorm(x)  # type: ignore[misc]
+            wide, kept = x.double() + exact(normed.double()), FastDriver.dense(driver, x, x)
+        error, theirs = ((y.double() - wide).abs().mean() for y in (found, kept))
+        assert error <= 1.05 * theirs
+        assert wide.abs().mean() > 0.01
+        assert torch.equal(
+            found[:1],
+            driver._shared(x[:1])["shared"] if parts.is_moe else driver.dense(x[:1], x[:1]),
+        )  # type: ignore[index]
+
+
+def test_a_gate_that_is_not_the_usual_one_stays_with_torch() -> None:
+    parts = discover(make_model("qwen2_moe", torch.bfloat16)).layers[0]
+    shared: Any = parts.shared
+    assert "mlp" in set(NativeDriver(parts, cpu.Arena()).names)
+    shared.act_fn = nn.GELU()
+    driver = NativeDriver(parts, cpu.Arena())
+    assert "mlp" not in set(driver.names)
+    assert driver.whole is None

@@ -35,7 +35,7 @@ from qllm.plan import START, Index, OpKind, Program, Watch
 from qllm.runner import TorchRunner
 from qllm.types import Grain
 
-COVERED = {"qwen3": 4, "part_dense": 3, "mixtral": 4, "olmoe": 4}
+COVERED = {"qwen3": 4, "part_dense": 4, "part_torch": 3, "mixtral": 4, "olmoe": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_every_boundary_holds_what_ops_one_by_one_leave(name: str, fine: bool) -
     assert all(runner.segments.longest_ns > 0 for runner in runners)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "part_dense"])
+@pytest.mark.parametrize("name", ["qwen3", "part_dense", "part_torch"])
 def test_a_frame_changes_between_both_ways_and_through_a_checkpoint(name: str) -> None:
     model, rng = model_of(name), random.Random(7)
     plain, mixed = (

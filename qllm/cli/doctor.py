@@ -22,7 +22,10 @@ def doctor() -> None:
     from qllm.kernels import cpu
 
     missing = cpu.MISSING
-    kernels = f"{cpu.kind()} ({', '.join(cpu.native.available())})" if missing is None else "torch"
+    kernels = "torch"
+    if missing is None:
+        known = [name for name in cpu.native.available() if not name.startswith("emulated")]
+        kernels = f"{cpu.kind()} ({', '.join(known)})"
     rows = [
         ("qllm-runtime", _version("qllm-runtime")),
         ("python", f"{platform.python_version()} on {platform.machine()}, {sys.platform}"),

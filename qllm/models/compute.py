@@ -167,7 +167,8 @@ class Compute:
             rest = [torch_name] if fused["attention"] < total else []
             return ", ".join([kernel, *rest] if fused["attention"] else rest)
 
-        return {
+        mlp = {"mlp": f"{ours} ({fused['mlp']} of {total} layers)"} if fused["mlp"] else {}
+        return mlp | {
             "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
             "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
             "linear": _listed(self._linears.kernels.elements()) or "in attention",

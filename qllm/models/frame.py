@@ -134,8 +134,8 @@ class Frame:
         self._ropes: dict[tuple[int, int, int], Rope] = {}
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
-        self.ahead: dict[int, Any] = {}
-        """Per group, `models.sweep.Ahead`."""
+        self.ahead: dict[tuple[int, bool], Any] = {}
+        """Per group, of layers with experts and of dense ones: `models.sweep.Ahead`."""
 
     def next_op(self) -> Op | None:
         """The op that it is parked at; None at the end."""

@@ -33,6 +33,8 @@ NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
 WIDE_NORM = "6f6c68e4a6b2"
 """Of the one that rounds afterwards: gpt_oss."""
+MLP = "4a9e0f851f1a"
+"""Fingerprint of the usual SwiGLU: shared experts and dense layers of qwen2_moe and deepseek_v3."""
 ROUTER = {
     "3b47be678984": "wide",  # mixtral: renormalised, weights stay fp32
     "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, olmoe: `norm_topk_prob`
@@ -85,6 +87,16 @@ def latent_linears(attn: Any) -> list[Any]:
     """All projections of a multi-head latent attention; those of queries first."""
     queries = [attn.q_proj] if attn.q_lora_rank is None else [attn.q_a_proj, attn.q_b_proj]
     return [*queries, attn.kv_a_proj_with_mqa, attn.kv_b_proj, attn.o_proj]
+
+
+def is_swiglu(mlp: Any) -> bool:
+    """Whether a module is the usual SwiGLU of three plain projections."""
+    linears = [getattr(mlp, f"{x}_proj", None) for x in ("gate", "up", "down")]
+    return (
+        fingerprint(mlp) == MLP
+        and all(type(x) is nn.Linear and x.bias is None for x in linears)
+        and type(mlp.act_fn).__name__ in {"SiLUActivation", "SiLU"}
+    )
 
 
 def router_kind(router: Any) -> str | None:

@@ -5,7 +5,7 @@ with torch. Results round where the modules round and differ from theirs only by
 fp32 sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
+from qllm.kernels.cpu.experts import Mlp
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.attention import Step
 from qllm.models.cuts import Costs
 from qllm.models.discover import LayerParts
-from qllm.models.fast import FastDriver, LayerDriver, Rope, Routed
+from qllm.models.fast import FastDriver, Kept, LayerDriver, Rope, Routed
 from qllm.models.known import (
     attention_kind,
     is_latents,
+    is_swiglu,
     latent_linears,
     norm_kind,
     router_kind,
@@ -59,9 +61,14 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
 class NativeLayer(NamedTuple):
     """A layer of which all but the experts is ours (kernels/cpu/sweep.h)."""
 
-    attention: Attention
+    attention: Attention | Latents
     out: cpu.Matrix
-    router: Router
+    router: Router | None
+    """None in a dense layer."""
+    mlp: Mlp | None
+    """Shared experts, or all of a dense layer."""
+    norm: Norm | None
+    """Before it in a dense layer."""
     number: int
     """Of the layer."""
     window: int | None
@@ -69,14 +76,23 @@ class NativeLayer(NamedTuple):
     """Of what is added to the residual stream."""
     slab: tuple[int, int, int]
     """See `Attention`."""
-    top_k: int
-    weights: torch.dtype
-    """Of the experts' outputs, as the router gives them."""
 
     @property
-    def shapes(self) -> tuple[tuple[int, int, int], int, torch.dtype]:
-        """What neighbours must share to run in one call."""
-        return self[-3:]
+    def top_k(self) -> int:
+        """Experts per token."""
+        return 0 if self.router is None else self.router.top_k
+
+    @property
+    def weights(self) -> torch.dtype:
+        """Of the experts' outputs, as the router gives them."""
+        return torch.bfloat16 if self.router is None else self.router.dtype
+
+    def fits(self, others: "Iterable[NativeLayer]") -> bool:
+        """Whether it can run in one call with them."""
+        return all(
+            self.slab == x.slab and (None in (self.router, x.router) or self.weights == x.weights)
+            for x in others
+        )
 
 
 class NativeDriver(FastDriver):
@@ -87,6 +103,8 @@ class NativeDriver(FastDriver):
         self._arena = arena
         self._attention: Attention | Latents | None = None
         self._router_kernel: Router | None = None
+        self._mlp_kernel: Mlp | None = None
+        self._mlp_norm: Norm | None = None
         self.covered: tuple[nn.Module, ...] = ()
         """Linear modules and routers that are never called."""
         attn: Any = parts.self_attn
@@ -96,6 +114,10 @@ class NativeDriver(FastDriver):
             self._make_latents(attn)
         if parts.router is not None and self._knows_router(parts.router):
             self._make_router(parts.router)
+        if parts.shared is not None and self._knows_mlp(parts.shared, parts.shared_gate):
+            self._make_mlp(parts.shared, parts.shared_gate)
+        elif not parts.is_moe and _is_norm(self._post_norm) and self._knows_mlp(parts.mlp, None):
+            self._make_mlp(parts.mlp, None)
 
     # -- what is known
 
@@ -129,6 +151,21 @@ class NativeDriver(FastDriver):
             and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
             and _is_norm(self._post_norm)
         )
+
+    def _knows_mlp(self, mlp: Any, gate: Any) -> bool:
+        return (
+            is_swiglu(mlp)
+            and all(is_usable(getattr(mlp, f"{x}_proj").weight) for x in ("gate", "up", "down"))
+            and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
+        )
+
+    def _make_mlp(self, mlp: Any, gate: Any) -> None:
+        linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        gate_FD, up_FD, down_DF = (x.weight.detach() for x in linears)
+        share = None if gate is None else gate.weight.detach()
+        self._mlp_kernel = Mlp(gate_FD, up_FD, down_DF, share)
+        self._mlp_norm = None if self._parts.is_moe else _norm(self._post_norm)
+        self.covered += (*linears, *([] if gate is None else [gate]))
 
     def _make_attention(self, attn: Any) -> None:
         qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
@@ -204,25 +241,27 @@ class NativeDriver(FastDriver):
             yield "attention"
         if self._router_kernel is not None:
             yield "router"
+        if self._mlp_kernel is not None:
+            yield "mlp"
 
     @property
     def whole(self) -> NativeLayer | None:
         """What one call over several layers needs of this one; None if a part is not ours."""
-        attention, router = self._attention, self._router_kernel
-        if not isinstance(attention, Attention) or router is None:
-            return None
-        if self._parts.shared is not None:
+        attention, router, mlp = self._attention, self._router_kernel, self._mlp_kernel
+        parts = self._parts
+        has_mlp = parts.shared is not None or not parts.is_moe
+        if attention is None or (parts.is_moe and router is None) or (has_mlp and mlp is None):
             return None
         return NativeLayer(
             attention,
             self._out,
             router,
+            mlp,
+            None if parts.is_moe else self._mlp_norm,
             self._index,
-            self._parts.window,
+            parts.window,
             1.0 if self._scale is None else self._scale,
             attention.slab,
-            router.top_k,
-            router.dtype,
         )
 
     # -- what runs
@@ -265,6 +304,16 @@ class NativeDriver(FastDriver):
             return super().route(x_TD, mid_TD)
         x, ids_TK, weights_TK = self._router_kernel(mid_TD)
         return Routed(x, ids_TK, weights_TK, self._shared(x))
+
+    def _shared(self, x_TD: Tensor) -> dict[str, Kept] | None:
+        kernel = self._mlp_kernel
+        return super()._shared(x_TD) if kernel is None else {"shared": kernel(x_TD)}
+
+    def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
+        kernel, norm = self._mlp_kernel, self._mlp_norm
+        if kernel is None or norm is None:
+            return super().dense(x_TD, mid_TD)
+        return self._add(mid_TD, kernel(norm(mid_TD)))
 
 
 def attend_some(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu.attention import Latents
 from qllm.models.attention import Step
 from qllm.models.cuts import Costs
 from qllm.models.experts import Bank, Unit, Work
-from qllm.models.fast import LayerDriver, Routed
+from qllm.models.fast import Kept, LayerDriver, Routed
 from qllm.models.frame import Frame, LayerState, NewStep
 from qllm.models.native import NativeDriver, NativeLayer
 from qllm.models.native_experts import NativeBank
@@ -32,9 +33,12 @@ FOREVER = 1 << 62
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("attention", c_void_p),
+        ("latents", c_void_p),
         ("out", c_void_p),
         ("router", c_void_p),
         ("experts", c_void_p),
+        ("mlp", c_void_p),
+        ("norm", c_void_p),
         ("index", c_int64),
         ("window", c_int64),
         ("expert_bytes", c_int64),
@@ -70,6 +74,7 @@ class _Sweep(ctypes.Structure):
         ("other", c_void_p),
         ("mid", c_void_p),
         ("normed", c_void_p),
+        ("shared", c_void_p),
         ("weights", c_void_p),
         ("slots", c_void_p),
         ("ids", c_void_p),
@@ -131,18 +136,19 @@ class Space:
         "mid_TD",
         "next_TD",
         "normed_TD",
+        "shared_TD",
         "slots_SD",
         "units",
         "weights_TK",
     )
 
-    def __init__(
-        self, x_TD: Tensor, top_k: int, weights: torch.dtype, out_width: int, num_units: int
-    ) -> None:
-        tokens = x_TD.shape[0]
+    def __init__(self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int) -> None:
+        tokens, top_k, weights = x_TD.shape[0], layer.top_k, layer.weights
         num = tokens * top_k
         self.mid_TD, self.normed_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
         self.next_TD = torch.empty_like(x_TD)
+        has_shared = layer.router is not None and layer.mlp is not None
+        self.shared_TD = torch.empty_like(x_TD) if has_shared else None
         self.weights_TK = torch.empty((tokens, top_k), dtype=weights)
         self.slots_SD = x_TD.new_empty((num, out_width))
         whole = torch.empty(3 * (num + num_units), dtype=torch.int64)
@@ -153,7 +159,8 @@ class Space:
 
     def tensors(self) -> list[Tensor]:
         """All it holds, whether it is in use or not."""
-        return [getattr(self, name) for name in self.__slots__]
+        held = [getattr(self, name) for name in self.__slots__]
+        return [tensor for tensor in held if tensor is not None]
 
     def take_up(self, state: LayerState) -> None:
         """Copy what ops one by one, or a restored frame, have left in a layer."""
@@ -164,6 +171,10 @@ class Space:
             self.normed_TD[lo:hi] = routed.x_TD
             self.ids_TK[lo:hi] = routed.ids_TK
             self.weights_TK[lo:hi] = routed.weights_TK
+            if self.shared_TD is not None and routed.kept is not None:
+                shared = routed.kept["shared"]
+                assert isinstance(shared, Tensor)
+                self.shared_TD[lo:hi] = shared
         work = state.work
         if work is not None:
             self.slots_SD.copy_(work.slots_SD)
@@ -179,19 +190,20 @@ class Space:
         s.wide = self.weights_TK.dtype is torch.float32
         s.next, s.mid = self.next_TD.data_ptr(), self.mid_TD.data_ptr()
         s.normed, s.weights = self.normed_TD.data_ptr(), self.weights_TK.data_ptr()
+        s.shared = None if self.shared_TD is None else self.shared_TD.data_ptr()
         s.slots, s.ids = self.slots_SD.data_ptr(), self.ids_TK.data_ptr()
-        s.token = self.ints.data_ptr()
-        s.inverse = s.token + self.ints.nbytes // 2
+        token = self.ints.data_ptr()
+        s.token, s.inverse = token, token + self.ints.nbytes // 2
         s.units = self.units.data_ptr()
 
     def leave(
-        self, state: LayerState, bank: Bank, parts: Sequence[Op], at: Index, num_units: int
+        self, state: LayerState, bank: Bank | None, parts: Sequence[Op], at: Index, num_units: int
     ) -> None:
         """Show in the frame what is done of a layer.
 
         Args:
             state: Of the frame.
-            bank: The layer's experts.
+            bank: The layer's experts; a dense layer has none.
             parts: The ops of the layer.
             at: Place in `parts`, and units of it that are done.
             num_units: Units of the layer, once its experts have begun.
@@ -199,11 +211,14 @@ class Space:
         state.space, state.mid_TD = self, self.mid_TD
         for kind, _, _, lo, hi in parts[: at.op]:
             if kind is OpKind.ROUTE:
+                shared: dict[str, Kept] | None = None
+                if self.shared_TD is not None:
+                    shared = {"shared": self.shared_TD[lo:hi]}
                 state.routed[lo] = Routed(
-                    self.normed_TD[lo:hi], self.ids_TK[lo:hi], self.weights_TK[lo:hi]
+                    self.normed_TD[lo:hi], self.ids_TK[lo:hi], self.weights_TK[lo:hi], shared
                 )
-        experts = [part.kind for part in parts].index(OpKind.EXPERTS)
-        if (at.op, at.pos) > (experts, 0):
+        combine = [part.kind for part in parts].index(OpKind.COMBINE)
+        if bank is not None and (at.op, at.pos) > (combine - 1, 0):
             if state.work is None:
                 units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
                 state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
@@ -211,7 +226,7 @@ class Space:
             state.work.done[:done] = b"\1" * done
             state.weights_TK = self.weights_TK
             state.experts_x_TD = self.normed_TD if at.pos else None
-        if at.op > experts + 1:
+        if at.op > combine:
             state.next_TD = self.next_TD
 
 
@@ -240,26 +255,36 @@ class Sweep:
         self, drivers: Sequence[LayerDriver], banks: Sequence[Bank | None], top_k: int
     ) -> None:
         self._banks = tuple(banks)
-        found = [_native_layer(*pair, top_k) for pair in zip(drivers, banks, strict=True)]
-        first = next((layer for layer in found if layer is not None), None)
-        self._layers = [x if x is not None and _alike(x, first) else None for x in found]
+        found: list[NativeLayer] = []
+        """Of layers that run in one call."""
+        self._layers: list[NativeLayer | None] = []
+        for driver, bank in zip(drivers, banks, strict=True):
+            layer = _native_layer(driver, bank, top_k)
+            fits = layer is not None and layer.fits(found)
+            self._layers.append(layer if fits else None)
+            found += [layer] if layer is not None and fits else []
         self._structs: Any = None
 
     def enter(self) -> None:
         """Take up where the weights are; those of the experts are packed."""
         self._structs = (_Layer * len(self._layers))()
         for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
-            if layer is not None and isinstance(bank, NativeBank):
-                self._structs[i] = _Layer(
-                    attention=layer.attention.address,
-                    out=layer.out.address,
-                    router=layer.router.address,
-                    experts=bank.address,
-                    index=layer.number,
-                    window=layer.window or 0,
-                    expert_bytes=bank.unit_bytes,
-                    scale=layer.scale,
-                )
+            if layer is None:
+                continue
+            kind = "latents" if isinstance(layer.attention, Latents) else "attention"
+            experts = bank if isinstance(bank, NativeBank) else None
+            self._structs[i] = _Layer(
+                **{kind: layer.attention.address},
+                out=layer.out.address,
+                router=None if layer.router is None else layer.router.address,
+                experts=None if experts is None else experts.address,
+                mlp=None if layer.mlp is None else layer.mlp.address,
+                norm=None if layer.norm is None else ctypes.addressof(layer.norm.struct),
+                index=layer.number,
+                window=layer.window or 0,
+                expert_bytes=0 if experts is None else experts.unit_bytes,
+                scale=layer.scale,
+            )
 
     def leave(self) -> None:
         """Run no more until `enter`: experts give their memory back."""
@@ -361,12 +386,13 @@ class Sweep:
         new_step: NewStep,
         costs: Costs,
     ) -> Ahead:
-        found: Ahead | None = frame.ahead.get(stretch.group)
+        native = self._layers[layer]
+        assert native is not None
+        key = stretch.group, native.router is None
+        found: Ahead | None = frame.ahead.get(key)
         if found is None:
-            native = self._layers[layer]
-            assert native is not None
             found = _ahead(frame, stretch.in_layer(layer), native, x_TD, new_step, costs)
-            frame.ahead[stretch.group] = found
+            frame.ahead[key] = found
         return found
 
     def _space(self, frame: Frame, layer: int, x_TD: Tensor, unit_rows: int, inside: bool) -> Space:
@@ -376,10 +402,11 @@ class Sweep:
         if held is not None:
             return held
         assert native is not None
-        assert bank is not None
-        num_slots = x_TD.shape[0] * native.top_k
-        num_units = min(num_slots, bank.num_experts + num_slots // unit_rows)
-        space = Space(x_TD, native.top_k, native.weights, bank.out_width, num_units)
+        num_slots, num_experts, width = x_TD.shape[0] * native.top_k, 0, x_TD.shape[1]
+        if bank is not None:
+            num_experts, width = bank.num_experts, bank.out_width
+        num_units = min(num_slots, num_experts + num_slots // unit_rows)
+        space = Space(x_TD, native, width, num_units)
         if inside:
             space.take_up(state)
             frame.layer = LayerState(guest_rows=state.guest_rows)
@@ -396,21 +423,15 @@ class Sweep:
             frame.layer = LayerState()
         if s.part or s.pos:
             bank = self._banks[s.layer]
-            assert bank is not None
             space.leave(frame.layer, bank, ahead.ops, Index(s.part, s.pos), s.num_units)
 
 
 def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeLayer | None:
     """What a call needs of a layer; None if a part of it is not ours."""
-    if not isinstance(driver, NativeDriver) or not isinstance(bank, NativeBank):
-        return None
-    layer = driver.whole
-    return layer if layer is not None and layer.top_k == top_k else None
-
-
-def _alike(layer: NativeLayer, first: NativeLayer | None) -> bool:
-    """Whether two layers have tensors of the same shapes."""
-    return first is not None and layer.shapes == first.shapes
+    layer = driver.whole if isinstance(driver, NativeDriver) else None
+    if layer is None or layer.router is None:
+        return layer
+    return layer if isinstance(bank, NativeBank) and layer.top_k == top_k else None
 
 
 def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:

@@ -12,6 +12,7 @@ not built (no compiler), `MISSING` says why and torch computes.
 """
 
 import ctypes
+import logging
 import math
 import mmap
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_log = logging.getLogger("qllm")
 MISSING: str | None = None
 """Why the kernels are not there; None if they are."""
 native: Any = None
@@ -30,6 +32,10 @@ try:
 except ImportError as error:
     MISSING = f"qllm.kernels.cpu._native was not built ({error}); it needs a C++17 compiler"
 
+TILES = "AMX"
+"""Kernels that multiply bf16 in tiles."""
+NEAR = 2.0**-8
+"""Of a sum of absolute products: one step of bf16."""
 HUGE_PAGE = 2 << 20
 """Bytes."""
 ARENA_NUMEL = 8 << 20
@@ -42,9 +48,44 @@ class MatrixStruct(ctypes.Structure):
     _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
 
 
+def choose(module: Any) -> str:
+    """Use the best kernels of this machine; return their name.
+
+    Tiles have not been run on many machines, so a few of their products are held against those
+    with vectors first: none may be further away than another order of fp32 sums puts it.
+    """
+    best, *others = (str(name) for name in module.available())
+    if best == TILES and not _agree(module, best, others[0]):
+        _log.warning(
+            "AMX gives other products than %s on this machine: %s is used", others[0], others[0]
+        )
+        best = others[0]
+    module.use(best)
+    return best
+
+
+def _agree(module: Any, one: str, other: str) -> bool:
+    """Whether products of odd shapes are the same but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, num_out, num_in in ((1, 64, 32), (17, 80, 70), (50, 150, 96)):
+        x = torch.randn((rows, num_in), generator=generator).bfloat16()
+        weight = torch.randn((num_out, num_in), generator=generator).bfloat16()
+        packed = weight.new_empty(packed_numel(num_out, num_in))
+        module.pack(packed.data_ptr(), weight.data_ptr(), num_out, num_in, *weight.stride())
+        matrix = MatrixStruct(packed.data_ptr(), None, num_out, num_in)
+        found = [torch.empty((rows, num_out), dtype=torch.bfloat16) for _ in range(2)]
+        for name, out in zip((one, other), found, strict=True):
+            module.use(name)
+            module.linear(out.data_ptr(), x.data_ptr(), ctypes.addressof(matrix), rows)
+        near = x.float().abs() @ weight.float().abs().t() * NEAR
+        if not ((found[0].float() - found[1].float()).abs() <= near).all():
+            return False
+    return True
+
+
 def kind() -> str:
-    """The best instruction set that is there, for results."""
-    return str(native.available()[0])
+    """The instruction set that is used, for results."""
+    return _kind
 
 
 def set_threads(num: int) -> None:
@@ -168,3 +209,6 @@ def combine(slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
         width,
     )
     return out
+
+
+_kind = "torch" if native is None else choose(native)

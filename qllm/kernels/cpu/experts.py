@@ -1,4 +1,4 @@
-"""Experts of one layer: their packed weights, and the kernel over ranges of expert units.
+"""Experts of one layer: packed weights, the kernel over ranges of units, and `Mlp` for all rows.
 
 Weights are bf16 as the model has them, or int8 with one fp32 scale for every output and group of
 inputs (symmetric: a weight is value * scale). Activations and sums are the same for both.
@@ -108,6 +108,10 @@ class Int8Stack:
         out_NK.copy_(values * scale_NK[:, : self._k])
 
 
+class _Mlp(ctypes.Structure):
+    _fields_ = (("weights", c_void_p), ("gate", c_void_p))
+
+
 class Experts:
     """The experts of one layer.
 
@@ -174,3 +178,31 @@ class Experts:
             num_units,
             self.address,
         )
+
+
+class Mlp:
+    """SwiGLU that every row goes through: shared experts, or a dense layer.
+
+    Args:
+        gate_FD: bf16 weights, as of `up_FD` and `down_DF`.
+        up_FD: See above.
+        down_DF: See above.
+        share_1D: Its product with a row scales the row's output by a sigmoid.
+    """
+
+    def __init__(
+        self, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, share_1D: Tensor | None = None
+    ) -> None:
+        self._experts = Experts(1, *gate_FD.shape)
+        self._experts.pack(0, torch.cat([gate_FD, up_FD]), down_DF)
+        self._share = None if share_1D is None else cpu.Matrix([share_1D])
+        share = None if self._share is None else self._share.address
+        self._struct = _Mlp(self._experts.address, share)
+        self.address = ctypes.addressof(self._struct)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Its output for bf16 rows."""
+        x_TD = cpu.dense(x_TD)
+        out = torch.empty_like(x_TD)
+        cpu.native.mlp(out.data_ptr(), x_TD.data_ptr(), self.address, len(x_TD))
+        return out

@@ -112,6 +112,13 @@ struct Experts {
   float alpha, limit;
 };
 
+// SwiGLU that every row goes through, packed as one expert; its output is scaled by the sigmoid of
+// `gate` [1, D], if there is one.
+struct Mlp {
+  const Experts* weights;
+  const Matrix* gate;
+};
+
 struct Unit {
   int64_t expert, lo, hi;  // rows [lo, hi) of the sorted slots
 };
@@ -146,6 +153,8 @@ struct Kernels {
   // slots [S, D], rows of x [T, D] by token [S]
   void (*experts)(uint16_t* slots, const uint16_t* x, const int64_t* token, const Unit* units,
                   int64_t num_units, const Experts& layer);
+  // y and x [T, D]
+  void (*mlp)(uint16_t* y, const uint16_t* x, const Mlp& mlp, int64_t rows);
   // out [T, D] = sum over k of weight * slot; inverse [T * K] finds the slots
   void (*combine)(uint16_t* out, const uint16_t* slots, const int64_t* inverse,
                   const void* weights, int64_t wide, int64_t tokens, int64_t top_k,

@@ -163,6 +163,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(latents_out),
     QLLM_KERNEL(route),
     QLLM_KERNEL(experts),
+    QLLM_KERNEL(mlp),
     QLLM_KERNEL(combine),
     QLLM_KERNEL(add),
     QLLM_KERNEL(best),

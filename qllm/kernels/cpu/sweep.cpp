@@ -19,24 +19,33 @@ int64_t now_ns() {
 }
 
 void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
-  static thread_local Scratch<uint16_t> q_, out_;
-  const Attention& a = *layer.attention;
-  int64_t rows = part.hi - part.lo, size = rows * layer.out->k;
-  uint16_t *q = q_.of(rows * a.heads.heads * a.heads.head_dim), *out = out_.of(size);
+  static thread_local Scratch<uint16_t> q_, seen_, out_;
+  const Heads& heads = layer.latents ? layer.latents->heads : layer.attention->heads;
+  int64_t rows = part.hi - part.lo, size = rows * heads.heads * (heads.head_dim - heads.tail);
+  uint16_t *q = q_.of(rows * heads.heads * heads.head_dim), *out = seen_.of(size);
   const uint16_t* x = s.x + part.lo * s.width;
   uint16_t* mid = s.mid + part.lo * s.width;
-  k.attend_in(q, x, part.cos, part.sin, rows, a, layer.index, part.spans, part.num_spans);
+  if (layer.latents)
+    k.latents_in(q, x, part.cos, part.sin, rows, *layer.latents, layer.index, part.spans,
+                 part.num_spans);
+  else
+    k.attend_in(q, x, part.cos, part.sin, rows, *layer.attention, layer.index, part.spans,
+                part.num_spans);
   if (!part.whole) memset(out, 0, size * sizeof *out);
-  k.attend(out, q, a.heads, layer.index, layer.window, part.spans, part.num_spans, kAllKeys);
+  k.attend(out, q, heads, layer.index, layer.window, part.spans, part.num_spans, kAllKeys);
+  if (layer.latents) {
+    const uint16_t* seen = out;
+    k.latents_out(out = out_.of(rows * layer.out->k), seen, *layer.latents, rows);
+  }
   k.linear(mid, out, *layer.out, rows);
   k.add(mid, x, mid, layer.scale, rows * s.width);
 }
 
 void route(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
-  int64_t at = part.lo * s.top_k;
+  int64_t rows = part.hi - part.lo, at = part.lo * s.top_k, first = part.lo * s.width;
   void* weights = (char*)s.weights + at * (s.wide ? 4 : 2);
-  k.route(s.normed + part.lo * s.width, s.ids + at, weights, s.mid + part.lo * s.width,
-          part.hi - part.lo, *layer.router);
+  k.route(s.normed + first, s.ids + at, weights, s.mid + first, rows, *layer.router);
+  if (layer.mlp) k.mlp(s.shared + first, s.normed + first, *layer.mlp, rows);
 }
 
 // Slots in order of their expert, equal ones in order of (token, k); units are cut at `unit_rows`.
@@ -76,11 +85,20 @@ void run_range(const Kernels& k, Sweep& s, const Layer& layer) {
 }
 
 void combine(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  static thread_local Scratch<uint16_t> normed_;
   int64_t rows = part.hi - part.lo, at = part.lo * s.top_k, first = part.lo * s.width;
+  int64_t size = rows * s.width;
   const void* weights = (const char*)s.weights + at * (s.wide ? 4 : 2);
   uint16_t* next = s.next + first;
-  k.combine(next, s.slots, s.inverse + at, weights, s.wide, rows, s.top_k, s.width);
-  k.add(next, s.mid + first, next, layer.scale, rows * s.width);
+  if (layer.experts) {
+    k.combine(next, s.slots, s.inverse + at, weights, s.wide, rows, s.top_k, s.width);
+    if (layer.mlp) k.add(next, next, s.shared + first, 1, size);
+  } else {
+    uint16_t* normed = normed_.of(size);
+    k.norm(normed, s.mid + first, *layer.norm, rows, s.width);
+    k.mlp(next, normed, *layer.mlp, rows);
+  }
+  k.add(next, s.mid + first, next, layer.scale, size);
 }
 
 void finish_layer(Sweep& s) {

@@ -11,10 +11,13 @@ enum Kind : int64_t { kAttn = 1, kRoute = 2, kExperts = 3, kCombine = 4 };
 
 // A layer of which every part is ours.
 struct Layer {
-  const Attention* attention;
+  const Attention* attention;  // null where there are latents
+  const Latents* latents;
   const Matrix* out;
-  const Router* router;
+  const Router* router;  // null in a dense layer, as its experts
   const Experts* experts;
+  const Mlp* mlp;    // shared experts, or all of a dense layer; or null
+  const Norm* norm;  // before it in a dense layer
   int64_t index, window, expert_bytes;
   float scale;  // of what is added to the residual stream
 };
@@ -36,7 +39,7 @@ struct Sweep {
   // x [T, D] is what the layer was given, `next` what it gives: each layer gives the other one.
   const uint16_t* x;
   uint16_t *next, *other;
-  uint16_t *mid, *normed;            // [T, D]
+  uint16_t *mid, *normed, *shared;   // [T, D]; what shared experts gave
   void* weights;                     // [T, K]
   uint16_t* slots;                   // [S, D], S = T * K
   int64_t *ids, *token, *inverse;    // [S]
