@@ -95,8 +95,9 @@ def mixtral(**more: Any) -> nn.Module:
 
 @pytest.mark.parametrize("num_out", [1, 15, 16, 17, 64, 65, 100, 200])
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 97, 100])
-def test_linear_is_the_rounded_product(num_out: int, rows: int) -> None:
-    weight, x = rand(num_out, 70, seed=1), rand(rows, 70, seed=2)
+@pytest.mark.parametrize("num_in", [70, 262, 1030])
+def test_linear_is_the_rounded_product(num_out: int, num_in: int, rows: int) -> None:
+    weight, x = rand(num_out, num_in, seed=1), rand(rows, num_in, seed=2)
     close(cpu.Matrix([weight]).linear(x), x.double() @ weight.double().t(), 0.6)
 
 
@@ -128,8 +129,9 @@ def test_a_transposed_weight_is_packed_by_its_strides() -> None:
     assert torch.equal(packed, cpu.Matrix([weight.t().contiguous()]).linear(x))
 
 
-def test_rows_do_not_depend_on_their_number_or_the_threads() -> None:
-    matrix, x = cpu.Matrix([rand(150, 96)]), rand(211, 96, seed=1)
+@pytest.mark.parametrize("num_in", [96, 700])
+def test_rows_do_not_depend_on_their_number_or_the_threads(num_in: int) -> None:
+    matrix, x = cpu.Matrix([rand(150, num_in)]), rand(211, num_in, seed=1)
     whole = matrix.linear(x)
     assert len(set(whole.flatten().tolist())) > 100
     for rows in (1, 2, 3, 5, 6, 7, 64, 97):

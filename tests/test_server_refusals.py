@@ -66,7 +66,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
     [
         (COMPLETE, {"colour": 1}, "colour", "unknown field 'colour'"),
         (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-        (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo.tpot_ms", "greater than 0"),
+        (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo", "greater than 0"),
         (COMPLETE, {"slo": {"p99_ms": 5}}, "slo.p99_ms", "unknown field"),
         (COMPLETE, {"echo": True, "logprobs": 1}, None, "echo with logprobs is not supported"),
         (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),

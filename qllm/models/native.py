@@ -90,7 +90,11 @@ class NativeLayer(NamedTuple):
     def fits(self, others: "Iterable[NativeLayer]") -> bool:
         """Whether it can run in one call with them."""
         return all(
-            self.slab == x.slab and (None in (self.router, x.router) or self.weights == x.weights)
+            self.slab == x.slab
+            and (
+                None in (self.router, x.router)
+                or (self.weights, self.mlp is None) == (x.weights, x.mlp is None)
+            )
             for x in others
         )
 
@@ -157,6 +161,7 @@ class NativeDriver(FastDriver):
             is_swiglu(mlp)
             and all(is_usable(getattr(mlp, f"{x}_proj").weight) for x in ("gate", "up", "down"))
             and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
+            and (gate is None or is_usable(gate.weight))
         )
 
     def _make_mlp(self, mlp: Any, gate: Any) -> None:
@@ -257,7 +262,7 @@ class NativeDriver(FastDriver):
             self._out,
             router,
             mlp,
-            None if parts.is_moe else self._mlp_norm,
+            self._mlp_norm,
             self._index,
             parts.window,
             1.0 if self._scale is None else self._scale,
