@@ -262,13 +262,16 @@ def hold(runner: TorchRunner, request: int, tokens: int) -> None:
 
 
 def step_ms(runner: TorchRunner, rows: tuple[Row, ...]) -> float:
-    """One step; nothing is committed."""
+    """One step; nothing is committed. Torch keeps to one thread, as in an engine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     program = program_of(runner, rows, 0)
     runner.accept(program)
     start = time.perf_counter()
     runner.run(program, START, Never())
     ms = (time.perf_counter() - start) * 1e3
     runner.drop(program)
+    torch.set_num_threads(before)
     return ms
 
 
@@ -311,9 +314,11 @@ def stop_row(quick: bool) -> dict[str, Any]:
     hold(runner, 0, LONG - tokens)
     lengths: list[int] = []
     runner.on_segment = lambda program, index, begin, end: lengths.append(end - begin)
-    for _ in range(2):  # the first one warms up
-        lengths.clear()
-        step_ms(runner, (Row(0, LONG - tokens, LONG, 0, 2),))
+    rows = (Row(0, LONG - tokens, LONG, 0, 2),)
+    step_ms(runner, rows)  # warms up
+    lengths.clear()
+    for _ in range(1 if quick else 15):
+        step_ms(runner, rows)
     ns = torch.tensor(lengths, dtype=torch.float64)
     hit = ns[torch.multinomial(ns, 100_000, replacement=True)]
     wait = (hit * torch.rand(len(hit), dtype=torch.float64)).quantile(0.99)

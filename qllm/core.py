@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ def torch_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def set_own_torch_threads(count: int) -> None:
+    """Let torch compute with so many threads on this thread, and on no other.
+
+    A thread that is new takes the number that was set last, wherever, so that is set again.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    others = Thread(target=torch.set_num_threads, args=(before,))
+    others.start()
+    others.join()
 
 
 def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
@@ -152,9 +165,10 @@ class Prepared:
 
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
-        if self.threads is not None:
-            # OpenMP's threads spin for milliseconds after every operator, beside our own
-            torch.set_num_threads(1 if self._is_native else self.threads)
+        # OpenMP's threads spin for milliseconds after every operator, beside our own
+        count = 1 if self._is_native else self.threads
+        if count is not None:
+            set_own_torch_threads(count)
         try:
             serve()
         except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead

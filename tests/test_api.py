@@ -466,15 +466,25 @@ def test_ls_requests_have_the_targets_of_the_setting(monkeypatch: pytest.MonkeyP
             engine_of(ls_slo=wrong)
 
 
-def test_torch_leaves_the_cores_to_kernels_that_do_every_layer() -> None:
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        model = make_model("mixtral", dtype)
-        with QLLMEngine.from_model(model, threads=2, conformance=False) as engine:
-            found[dtype] = engine.call(torch.get_num_threads)
-            native = engine.kernels["sweep"].startswith("3 of 3")
-            assert native == (dtype is torch.bfloat16)
-    assert found == {torch.bfloat16: 1, torch.float32: 2}
+@pytest.mark.parametrize("threads", [2, None])
+def test_torch_leaves_the_cores_to_kernels_that_do_every_layer(threads: int | None) -> None:
+    found, elsewhere, before = {}, set(), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for dtype in (torch.bfloat16, torch.float32):
+            model = make_model("mixtral", dtype)
+            with QLLMEngine.from_model(model, threads=threads, conformance=False) as engine:
+                found[dtype] = engine.call(torch.get_num_threads)
+                native = engine.kernels["sweep"].startswith("3 of 3")
+                assert native == (dtype is torch.bfloat16)
+                new = threading.Thread(target=lambda: elsewhere.add(torch.get_num_threads()))
+                new.start()
+                new.join()
+                assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert found == {torch.bfloat16: 1, torch.float32: threads or 3}
+    assert elsewhere == {3}, "what threads of the caller compute with"
 
 
 # -- sampling
