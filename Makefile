@@ -5,7 +5,7 @@ PIP := .venv/bin/python $(INSTALL)
 READY := .venv/.ready
 CLIENTS := .venv/clients
 
-.PHONY: demo test test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-capacity bench-kernels bench-report clean
+.PHONY: demo test test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(READY)
 	.venv/bin/qllm demo
@@ -38,11 +38,17 @@ bench-policies: $(READY)
 bench-peers: $(READY)  # installs vLLM, transformers and llama.cpp under the user's cache first
 	.venv/bin/python bench/peers.py $(ARGS)
 
+bench-papers: $(READY)
+	.venv/bin/python bench/papers.py $(ARGS)
+
 bench-capacity: $(READY)
 	.venv/bin/python bench/capacity.py $(ARGS)
 
 bench-kernels: $(READY)
 	.venv/bin/python bench/cpu_kernels.py --out bench/results/cpu_kernels.json $(ARGS)
+
+bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
+	OMP_NUM_THREADS=1 .venv/bin/python bench/all_families.py --out bench/results/families.json $(ARGS)
 
 bench-report: $(READY)
 	.venv/bin/python bench/report.py

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from common import Table, busy_cores, machine, plain, without_paths
 from fronts import Windows, front_row, points_of, stall_lines
-from isolation import HELD, HELD_TARGET, decode_row, held_row
+from isolation import HELD, HELD_TARGET, Evicted, decode_row, held_row
 from live import Bench, Timing
 from loads import loads_row
 from simulated import sim_row
@@ -142,13 +142,8 @@ def _held(name: str) -> Row:
             )
         for entry in found["runs"]:
             entry.pop("samples", None)
-        evicted = sum(
-            c.get("evict_recomputed_tokens", 0)
-            for r in found["runs"]
-            if r["label"] == "qllm2"
-            for c in r["classes"].values()
-        )
-        table.add(f"  {name}: tokens recomputed after evictions, qllm2", f"{evicted}")
+        for setting in found["over_alone"]:
+            table.add(*Evicted.of(found["runs"], setting).line(name, setting))
         return found
 
     return row

@@ -4,9 +4,10 @@
     python bench/capacity.py --rounds 1 --peers qllm,vllm-512
 
 Both servers stay up, with the same weights (bfloat16) and all cores each; only one is asked at a
-time, in turn. Three loads, as many requests open as they say:
+time, in turn. Four loads, as many requests open as they say:
 
     single   1 of 96 tokens in, 128 out
+    prefill  1 of 2,048 in, 1 out, each a new prompt
     LS       48 of 96 in, 32 out
     BE       16 of 1,024-2,048 in, 128-256 out
 
@@ -28,17 +29,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Table, machine, paired, plain
-from servers import PEERS, Place, free_port, installed, serving
+from servers import PEERS, Place, free_port, installed, platform, serving
 
-from qllm.random_moe import cache_dir, make_random_moe, source_text
+from qllm.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
-from qllm.workloads.client import Server, saturate_http
+from qllm.workloads.bench import corpus_of
+from qllm.workloads.client import saturate_http
 from qllm.workloads.measure import Served, Window, class_report
 from qllm.workloads.replay import Arrival
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"
-CORPUS_BYTES = 400_000
 
 
 class Load(NamedTuple):
@@ -64,11 +65,14 @@ class Load(NamedTuple):
 
 LOADS = {
     "single": Load(Priority.LS, 1, (96, 96), (128, 128), 3.0, 12.0),
+    "prefill": Load(Priority.LS, 1, (2048, 2048), (1, 1), 4.0, 20.0),
     "LS": Load(Priority.LS, 48, (96, 96), (32, 32), 8.0, 25.0),
     "BE": Load(Priority.BE, 16, (1024, 2048), (128, 256), 20.0, 60.0),
 }
-TARGETS = {"single": 1.4, "LS": 1.1, "BE": 1.1}
+TARGETS = {"single": 1.5, "prefill": 1.2, "LS": 1.2, "BE": 1.25}
 """Ours over vLLM's."""
+KINDS = {"single": "decode ", "prefill": "prompt "}
+"""Which tokens a load is judged by, where they are not all."""
 
 
 def requests(load: Load, corpus: Sequence[int], seed: int) -> Iterator[Arrival]:
@@ -94,7 +98,9 @@ def rates(load: Load, served: Sequence[Served]) -> dict[str, Any]:
     if errors:
         raise RuntimeError(f"requests failed: {errors[:3]}")
     value = found["output_tokens_per_s"]
-    if load.concurrency == 1:  # decode alone: the time to a first token is its own number
+    if load.output == (1, 1):
+        value = 1000 * load.prompt[0] / found["ttft_ms"]["p50"]
+    elif load.concurrency == 1:  # decode alone: the time to a first token is its own number
         value = 1000 / found["tpot_ms"]["p50"]
     elif load.priority is Priority.BE:
         value += found["prefill_tokens_per_s"]
@@ -117,8 +123,7 @@ def measure(args: argparse.Namespace) -> Found:
 
     model = make_random_moe(size=args.size, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
-    corpus = tokenizer.backend_tokenizer.encode(text).ids
+    corpus = corpus_of(tokenizer)
     found: Found = {what: {name: [] for name in args.peers} for what in args.loads}
     with ExitStack() as stack:
         servers = {}
@@ -126,12 +131,7 @@ def measure(args: argparse.Namespace) -> Found:
             peer = PEERS[name]
             place = Place(installed(peer, args.cache), model, free_port(), args.threads)
             stack.enter_context(serving(peer, place, args.logs / f"capacity-{name}.log"))
-            servers[name] = Server(
-                url=f"http://127.0.0.1:{place.port}",
-                model=peer.served_model.format(model=model),
-                bodies=peer.bodies,
-                fixed=peer.fixed,
-            )
+            servers[name] = peer.server(place, tokenizer)
         for number, what in itertools.product(range(args.rounds), args.loads):
             load = LOADS[what].scaled(args.scale)
             for name in args.peers[:: -1 if number % 2 else 1]:
@@ -160,12 +160,16 @@ def tabulate(table: Table, found: Found) -> dict[str, Any]:
             ratios[f"{what}, qllm / {name}"] = ratio
             value = np.median([r["value"] for r in runs])
             table.add(
-                f"{what}: {'decode ' * (what == 'single')}tokens/s qllm / {name}",
+                f"{what}: {KINDS.get(what, '')}tokens/s qllm / {name}",
                 f"{ratio.text()} ({np.median(ours):.0f} / {value:.0f})",
                 f">= {TARGETS[what]}",
                 ratio.value >= TARGETS[what],
             )
     return ratios
+
+
+def _platform(name: str, cache: Path) -> str | None:
+    return platform(PEERS[name], installed(PEERS[name], cache))
 
 
 def main() -> None:
@@ -186,6 +190,7 @@ def main() -> None:
             "machine": machine(),
             "config": {**config, "model": f"qllm.random_moe {args.size}, seed 0, bfloat16"},
             "runs": found,
+            "platforms": {name: _platform(name, args.cache) for name in args.peers},
             "ratios": ratios,
             "lines": table.lines,
             "losing": table.losing,

@@ -263,11 +263,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cpu_ticks() -> list[int]:
+    """Clock ticks of all cores: user, nice, system, idle, iowait, irq, softirq, steal."""
+    return [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+
+
 def busy_cores() -> tuple[float, float]:
     """CPU seconds used so far: of the whole machine, of this process and its children."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    ticks = [int(f) for f in fields]
+    ticks = cpu_ticks()
     idle = ticks[3] + ticks[4]
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
-    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK"), own
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), own

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import MODEL, Table, machine
+from common import MODEL, Table, cpu_ticks, machine
 
 from qllm.compile import compile_program
 from qllm.kernels import cpu
@@ -306,8 +306,8 @@ def invariant_row(quick: bool) -> dict[str, Any]:
 
 
 def stolen_ticks() -> int:
-    """Time that a hypervisor gave this machine's cores to others; 0 where nobody counts it."""
-    return int([*Path("/proc/stat").read_text().split("\n", 1)[0].split(), *"0" * 9][8])
+    """Time that a hypervisor gave this machine's cores to others."""
+    return cpu_ticks()[7]
 
 
 def stop_row(quick: bool) -> dict[str, Any]:

@@ -65,9 +65,12 @@ from throughput import decode_row, peer_row
 ROWS = ("exact", "mixed", "latency", "added", "boundary", "peer", "decode")
 LS_LOAD = 0.4
 """LS rate over the LS capacity measured here."""
+SLO_OVER_ALONE = 2.0
+"""TPOT target of the setup `targets`, over the TPOT p99 of LS alone so far."""
 SETUPS = {
-    "alone": ("qllm2", False),
+    "alone": ("qllm2", False),  # first: its TPOT is what the target is set by
     "qllm2": ("qllm2", True),
+    "targets": ("qllm2", True),
     "priority": ("priority", True),
     "ls-first": ("ls-first", True),
     "fcfs": ("fcfs", True),
@@ -147,6 +150,7 @@ def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
         )
         for name in names[i % len(names) :] + names[: i % len(names)]:
             policy, flood = SETUPS[name]
+            target = _tpot_target(windows) if name == "targets" else None
             window = run_window(
                 model,
                 policy,
@@ -154,6 +158,7 @@ def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
                 seconds=args.seconds,
                 warmup_s=args.warmup,
                 flood=flood,
+                tpot_target_ms=target,
                 **settings,
             )
             if args.keep:
@@ -180,6 +185,13 @@ def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
             )
     out.update(_mixed_ratios(table, windows))
     return out
+
+
+def _tpot_target(windows: dict[str, list[Window]]) -> float:
+    if not windows.get("alone"):
+        raise SystemExit("the setup 'targets' takes its target from 'alone': name both, that first")
+    tpot = np.concatenate([w.tpot for w in windows["alone"]])
+    return SLO_OVER_ALONE * quantile(99)(tpot)
 
 
 def _text(found: Estimate | None, digits: int = 2) -> str:
@@ -228,9 +240,15 @@ def _mixed_ratios(table: Table, windows: dict[str, list[Window]]) -> dict[str, A
         "qllm2",
         "alone",
         "ttft",
-        1.3,
+        1.05,
         True,
     )
+    if ws := windows.get("targets"):
+        over = [[t / w.tpot_target_ms for t in w.tpot] for w in ws]
+        out["tpot_over_target"] = found = estimate(over, p99)
+        if found is not None:
+            what = f"LS TPOT p99 over a target of {SLO_OVER_ALONE:g}x its p99 alone"
+            table.add(what, found.text(), "<= 1.0", found.value <= 1)
     for other in ("priority", "ls-first", "fcfs"):
         if windows.get(other) and windows.get("qllm2"):
             key, what = f"ttft_{other}_over_qllm2", f"LS TTFT p99 {other} / qllm2"

@@ -1,10 +1,10 @@
 """Rows on isolation: decode beside a long prefill, and LS when BE holds every seat or all KV."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import estimate, quantile
@@ -128,11 +128,37 @@ def decode_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
 
 HELD = {
     "S5": {"max_num_seqs": 8},
-    "S6": {"max_kv_tokens": 8192},
+    "S6": {"max_kv_tokens": 2048},
 }
 """What is scarce."""
+HELD_LEN = {"S5": 2048, "S6": 512}
+"""Most tokens of a request: several of S6 start in the pool and outgrow it inside a window."""
 HELD_TARGET = {"S5": 1.5, "S6": 2.0}
 LS_SCALE = 0.25
+
+
+class Evicted(NamedTuple):
+    """Evictions of a setting, and what they made it compute again."""
+
+    evictions: int
+    recomputed_tokens: int
+
+    @classmethod
+    def of(cls, runs: Iterable[Mapping[str, Any]], label: str) -> "Evicted":
+        """Sum over the classes of all runs of a setting."""
+        classes = [c for run in runs if run["label"] == label for c in run["classes"].values()]
+        return cls(
+            sum(c["evictions"] for c in classes),
+            sum(c["evict_recomputed_tokens"] for c in classes),
+        )
+
+    def line(self, name: str, label: str) -> tuple[str, str, str, bool | None]:
+        """A line of the table; a run of S6 without an eviction has missed its purpose."""
+        what = f"  {name}: evictions; tokens recomputed after them, {label}"
+        found = f"{self.evictions:,}; {self.recomputed_tokens:,}"
+        if name != "S6":
+            return what, found, "", None
+        return what, found, "evictions > 0", self.evictions > 0
 
 
 def held_row(
@@ -150,7 +176,7 @@ def held_row(
         seconds=timing.total_s,
         capacity=replace(capacity, **scarce),
         ls_scale=LS_SCALE,
-        max_len=2048,
+        max_len=HELD_LEN[name],
     )
     groups: dict[str, list[list[float]]] = {}
     runs = []

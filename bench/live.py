@@ -8,8 +8,9 @@ from typing import Any
 
 from qllm import QLLMEngine
 from qllm.plugins import installed_policies
-from qllm.random_moe import make_random_moe, source_text
+from qllm.random_moe import make_random_moe
 from qllm.types import Priority, Slo
+from qllm.workloads.bench import corpus_of
 from qllm.workloads.capacity import Capacity, measure_capacity
 from qllm.workloads.generators import Workload, offered_rates
 from qllm.workloads.measure import SLO, Served, Window
@@ -17,8 +18,6 @@ from qllm.workloads.replay import replay
 from qllm.workloads.spec import RequestSpec
 from qllm.workloads.tokens import with_tokens
 from qllm.workloads.traced import engine_report, served_of
-
-CORPUS_BYTES = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class Bench:
         folder = make_random_moe(size=size, seed=0)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
-        return cls(model, tokenizer.backend_tokenizer.encode(text).ids, size, settings)
+        return cls(model, corpus_of(tokenizer), size, settings)
 
     def engine(self, setting: Setting | str, **changes: Any) -> QLLMEngine:
         """An engine of its own for one window."""

@@ -56,6 +56,7 @@ class Window:
 
     policy: str
     seed: int
+    tpot_target_ms: float | None = None
     ttft: list[float] = field(default_factory=list)
     """A request without a first token counts with the time it had waited (a lower bound)."""
     tpot: list[float] = field(default_factory=list)
@@ -116,9 +117,12 @@ def run_window(
     backlog: int = BACKLOG,
     policy_settings: dict[str, Any] | None = None,
     grace_s: float = 3.0,
+    tpot_target_ms: float | None = None,
     **settings: Any,
 ) -> Window:
     """Serve one load under one policy in an engine of its own."""
+    if tpot_target_ms is not None:
+        settings["ls_slo"] = f"tpot={tpot_target_ms:.3f}ms"
     engine = QLLMEngine.from_model(
         model,
         policy=policy,
@@ -128,7 +132,7 @@ def run_window(
         conformance=False,
         **settings,
     )
-    window = Window(policy, load.seed)
+    window = Window(policy, load.seed, tpot_target_ms=tpot_target_ms)
     handles: list[Any] = []
     with engine:
         be = Flood(engine, load.be, backlog) if flood else None

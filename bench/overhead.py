@@ -1,5 +1,6 @@
 """Rows about the price of preemptibility: latency, added time, polling, cuts."""
 
+import copy
 import random
 import time
 from collections.abc import Sequence
@@ -175,7 +176,7 @@ def cuts_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
     with (
         QLLMEngine.from_model(model, threads=1, conformance=False) as cut,
         QLLMEngine.from_model(
-            model, threads=1, conformance=False, max_segment_ms=float("inf")
+            copy.deepcopy(model), threads=1, conformance=False, max_segment_ms=float("inf")
         ) as uncut,
     ):
         for num in (192, 768, 1536):

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fronts import ALONE, points_of
+from paper_rows import markdown
 from pareto import draw
+from report_lines import WITHOUT_ZEN, Line, at_most, capacity_lines, over_http_lines
 from validate_sim import BOUND, NUMBERS
 from validate_sim import draw as draw_predictions
 
@@ -38,6 +40,7 @@ make bench-peers       the same trace against vLLM, transformers, llama.cpp and 
 make bench-capacity    ours and vLLM at capacity, and a single stream
 make bench-kernels     the CPU kernels against what the machine can do
 make bench-engine      the engine by itself
+make bench-papers      what the papers claim, about an hour
 make bench-report      this page and its figure
 qllm bench 300m --workload S2 --policy qllm2,chunked-priority:step_tokens=256/512
 qllm bench --url http://127.0.0.1:8000 --model NAME --trace azure.csv --scale be_share=0.8
@@ -271,7 +274,16 @@ def peers_part(document: dict[str, Any]) -> list[str]:
         f"tokens and 32 out, {config['be_burst']} BE jobs and {config['be_rate']}/s of 1,024-2,048 "
         "and 128-256 out; SLO 500 ms, 100 ms",
     ]
+    if not any("platform" in runs[0] for runs in document["runs"].values() if runs):
+        lines.append(f"- {WITHOUT_ZEN}")
     return [*lines, *_table(document["lines"])]
+
+
+def papers_part(document: dict[str, Any]) -> list[str]:
+    """The table of `bench/papers.py`."""
+    config = document["config"]
+    about = f"{_machine(document)}; live: {config['model']}, engine {json.dumps(config['engine'])}"
+    return ["", "## What the papers claim", "", f"- {about}", "", *markdown(document)]
 
 
 def simulator_part(document: dict[str, Any]) -> list[str]:
@@ -302,24 +314,16 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-Line = tuple[str, str, str, bool | None]
-"""What, measured, target, reached."""
-
-
-def _at_most(what: str, found: float, target: float, digits: int = 1) -> Line:
-    return what, f"{found:,.{digits}f}", f"<= {target:g}", found <= target
-
-
 def decide_lines(document: dict[str, Any]) -> list[Line]:
     """Of `bench/decide.py`: the slowest policy."""
     args, rows = document["args"], document["rows"]
     slowest = max(rows, key=lambda row: row["p99_us"])
     what = f"decision and program, {args['scheduler']} scheduler, {args['live']} live requests"
     policies = f"worst of {len({row['policy'] for row in rows})} policies ({slowest['policy']})"
-    lines = [_at_most(f"{what}, p99 us, {policies}", slowest["p99_us"], DECISION_US, 0)]
+    lines = [at_most(f"{what}, p99 us, {policies}", slowest["p99_us"], DECISION_US, 0)]
     cores = [row["core_p99_us"] for row in rows if row["core_p99_us"]]
     if cores:
-        lines.append(_at_most("  of it the decision in C++, p99 us", max(cores), CORE_US))
+        lines.append(at_most("  of it the decision in C++, p99 us", max(cores), CORE_US))
     fixed = max(row["yardstick_p50_us"] for row in rows)
     return [
         *lines,
@@ -331,7 +335,7 @@ def sim_speed_lines(document: dict[str, Any]) -> list[Line]:
     """Of `bench/sim_speed.py`."""
     what = f"{document['config']['requests']:,} Azure-like requests through 48 layers, CPU s"
     grains = document["grains"].items()
-    return [_at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
+    return [at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
 
 
 def perplexity_lines(document: dict[str, Any]) -> list[Line]:
@@ -354,49 +358,6 @@ def differential_lines(document: dict[str, Any]) -> list[Line]:
     return [("differences between the native scheduler and the Python one", found, target, ok)]
 
 
-def over_http_lines(document: dict[str, Any]) -> list[Line]:
-    """Of `bench/over_http.py`."""
-    reach = document["reach"]
-    lines: list[Line] = []
-    if http := document.get("overhead", {}).get("http_ms", {}).get("over_python"):
-        for name in ("p50", "p99"):
-            target = reach[f"overhead_{name}_ms"]
-            lines.append(
-                _at_most(
-                    f"TTFT over HTTP and the rings minus the Python API, {name} ms",
-                    http[name],
-                    target,
-                )
-            )
-    what = "LS TTFT p99, other work hogs the front end's core / quiet"
-    if found := document.get("interference"):
-        lines.append(_at_most(what, found["p99_ratio"], reach["interference"], 2))
-        lines.append(("  quiet; hogged, ms", _quiet_hogged(found), "", None))
-    if (found := document.get("vllm")) and "p99_ratio" in found:
-        lines.append(
-            (
-                f"  the same, vLLM's CPU build: {_quiet_hogged(found)} ms",
-                f"{found['p99_ratio']:.2f}",
-                "",
-                None,
-            )
-        )
-    if found := document.get("streams"):
-        lines.append(
-            _at_most(
-                f"{found['open']:,} open streams, idle: cores",
-                found["front_end_cores"],
-                reach["idle_cores"],
-                3,
-            )
-        )
-    return lines
-
-
-def _quiet_hogged(found: dict[str, Any]) -> str:
-    return "; ".join(f"{found['ttft_ms'][name]['p99']:.0f}" for name in ("quiet", "hogged"))
-
-
 def soak_lines(document: dict[str, Any]) -> list[Line]:
     """Of `bench/soak.py`."""
     minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
@@ -407,7 +368,7 @@ def soak_lines(document: dict[str, Any]) -> list[Line]:
         (f"{what}: lost, duplicated or wrong answers", f"{problems}", "0", not problems)
     ]
     lines.append(
-        _at_most("  LS TTFT p99 / the calm run", document["ls_ttft_p99_ratio"], SOAK_RATIO, 2)
+        at_most("  LS TTFT p99 / the calm run", document["ls_ttft_p99_ratio"], SOAK_RATIO, 2)
     )
     for name in ("front_end", "engine"):
         slope = memory[f"{name}_rss_mb_per_minute"]
@@ -428,8 +389,9 @@ SMALL = {
     "decide-native.json": ("A decision in C++", decide_lines),
     "differential.json": ("Two schedulers, the same decisions", differential_lines),
     "sim_speed.json": ("The simulator's speed", sim_speed_lines),
-    "capacity-cpu.json": ("At capacity, beside vLLM", itemgetter("lines")),
+    "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
+    "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
 """Results of one table: title, and the lines of it."""
@@ -444,6 +406,7 @@ def small_part(name: str, document: dict[str, Any]) -> list[str]:
 PARTS = {
     "policies-cpu.json": policies_part,
     "peers-cpu.json": peers_part,
+    "papers.json": papers_part,
     "validate_sim.json": simulator_part,
     "engine-cpu.json": engine_part,
     **{name: partial(small_part, name) for name in SMALL},

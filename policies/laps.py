@@ -46,7 +46,7 @@ class Laps:
     margin_ms: int = 4
     """A batch leaves this much before a target would be missed."""
     chunk_tokens: int = 512
-    """Of a long prompt per step."""
+    """Most tokens of a long prompt per step."""
 
     def __post_init__(self) -> None:
         check_at_least(self, short_tokens=1, window_ms=0, max_batch=1, margin_ms=0, chunk_tokens=1)

@@ -38,7 +38,7 @@ class Mlfq:
     wants = Cap.KV_SWAP
 
     quantum_ms: int = 20
-    """Of the top level; each level below has twice that of the one above."""
+    """The quantum of the top level; each level below has twice that of the one above."""
     levels: int = 8
     starve_ms: int = 300
     """Waiting this long brings a request back to the top."""

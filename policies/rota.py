@@ -37,7 +37,7 @@ class Rota:
     wants = Cap.KV_SWAP | Cap.KV_DUPLEX
 
     lag_weight: float = 3.0
-    """Of the wait of a request that holds KV, against that of a newcomer."""
+    """Weight of the wait of a request that holds KV, against that of a newcomer."""
     tpot_share: float = 0.0
     """Share of the target between tokens that is waited before a request lags."""
     ttft_share: float = 0.5

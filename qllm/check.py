@@ -20,7 +20,7 @@ from qllm.errors import PolicyError
 from qllm.ingress import Cancel, Submission
 from qllm.metrics import RequestMetrics
 from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, OpKind, Plan, Program, Stop
-from qllm.policy import RankPolicy, View
+from qllm.policy import RankPolicy, StepReport, View
 from qllm.ranking import rank_all
 from qllm.request import Request
 from qllm.scheduler import Scheduler
@@ -184,8 +184,7 @@ class World:
     @property
     def idle(self) -> bool:
         """Nothing is live and nothing will arrive."""
-        coming = self.ingress.due or self.ingress._items or self.loop.pending
-        return not (coming or self.loop.live)
+        return self.ingress.is_empty and not (self.loop.pending or self.loop.live)
 
     def step(self) -> bool:
         """One turn of the loop, then every check of the state."""
@@ -234,9 +233,9 @@ class Watched(Scheduler):
         self.num_states += 1
         return plan
 
-    def _hook(self, name: str, now_ns: int, *args: Any) -> None:
+    def _hook(self, name: str, now_ns: int, subject: Request | StepReport) -> None:
         with self._unchanged(name):
-            super()._hook(name, now_ns, *args)
+            super()._hook(name, now_ns, subject)
 
     @contextmanager
     def _unchanged(self, where: str) -> Iterator[None]:

@@ -1,12 +1,11 @@
 """Checks of what a caller hands to `submit`, each with a message that says what is allowed."""
 
-import math
+import operator
 from typing import Any
 
-from qllm.errors import InvalidRequestError
-from qllm.types import Priority, Slo
-
-PRIORITY_LIMIT = 1 << 20
+from qllm.config import EngineConfig
+from qllm.errors import InvalidRequestError, shown
+from qllm.types import MAX_TIME_MS, MAX_TIME_S, PRIORITY_LIMIT, Priority, Slo, check_text
 
 
 def priority_class(value: str | int | Priority) -> int:
@@ -20,35 +19,98 @@ def priority_class(value: str | int | Priority) -> int:
     if is_int(value) and abs(int(value)) <= PRIORITY_LIMIT:
         return int(value)
     raise InvalidRequestError(
-        f"priority={value!r} is unknown; use 'LS', 'BE' or an integer in "
+        f"priority={shown(value)} is unknown; use 'LS', 'BE' or an integer in "
         f"[-{PRIORITY_LIMIT}, {PRIORITY_LIMIT}] (smaller is sooner; LS = 0, BE = 10)"
     )
 
 
+def check_request_id(value: Any) -> None:
+    """Return if a request may be called so; None leaves its name to us.
+
+    Raises:
+        InvalidRequestError: It is no string, empty, or no text.
+    """
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidRequestError(f"request_id={shown(value)} must be a non-empty string")
+    check_text("request_id", value)
+
+
 def is_int(value: Any) -> bool:
     """An integer of any kind (numpy's too), but no bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        return operator.index(value) is not None and not isinstance(value, bool)
+    except (TypeError, ValueError):  # an array has __index__ too
+        return False
 
 
-def is_positive(value: Any) -> bool:
-    """A finite number above 0."""
+def is_time(value: Any, most: int) -> bool:
+    """A number in (0, most], most included."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
+    return is_number and 0 < value <= most  # NaN compares with nothing
+
+
+def check_timeout(name: str, value: Any) -> None:
+    """Return if a time-out is None or a number of seconds that is allowed.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if value is not None and not is_time(value, MAX_TIME_S):
+        raise InvalidRequestError(
+            f"{name}={shown(value)} must be a number of seconds in (0, {MAX_TIME_S}], or None"
+        )
 
 
 def slo_of(value: Any, default: Slo) -> Slo:
     """Targets; each one that is not given is the default's.
 
     Raises:
-        InvalidRequestError: They are no Slo, or no positive milliseconds.
+        InvalidRequestError: They are no Slo, or no milliseconds in (0, MAX_TIME_MS].
     """
     if value is None:
         return default
     if not isinstance(value, Slo):
-        raise InvalidRequestError(f"slo={value!r} must be an Slo(ttft_ms, tpot_ms), or None")
-    wrong = [name for name, t in value._asdict().items() if t is not None and not is_positive(t)]
-    if wrong:
-        raise InvalidRequestError(
-            f"slo={value!r}: {wrong[0]} must be a finite number of milliseconds > 0, or None"
-        )
+        raise InvalidRequestError(f"slo={shown(value)} must be an Slo(ttft_ms, tpot_ms), or None")
+    for name, target in value._asdict().items():
+        if target is not None and not is_time(target, MAX_TIME_MS):
+            raise InvalidRequestError(
+                f"slo={shown(value)}: {name} must be a number of milliseconds in "
+                f"(0, {MAX_TIME_MS}], or None"
+            )
     return Slo(*(d if t is None else t for t, d in zip(value, default, strict=True)))
+
+
+def most_tokens(
+    num_prompt_tokens: int, max_tokens: Any, config: EngineConfig, max_position: int
+) -> int:
+    """Most tokens that a request may produce.
+
+    Args:
+        num_prompt_tokens: Length of its prompt.
+        max_tokens: What was asked for; None is the default, cut to what fits.
+        config: Settings of the engine.
+        max_position: Longest sequence of the model.
+
+    Raises:
+        InvalidRequestError: It is no integer >= 1, or prompt and answer do not fit.
+    """
+    limits = {
+        "max_kv_tokens": config.num_blocks * config.block_size,
+        "the model's longest sequence": max_position,
+    }
+    name, most = min(limits.items(), key=lambda item: item[1])
+    if num_prompt_tokens >= most:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens; with at least one to produce it must "
+            f"be shorter than {most} ({name})"
+        )
+    if max_tokens is None:
+        return min(config.default_max_tokens, most - num_prompt_tokens)
+    if not is_int(max_tokens) or max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens={shown(max_tokens)} must be an integer >= 1")
+    if num_prompt_tokens + max_tokens > most:
+        raise InvalidRequestError(
+            f"{num_prompt_tokens} prompt tokens and max_tokens={shown(max_tokens)} exceed {most} "
+            f"({name}); ask for at most {most - num_prompt_tokens}"
+        )
+    return int(max_tokens)

@@ -5,12 +5,13 @@ proportional to rows and cuts, never to layers: what repeats layer by layer is o
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
 from qllm.plan import CutRule, ModelShape, OpKind, Ops, Plan, Program, Row, Stretch
-from qllm.types import FrameId
+from qllm.request import Request
+from qllm.types import FrameId, RequestId
 
 
 class _Ruler:
@@ -64,6 +65,28 @@ def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> 
     """
     marks, _ = _row_blocks(row.lo, num_tokens, cuts, one_query_from)
     return marks[max(1, bisect_right(marks, row.hi) - 1)]
+
+
+def align_rows(
+    rows: Sequence[Row], requests: Mapping[RequestId, Request], cuts: CutRule | None
+) -> list[Row]:
+    """End chunks where level L2 lets them end.
+
+    Args:
+        rows: Planned rows.
+        requests: Whose rows they are.
+        cuts: The cut rule; None leaves every row as it is.
+    """
+    if cuts is None:
+        return list(rows)
+    out = []
+    for row in rows:
+        request = requests[row.request_id]
+        if request.frontier is None and row.hi < request.num_tokens:
+            alone = request.num_prompt_tokens
+            row = row._replace(hi=chunk_end(row, request.num_tokens, cuts, alone))
+        out.append(row)
+    return out
 
 
 def _attn_cuts(

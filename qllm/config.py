@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from qllm.errors import ConfigError
-from qllm.types import Exactness, Grain, Priority, Slo
+from qllm.errors import ConfigError, shown
+from qllm.types import MAX_TIME_MS, Exactness, Grain, Priority, Slo
 
 GRAINS = {grain.name.lower(): grain for grain in Grain}
 CHOICES = {
@@ -13,13 +13,18 @@ CHOICES = {
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
     "expert_weights": ("auto", "int8", "int8-g64"),
-    "attention": ("triton", "flash3"),
     "on_policy_error": ("fail", "fcfs"),
     "scheduler": ("python", "native"),
-    "loop": ("host", "native", "conditional", "device-launch"),
+    "loop": ("host", "native", "conditional"),
 }
 """Settings that name one of a few."""
-DEVICE_LOOPS = ("conditional", "device-launch")
+DEVICE_LOOP = "conditional"
+GONE = {"attention": "CUDA has one attention kernel, and it needs no setting"}
+"""Settings that there were once, and what to do instead."""
+GONE_VALUES = {("loop", "device-launch"): "is gone: a loop on the device is 'conditional'"}
+"""Values that settings had once."""
+MAX_COUNT = (1 << 31) - 1
+"""Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
 ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail", "scheduler": "python"}
 """Settings that other loops do not have, and the values they have there. (Their decisions are
 native anyway.)"""
@@ -53,8 +58,6 @@ class EngineConfig:
     expert_weights: str = "auto"
     """"auto": as loaded; "int8": half the bytes of bf16, rounded with a scale per output channel
     (weight-only, as vLLM's "experts_int8"), or "int8-g64" per group of 64 inputs."""
-    attention: str = "triton"
-    """On CUDA: "triton", our kernel, or "flash3", flash-attn 3 through torch (>= 2.12)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int = 256
@@ -64,17 +67,17 @@ class EngineConfig:
     BE have the time that they leave; without a TPOT target BE stretches decode steps by
     `ride_frac`."""
     on_policy_error: str = "fail"
-    """What a policy that raises does to its requests: "fail" ends them, "fcfs" falls back."""
+    """A policy that breaks on one request ends that one. One that works for none: "fail" ends them
+    all, "fcfs" falls back."""
     scheduler: str = "python"
     """"python"; or "native", the same decisions in C++ (for a `RankPolicy`; needs numba)."""
     loop: str = "host"
     """Who takes requests out of the rings, decides and hands tokens over. "host": the engine loop,
-    in Python. "native": the same in C++, around the host's kernels. Or the device, with no CPU in
-    it: "conditional", one graph that loops and switches over captured stages, or "device-launch",
-    a graph that launches stages and itself. All but "host" are for a `RankPolicy` and a process
-    host; docs/serving.md says what they do not serve."""
+    in Python. "native": the same in C++, around the host's kernels. "conditional": the device, with
+    no CPU in it, as one graph that loops and switches over captured stages. All but "host" are for
+    a `RankPolicy` and a process host; docs/serving.md says what they do not serve."""
     conformance: bool = True
-    """Compare with `model.forward` at start."""
+    """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
     """Keep the trace events of the run (see `engine.trace`)."""
 
@@ -89,8 +92,9 @@ class EngineConfig:
             "default_max_tokens",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if not is_count or not 1 <= value <= MAX_COUNT:
+                raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_COUNT}]")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
         for name in ("conformance", "record"):
@@ -98,8 +102,12 @@ class EngineConfig:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
         segment = self.max_segment_ms
-        if not isinstance(segment, int | float) or not segment > 0:
-            raise ConfigError(f"max_segment_ms={segment!r} must be a number > 0 (or infinity)")
+        is_number = isinstance(segment, int | float) and not isinstance(segment, bool)
+        if not is_number or not (0 < segment <= MAX_TIME_MS or segment == float("inf")):
+            raise ConfigError(
+                f"max_segment_ms={shown(segment)} must be a number in (0, {MAX_TIME_MS}], or "
+                "infinity"
+            )
         if self.loop != "host":
             self._check_loop()
         if self.ls_slo:
@@ -108,9 +116,9 @@ class EngineConfig:
     def _check_choices(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}"
-                )
+                value = getattr(self, name)
+                state = GONE_VALUES.get((name, value), "is unknown")
+                raise ConfigError(f"{name}={value!r} {state}; use one of {', '.join(known)}")
         if self.expert_weights != "auto" and self.kernels == "reference":
             raise ConfigError(
                 f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
@@ -145,7 +153,7 @@ class EngineConfig:
     @property
     def on_device(self) -> bool:
         """Whether the loop runs on the device, where no doorbell rings."""
-        return self.loop in DEVICE_LOOPS
+        return self.loop == DEVICE_LOOP
 
     def default_slo(self, priority: int) -> Slo:
         """Targets of a request that brings none."""
@@ -171,6 +179,8 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
     """Make an EngineConfig from keyword settings; an unknown name lists the known ones."""
     known = [f.name for f in fields(EngineConfig)]
     for name in settings:
+        if name in GONE:
+            raise ConfigError(f"the setting {name!r} is gone: {GONE[name]}; leave it out")
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
@@ -192,7 +202,10 @@ def parse_slo(text: str) -> Slo:
             number = float(value.removesuffix(unit)) * {"s": 1000.0}.get(unit, 1.0)
         except ValueError:
             number = -1.0
-        if name not in ("ttft", "tpot") or name in found or not 0 < number < float("inf"):
-            raise ConfigError(f"slo {text!r} must be like ttft=500ms,tpot=50ms")
+        if name not in ("ttft", "tpot") or name in found or not 0 < number <= MAX_TIME_MS:
+            raise ConfigError(
+                f"slo {shown(text)} must be like ttft=500ms,tpot=50ms, with times in "
+                f"(0, {MAX_TIME_MS}] ms"
+            )
         found[name] = number
     return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))

@@ -10,7 +10,7 @@ import torch
 from qllm.config import EngineConfig
 from qllm.decision import Limits, Parked
 from qllm.engine import Deciding, EngineLoop, Sink
-from qllm.errors import CRASHED, ConfigError, EngineClosedError
+from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.host import ModelInfo
 from qllm.ingress import Call, Ingress, Submission
 from qllm.ingress.native import native_ends
@@ -73,11 +73,6 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         ModelError: The model cannot be driven safely.
     """
     if model.device.type != "cuda":
-        if config.attention != "triton":
-            raise ConfigError(
-                f"attention={config.attention!r} is for CUDA and the model is on "
-                f"{model.device.type}; leave it out"
-            )
         return TorchRunner(
             model,
             max_segment_ms=config.max_segment_ms,
@@ -97,14 +92,38 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         page_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
-        max_total_tokens=min(config.max_kv_tokens, _longest(model)),
+        max_total_tokens=config.max_kv_tokens,
         graphs=None if config.kernels == "fast" else False,
-        attention=config.attention,
     )
 
 
-def _longest(model: Any) -> int:
-    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
+@contextmanager
+def naming_family(model: Any, what: str) -> Iterator[None]:
+    """Turn what an unknown model makes raise into a ModelError that names its family.
+
+    Args:
+        model: Of transformers.
+        what: What is done with it here, for the message.
+
+    Raises:
+        ModelError: Anything went wrong that is neither a setting, nor a device, nor memory.
+    """
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", None) or type(model).__name__
+    start = f"model {family!r}"
+    try:
+        yield
+    except (ConfigError, DeviceError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except ModelError as error:
+        if str(error).startswith(start):
+            raise
+        raise ModelError(f"{start} cannot be driven: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"{start} cannot be driven: {what} raised {type(error).__name__}: {error}. "
+            "Report the family"
+        ) from error
 
 
 class Prepared:
@@ -126,10 +145,13 @@ class Prepared:
     ) -> None:
         self.config, self.threads = config, threads
         with torch_threads(threads):
-            self.runner = make_runner(loaded.model, config)
+            with naming_family(loaded.model, "finding its parts"):
+                self.runner = make_runner(loaded.model, config)
             if config.conformance:
+                drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))
                 try:
-                    check_conformance(loaded.model, self.runner)
+                    with naming_family(loaded.model, f"the start-up check (drivers: {drivers})"):
+                        check_conformance(loaded.model, self.runner)
                 except BaseException:
                     self.runner.close()  # the model is the caller's, as it was
                     raise
@@ -154,7 +176,7 @@ class Prepared:
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.generation_defaults,
             drivers=tuple(str(driver) for driver in self.runner.drivers),
-            kernels=self.runner.names,
+            kernels={**self.runner.names, "weights": loaded.expanded or "as they were stored"},
             vocabulary=vocabulary_of(loaded.tokenizer),
         )
 
@@ -255,16 +277,20 @@ class Core(Prepared):
         decided: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(loaded, policy, config, threads)
-        self.loop = EngineLoop(
-            ingress,
-            _scheduler(config)(policy, self.runner.shape, self.runner.cuts, self.limits),
-            self.runner,
-            sink,
-            now_ns,
-            record=self.trace if config.record else None,
-            fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
-            decided=decided,
-        )
+        try:
+            self.loop = EngineLoop(
+                ingress,
+                _scheduler(config)(policy, self.runner.shape, self.runner.cuts, self.limits),
+                self.runner,
+                sink,
+                now_ns,
+                record=self.trace if config.record else None,
+                fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+                decided=decided,
+            )
+        except BaseException:
+            self.runner.close()  # the model is the caller's, as it was
+            raise
 
     def serve(self) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""

@@ -26,33 +26,26 @@ def cache_folder() -> Path:
     return Path(base) / "qllm" / "cubins"
 
 
-def kernel_of(
-    policy: Any,
-    capability: tuple[int, int],
-    folder: Path | None = None,
-    *,
-    device_launch: bool = False,
-) -> bytes:
+def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = None) -> bytes:
     """The scheduler's kernels with a policy's rank in them, from the cache if they are there.
 
     Args:
         policy: A `RankPolicy`.
         capability: Of the device, like (9, 0).
         folder: The cache; None is `cache_folder()`.
-        device_launch: See `link_kernel`.
 
     Raises:
         ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.
     """
     folder = folder or cache_folder()
-    file = folder / f"{_key(policy, capability, device_launch)}.cubin"
+    file = folder / f"{_key(policy, capability)}.cubin"
     try:
         data = file.read_bytes()
         if hashlib.sha256(data[_DIGEST_BYTES:]).digest() == data[:_DIGEST_BYTES]:
             return data[_DIGEST_BYTES:]
     except OSError:
         pass  # not compiled yet
-    cubin = link_kernel(policy, capability, device_launch=device_launch)
+    cubin = link_kernel(policy, capability)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
         part.write(hashlib.sha256(cubin).digest() + cubin)
@@ -60,14 +53,12 @@ def kernel_of(
     return cubin
 
 
-def _key(policy: Any, capability: tuple[int, int], device_launch: bool) -> str:
+def _key(policy: Any, capability: tuple[int, int]) -> str:
     digest = hashlib.sha256(rank_text(policy).encode())
     for source in sorted(Path(HEADER).parent.iterdir()):
         if source.suffix in (".h", ".cu"):
             digest.update(source.name.encode() + source.read_bytes())
-    digest.update(
-        repr((capability, device_launch, [_version(name) for name in COMPILERS])).encode()
-    )
+    digest.update(repr((capability, [_version(name) for name in COMPILERS])).encode())
     return digest.hexdigest()[:32]
 
 

@@ -104,7 +104,7 @@ class Limits:
     max_segment_ns: int
     batch_invariant: bool = False
     capabilities: Cap = CAPABILITIES
-    """Of the runner."""
+    """What the runner can do."""
 
 
 class Patience:
@@ -123,6 +123,5 @@ class Patience:
             self._since_ns = now_ns
         end_ns = self._since_ns + MAX_IDLE_NS
         if now_ns >= end_ns:
-            self.renew()
             return None
         return max(min(wanted_ns, end_ns), now_ns + NS_PER_MS // 10)

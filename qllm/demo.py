@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -26,9 +25,10 @@ from qllm.metrics import ClassMetrics, Summary, request_metrics
 from qllm.models.loader import LoadedModel, load
 from qllm.plots import ttft_figure
 from qllm.plugins import degraded_note, load_policy
-from qllm.random_moe import SIZES, make_random_moe, source_text
+from qllm.random_moe import SIZES, make_random_moe
 from qllm.trace import Parked
 from qllm.types import Priority
+from qllm.workloads.bench import corpus_of
 from qllm.workloads.replay import (
     Arrival,
     Equality,
@@ -52,7 +52,6 @@ MIN_LS_RATE = 0.5
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 1024
 """For every policy: few enough seats that BE fills them and decodes in a short run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
-CORPUS_BYTES = 400_000
 TINY_PROMPTS, TINY_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 
 
@@ -154,7 +153,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
         with stage.stage("model"):
             folder = make_random_moe(size=settings.size, seed=0)
             loaded = load(folder)
-            corpus = _corpus(loaded)
+            corpus = tuple(corpus_of(loaded.tokenizer))
         set_up_s = time.monotonic() - start
         result = _measure(settings, loaded, corpus, stage)
         with stage.stage("figure and traces"):
@@ -176,12 +175,6 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=100)
-
-
-def _corpus(loaded: LoadedModel) -> tuple[int, ...]:
-    tokenizer: Any = loaded.tokenizer
-    text = "\n".join(source_text(CORPUS_BYTES))[:CORPUS_BYTES]
-    return tuple(tokenizer.backend_tokenizer.encode(text).ids)
 
 
 def _measure(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from qllm.cuda.homes import Pinned
-from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, SelfLaunching, Watch, serve
+from qllm.cuda.loop import KernelCall, LoopApi, LoopGraph, Watch, serve
 from qllm.cuda.runner import CudaRunner
 from qllm.decision import Limits
 from qllm.device import serving
@@ -27,13 +27,9 @@ from qllm.policy import CostTable, RankPolicy
 
 TURN = "qllm_turn"
 """The kernel of a turn, in `kernels/csrc/scheduler.cu`."""
-HOW = ("conditional", "device-launch")
-"""Ways to the next stage: the SWITCH of one graph, or a turn that launches a stage and itself."""
 CONTROL = -1
 SERVER, STATE, LANES = range(3)
 """Blocks, in the order in which a turn is given their addresses."""
-FROM_CAPABILITY = (9, 0)
-"""Of a device that launches graphs; below, others have seen such launches fail silently."""
 
 
 class OnDevice:
@@ -113,7 +109,6 @@ class DeviceEngine:
         max_total_tokens: Longest request, prompt and answer.
         api: Builds and launches graphs; None is CUDA's.
         function: The kernel of a turn; None is compiled for the policy and this device.
-        how: One of HOW.
         look: Called again and again while a launch runs.
         costs: Of steps, which the loop does not fit; None leaves the policy without.
         settings: More of `DeviceLoop`.
@@ -121,7 +116,7 @@ class DeviceEngine:
     Raises:
         ConfigError: There are no captured stages; or the policy, the settings or the device are
             not fit for it; says why.
-        ModelError: A stage holds what it may not under `how`; says which.
+        ModelError: A stage holds what the body of a conditional node may not; says which.
     """
 
     def __init__(
@@ -136,7 +131,6 @@ class DeviceEngine:
         max_total_tokens: int,
         api: LoopApi | None = None,
         function: Any = None,
-        how: str = "conditional",
         look: Callable[[], None] = lambda: None,
         costs: CostTable | None = None,
         **settings: Any,
@@ -146,7 +140,6 @@ class DeviceEngine:
                 f"the loop runs captured stages, and there are none: {runner.not_captured}"
             )
         device = runner.parts.lm_head.weight.device
-        _check_how(how, device)
         self.home = home_of(device, None)
         """Of the control block and of the front ends of this machine."""
         self._device, self._look = device, look
@@ -169,17 +162,9 @@ class DeviceEngine:
             self._take_in(block)
         self.memory = OnDevice(self.loop, device)
         if api is None or function is None:
-            api, function = _of_cuda(policy, device, how)
+            api, function = _of_cuda(policy, device)
         captured = [runner.stages.captured[key] for key in self.loop.keys]
-        turn = KernelCall(function, self.memory.addresses)
-        self._graph = (
-            LoopGraph(api, turn, captured)
-            if how == "conditional"
-            else SelfLaunching(api, turn, captured, self._takes_more)
-        )
-
-    def _takes_more(self) -> bool:
-        return bool(self.memory.read("goes_on"))
+        self._graph = LoopGraph(api, KernelCall(function, self.memory.addresses), captured)
 
     # -- front ends, between two launches
 
@@ -286,24 +271,9 @@ class DeviceEngine:
         self._pinned.clear()
 
 
-def _check_how(how: str, device: torch.device) -> None:
-    if how not in HOW:
-        raise ConfigError(f"how={how!r} is unknown; use {' or '.join(HOW)}")
-    if how == "conditional" or device.type != "cuda":
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < FROM_CAPABILITY:
-        raise ConfigError(
-            "how='device-launch' needs a device of compute capability {}.{} or more, and this one "
-            "has {}.{}; use 'conditional'".format(*FROM_CAPABILITY, *found)
-        )
-
-
-def _of_cuda(policy: RankPolicy, device: torch.device, how: str) -> tuple[LoopApi, Any]:
+def _of_cuda(policy: RankPolicy, device: torch.device) -> tuple[LoopApi, Any]:
     from qllm.cubins import kernel_of
     from qllm.cuda.loop_api import CudaLoopApi
 
     api = CudaLoopApi()
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = kernel_of(policy, (major, minor), device_launch=how == "device-launch")
-    return api, api.load(cubin, TURN)
+    return api, api.load(kernel_of(policy, torch.cuda.get_device_capability(device)), TURN)

@@ -7,21 +7,25 @@ take what arrived -> decide -> effects -> run a program until its end or a bound
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from qllm import trace
+from qllm.blame import Blame
 from qllm.costs import Costs
 from qllm.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Limits, Parked, Split
 from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
+from qllm.ingress.admission import refusal
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.plan import Index, Program, Runner
 from qllm.policy import CostTable
 from qllm.request import Request
 from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
 from qllm.validate import Pool
+
+MAX_POLICY_ERRORS = 1000
+"""Errors of the policy that are kept for statistics: the latest."""
 
 
 class Sink(Protocol):
@@ -65,11 +69,13 @@ class Deciding(Protocol):
     ) -> None: ...
     def new_frame_id(self) -> FrameId: ...
     def decide(self, now_ns: int) -> Decision: ...
+    def blame(self, error: PolicyError, now_ns: int) -> Blame: ...
     def done(
         self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
     ) -> None: ...
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None: ...
     def failed(self) -> tuple[list[Effect], list[Request]]: ...
+    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]: ...
     def check(self) -> None: ...
 
 
@@ -124,7 +130,7 @@ class EngineLoop:
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.num_preemptions = 0
         """Latencies measured so far, those that the deque has forgotten included."""
-        self.policy_errors: list[str] = []
+        self.policy_errors: deque[str] = deque(maxlen=MAX_POLICY_ERRORS)
         self.longest_plan_ns = 0
 
     # -- the loop
@@ -176,11 +182,27 @@ class EngineLoop:
         while self.pending:
             item = self.pending.popleft()
             if isinstance(item, Submission):
-                self.admit(item)
+                self._take_in(item)
             elif isinstance(item, Cancel):
                 self._finish(item.request_id, item.reason)
             else:
                 self._call(item)
+
+    def _take_in(self, item: Submission) -> None:
+        """Admit a request, or end it: whatever is in it, the loop goes on."""
+        limits = self.scheduler.limits
+        text = refusal(item, self.runner.shape, limits.num_blocks * limits.block_size)
+        try:
+            if text is None:
+                self.admit(item)
+                return
+            self.meet(item)
+        except Exception as error:  # noqa: BLE001 - fails this request, not the engine
+            text = f"{type(error).__name__}: {error}"
+        if item.request_id in self.live:
+            self._finish(item.request_id, FinishReason.ERROR, text)
+        else:
+            self.end(item.request_id, FinishReason.ERROR, text)
 
     def _call(self, call: Call) -> None:
         try:
@@ -233,8 +255,8 @@ class EngineLoop:
     ) -> None:
         """Take over a parked frame of a checkpoint, which the runner knows already."""
         self.scheduler.adopt_frame(program, index, dead, now_ns)
-        self._emit(_planned(program, (), now_ns))
-        self._emit(_parked(program, index, now_ns, None))
+        self._emit(trace.planned(program, (), now_ns))
+        self._emit(trace.parked(program, index, now_ns, None))
 
     def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
         """End a request without a word to the runner: the loop will not come back."""
@@ -262,6 +284,7 @@ class EngineLoop:
 
     def _know(self, item: Submission, request: Request) -> None:
         self.live[item.request_id] = Live(item, request)
+        request.scores_prompt = item.sampling.prompt_logprobs is not None
         if item.deadline_ns is not None:
             heappush(self._expiries, (item.deadline_ns, item.request_id))
 
@@ -292,7 +315,7 @@ class EngineLoop:
         if decision.slice_ns is not None:
             ends.append(start_ns + decision.slice_ns)
         stop.stop_at_ns = min((t for t in ends if t is not None), default=None)
-        limited = program if decision.limit is None else _truncated(program, decision.limit)
+        limited = program if decision.limit is None else program.until(decision.limit)
         guest_rows = self.runner.guest_rows
         try:
             end = self.runner.run(limited, decision.start, stop)
@@ -332,11 +355,23 @@ class EngineLoop:
         self.scheduler.done(program.end, ids, start_ns, end_ns)
         for token in sampled:
             self._token(token, end_ns)
-        if decision.start == (0, 0):
+        self._evict_outgrown(ids)
+        if decision.start == (0, 0) and all(s.prompt is None for s in sampled):
             table = self.costs.observe(program, end_ns - start_ns)
             if table is not None and table != self.scheduler.costs:
                 self.scheduler.costs = table
                 self._emit(trace.CostsUpdated(at_ns=end_ns, table=table._asdict()))
+
+    def _evict_outgrown(self, sampled: Sequence[RequestId]) -> None:
+        """Let requests start over that have just outgrown their KV (`ModelShape`)."""
+        above = self.runner.shape.recompute_above
+        if above is None:
+            return
+        for request_id in sampled:
+            live = self.live.get(request_id)
+            if live and live.request.num_computed_tokens <= above < live.request.num_tokens:
+                for effect in self.scheduler.evict(request_id, request_id):
+                    self._apply(effect)
 
     def _parked(
         self, program: Program, end: Index, start_ns: int, end_ns: int, by_word: bool
@@ -347,7 +382,7 @@ class EngineLoop:
         if by_word:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
             self.num_preemptions += 1
-        self._emit(_parked(program, end, at_ns, lowered_ns if by_word else None))
+        self._emit(trace.parked(program, end, at_ns, lowered_ns if by_word else None))
 
     def _token(self, sampled: Sampled, at_ns: int) -> None:
         live = self.live.get(sampled.request_id)
@@ -394,12 +429,14 @@ class EngineLoop:
             self._finish(request.request_id, FinishReason.ERROR, text)
 
     def _policy_broke(self, error: PolicyError) -> None:
-        """Fall back if so configured, else fail the requests; the engine lives."""
+        """End the requests to blame; if there is a fallback, it takes over a broken policy."""
         self.policy_errors.append(str(error))
-        if self.fallback is not None and self.scheduler.policy is not self.fallback:
+        found = self.scheduler.blame(error, self.now_ns())
+        can_fall_back = self.fallback is not None and self.scheduler.policy is not self.fallback
+        if can_fall_back and not found.others_go_on:
             self.scheduler.policy = self.fallback
             return
-        for request_id in list(self.live):
+        for request_id in found.request_ids:
             self._finish(request_id, FinishReason.ERROR, str(error))
 
     # -- effects and ends
@@ -424,7 +461,7 @@ class EngineLoop:
             self.runner.accept(program)
             for old in effect.from_frames:
                 self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
-            self._emit(_planned(program, effect.from_frames, now))
+            self._emit(trace.planned(program, effect.from_frames, now))
         elif isinstance(effect, Split):
             self.runner.split(effect.program, effect.at)
             self._emit(trace.Split(at_ns=now, frame_id=effect.program.frame_id, index=effect.at))
@@ -460,30 +497,3 @@ class EngineLoop:
     def num_waiting(self) -> int:
         """Known requests that hold no KV."""
         return sum(1 for live in list(self.live.values()) if not live.request.is_admitted)
-
-
-def _planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> trace.Planned:
-    return trace.Planned(
-        at_ns=at_ns,
-        frame_id=program.frame_id,
-        rows=program.rows,
-        grain=program.grain,
-        stop_below=program.stop_below,
-        from_frames=from_frames,
-    )
-
-
-def _parked(program: Program, index: Index, at_ns: int, arrival_ns: int | None) -> trace.Parked:
-    return trace.Parked(
-        at_ns=at_ns,
-        frame_id=program.frame_id,
-        request_ids=program.request_ids,
-        layer=program.layer_at(index),
-        inside_layer=program.inside_layer(index),
-        arrival_ns=arrival_ns,
-    )
-
-
-def _truncated(program: Program, limit: Index) -> Program:
-    """The same frame, its ops only up to a boundary between layers."""
-    return replace(program, ops=program.ops[: limit.op])

@@ -14,6 +14,20 @@ QllmError
 """
 
 
+def shown(value: object) -> str:
+    """A wrong value in a message: as `repr` has it, and short whatever it is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - a huge int, deep nesting: it is wrong all the same
+        return f"<{type(value).__name__}: {type(error).__name__}>"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+MAX_SHOWN = 200
+"""Characters of a wrong value in a message."""
+
+
 class QllmError(Exception):
     """Base of all errors of this package."""
 
@@ -55,6 +69,9 @@ class CheckpointError(QllmError):
 
 class PolicyError(QllmError):
     """A policy raised, or planned what an invariant forbids. The message names both."""
+
+    request_id: int | None = None
+    """The request that the policy was asked about; None if it was asked about several."""
 
 
 class DeviceError(QllmError):

@@ -63,7 +63,7 @@ class GpuEngine(RingEngine):
         costs = measure_costs(runner, prepared.limits, time.perf_counter_ns)
         self._engine = DeviceEngine(
             runner, policy, prepared.limits,
-            control=seat.control, front_ends=(), now_ns=seat.now_ns, how=config.loop, costs=costs,
+            control=seat.control, front_ends=(), now_ns=seat.now_ns, costs=costs,
             max_total_tokens=prepared.max_total_tokens, look=self._look, **sizes_of(config),
         )  # fmt: skip
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qllm.detokenizer import Detokenizer
 from qllm.errors import RequestFailedError
 from qllm.metrics import RequestMetrics
-from qllm.types import FinishReason, Logprobs, RequestId, RequestStatus, Sampled
+from qllm.types import (
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    RequestId,
+    RequestStatus,
+    Sampled,
+)
 
 if TYPE_CHECKING:  # which imports this
     from qllm.request_log import RequestLog
@@ -28,6 +35,8 @@ class Piece(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
     """One per token if asked for, else empty."""
+    prompt: PromptLogprobs | None = None
+    """Log-probabilities of the prompt's tokens but its first, if asked for; in the first piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,8 @@ class Result:
     text: str
     finish_reason: FinishReason
     logprobs: tuple[Logprobs, ...] | None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None
+    """One per token of the prompt, None for the first, if asked for with `prompt_logprobs`."""
     metrics: RequestMetrics
 
 
@@ -75,6 +86,7 @@ class Handle:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._sampled: list[Sampled] = []
+        self._prompt: PromptLogprobs | None = None
         self._pieces: list[Piece] = []
         self._num_read = 0
         """Tokens that are in `_pieces`."""
@@ -94,10 +106,23 @@ class Handle:
         with self._changed:
             if self._reason is not None:
                 return False
+            if sampled.prompt is not None:
+                self._prompt = sampled.prompt
             self._sampled.append(sampled)
             stopped = self._stop_on_text and self._read()
             self._tell()
         return stopped
+
+    def on_prompt(self, first: int, part: PromptLogprobs) -> None:
+        """Take log-probabilities of the prompt, in order, before the first token.
+
+        An engine that takes over from one that died begins again at the first.
+        """
+        with self._changed:
+            if first == 0 or self._prompt is None:
+                self._prompt = part
+            else:
+                self._prompt.extend(part)
 
     def on_finish(
         self, reason: FinishReason, error: str | None, metrics: RequestMetrics | None
@@ -119,6 +144,12 @@ class Handle:
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
 
+    def disown(self, error: str) -> None:
+        """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
+        self._changed = threading.Condition()  # another thread of the parent may have held it
+        if not self._ended:
+            self._reason, self._error, self._ended = FinishReason.ERROR, error, True
+
     def _tell(self) -> None:
         self._changed.notify_all()
         for listener in self._listeners:
@@ -129,13 +160,14 @@ class Handle:
         new = self._sampled[self._num_read :]
         if not new:
             return False
+        prompt = None if self._num_read else self._prompt
         self._num_read = len(self._sampled)
         text, stopped = "", False
         ids = tuple(s.token_id for s in new)
         if self._detokenizer is not None:
             text, stopped = self._detokenizer.push(ids)
         self._pieces.append(
-            Piece(text, ids, tuple(s.logprobs for s in new if s.logprobs is not None))
+            Piece(text, ids, tuple(s.logprobs for s in new if s.logprobs is not None), prompt)
         )
         return stopped
 
@@ -257,6 +289,7 @@ class Handle:
             assert self._metrics is not None
             assert self._reason is not None
             logprobs = tuple(x for piece in self._pieces for x in piece.logprobs)
+            prompt = None if self._prompt is None else (None, *self._prompt.tokens())
             return Result(
                 request_id=self.request_id,
                 prompt_token_ids=self.prompt_token_ids,
@@ -264,6 +297,7 @@ class Handle:
                 text="".join(piece.text for piece in self._pieces),
                 finish_reason=self._reason,
                 logprobs=logprobs or None,
+                prompt_logprobs=prompt,
                 metrics=self._metrics,
             )
 

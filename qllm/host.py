@@ -5,6 +5,8 @@ Both do the same; whoever waits for a request holds a `Handle`, and a host ends 
 was given, whatever happens to the loop.
 """
 
+import _thread
+import atexit
 import gc
 import itertools
 import os
@@ -13,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, EngineClosedError
 from qllm.handle import Handle
 from qllm.ingress import Submission
 from qllm.plan import ModelShape
@@ -56,7 +58,54 @@ class Host(ABC):
         """Held while a request enters, so that none enters a host that has ended."""
         self.handles: dict[RequestId, Handle] = {}
         """Who waits."""
+        self.is_leaving = False
+        """It is being closed, or will be: no engine is left to ask for anything."""
         self._numbers = itertools.count()
+        self._pid = os.getpid()
+
+    # -- how it ends
+
+    def _register(self) -> None:
+        """Close it at the end of this process. A subclass calls this once it serves."""
+        _OPEN.add(self)
+
+    def _unregister(self) -> None:
+        """Nothing is left to close."""
+        _OPEN.discard(self)
+
+    def close(self) -> None:
+        """End the loop and wait until it is gone. Twice is once.
+
+        In a child of `os.fork` it does nothing: the engine is the parent's, and a model on a
+        thread stays as the engine had it.
+        """
+        if not self._is_inherited:
+            self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End the loop and wait until it is gone, in the process that made it."""
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process is a child that was forked from the one that made the host."""
+        return os.getpid() != self._pid
+
+    def _whose(self) -> str:
+        return (
+            f"the engine belongs to process {self._pid}, from which this one was forked; make an "
+            "engine here, or attach to one that listens"
+        )
+
+    def disown(self) -> None:
+        """Called in a child of `os.fork`: the engine, its rings and its threads are the parent's.
+
+        Other threads of the parent may have held the locks.
+        """
+        self.door = threading.RLock()
+        for handle in list(self.handles.values()):
+            handle.disown(self._whose())
+        self.handles.clear()
 
     def new_number(self) -> RequestId:
         """The id of the next request. The caller holds the door."""
@@ -71,13 +120,20 @@ class Host(ABC):
     def failure(self) -> str | None:
         """Why the loop ended by itself; None while it serves, and after `close`."""
 
-    @abstractmethod
     def raise_if_closed(self) -> None:
         """Refuse work for a loop that has ended.
 
         Raises:
-            EngineClosedError: The engine was closed or has crashed.
+            EngineClosedError: The engine was closed or has crashed, or is that of the process
+                from which this one was forked.
         """
+        if self._is_inherited:
+            raise EngineClosedError(self._whose())
+        self._raise_if_closed()
+
+    @abstractmethod
+    def _raise_if_closed(self) -> None:
+        """The same, in the process that made the host."""
 
     @abstractmethod
     def submit(self, submission: Submission, handle: Handle) -> None:
@@ -145,8 +201,38 @@ class Host(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Take no new requests from now on.
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the loop and wait until it is gone. Twice is once."""
+        Raises:
+            EngineClosedError: The engine is that of the process from which this one was forked.
+        """
+
+
+_OPEN: set[Host] = set()
+"""Hosts of this process that serve."""
+
+
+def close_collected(host: Host) -> None:
+    """Close a host whose `QLLMEngine` was collected without `close`; returns at once.
+
+    A collection may interrupt a thread that holds any lock, so nothing is waited for here, and
+    not even `threading` may be asked for a thread.
+    """
+    if host in _OPEN:
+        _thread.start_new_thread(host.close, ())
+        host.is_leaving = True
+
+
+def _close_all() -> None:
+    for host in list(_OPEN):
+        host.close()
+
+
+def _disown_all() -> None:
+    for host in list(_OPEN):
+        host.disown()
+    _OPEN.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)

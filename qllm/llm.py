@@ -10,33 +10,47 @@ with QLLMEngine.from_pretrained("tiny") as engine:
 
 import math
 import os
-import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from transformers.utils.logging import is_progress_bar_enabled
 
-from qllm.checks import is_int, is_positive, priority_class, slo_of
+from qllm.checks import check_request_id, check_timeout, most_tokens, priority_class, slo_of
 from qllm.config import EngineConfig, engine_config
 from qllm.cores import Threads, num_threads
 from qllm.detokenizer import Detokenizer
 from qllm.engine_process import Start, pickled_policy
-from qllm.errors import ConfigError, InvalidRequestError, QueueFullError, RequestFailedError
+from qllm.errors import (
+    ConfigError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    shown,
+)
 from qllm.handle import Handle, Result
-from qllm.host import Host
+from qllm.host import Host, close_collected
 from qllm.ingress import Submission
 from qllm.models.loader import check_device, load, load_tokenizer, vocabulary_of, wrap
 from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
-from qllm.prompts import refuse_unserved, to_token_ids
+from qllm.prompts import refuse_unserved, to_sampling, to_token_ids
 from qllm.remote_host import RemoteHost
 from qllm.request_log import Open
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Meeting
-from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
+from qllm.types import (
+    NS_PER_S,
+    Priority,
+    Prompt,
+    RequestId,
+    RequestStatus,
+    SamplingParams,
+    Slo,
+)
 
 HOSTS = ("process", "thread")
 DEVICES = ("cpu", "cuda")
@@ -45,7 +59,11 @@ DEVICES = ("cpu", "cuda")
 class QLLMEngine:
     """Serves one model to requests of several classes. Make it with a `from_` method.
 
-    Use it as a context manager, or call `close`.
+    Use it as a context manager, or call `close`. An engine that is collected without it is closed
+    then, although handles may still be held: those of requests in flight end as `cancelled`.
+
+    In a child of `os.fork` the engine stays the parent's: handles that were open end in `error`,
+    calls raise EngineClosedError, and neither `close` nor the child's end touches it.
     """
 
     def __init__(self, host: Host, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
@@ -57,6 +75,8 @@ class QLLMEngine:
         self.sampling_defaults = host.info.sampling_defaults
         """Keywords of SamplingParams for requests without any, from the generation config."""
         self._host = host
+        collected = weakref.finalize(self, close_collected, host)
+        collected.atexit = False  # the host closes itself then
 
     # -- making one
 
@@ -191,7 +211,16 @@ class QLLMEngine:
         threads: Threads = None,
         **settings: Any,
     ) -> Self:
-        """Serve a Hugging Face model that is already loaded, on a thread; it is not copied."""
+        """Serve a Hugging Face model that is already loaded, on a thread; it is not copied.
+
+        A model object serves one engine at a time. An engine of it that was collected, is being
+        closed or has crashed is waited for.
+
+        Raises:
+            ConfigError: A setting or policy is unknown; known ones are listed.
+            ModelError: The model cannot be driven safely, or another engine serves it: close that
+                one first, or load the model once more.
+        """
         config, made = engine_config(settings), load_policy(policy, policy_settings)
         thread = ThreadHost(wrap(model, tokenizer), made, config, num_threads(threads))
         return cls(thread, tokenizer, made, config)
@@ -234,20 +263,20 @@ class QLLMEngine:
         self._host.raise_if_closed()
         shape = self._host.info.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
-        params = self._params(sampling, stop)
+        params = to_sampling(sampling, stop, self.sampling_defaults)
         wrong = [i for i in (*params.stop_token_ids, *params.logit_bias) if i >= shape.vocab_size]
         if wrong:
             raise InvalidRequestError(
-                f"token id {wrong[0]} in sampling must be in [0, {shape.vocab_size})"
+                f"token id {shown(wrong[0])} in sampling must be in [0, {shape.vocab_size})"
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
-        level, most = priority_class(priority), self._max_tokens(len(token_ids), max_tokens)
+        level, most = (
+            priority_class(priority),
+            most_tokens(len(token_ids), max_tokens, self.config, shape.max_position),
+        )
         targets = slo_of(slo, self.config.default_slo(level))
-        if timeout_s is not None and not is_positive(timeout_s):
-            raise InvalidRequestError(
-                f"timeout_s={timeout_s!r} must be a finite number > 0, or None"
-            )
+        check_timeout("timeout_s", timeout_s)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._host.info.eos_token_ids
@@ -313,47 +342,6 @@ class QLLMEngine:
                 handle.cancel()
         return results
 
-    def _params(
-        self, sampling: SamplingParams | None, stop: str | Sequence[str] | None
-    ) -> SamplingParams:
-        if sampling is None:
-            sampling = SamplingParams(**{"temperature": 0.0, **self.sampling_defaults})
-        if not isinstance(sampling, SamplingParams):
-            raise InvalidRequestError(f"sampling={sampling!r} must be SamplingParams, or None")
-        changes: dict[str, Any] = {}
-        if stop is not None:
-            if not isinstance(stop, str | Sequence):
-                raise InvalidRequestError(f"stop={stop!r} must be a string or a list of them")
-            changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
-        if sampling.seed is None:
-            changes["seed"] = secrets.randbits(62)
-        if not changes:
-            return sampling
-        values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
-        return SamplingParams(**{**values, **changes})
-
-    def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        limits = {
-            "max_kv_tokens": self.config.num_blocks * self.config.block_size,
-            "the model's longest sequence": self._host.info.shape.max_position,
-        }
-        name, most = min(limits.items(), key=lambda item: item[1])
-        if num_prompt_tokens >= most:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens; with at least one to produce it must "
-                f"be shorter than {most} ({name})"
-            )
-        if max_tokens is None:
-            return min(self.config.default_max_tokens, most - num_prompt_tokens)
-        if not is_int(max_tokens) or max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens={max_tokens!r} must be an integer >= 1")
-        if num_prompt_tokens + max_tokens > most:
-            raise InvalidRequestError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} exceed {most} "
-                f"({name}); ask for at most {most - num_prompt_tokens}"
-            )
-        return int(max_tokens)
-
     def _handle(
         self,
         number: RequestId,
@@ -361,8 +349,7 @@ class QLLMEngine:
         token_ids: tuple[int, ...],
         params: SamplingParams,
     ) -> Handle:
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise InvalidRequestError(f"request_id={request_id!r} must be a non-empty string")
+        check_request_id(request_id)
         tokenizer = self.tokenizer
         return Handle(
             number=number,
@@ -413,7 +400,11 @@ class QLLMEngine:
         self._host.end_if_stuck(after_s)
 
     def close(self) -> None:
-        """Stop serving. Requests in flight end as `cancelled`. Twice is once."""
+        """Stop serving. Requests in flight end as `cancelled`. Twice is once.
+
+        An engine's process that does not end in time is killed; calls that wait for it raise
+        EngineClosedError. In a child of `os.fork` this does nothing.
+        """
         self._host.close()
 
     def __enter__(self) -> Self:

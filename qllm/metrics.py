@@ -345,7 +345,7 @@ class MetricsBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of one quantity, in milliseconds."""
+    """Summary of one quantity's samples, in milliseconds."""
 
     count: int
     mean: float

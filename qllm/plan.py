@@ -13,7 +13,7 @@ here touches a tensor, so the same program drives every runner.
 import enum
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol, overload
@@ -201,6 +201,8 @@ class ModelShape(NamedTuple):
     vocab_size: int
     max_position: int
     """Longest sequence the model was made for."""
+    recompute_above: int | None = None
+    """Tokens: KV of a sequence up to that long is of no use once it is longer (`models.rope`)."""
 
 
 class CutRule(NamedTuple):
@@ -309,6 +311,10 @@ class Program:
     def end(self) -> Index:
         """The index at which nothing is left to do."""
         return Index(len(self.ops), 0)
+
+    def until(self, index: Index) -> "Program":
+        """The same frame, its ops only up to a boundary between layers."""
+        return replace(self, ops=self.ops[: index.op])
 
     def layer_at(self, index: Index) -> int:
         """First layer not finished at `index` (the number of layers when only HEAD is left)."""

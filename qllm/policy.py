@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from qllm.compile import chunk_end
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, shown
 from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row
-from qllm.types import Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
+from qllm.types import MAX_TIME_MS, Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
     "NO_DEADLINE",
@@ -80,6 +80,8 @@ class RequestView(Protocol):
     def is_decoding(self) -> bool: ...
     @property
     def is_admitted(self) -> bool: ...
+    @property
+    def owes_prompt(self) -> bool: ...
     @property
     def served_ns(self) -> int: ...
     @property
@@ -303,12 +305,15 @@ class RankPolicy:
         if self.groups is not None:
             least += [("group_tokens", self.groups.tokens), ("max_groups", self.groups.most)]
         for name, value in least:
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be an integer >= 1")
-        if self.max_be_stall_ms is not None and self.max_be_stall_ms < 100:
+            if value is not None and not (isinstance(value, int) and 1 <= value <= MAX_TIME_MS):
+                raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_TIME_MS}]")
+        bound_ms = self.max_be_stall_ms
+        if bound_ms is not None and not (
+            isinstance(bound_ms, int) and 100 <= bound_ms <= MAX_TIME_MS
+        ):
             raise ConfigError(
-                f"max_be_stall_ms={self.max_be_stall_ms!r} must be at least 100, or None for no "
-                "bound"
+                f"max_be_stall_ms={shown(bound_ms)} must be an integer in [100, {MAX_TIME_MS}], or "
+                "None for no bound"
             )
         guests = self.guest_rows
         if not isinstance(guests, int) or isinstance(guests, bool) or guests < 0:

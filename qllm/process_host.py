@@ -5,7 +5,6 @@ core. Requests, cancels and tokens go through shared memory; start-up, statistic
 checkpoints through a connection, whose end also tells that the other side is gone.
 """
 
-import atexit
 import itertools
 import json
 import os
@@ -111,7 +110,7 @@ class ProcessHost(RingHost):
         self._ask_lock = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name="qllm-receiver", daemon=True)
         self._receiver.start()
-        atexit.register(self.close)
+        self._register()
 
     @classmethod
     def spawn(cls, start: "Start") -> "ProcessHost":
@@ -302,16 +301,21 @@ class ProcessHost(RingHost):
         self._watchdog = Watchdog(after_s, time.monotonic_ns())
 
     def drain(self) -> None:
+        self.raise_if_closed()
         self._control.draining = True
 
-    def close(self) -> None:
-        with self.door:
+    def _close(self) -> None:
+        until = time.monotonic() + CLOSE_S
+        has_door = self.door.acquire(timeout=CLOSE_S)  # `restore` keeps it until it is answered
+        try:
             if self._closing or threading.current_thread() is self._receiver:
                 return
             self._closing = True
-        atexit.unregister(self.close)
+        finally:
+            if has_door:
+                self.door.release()
         if self._over is None and self._process is not None:
-            self._end_engine()
+            self._end_engine(until)
         elif self._over is None and not self._control.error:
             self._leave()
         self._hang_up()
@@ -320,17 +324,25 @@ class ProcessHost(RingHost):
             self._how_it_went()  # nothing is left of it
         self._connection.close()
         self._front_end.close()
+        self._unregister()
         if self._listen is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._listen)
 
-    def _end_engine(self) -> None:
-        self._front_end.stop()
-        with suppress(EngineClosedError, TimeoutError), self._ask_lock:
-            since = len(self._trace.events)
-            self._trace.events += self._ask_locked("last_events", since, timeout_s=CLOSE_S)
-            return
+    def _end_engine(self, until: float) -> None:
+        """Tell the engine to end; one that does not, or leaves a question open, is killed."""
         assert self._process is not None
+        self._front_end.stop()
+        if self._ask_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            left_s = max(0.0, until - time.monotonic())
+            try:
+                since = len(self._trace.events)
+                self._trace.events += self._ask_locked("last_events", since, timeout_s=left_s)
+                return
+            except (EngineClosedError, TimeoutError):
+                pass
+            finally:
+                self._ask_lock.release()
         self._process.kill()
 
     def _ask(self, op: str, *args: Any) -> Any:
@@ -347,6 +359,7 @@ class ProcessHost(RingHost):
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
+            self.raise_if_closed()
             raise EngineClosedError(f"{self._why()}; make a new one") from error
         if kind == "error":
             raise value

@@ -1,11 +1,14 @@
-"""From what a caller passes to `submit` to checked token ids."""
+"""From what a caller passes to `submit` to checked token ids and sampling."""
 
 import inspect
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from qllm.errors import InvalidRequestError
-from qllm.types import Prompt, SamplingParams
+from qllm.checks import is_int
+from qllm.errors import InvalidRequestError, shown
+from qllm.types import Prompt, SamplingParams, check_text
 
 MOST_STOP_IDS = 8
 """Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
@@ -21,6 +24,7 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         return
     lacks = {
         "logprobs": sampling.logprobs is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
         "logit_bias": bool(sampling.logit_bias),
         "repetition_penalty": sampling.repetition_penalty != 1,
         "presence_penalty": sampling.presence_penalty != 0,
@@ -36,6 +40,33 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         )
 
 
+def to_sampling(
+    sampling: SamplingParams | None, stop: str | Sequence[str] | None, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """Complete how a request is sampled: defaults, stop strings, and a seed if there is none.
+
+    Args:
+        sampling: As it was asked for; None is greedy but for `defaults`.
+        stop: Strings that end the answer, beside those in `sampling`.
+        defaults: Keywords of SamplingParams, from the model's generation config.
+
+    Raises:
+        InvalidRequestError: One of them is of another type, or no text.
+    """
+    if sampling is None:
+        sampling = SamplingParams(**{"temperature": 0.0, **defaults})
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequestError(f"sampling={shown(sampling)} must be SamplingParams, or None")
+    changes: dict[str, Any] = {}
+    if stop is not None:
+        if not isinstance(stop, str | Sequence):
+            raise InvalidRequestError(f"stop={shown(stop)} must be a string or a list of them")
+        changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
+    if sampling.seed is None:
+        changes["seed"] = secrets.randbits(62)
+    return replace(sampling, **changes) if changes else sampling
+
+
 def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Encode text, render chat messages with the model's template, or check ids.
 
@@ -45,25 +76,29 @@ def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, 
         vocab_size: Ids must be in [0, vocab_size).
 
     Raises:
-        InvalidRequestError: The prompt is empty, of another shape, or holds an unknown id.
+        InvalidRequestError: The prompt is empty, of another shape, no text, or holds an unknown
+            id.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty; pass at least one character")
+        check_text("the prompt", prompt)
         ids = list(_needed(tokenizer)(prompt)["input_ids"])
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
         first = prompt[0]
         ids = render_chat(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)
     else:
         raise InvalidRequestError(
-            f"prompt={prompt!r:.80} must be a non-empty string, list of messages or list of "
+            f"prompt={shown(prompt):.80} must be a non-empty string, list of messages or list of "
             "token ids"
         )
     if not ids:
         raise InvalidRequestError("the prompt has no tokens; pass some text")
     wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
-        raise InvalidRequestError(f"token id {wrong} must be in [0, {vocab_size}), the vocabulary")
+        raise InvalidRequestError(
+            f"token id {shown(wrong)} must be in [0, {vocab_size}), the vocabulary"
+        )
     return tuple(ids)
 
 
@@ -75,10 +110,10 @@ def _needed(tokenizer: Any) -> Any:
 
 def _checked(prompt: Sequence[Any]) -> list[int]:
     for item in prompt:
-        if isinstance(item, bool) or not hasattr(item, "__index__"):
+        if not is_int(item):
             raise InvalidRequestError(
-                f"prompt holds {item!r:.60}; a list must hold only token ids, or only messages "
-                "with role and content"
+                f"prompt holds {shown(item):.60}; a list must hold only token ids, or only "
+                "messages with role and content"
             )
     return [int(item) for item in prompt]
 
@@ -99,21 +134,24 @@ def render_chat(
         variables: Further variables of the template.
 
     Raises:
-        InvalidRequestError: A message has another shape, or the template refuses them.
+        InvalidRequestError: A message has another shape or is no text, or the template refuses
+            them.
     """
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise InvalidRequestError(
-                f"message {message!r:.80} must be a mapping with role and content"
+                f"message {shown(message):.80} must be a mapping with role and content"
             )
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or not (
             isinstance(content, str | list) or (content is None and message.get("tool_calls"))
         ):
             raise InvalidRequestError(
-                f"message {message!r:.80} must have a string as role, and a string or a list of "
-                "parts as content"
+                f"message {shown(message):.80} must have a string as role, and a string or a list "
+                "of parts as content"
             )
+    for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
+        check_text(name, value)
     if _needed(tokenizer).chat_template is None:
         raise InvalidRequestError(
             "the model's tokenizer has no chat template; pass a string or token ids"

@@ -32,7 +32,7 @@ SHARPNESS, ATTENTION_GAIN = 2.0, 4.0
 context and do not fall into a cycle at once (19 to 22 distinct tokens of 24, without 6 to 12)."""
 _MAX_FILE_BYTES = 400_000
 _BYTES_PER_ID = 700
-"""Of text that the tokenizer is trained on, per entry of its vocabulary."""
+"""Bytes of text that the tokenizer is trained on, per entry of its vocabulary."""
 
 SIZES: dict[str, dict[str, int]] = {
     "300m": {

@@ -38,6 +38,8 @@ class Ranking:
         self._where: dict[RequestId, Ranked] = {}
         """The places of those who wait."""
         self._unranked = list(requests)
+        self.asking: RequestId | None = None
+        """The request that the policy is asked about; it stays where the policy raises."""
 
     def touch(self, request: RequestView) -> None:
         """It arrived, or holds KV now, or no more."""
@@ -88,6 +90,7 @@ class Ranking:
         Raises:
             TypeError: It did not return two ints.
         """
+        self.asking = request.request_id
         deadline = request.deadline_ns
         tier, key = self.policy.rank(
             request.arrival_ns,
@@ -100,6 +103,7 @@ class Ranking:
         )
         if not (isinstance(tier, int) and isinstance(key, int)):
             raise TypeError(f"rank returned {(tier, key)!r}; it must return two ints")
+        self.asking = None
         return Ranked(tier, key, request.request_id, request)
 
     def waiting_of(self, tier: int) -> list[Ranked]:

@@ -123,6 +123,7 @@ class RemoteHost(RingHost):
         self._receiver = threading.Thread(target=self._receive, name="qllm-receiver", daemon=True)
         self._receiver.start()
         threading.Thread(target=self._beats, name="qllm-beats", daemon=True).start()
+        self._register()
 
     _front_end: NixlFrontEnd
 
@@ -267,9 +268,10 @@ class RemoteHost(RingHost):
 
     def drain(self) -> None:
         """Only here: the engine has other front ends."""
+        self.raise_if_closed()
         self._drains = True
 
-    def close(self) -> None:
+    def _close(self) -> None:
         with self.door:
             if self._closing or threading.current_thread() is self._receiver:
                 return
@@ -281,3 +283,4 @@ class RemoteHost(RingHost):
         with suppress(OSError):
             self._wire.close()
         self._bell.close()
+        self._unregister()

@@ -43,6 +43,8 @@ class Request:
     preemptions: int = 0
     failures: int = 0
     """Runs of it that raised."""
+    scores_prompt: bool = False
+    """Log-probabilities of the prompt are asked for; they come with the first token."""
     finished: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +71,11 @@ class Request:
         return self.num_tokens - self.num_computed_tokens == 1 and (
             self.num_tokens > self.num_prompt_tokens
         )
+
+    @property
+    def owes_prompt(self) -> bool:
+        """Log-probabilities of the prompt are asked for and not reported yet."""
+        return self.scores_prompt and self.num_tokens == self.num_prompt_tokens
 
     @property
     def is_admitted(self) -> bool:

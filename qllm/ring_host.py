@@ -10,7 +10,7 @@ from qllm.errors import CRASHED, EngineClosedError, QueueFullError
 from qllm.handle import Handle
 from qllm.host import Host
 from qllm.ingress import Cancel, Submission
-from qllm.ingress.codec import End
+from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.request_log import Open
@@ -41,6 +41,10 @@ class RingHost(Host):
         for item in self._front_end.receive():
             if isinstance(item, End):
                 self._on_finish(item)
+            elif isinstance(item, PromptPart):
+                entry = self._entry(item.request_id)
+                if entry is not None:
+                    entry.handle.on_prompt(item.first, item.logprobs)
             else:
                 self._on_token(item.sampled, item.at_ns)
 
@@ -82,16 +86,22 @@ class RingHost(Host):
         del self._open[request_id]
         del self.handles[request_id]
 
+    def disown(self) -> None:
+        super().disown()
+        self._open.clear()
+        self._closing, self._over = True, self._whose()
+
     def _end_all(self, why: str) -> None:
         """The engine is gone: what is left waits for another one, or ends."""
         with self.door:
             self._over = why
+        end = (FinishReason.CANCELLED, None) if self._closing else (FinishReason.ERROR, why)
         for request_id, entry in list(self._open.items()):
             self._forget(request_id)
             if entry.handle.log is not None:
                 entry.handle.log.take(entry, self.now_ns(), why)
             else:
-                entry.finish(request_id, entry.ended or (FinishReason.ERROR, why))
+                entry.finish(request_id, entry.ended or end)
 
     # -- host
 
@@ -108,7 +118,7 @@ class RingHost(Host):
             EngineClosedError: It is gone.
         """
 
-    def raise_if_closed(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._closing:
             raise EngineClosedError("the engine was closed; make a new one")
         if self.failure is not None:

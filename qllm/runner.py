@@ -26,9 +26,9 @@ from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.models.experts import Work
 from qllm.models.frame import Frame, Held, LayerState
 from qllm.models.guests import guests_of
-from qllm.models.heads import HeadState
+from qllm.models.heads import HeadState, last_tokens
 from qllm.models.native import attend_some
-from qllm.models.rope import RopeTable
+from qllm.models.rope import RopeTable, switch_of
 from qllm.models.sweep import Sizes
 from qllm.plan import Index, Longest, Op, OpKind, Program, Row, Segments, Stop
 from qllm.sampler import Sampler
@@ -47,8 +47,8 @@ class TorchRunner:
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
         kernels, expert_weights: See `EngineConfig`.
-        max_packed_bytes: Most bytes that a copy of the linear modules (of the head; of experts that
-            torch multiplies) in a faster layout may take. Weights changed later are not seen.
+        max_packed_bytes: Most bytes that a copy of the linear modules (of the head) for our kernels
+            may take. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
@@ -72,7 +72,6 @@ class TorchRunner:
         refuse_unsafe(model)
         self.model = model
         self.parts = parts = discover(model)
-        self.shape = parts.shape
         self.segments: Segments = Longest()
         self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
         self.guest_rows = 0  # expert rows of parked frames computed beside a program
@@ -84,7 +83,9 @@ class TorchRunner:
         self.frames: dict[int, Frame] = {}
         self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
-            self._rope = RopeTable(parts.rotary_emb, self._device, parts.lm_head.weight.dtype)
+            switch, dtype = switch_of(model, parts.rotary_emb), parts.lm_head.weight.dtype
+            self._rope = RopeTable(parts.rotary_emb, self._device, dtype, switch)
+            self.shape = parts.shape._replace(recompute_above=self._rope.recompute_above)
             self.compute = Compute(
                 model,
                 parts,
@@ -154,8 +155,11 @@ class TorchRunner:
         if request_id in self._requests:
             raise InvariantError(f"request {request_id} is in the runner already")
         ids = list(token_ids)
+        kv, num_top = self._new_kv(max_total_tokens), sampling.prompt_logprobs
+        num_top = None if num_top is None else min(num_top, self.shape.vocab_size)
+        held = Held(ids, num_prompt_tokens, kv, num_top)
         self._sampler.add(request_id, sampling, ids[:num_prompt_tokens])
-        self._requests[request_id] = Held(ids, num_prompt_tokens, self._new_kv(max_total_tokens))
+        self._requests[request_id] = held
 
     def _new_kv(self, max_total_tokens: int) -> RequestKV:
         return RequestKV(self.shape.num_layers, max_total_tokens)
@@ -165,9 +169,7 @@ class TorchRunner:
             self._sampler.remove(request_id)
 
     def evict(self, request_id: RequestId) -> None:
-        request = self._requests[request_id]
-        request.kv.clear()
-        request.kept = None
+        self._requests[request_id].evict()
 
     def token_ids(self, request_id: RequestId) -> list[int]:
         """The ids of a request, prompt and output."""
@@ -193,7 +195,7 @@ class TorchRunner:
 
     def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
-        frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
+        frame.rope = self._rope.rows(program, self._requests)
         frame.take_back(self._requests, self.parts.lm_head.weight)
         return frame
 
@@ -249,12 +251,10 @@ class TorchRunner:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with torch.inference_mode():
             frame.give_back(self._requests, program.end)
-        for row in program.rows:
-            if row.request_id not in frame.dead and row.end_layer == program.num_layers:
-                self._requests[row.request_id].kv.committed = row.hi
+            frame.commit(self._requests)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
-            self._requests[token.request_id].ids.append(token.token_id)
+            self._requests[token.request_id].take(token.token_id)
         return sampled
 
     def split(self, program: Program, index: Index) -> None:
@@ -306,7 +306,7 @@ class TorchRunner:
 
     def _new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
         spans = self._spans(frame, group, lo, hi)
-        return Step(spans, hi - lo, self.parts.latent_kv, self.compute.packs)
+        return Step(spans, hi - lo, self.parts.latent_kv)
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
@@ -398,23 +398,23 @@ class TorchRunner:
         return 0
 
     def _logits(self, frame: Frame, op: Op, pos: int) -> int:
-        """Blocks of the vocabulary; after the last one, sample."""
-        program, parts = frame.program, self.parts
-        members = program.groups[op.group]
+        """Prompts that are asked about, then blocks of the vocabulary; at the end, sample."""
+        parts, members = self.parts, frame.program.groups[op.group]
         if frame.head is None or pos == 0:
             x = frame.activate(op.group)
-            if len(members) != x.shape[0]:
-                ends, at = [], 0
-                for r in members:
-                    at += program.rows[r].num_tokens
-                    ends.append(at - 1)
-                x = x[ends] if len(ends) > 1 else x[ends[0] : ends[0] + 1]
-            frame.head = HeadState(parts.norm(x), self._greedy(frame, members))
-        num = self._head.num_blocks
+            rows = self._costs.rows_at_once(self._head.num_blocks, self.shape.vocab_size)
+            scores = frame.scores_of(self._requests, members, (self._head.num_blocks, rows))
+            x = last_tokens(x, [frame.program.rows[r].num_tokens for r in members])
+            frame.head = HeadState(parts.norm(x), self._greedy(frame, members), scores)
+        head, num = frame.head, self._head.num_blocks
+        if pos < head.scores.num_units:
+            dead = {i for i, r in enumerate(members) if frame.is_dead(r)}
+            return head.scores.run(self._head, parts, self._costs, pos, dead)
+        pos -= head.scores.num_units
         stop = min(num, pos + self._costs.head_blocks(len(members), num))
-        frame.head.run(self._head, pos, stop, parts.logits_scaling)
+        head.run(self._head, pos, stop, parts.logits_scaling)
         if stop < num:
-            return stop
+            return head.scores.num_units + stop
         self._sample(frame, members)
         return 0
 
@@ -441,7 +441,7 @@ class TorchRunner:
                 logits = logits / self.parts.logits_scaling
             rest = [head.rest[j] for j in live]
             found.update(zip(rest, self._choose(logits, [rows[i] for i in rest]), strict=True))
-        frame.sampled = [found[i] for i in sorted(found)]
+        frame.sampled = [head.scores.add_to(i, found[i]) for i in sorted(found)]
 
     def _choose(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         if self.on_logits is not None:
@@ -465,7 +465,7 @@ class TorchRunner:
         """Make the frame that `export_frame` described; its requests are there already."""
         frame = Frame(program, index)
         with torch.inference_mode():
-            frame.rope = self._rope.of([(row.lo, row.hi) for row in program.rows])
+            frame.rope = self._rope.rows(program, self._requests)
             frame.restore({name: t.to(self._device) for name, t in tensors.items()})
             if "work.ids" in tensors:
                 layer = program.ops[index.op].layer

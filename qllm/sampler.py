@@ -157,7 +157,7 @@ def draw(w_V: Floats64, u: float) -> int:
     return int(np.searchsorted(cumulative_V, u * cumulative_V[-1], side="right"))
 
 
-def _logprobs(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
+def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
     """Report the raw distribution; equal logits are listed by rising id."""
     logprobs_V = torch.log_softmax(torch.from_numpy(logits_V), dim=-1).numpy()
     num_top = min(num_top, len(logits_V))
@@ -179,7 +179,7 @@ def _sample_row(
         token_id = draw(weights(x_V, sampling), uniform(request.seed, position))
     if sampling.logprobs is None:
         return token_id, None
-    return token_id, _logprobs(logits_V, token_id, sampling.logprobs)
+    return token_id, logprobs_of(logits_V, token_id, sampling.logprobs)
 
 
 class Sampler:

@@ -6,12 +6,15 @@ engine must do to the runner (`effects`) and which program to run from where. Af
 engine reports back (`done`, `stopped`, `failed`), and the counters move.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from qllm.blame import Blame, blame, call_hook, plan_suspect
 from qllm.blocks import BlockPool
-from qllm.compile import chunk_end, compile_program
+from qllm.compile import align_rows, compile_program
 from qllm.decision import (
     MAX_IDLE_NS,
     Accept,
@@ -28,11 +31,12 @@ from qllm.decision import (
 from qllm.errors import CheckpointError, InvariantError, PolicyError
 from qllm.guests import with_guests
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
-from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View, next_row
+from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View
 from qllm.ranking import Ranking
 from qllm.request import Request
 from qllm.riding import Riding, settle
 from qllm.shapes import shape_plan
+from qllm.turns import whose_turn
 from qllm.types import NS_PER_S, FrameId, Frontier, RequestId
 from qllm.validate import broken_rule, check_state, malformed, refuse_policy
 from qllm.victims import BadVictimError, victims_for
@@ -58,7 +62,8 @@ class Scheduler:
         self._next_frame_id = 0
         self._owed: list[Effect] = []
         """Done to the state and not yet to the runner; leaves with the next effects."""
-        self._hook_error: PolicyError | None = None
+        self.hook_errors: deque[tuple[Any, PolicyError]] = deque()
+        """Errors of hooks, each with its policy; the next decisions raise them one by one."""
         self._ranking: Ranking | None = None
         self._patience = Patience()
 
@@ -194,15 +199,16 @@ class Scheduler:
         Raises:
             PolicyError: The policy raised, or its plan breaks an invariant; nothing changed.
         """
-        if self._hook_error is not None:
-            error, self._hook_error = self._hook_error, None
-            raise error
+        while self.hook_errors:
+            policy, error = self.hook_errors.popleft()
+            if policy is self.policy:
+                raise error
         if not self.requests:
             self._patience.renew()
             return Decision(effects=self._take_owed())
         self._let_go()
         view = self.view(now_ns)
-        plan = self._solo_plan(view) or self._ask(view)
+        plan = plan_suspect([self.requests[i] for i in self.suspects], view) or self._ask(view)
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
         if not plan.rows and not plan.drop:
@@ -218,7 +224,8 @@ class Scheduler:
             raise self._broken(wrong)
         for request_id in plan.drop:
             self._owed += self.evict(request_id, request_id)
-        rows = self._acquire(view, plan, self._aligned(plan.rows))
+        rows = self._acquire(view, plan, align_rows(plan.rows, self.requests, view.cuts))
+        plan, rows = whose_turn(plan, rows, self.requests, self.costs, self.shape.num_layers)
         decision = self._start(plan, rows, now_ns)
         if not plan.guest_rows:
             return decision
@@ -232,7 +239,7 @@ class Scheduler:
                 return shape_plan(view, ranking.policy, ranking)
             plan: Plan = self.policy.plan(view)
         except Exception as error:
-            raise self._broken(f"raised {type(error).__name__}: {error}") from error
+            raise self._raised(error) from error
         wrong = malformed(plan)
         if wrong is not None:
             raise self._broken(wrong)
@@ -262,43 +269,34 @@ class Scheduler:
     def _broken(self, what: str) -> PolicyError:
         return PolicyError(f"policy {type(self.policy).__name__} {what}")
 
-    def _solo_plan(self, view: View) -> Plan | None:
-        """A suspect alone, as far as KV is free; None if there is none for any of them."""
-        for request in [self.requests[i] for i in self.suspects]:
-            row = next_row(request, view, self.limits.max_step_tokens)
-            room = (len(request.block_table) + self.pool.num_free) * self.limits.block_size
-            if request.frame_id is None and row.lo < room:
-                (row,) = self._aligned([row._replace(hi=min(row.hi, room))])
-                if row.hi <= room:
-                    return Plan(rows=(row,))
-        return None
+    def _raised(self, error: Exception) -> PolicyError:
+        broken = self._broken(f"raised {type(error).__name__}: {error}")
+        if self._ranking is not None:
+            broken.request_id, self._ranking.asking = self._ranking.asking, None
+        return broken
 
-    def _hook(self, name: str, now_ns: int, *args: Any) -> None:
-        hook = getattr(self.policy, name, None)
-        if hook is None:
-            return
-        try:
-            hook(self.view(now_ns), *args)
-        except Exception as error:  # noqa: BLE001 - reported by the next decision
-            self._hook_error = self._broken(f"raised in {name}: {type(error).__name__}: {error}")
+    def blame(self, error: PolicyError, now_ns: int) -> Blame:
+        """Say whose end lets the policy go on after `decide` has raised an error."""
+        found = blame(self, error, now_ns)
+        self._patience.renew()
+        return found
+
+    def empty(self, policy: Any) -> "Scheduler":
+        """A scheduler like this one that knows no request: `qllm.blame` fills and asks it."""
+        twin = Scheduler(policy, self.shape, self.cuts, self.limits)
+        twin.costs, twin.riding, twin._patience = self.costs, self.riding, copy(self._patience)
+        return twin
+
+    def _hook(self, name: str, now_ns: int, subject: Request | StepReport) -> None:
+        error = call_hook(self, name, subject, now_ns)
+        if error is not None:
+            self.hook_errors.append((self.policy, error))
 
     def _touched(self, rows: Sequence[Row]) -> list[FrameId]:
         if not self.frames:
             return []
         requests = (self.requests.get(row.request_id) for row in rows)
         return sorted({r.frame_id for r in requests if r is not None and r.frame_id is not None})
-
-    def _aligned(self, rows: Sequence[Row]) -> list[Row]:
-        if not self.limits.batch_invariant:
-            return list(rows)
-        out = []
-        for row in rows:
-            request = self.requests[row.request_id]
-            if request.frontier is None and row.hi < request.num_tokens:
-                alone = request.num_prompt_tokens
-                row = row._replace(hi=chunk_end(row, request.num_tokens, self.cuts, alone))
-            out.append(row)
-        return out
 
     # -- KV blocks
 
@@ -350,7 +348,7 @@ class Scheduler:
         except BadVictimError as error:
             raise self._broken(str(error)) from error
         except Exception as error:
-            raise self._broken(f"raised {type(error).__name__}: {error}") from error
+            raise self._raised(error) from error
 
     # -- programs
 
@@ -423,7 +421,7 @@ class Scheduler:
         try:
             ranking = self._ranked(end_ns)
         except Exception as error:  # noqa: BLE001 - reported by the next decision
-            self._hook_error = self._broken(f"raised {type(error).__name__}: {error}")
+            self.hook_errors.append((policy, self._raised(error)))
             return
         assert ranking is not None
         self.riding = settle(self.riding, ranking, self.costs, program, done, start_ns, end_ns)

@@ -27,6 +27,7 @@ from qllm.policy import (
 )
 from qllm.ranking import Ranked, Ranking
 from qllm.riding import RIDE_CAP, ride_allowance_ns, tpot_target_ns
+from qllm.turns import scores
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS
@@ -222,6 +223,7 @@ class _Shaper:
         max_tokens: int | None = None,
         cohorts: Collection[int] | None = None,
         force: bool = False,
+        num_others: int = 0,
     ) -> _Batch:
         """Decodes, then prefills, tier by tier; decodes are outside the prefill token budget.
 
@@ -231,9 +233,11 @@ class _Shaper:
             cohorts: The tiers whose prefills advance; all by default. Where prefill is layered
                 and a cohort of such a tier is under way, that goes on and nobody joins it.
             force: Let those who hold blocks prefill though blocks are short for a better one.
+            num_others: Seats that others take.
         """
         groups = self.policy.groups
         batch = _Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
+        batch.seats = max(0, batch.seats - num_others)
         for tier in tiers:
             advances = cohorts is None or tier in cohorts
             under_way = advances and groups is not None and self.go_on(batch, groups, tier)
@@ -331,33 +335,38 @@ class _Shaper:
         plan = self.stalled()
         if plan is not None:
             return plan
-        shared = self.policy.ride.unbounded or self.policy.groups is not None
-        if shared and self.view.frames:
-            return self.resume(self.view.frames[0])
         if self.policy.groups is not None:
-            return self.layered()
-        if not shared:
-            for position, tier in enumerate(self.tiers):
-                plan, decodes_only = self.tier_plan(tier)
-                if plan is None:
-                    continue
-                if decodes_only and self.policy.ride.frac and not self.has_prefill(tier):
-                    return self.ride_along(plan, self.tiers[position + 1 :])
-                return plan
-        elif rows := self.batch(self.tiers).rows:
-            return self.finish_plan(rows)
+            frames = self.view.frames
+            return self.resume(frames[0]) if frames else self.layered()
+        shared = self.policy.ride.unbounded
+        for position, tier in enumerate(self.tiers):
+            plan, decodes_only = self.tiers_plan(self.tiers if shared else (tier,))
+            if plan is None:
+                continue
+            if decodes_only and self.policy.ride.frac and not (shared or self.has_prefill(tier)):
+                return self.ride_along(plan, self.tiers[position + 1 :])
+            return plan
         rows = self.batch(self.tiers, force=True).rows
         return self.finish_plan(rows) if rows else Plan()
 
-    def tier_plan(self, tier: int) -> tuple[Plan | None, bool]:
-        """The plan of one tier alone, and whether it is decodes only."""
+    def tiers_plan(self, tiers: Sequence[int]) -> tuple[Plan | None, bool]:
+        """The plan of one tier or of all together, and whether it is decodes only."""
+        scoring: list[Row] = []
         for frame in self.view.frames:
-            if self.frame_tier(frame) == tier:
-                return self.resume(frame), False
-        batch = self.batch([tier])
-        if not batch.rows:
+            if self.frame_tier(frame) in tiers:
+                if not self.scores(frame):
+                    return self.resume(frame), False
+                scoring += frame.rows
+        batch = self.batch(tiers, num_others=len(scoring))
+        rows = (*batch.rows, *scoring)
+        if not rows:
             return None, False
-        return self.finish_plan(batch.rows), not batch.num_prefills
+        return self.finish_plan(rows), not (batch.num_prefills or scoring)
+
+    def scores(self, frame: FrameView) -> bool:
+        """Whether the frame takes turns with other rows of its tier (`qllm.turns`)."""
+        get, num_layers = self.view.by_id, self.view.shape.num_layers
+        return any(scores(row, get[row.request_id], num_layers) for row in frame.rows)
 
     def has_prefill(self, tier: int) -> bool:
         """Whether somebody of the tier owes prefill, if only for want of a seat or of KV."""

@@ -1,6 +1,5 @@
 """The engine loop on a thread of the caller's process."""
 
-import atexit
 import gc
 import os
 import threading
@@ -11,24 +10,29 @@ from typing import Any
 from qllm import portable
 from qllm.config import EngineConfig
 from qllm.core import Core, crash_text
-from qllm.errors import EngineClosedError
+from qllm.errors import EngineClosedError, ModelError
 from qllm.handle import Handle
 from qllm.host import Host, MakeHandle, freeze_garbage
 from qllm.ingress import Call, Cancel, InprocIngress, Submission
 from qllm.metrics import RequestMetrics
+from qllm.models.discover import base_model
 from qllm.models.loader import LoadedModel
 from qllm.trace import Trace
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, SamplingParams
 
 
 class ThreadHost(Host):
-    """Runs a loop on a thread of its own.
+    """Runs a loop on a thread of its own. A model object has one such host at a time.
 
     Args:
         loaded: The model.
         policy: A policy object.
         config: Settings.
         threads: Threads torch computes with; None leaves torch's choice.
+
+    Raises:
+        ConfigError: A setting that the device does not have.
+        ModelError: Another engine serves this model, or it cannot be driven safely.
     """
 
     def __init__(
@@ -38,23 +42,55 @@ class ThreadHost(Host):
         config.check_place("thread", "cpu", has_meeting=False)
         self._zero_ns = time.monotonic_ns()
         self.ingress = InprocIngress(self.now_ns)
-        self._core = Core(
-            loaded,
-            policy,
-            config,
-            ingress=self.ingress,
-            sink=self,
-            now_ns=self.now_ns,
-            threads=threads,
-        )
-        self.info = self._core.info
-        self.loop, self.runner = self._core.loop, self._core.runner
         self._closed = self._draining = False
         self._crash: BaseException | None = None
-        freeze_garbage()
+        self._ending = threading.RLock()
+        """Held while the loop is ended and the model given back, which happens once."""
+        self._model_key = id(base_model(loaded.model))
+        self._take_model()
+        try:
+            self._core = Core(
+                loaded,
+                policy,
+                config,
+                ingress=self.ingress,
+                sink=self,
+                now_ns=self.now_ns,
+                threads=threads,
+            )
+        except BaseException:
+            del _SERVED[self._model_key]
+            raise
+        self.info = self._core.info
+        self.loop, self.runner = self._core.loop, self._core.runner
         self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # torch aborts when a thread of it outlives the interpreter
+        try:
+            freeze_garbage()
+            self._thread.start()
+            self._register()  # torch aborts when a thread of it outlives the interpreter
+        except BaseException:
+            self._close()
+            raise
+
+    def _take_model(self) -> None:
+        """Become the host of the model; wait for one that is being closed.
+
+        A runner changes the model's modules, and so does its start-up check: a second one would
+        compute with the changes of the first, and lose its own when the first is closed.
+
+        Raises:
+            ModelError: Another engine serves it.
+        """
+        while (other := _SERVED.setdefault(self._model_key, self)) is not self:
+            if not other.is_leaving:
+                gc.collect()  # its engine may be garbage
+            if other.is_leaving or other.failure is not None:
+                other.close()
+            if _SERVED.get(self._model_key) is other:
+                raise ModelError(
+                    "another engine serves this model object, and a model serves one engine at a "
+                    "time; close that engine first (`engine.close()`), or load the model once more"
+                )
 
     def _serve(self) -> None:
         self._crash = self._core.serve()
@@ -87,7 +123,7 @@ class ThreadHost(Host):
     def failure(self) -> str | None:
         return None if self._crash is None else crash_text(self._crash)
 
-    def raise_if_closed(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._crash is not None:
             raise EngineClosedError(
                 f"the engine crashed ({type(self._crash).__name__}); make a new one"
@@ -154,13 +190,30 @@ class ThreadHost(Host):
         )
 
     def drain(self) -> None:
+        self.raise_if_closed()
         self._draining = True
 
-    def close(self) -> None:
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            atexit.unregister(self.close)
-            self.ingress.put(Call(self.loop.close, lambda *_: None))
-            self._thread.join()
-            gc.unfreeze()
-        self._closed = True
-        self.runner.close()
+    def _close(self) -> None:
+        if threading.current_thread() is self._thread:
+            self._closed = True
+            self.runner.close()
+            return
+        self.is_leaving = True
+        with self._ending:
+            if self._thread.is_alive():
+                self.ingress.put(Call(self.loop.close, lambda *_: None))
+                self._thread.join()
+                gc.unfreeze()
+            self._closed = True
+            if _SERVED.get(self._model_key) is self:  # afterwards it may be another's
+                self.runner.close()
+                self._unregister()
+                del _SERVED[self._model_key]
+
+    def disown(self) -> None:
+        super().disown()
+        _SERVED.pop(self._model_key, None)
+
+
+_SERVED: dict[int, ThreadHost] = {}
+"""Who serves a model, by the id of its decoder; changed by single operations, without a lock."""

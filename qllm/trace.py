@@ -16,14 +16,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from qllm.errors import QllmError
-from qllm.plan import Index, Row
+from qllm.plan import Index, Program, Row
 from qllm.types import FinishReason, FrameId, Grain, RequestId, SamplingParams
 
 if TYPE_CHECKING:  # pydantic reads files; it is slow to import and the engine only appends
     from pydantic import TypeAdapter
 
 VERSION = 1
-"""Of the file format. A file of another version is refused."""
+"""Version of the file format. A file of another version is refused."""
 
 
 class TraceError(QllmError, ValueError):
@@ -362,3 +362,27 @@ def _read_header(path: str, line: str) -> tuple[int, dict[str, Any]]:
     if not isinstance(num_events, int) or not isinstance(meta, dict):
         raise TraceError(f"{path}: its header is damaged: num_events={num_events!r}")
     return num_events, meta
+
+
+def planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> Planned:
+    """The event of a program that has got its frame."""
+    return Planned(
+        at_ns=at_ns,
+        frame_id=program.frame_id,
+        rows=program.rows,
+        grain=program.grain,
+        stop_below=program.stop_below,
+        from_frames=from_frames,
+    )
+
+
+def parked(program: Program, index: Index, at_ns: int, arrival_ns: int | None) -> Parked:
+    """The event of a program that has stopped at a boundary."""
+    return Parked(
+        at_ns=at_ns,
+        frame_id=program.frame_id,
+        request_ids=program.request_ids,
+        layer=program.layer_at(index),
+        inside_layer=program.inside_layer(index),
+        arrival_ns=arrival_ns,
+    )

@@ -5,12 +5,13 @@ clock, whose zero is the start of the engine.
 """
 
 import enum
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from qllm.errors import InvalidRequestError
+from qllm.errors import InvalidRequestError, shown
 
 RequestId = int
 """Engine-internal id of a request; ids grow with submission order."""
@@ -19,6 +20,15 @@ FrameId = int
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
+
+MAX_TIME_MS = 1_000_000_000
+"""Largest time that a request or a setting may name: 11.6 days. In nanoseconds it is 10**15, so
+that sums of thousands of them, and products with hundreds, fit 64 bits."""
+MAX_TIME_S = MAX_TIME_MS // 1000
+MAX_CLOCK_NS = 1 << 60
+"""Times on the engine's clock lie within this, in both directions from its start (36 years)."""
+PRIORITY_LIMIT = 1 << 20
+"""Classes lie in [-PRIORITY_LIMIT, PRIORITY_LIMIT]."""
 
 
 class Priority(enum.IntEnum):
@@ -140,12 +150,42 @@ Prompt = str | Sequence[Message] | Sequence[int]
 def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
     if not ok:
         raise InvalidRequestError(
-            f"{name}={value!r} must be {allowed}; change it in SamplingParams"
+            f"{name}={shown(value)} must be {allowed}; change it in SamplingParams"
         )
 
 
+def check_text(name: str, value: Any) -> None:
+    """Return if every string in a value can be encoded.
+
+    Args:
+        name: What the value is called in the message.
+        value: A string, or mappings and sequences that hold some; anything else passes.
+
+    Raises:
+        InvalidRequestError: A string holds half a surrogate pair; says which string and where.
+    """
+    left = [(name, value)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequestError(
+                    f"{name} holds {value[error.start]!a} at position {error.start}, half of a "
+                    "surrogate pair, which is no text; replace it, for example with U+FFFD"
+                ) from error
+        elif isinstance(value, Mapping):
+            left += [(f"a key of {name}", key) for key in value]
+            left += [(f"{name}[{key!a:.60}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # no NaN, no infinity, no int that no float holds
 
 
 def _is_int(value: Any) -> bool:
@@ -184,6 +224,8 @@ class SamplingParams:
     """Go on to `max_tokens` whatever EOS id is produced."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives (0 to 20)."""
+    prompt_logprobs: int | None = None
+    """Report the prompt's log-probabilities, with this many alternatives per token (0 to 20)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
 
@@ -196,7 +238,8 @@ class SamplingParams:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         t = self.temperature
         _check("temperature", t, _is_number(t) and 0 <= t <= 100, "a number in [0, 100]")
-        _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0")
+        k = self.top_k
+        _check("top_k", k, _is_int(k) and k >= 0, "an integer >= 0")
         _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
         _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
         r = self.repetition_penalty
@@ -208,12 +251,14 @@ class SamplingParams:
         _check("seed", s, s is None or (_is_int(s) and 0 <= s < 2**63), "None or in [0, 2**63)")
         ok = isinstance(self.stop, tuple) and all(isinstance(x, str) and x for x in self.stop)
         _check("stop", self.stop, ok, "a non-empty string or a list of them")
+        check_text("stop", self.stop)
         ids = self.stop_token_ids
         ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
         _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
         _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "a bool")
-        n = self.logprobs
-        _check("logprobs", n, n is None or (_is_int(n) and 0 <= n <= 20), "None or in [0, 20]")
+        for name in ("logprobs", "prompt_logprobs"):
+            n = getattr(self, name)
+            _check(name, n, n is None or (_is_int(n) and 0 <= n <= 20), "None or in [0, 20]")
         bias = self.logit_bias
         ok = isinstance(bias, Mapping) and all(
             _is_int(k) and k >= 0 and _is_number(v) for k, v in bias.items()
@@ -234,9 +279,54 @@ class Logprobs(NamedTuple):
     """(token id, log-probability), most likely first."""
 
 
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of the tokens of a prompt but its first, one after the other, as fp32."""
+
+    num_top: int
+    """Alternatives per token."""
+    chosen: "array[float]"
+    """Of the prompt's own tokens."""
+    top: "array[float]"
+    """Of the alternatives, most likely first: `num_top` per token."""
+    top_ids: "array[int]"
+    """Token ids of the alternatives."""
+
+    @classmethod
+    def empty(cls, num_top: int) -> "PromptLogprobs":
+        """Without a token so far."""
+        return cls(num_top, array("f"), array("f"), array("I"))
+
+    def add(self, token: Logprobs) -> None:
+        """Append one token; it has `num_top` alternatives."""
+        self.chosen.append(token.chosen)
+        self.top.extend(value for _, value in token.top)
+        self.top_ids.extend(i for i, _ in token.top)
+
+    def part(self, start: int, stop: int) -> "PromptLogprobs":
+        """Return the tokens [start, stop) of them."""
+        k = self.num_top
+        tops = slice(start * k, stop * k)
+        return PromptLogprobs(k, self.chosen[start:stop], self.top[tops], self.top_ids[tops])
+
+    def extend(self, part: "PromptLogprobs") -> None:
+        """Append tokens with as many alternatives."""
+        self.chosen.extend(part.chosen)
+        self.top.extend(part.top)
+        self.top_ids.extend(part.top_ids)
+
+    def tokens(self) -> Iterator[Logprobs]:
+        """Yield one `Logprobs` per token."""
+        k = self.num_top
+        for i, chosen in enumerate(self.chosen):
+            tops = slice(i * k, i * k + k)
+            yield Logprobs(chosen, tuple(zip(self.top_ids[tops], self.top[tops], strict=True)))
+
+
 class Sampled(NamedTuple):
     """One token a runner produced."""
 
     request_id: RequestId
     token_id: int
     logprobs: Logprobs | None = None
+    prompt: PromptLogprobs | None = None
+    """Of a request that asked for it, with its first token."""

@@ -20,6 +20,11 @@ class VirtualIngress(InprocIngress):
         self._count += 1
         heapq.heappush(self.due, (at_ns, self._count, item))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing will arrive, and nothing has arrived that was not drained."""
+        return not (self.due or self._items)
+
     def next_ns(self) -> int | None:
         """When the next item arrives; None is never."""
         return self.due[0][0] if self.due else None

@@ -64,29 +64,21 @@ class ThreadedApi(FakeLoopApi):
 
 
 class Kernel:
-    """The kernel of a turn, in either way."""
+    """The kernel of a turn."""
 
-    def __init__(self, policy: Any, how: str) -> None:
+    def __init__(self, policy: Any) -> None:
         self._rank, self._native = compile_host(policy), load_native()
-        self._how, self._zero_ns = how, 0
+        self._zero_ns = 0
         self._at = {name: 8 * i for i, name in enumerate(lanes.LANES.names or ())}
 
     def _cell(self, lanes_at: int, name: str) -> ctypes.c_int64:
         return ctypes.c_int64.from_address(lanes_at + self._at[name])
 
-    def __call__(self, first: Any, second: Any, *numbers: int) -> None:
-        if self._how == "device-launch":
-            *addresses, table = numbers
-            branch, goes_on = self._turn(*addresses)
-            if branch >= 0:
-                first(ctypes.c_uint64.from_address(table + 8 * branch).value)
-            if goes_on:
-                second()
-        else:
-            *addresses, run, stage = (*numbers,)
-            branch, goes_on = self._turn(*addresses)
-            second(stage, branch)
-            second(run, int(goes_on))
+    def __call__(self, set_conditional: Any, *numbers: int) -> None:
+        *addresses, run, stage = numbers
+        branch, goes_on = self._turn(*addresses)
+        set_conditional(stage, branch)
+        set_conditional(run, int(goes_on))
 
     def _turn(self, server: int, state: int, at: int) -> tuple[int, bool]:
         launched = self._cell(at, "launch_ns")
@@ -97,13 +89,6 @@ class Kernel:
         if branch == lanes.NOTHING:
             time.sleep(0.0003)
         return branch, bool(self._cell(at, "goes_on").value)
-
-
-class Conditional(Kernel):
-    """What a kernel in the body of a conditional node is given first."""
-
-    def __call__(self, set_conditional: Any, *numbers: int) -> None:  # type: ignore[override]
-        super().__call__(None, set_conditional, *numbers)
 
 
 def runner_of(model: Any, config: Any) -> CudaRunner:
@@ -128,9 +113,8 @@ def install() -> None:
     qllm.core.make_runner = runner_of  # type: ignore[assignment]
     qllm.core.Prepared.max_total_tokens = LONGEST  # type: ignore[assignment,method-assign]
 
-    def of_cuda(policy: Any, device: Any, how: str) -> tuple[Any, Any]:
-        kernel = Conditional if how == "conditional" else Kernel
-        return ThreadedApi(), _dangerous(kernel(policy, how))
+    def of_cuda(policy: Any, device: Any) -> tuple[Any, Any]:
+        return ThreadedApi(), _dangerous(Kernel(policy))
 
     qllm.device_engine._of_cuda = of_cuda
 

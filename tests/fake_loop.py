@@ -1,22 +1,14 @@
 """The loop's graph calls on a CPU, with the rules that CUDA states for them.
 
-Source of the rules: the CUDA programming guide, sections 4.2.4 (conditional nodes) and 4.2.6
-(device launch). A stage is whatever has `replay`; a kernel is a Python function of numbers and
-before them of `set_conditional`, or of `launch` and `relaunch` in a graph for device launch.
+Source of the rules: the CUDA programming guide, section 4.2.4 (conditional nodes). A stage is
+whatever has `replay`; a kernel is a Python function of `set_conditional` and numbers.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qllm.errors import DeviceError
-
 IN_BODY = {"Kernel", "Memcpy", "Memset", "Empty", "Graph", "Conditional"}
 """Node types that the body of a conditional node may hold."""
-ON_DEVICE = {"Kernel", "Memcpy", "Memset", "Graph"}
-"""Node types that a graph for device launch may hold."""
-MOST_LAUNCHES = 120
-"""Fire-and-forget launches of one execution of a graph."""
 MOST_TURNS = 100_000
 
 
@@ -44,73 +36,6 @@ class Node:
         graph.nodes.append(self)
 
 
-class Exec:
-    """A graph instantiated for device launch."""
-
-    def __init__(self, graph: Any, order: int) -> None:
-        self.graph, self.order, self.number = graph, order, 0x7F00_0000_0000 + 64 * order
-        self.is_running = False
-
-
-class Execution:
-    """A graph that was launched runs once; what its kernels may call meanwhile.
-
-    Children run between two nodes, which is as late as they may, so what a kernel writes after its
-    launches is seen; all of them are over before the tail.
-    """
-
-    def __init__(self, api: "FakeLoopApi", of: Exec) -> None:
-        self.api, self.of, self.is_over = api, of, False
-        self.num_launches, self.relaunches = 0, False
-        self.waiting: list[Exec] = []
-        self.children: list[Exec] = []
-
-    def launch(self, number: int) -> None:
-        """Fire and forget."""
-        self._from_a_kernel()
-        child = self.api.execs.get(number)
-        if child is None:
-            raise RuntimeError(f"{number:#x} is no graph instantiated for device launch")
-        if child.is_running:
-            raise RuntimeError("the graph runs: cudaErrorInvalidValue")
-        self.num_launches += 1
-        if self.num_launches > MOST_LAUNCHES:
-            raise RuntimeError(f"more than {MOST_LAUNCHES} launches of one execution")
-        child.is_running = True
-        self.waiting.append(child)
-
-    def relaunch(self) -> None:
-        """Tail launch of the graph itself."""
-        self._from_a_kernel()
-        if self.relaunches:
-            raise RuntimeError("one tail launch of itself may be pending")
-        self.relaunches = True
-
-    def _from_a_kernel(self) -> None:
-        if self.is_over:
-            raise RuntimeError("only a kernel that runs in a graph launches graphs")
-
-    def run(self) -> None:
-        for node in getattr(self.of.graph, "nodes", ()):
-            if node.kind == "Kernel":
-                node.more["function"](self.launch, self.relaunch, *node.more["numbers"])
-            else:
-                self.api.replay(node.more["child"])
-            self._run_children()
-        if not isinstance(self.of.graph, Graph):
-            self.api.replay(self.of.graph)
-        self.is_over = True
-        for child in self.children:
-            child.is_running = False
-
-    def _run_children(self) -> None:
-        for child in self.waiting:
-            self.api.trace.append(child.order)
-            Execution(self.api, child).run()
-        self.children += self.waiting
-        self.waiting = []
-
-
 class FakeLoopApi:
     """A `LoopApi`: `launch` runs the loop to its end."""
 
@@ -120,8 +45,6 @@ class FakeLoopApi:
         self.trace: list[int] = []
         """Branches that ran."""
         self.num_launches = 0
-        self.execs: dict[int, Exec] = {}
-        self.tables: list[Any] = []
         self.set_by: dict[int, int] = {}
         self.fault = ""
 
@@ -175,24 +98,6 @@ class FakeLoopApi:
         self._check(graph)
         return graph
 
-    def instantiate_for_device(self, graph: Any) -> Exec:
-        is_ours = isinstance(graph, Graph)
-        types = {n.kind for n in graph.nodes} if is_ours else set(self.node_types(graph))
-        if not types <= ON_DEVICE or not types - {"Graph"}:
-            raise DeviceError(f"{sorted(types)} in a graph for device launch (result 3)")
-        if is_ours:
-            self._check(graph)
-        made = Exec(graph, len(self.execs))
-        self.execs[made.number] = made
-        return made
-
-    def number_of(self, made: Exec) -> int:
-        return made.number
-
-    def new_table(self, numbers: Sequence[int]) -> int:
-        self.tables.append((ctypes.c_uint64 * len(numbers))(*numbers))
-        return ctypes.addressof(self.tables[-1])
-
     def _check(self, graph: Graph) -> None:
         graph.frozen = True
         for node in graph.nodes:
@@ -206,27 +111,11 @@ class FakeLoopApi:
     # running
 
     def launch(self, made: Any) -> None:
-        if isinstance(made, Exec):
-            self._launch_self_launching(made)
-            return
         if not made.frozen or made.is_body:
             raise RuntimeError("only an instantiated graph can be launched")
         self.num_launches += 1
         self.values = {h: known["first"] for h, known in self.handles.items()}
         self._run(made)
-
-    def _launch_self_launching(self, made: Exec) -> None:
-        if made.is_running:
-            raise RuntimeError("launches by host and device at the same time are undefined")
-        self.num_launches += 1
-        made.is_running = True
-        for _ in range(MOST_TURNS):
-            once = Execution(self, made)
-            once.run()
-            if not once.relaunches:
-                made.is_running = False
-                return
-        raise RuntimeError("the loop does not end")
 
     def replay(self, stage: Any) -> None:
         """Run a captured stage."""

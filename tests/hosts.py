@@ -76,11 +76,18 @@ def pid_of(engine: QLLMEngine) -> int:
     return int(engine._host._process.pid)  # type: ignore[attr-defined]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+def stand_still(path: str) -> None:
+    """Called on an engine's loop: nothing moves until a file is there."""
+    Path(f"{path}-reached").touch()
+    while not os.path.exists(path):
+        time.sleep(0.002)
 
 
 def is_alive(pid: int) -> bool:

@@ -1,5 +1,6 @@
 """A real server on a free port, in a thread, for the tests of `qllm.server`."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def serving(
     config = load_config(None, {}, {"model": "tiny", "port": 0, "drain_s": 20, **settings})
     server = make_server(create_app(engine, config, make), config)
     with bound_socket(config.host, 0) as sock:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
         thread.start()
         try:
             until(lambda: server.started or not thread.is_alive())
@@ -70,11 +71,11 @@ def serving(
             yield Serving(f"http://127.0.0.1:{port}", server, server.config.app.state.front)
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive(), "the server did not end"
 
 
-def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def until(condition: Callable[[], Any], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

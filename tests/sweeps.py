@@ -56,9 +56,9 @@ def part_dense() -> nn.Module:
 
 
 def part_torch() -> nn.Module:
-    model: Any = part_dense()
-    model.model.layers[1].mlp.act_fn = nn.GELU()
-    return model  # type: ignore[no-any-return]
+    model = part_dense()
+    model.get_submodule("model.layers.1.mlp").act_fn = nn.GELU()
+    return model
 
 
 def mixtral() -> nn.Module:

@@ -104,3 +104,92 @@ def test_routing_is_forced_inside_the_block_alone(routing: ModuleType, tmp_path:
         assert torch.equal(model(ids).logits, before)
     with pytest.raises(ValueError, match="routing 'x' is unknown"), routing.forced(model, "x"):
         pass
+
+
+@pytest.fixture(scope="module")
+def papers() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCH))
+    try:
+        import paper_parts
+
+        yield paper_parts
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+def test_a_row_of_the_papers_has_a_value_or_a_reason(papers: ModuleType) -> None:
+    claim = papers.Claim("TTFT | mean", "a paper", "2x")
+    found = [papers.Row.of(claim, "1.9", "live"), papers.Row.of(claim, None, "live", "no GPU")]
+    for wrong in ((None, "live", None), ("1.9", "live", "no GPU")):
+        with pytest.raises(ValueError, match="either a value or a reason"):
+            papers.Row.of(claim, *wrong)
+    part = {"rows": [row._asdict() for row in found], "at": "today", "commit": "abc"}
+    from paper_rows import markdown
+
+    assert markdown({"parts": {"one": part}})[2:] == [
+        "| TTFT \\| mean | 2x (a paper) | 1.9 | live; today, commit abc |",
+        "| TTFT \\| mean | 2x (a paper) | not measured: no GPU | live; today, commit abc |",
+    ]
+    assert papers.PARTS.keys() == papers.CLAIMS.keys()
+
+
+@pytest.mark.parametrize("evictions", [0, 3])
+def test_kv_shortage_without_an_eviction_fails(
+    papers: ModuleType, evictions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from common import Estimate
+    from paper_rows import QUICK, World
+
+    of_class = {"evictions": evictions, "evict_recomputed_tokens": 100 * evictions}
+    alone = {"evictions": 7, "evict_recomputed_tokens": 7}
+    runs = [
+        {"label": "qllm2", "classes": {"BE": of_class, "LS": {**of_class}}, "samples": {}},
+        {"label": "alone", "classes": {"LS": alone}, "samples": {}},
+    ]
+    result = {"runs": runs, "scarce": {"max_kv_tokens": 2048}}
+    result["over_alone"] = {"qllm2": Estimate(1.0, 0.9, 1.1)}
+    monkeypatch.setattr(papers, "held_row", lambda *args: result)
+    world = World(scale=QUICK, settings={}, _bench=object(), _capacity=object())
+    if not evictions:
+        with pytest.raises(papers.NoEvictionError, match="lower max_kv_tokens"):
+            papers.kv_rows(world)
+    else:
+        assert papers.kv_rows(world)[0].here == "600 in 6 evictions"
+    line = papers.Evicted.of(runs, "qllm2").line("S6", "qllm2")
+    assert line[1:] == (f"{2 * evictions}; {200 * evictions}", "evictions > 0", evictions > 0)
+
+
+def test_rates_are_judged_by_what_finished(papers: ModuleType) -> None:
+    import paper_rates as rates
+
+    def point(ttft: float, met: int, unfinished: int) -> Any:
+        run = {
+            "classes": {
+                "LS": {
+                    "arrived": 4,
+                    "finished": 4 - unfinished,
+                    "prefill_tokens_per_s": 10.0,
+                    "output_tokens_per_s": 1.0,
+                }
+            },
+            "samples": {"ttft_ms": [ttft] * 4, "e2e_ms": {str(i): 2 * ttft for i in range(4)}},
+        }
+        run["samples"]["met"] = met
+        found = rates.Point()
+        found.add(run)
+        return found
+
+    fcfs, ours = {0.5: (100.0, 4, 0), 1.0: (800.0, 1, 0), 2.0: (9e3, 0, 3)}, (100.0, 4, 0)
+    points = {
+        load: {"fcfs": point(*of), **{n: point(*ours) for n in (*rates.POINT[1:], "qllm")}}
+        for load, of in fcfs.items()
+    }
+    here = {row.claim: row.here for row in rates._latency_rows(points, "live")}
+    finished = "LS TTFT, fcfs / qllm2, mean, highest load at which fcfs ends every request"
+    assert here[finished] == "8.0 [8.0, 8.0]"
+    assert here["LS TTFT, fcfs / qllm2, mean, saturated"] == "90.0 [90.0, 90.0]"
+    how = [row.how for row in rates._latency_rows(points, "live")]
+    assert any("3 fcfs and 0 qllm2 requests open (lower bounds)" in text for text in how)
+    best = [row.here for row in rates._attainment_rows(points, "live")]
+    assert best[0] == "0.5x of capacity (0.5x 100%, 1x 25%, 2x 0%)"
+    assert best[2] == "2x of capacity (0.5x 100%, 1x 100%, 2x 100%)"

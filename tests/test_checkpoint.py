@@ -95,14 +95,14 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
         if not found and wanted(program, index, count):
             found.append(f"{program.ops[index.op].kind.name} {index}")
             reached.set()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while engine._host.ingress.stop.word != CONTROL and time.monotonic() < deadline:
                 time.sleep(0.0005)  # until the call has lowered the stop word
 
     numbers = []
 
     def save() -> None:
-        assert reached.wait(20)
+        assert reached.wait(60)
         numbers.append(engine.checkpoint(path))
 
     thread = threading.Thread(target=save)

@@ -121,6 +121,7 @@ def test_trace_is_converted_for_perfetto(trace_file: Path) -> None:
         (["run", "no-such-model", "Hi"], "known aliases"),
         (["run", "tiny", "Hi", "--policy", "best"], "unknown policy 'best'; installed: "),
         (["run", "tiny", "Hi", "--set", "seats=3"], "unknown setting 'seats'"),
+        (["run", "tiny", "Hi", "--set", "attention=flash3"], "'attention' is gone: CUDA has one"),
         (["run", "tiny", "Hi", "--set", "seats"], "NAME=VALUE"),
         (["run", "tiny", "Hi", "--temperature", "-1"], "temperature=-1.0"),
         (["demo", "--policies", "fcfs,best"], "unknown policy 'best'; installed: "),

@@ -14,7 +14,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int]
     """What was compiled, by policy and capability; compiling takes no time here."""
     calls: list[tuple[str, tuple[int, int]]] = []
 
-    def link(policy: Any, capability: tuple[int, int], *, device_launch: bool) -> bytes:
+    def link(policy: Any, capability: tuple[int, int]) -> bytes:
         calls.append((repr(policy), capability))
         return b"\x7fELF" + repr(calls[-1]).encode()
 
@@ -37,17 +37,16 @@ def test_whatever_it_comes_from_makes_another(
     cubins.kernel_of(policy, (9, 0), tmp_path)
     cubins.kernel_of(policy, (8, 0), tmp_path)
     cubins.kernel_of(load_policy("fcfs"), (9, 0), tmp_path)
-    cubins.kernel_of(policy, (9, 0), tmp_path, device_launch=True)
-    assert len(compiled) == 4
+    assert len(compiled) == 3
     monkeypatch.setattr(cubins, "version", lambda name: "another")
     cubins.kernel_of(policy, (9, 0), tmp_path)
-    assert len(compiled) == 5
+    assert len(compiled) == 4
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "scheduler.h").write_text("// changed")
     monkeypatch.setattr(cubins, "HEADER", sources / "state.h")
     cubins.kernel_of(policy, (9, 0), tmp_path)
-    assert len(compiled) == 6
+    assert len(compiled) == 5
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", b"x" * 200])

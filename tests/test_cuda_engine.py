@@ -75,6 +75,28 @@ def test_a_model_on_cuda_gets_the_device_runner_and_no_level_two() -> None:
         core.make_runner(OnCuda(), EngineConfig(exactness="batch-invariant"))
 
 
+def test_stages_hold_the_longest_sequence_that_the_shape_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The length comes from the shape alone: a config leaves out what dynamic NTK adds."""
+    model = make_model("mixtral")
+
+    class OnCuda:
+        device = torch.device("cuda")
+
+    def make(_: OnCuda, **how: Any) -> CudaRunner:
+        return CudaRunner(model, **{**how, "graphs": FakeCuda(), "buckets": BUCKETS})
+
+    monkeypatch.setattr("qllm.cuda.runner.CudaRunner", make)
+    config = EngineConfig(max_num_seqs=2, max_kv_tokens=1 << 16)
+    runner = core.make_runner(OnCuda(), config)
+    assert isinstance(runner, CudaRunner)
+    assert runner.stages is not None
+    longest = runner.stages.lanes[True].max_pages * config.block_size
+    assert 0 <= longest - runner.shape.max_position < config.block_size
+    runner.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu_a_storm_is_repeatable(dtype: str) -> None:

@@ -15,6 +15,7 @@ from qllm.compile import compile_program
 from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.errors import ModelError
+from qllm.models import conformance
 from qllm.plan import NO_CUTS, NO_STOP, START, Index, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams
@@ -358,3 +359,18 @@ def test_on_a_gpu_the_tokens_are_those_of_the_cpu(family: str) -> None:
             assert schedule(runner, sampling_of(0.0), grain) == wanted(family, 0.0)
             forget(runner)
         runner.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_start_up_check_holds_on_pages(family: str) -> None:
+    """It parks the runner, and goes on from frames that it wrote itself."""
+    model = make_model(family)
+    runner = CudaRunner(model, num_pages=64, page_size=4, graphs=False)
+    free = runner.pages.num_free
+    conformance.check(model, runner)
+    assert runner.pages.num_free == free
+    wrong: Any = runner._drivers[1]
+    wrong.combine = lambda x, *rest, real=wrong.combine: real(x, *rest) * (1 + 2e-5)
+    if runner.shape.is_moe[1]:
+        with pytest.raises(ModelError, match="first different: layer 1"):
+            conformance.check(model, runner)

@@ -4,7 +4,6 @@ Front ends, rings and records are real, kernels are torch's, CUDA's graphs are f
 compared is the engine on the host: its tokens and the stages that it ran, in order.
 """
 
-import ctypes
 import os
 import random
 from collections import defaultdict, deque
@@ -26,7 +25,7 @@ from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key
 from qllm.device import lanes
 from qllm.device.loop import DeviceLoop
-from qllm.device_engine import HOW, DeviceEngine, _check_how, _of_cuda
+from qllm.device_engine import DeviceEngine, _of_cuda
 from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
@@ -206,16 +205,7 @@ def engine_of(world: World, runner: Any, policy: str, **changes: Any) -> DeviceE
         set_conditional(stage, branch)
         set_conditional(run, int(more))
 
-    def launching(launch: Any, relaunch: Any, *numbers: int) -> None:
-        *addresses, table = numbers
-        branch, more = turn(*addresses)
-        if branch >= 0:
-            launch(ctypes.c_uint64.from_address(table + 8 * branch).value)
-        if more:
-            relaunch()
-
-    kernel = launching if changes.get("how") == "device-launch" else conditional
-    how: dict[str, Any] = {"api": TimedApi(world), "function": kernel, "turns": 9} | changes
+    how: dict[str, Any] = {"api": TimedApi(world), "function": conditional, "turns": 9} | changes
     engine = DeviceEngine(
         runner, policy_of(policy), LIMITS, control=world.control, front_ends=[world.block],
         now_ns=world.clock, max_total_tokens=LONGEST, capacity=64, ls_slots=2, **how,
@@ -257,12 +247,11 @@ def test_tokens_and_branches_are_those_of_the_engine(family: str, policy: str) -
     assert policy != "qllm2" or wanted.parks > 0
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_the_engine_put_together_works_on_copies_of_the_blocks(how: str) -> None:
+def test_the_engine_put_together_works_on_copies_of_the_blocks() -> None:
     jobs = jobs_of(4)
     plain, world = World("mixtral", "qllm2", jobs), World("mixtral", "qllm2", jobs)
     plain.run_on_the_host()
-    engine = engine_of(world, runner_of("mixtral"), "qllm2", how=how)
+    engine = engine_of(world, runner_of("mixtral"), "qllm2")
     assert not set(engine.memory.addresses) & set(engine.loop.addresses)
     launches = engine.serve()
     assert launches > 5
@@ -281,37 +270,12 @@ def test_a_loop_needs_stages_that_were_captured() -> None:
         engine_of(world, runner, "fcfs")
 
 
-def test_a_way_to_the_stages_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World("mixtral", "fcfs", [])
-    with pytest.raises(ConfigError, match="'magic' is unknown; use conditional or device-launch"):
-        engine_of(world, runner_of("mixtral"), "fcfs", how="magic")
-    found = [(8, 9)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[0])
-    device = torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"9\.0 or more, and this one has 8\.9"):
-        _check_how("device-launch", device)
-    _check_how("conditional", device)
-    found[0] = (9, 0)
-    _check_how("device-launch", device)
-
-
-def test_while_the_words_say_more_the_launch_runs() -> None:
-    world = World("mixtral", "fcfs", [])
-    engine = engine_of(world, runner_of("mixtral"), "fcfs", how="device-launch")
-    seen = []
-    for goes_on in (1, 0):
-        engine.memory.write(goes_on=goes_on)
-        seen.append(engine._graph.is_running)
-    assert seen == [True, False]
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_the_kernel_is_the_one_of_the_way(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("qllm.cuda.loop_api.CudaLoopApi", lambda: SimpleNamespace(load=_pair))
-    monkeypatch.setattr("qllm.cubins.kernel_of", lambda *what, **more: (what[1], more))
-    _, loaded = _of_cuda(policy_of("fcfs"), torch.device("cuda"), how)
-    assert loaded == (((9, 0), {"device_launch": how == "device-launch"}), "qllm_turn")
+    monkeypatch.setattr("qllm.cubins.kernel_of", lambda *what: what[1])
+    _, loaded = _of_cuda(policy_of("fcfs"), torch.device("cuda"))
+    assert loaded == ((9, 0), "qllm_turn")
 
 
 def _pair(*both: Any) -> tuple[Any, ...]:

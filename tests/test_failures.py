@@ -1,12 +1,14 @@
 # Over 500 lines: one kind of failure per test.
 """What breaks inside breaks one request at most; what breaks everything ends every handle."""
 
+import itertools
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +53,7 @@ def engine_of(**settings: Any) -> QLLMEngine:
 def _no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and set(threading.enumerate()) - before:
         time.sleep(0.01)
     assert not set(threading.enumerate()) - before
@@ -66,13 +68,13 @@ def submit_all(engine: QLLMEngine, prompts: list[list[int]], n: int = 8) -> list
 
 
 def assert_serves(engine: QLLMEngine) -> None:
-    assert len(engine.submit(ids(5, 77), "LS", 3, sampling=GREEDY).result(30).token_ids) == 3
+    assert len(engine.submit(ids(5, 77), "LS", 3, sampling=GREEDY).result(60).token_ids) == 3
     assert_clean(engine)
 
 
 def assert_clean(engine: QLLMEngine) -> None:
     """Nothing is live, and nothing is left of what was."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while engine.stats()["num_live"] and time.monotonic() < deadline:
         time.sleep(0.01)
     scheduler, runner = engine._host.loop.scheduler, engine._host.runner
@@ -212,13 +214,13 @@ def test_a_tokenizer_that_raises_fails_its_request_alone() -> None:
             bad = engine.submit("abc", max_tokens=20, sampling=letters, stop="zz")
             good = engine.submit(ids(5), max_tokens=6, sampling=GREEDY)
             with pytest.raises(RequestFailedError, match="no such character"):
-                bad.result(30)
+                bad.result(60)
             list(good)
         except LayerError:
             pass  # the reader's own thread decodes the answer without stop strings
         finally:
             tokenizer.decode = real
-        assert len(good.result(30).token_ids) == 6
+        assert len(good.result(60).token_ids) == 6
         assert_serves(engine)
 
 
@@ -313,7 +315,7 @@ def test_a_policy_that_plans_nonsense_is_named_and_the_engine_lives(what: str) -
     with engine_of(policy=Planner(plan)) as engine:
         for handle in submit_all(engine, [ids(5), ids(6)]):
             with pytest.raises(RequestFailedError, match="policy Planner"):
-                handle.result(20)
+                handle.result(60)
         assert engine.stats()["policy_errors"]
         broken.clear()
         assert_serves(engine)
@@ -325,7 +327,7 @@ def test_a_rank_that_breaks_is_named_and_the_engine_lives(after: int, answer: An
     with engine_of(policy=BadRank(after=after, answer=answer), max_kv_tokens=64) as engine:
         for handle in submit_all(engine, [ids(20), ids(6)], 30):
             try:
-                handle.result(20)
+                handle.result(60)
             except RequestFailedError as error:
                 assert "policy BadRank" in str(error)  # noqa: PT017
         assert any("BadRank" in text for text in engine.stats()["policy_errors"])
@@ -346,13 +348,17 @@ def test_a_hook_that_raises_is_named(hook: str) -> None:
         failed = []
         for handle in handles:
             try:
-                handle.result(20)
+                handle.result(60)
             except RequestFailedError as error:
                 failed.append(str(error))
-        assert all(f"Planner raised in {hook}" in text for text in failed)
-        assert failed
+        told = f"Planner raised in {hook}"
+        assert all(told in text for text in failed)
+        assert bool(failed) is (hook != "on_finish")  # then the request has ended already
+        errors = engine.stats()["policy_errors"]
+        assert errors
+        assert all(told in text for text in errors)
         delattr(policy, hook)
-        engine.call(lambda: setattr(engine._host.loop.scheduler, "_hook_error", None))
+        engine.call(lambda: setattr(engine._host.loop.scheduler, "hook_errors", deque()))
         assert_serves(engine)
 
 
@@ -368,7 +374,7 @@ def test_a_broken_policy_falls_back_if_so_configured(what: str) -> None:
         return Plan(rows=(next_row(view.requests[0], view),))
 
     with engine_of(policy=Planner(plan), on_policy_error="fcfs") as engine:
-        results = [h.result(30) for h in submit_all(engine, [ids(5), ids(30), ids(6)])]
+        results = [h.result(60) for h in submit_all(engine, [ids(5), ids(30), ids(6)])]
         assert [len(r.token_ids) for r in results] == [8, 8, 8]
         errors = engine.stats()["policy_errors"]
         assert len(errors) == 1
@@ -429,11 +435,11 @@ def test_an_engine_outlives_a_policy_that_waits_for_ever(monkeypatch: pytest.Mon
     with engine_of(policy=Planner(SLEEP["a-little"])) as engine:
         for handle in submit_all(engine, [ids(5), ids(6)]):
             with pytest.raises(RequestFailedError, match="policy Planner stalls"):
-                handle.result(20)
+                handle.result(60)
         engine.policy._plan = lambda view: Plan(rows=(next_row(view.requests[0], view),))
         assert_serves(engine)
     with engine_of(policy=Planner(SLEEP["for-days"]), on_policy_error="fcfs") as engine:
-        assert [len(h.result(20).token_ids) for h in submit_all(engine, [ids(5), ids(6)])] == [8, 8]
+        assert [len(h.result(60).token_ids) for h in submit_all(engine, [ids(5), ids(6)])] == [8, 8]
         assert ["stalls" in text for text in engine.stats()["policy_errors"]] == [True]
 
 
@@ -445,14 +451,14 @@ def test_a_slow_plan_costs_time_and_nothing_else() -> None:
     prompts = [ids(5), ids(30)]
     with engine_of(policy=Planner(plan)) as slow, engine_of(policy="fcfs") as engine:
         assert slow.stats()["longest_plan_ms"] < 50
-        got, want = ([h.result(30) for h in submit_all(e, prompts)] for e in (slow, engine))
+        got, want = ([h.result(60) for h in submit_all(e, prompts)] for e in (slow, engine))
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         assert slow.stats()["longest_plan_ms"] >= 50
         late = slow.submit(ids(6), "BE", 500, sampling=GREEDY)
         gone = slow.submit(ids(7), "BE", 8, sampling=GREEDY, timeout_s=0.12)
-        assert gone.result(10).finish_reason is FinishReason.TIMEOUT
+        assert gone.result(60).finish_reason is FinishReason.TIMEOUT
         late.cancel()
-        assert late.result(10).finish_reason is FinishReason.CANCELLED
+        assert late.result(60).finish_reason is FinishReason.CANCELLED
         assert_serves(slow)
 
 
@@ -477,7 +483,7 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
     policy = Planner(plan)
     policy.needs = Cap.LAYER_RANGE | Cap.YIELD_LAYER
     with engine_of(policy=policy) as engine:
-        want = [engine.submit(ids(n), "BE", 4, sampling=GREEDY).result(30) for n in (9, 12)]
+        want = [engine.submit(ids(n), "BE", 4, sampling=GREEDY).result(60) for n in (9, 12)]
         third = []
 
         def look(program: Any, index: Any, *_: object) -> None:
@@ -486,11 +492,11 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
         engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
         handles = submit_all(engine, [ids(9), ids(12)], 4)
-        got = [h.result(20) for h in handles]
+        got = [h.result(60) for h in handles]
         engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
         assert third
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
-        third[0].result(20)
+        third[0].result(60)
         assert_serves(engine)
 
 
@@ -500,11 +506,10 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
     loop = engine._host.loop
     return {
-        "add": (engine._host.runner, "add"),
         "remove": (engine._host.runner, "remove"),
         "decide": (loop.scheduler, "decide"),
         "done": (loop.scheduler, "done"),
-        "emit": (loop, "_emit"),
+        "count": (loop, "_done"),
         "drain": (engine._host.ingress, "drain"),
         "expire": (loop, "_expire"),
     }
@@ -528,15 +533,38 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
         handles = submit_all(engine, [ids(5), ids(6)])
         for handle in handles:
             if times == 1:
-                assert handle.result(20).finish_reason is FinishReason.LENGTH
+                assert handle.result(60).finish_reason is FinishReason.LENGTH
             else:
                 with pytest.raises(RequestFailedError, match="no room for a frame"):
-                    handle.result(20)
+                    handle.result(60)
         left[0] = 0
         assert_serves(engine)
 
 
-@pytest.mark.parametrize("where", ["add", "remove", "decide", "done", "emit", "drain", "expire"])
+@pytest.mark.parametrize("after", [0, 7])
+def test_a_request_that_cannot_be_admitted_ends_alone(after: int) -> None:
+    engine = engine_of()
+    runner: Any = engine._host.runner
+    real, seen = runner.add, itertools.count()
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if next(seen) == after:
+            raise LayerError("the runner is broken")
+        return real(*args, **kwargs)
+
+    runner.add = broken
+    with engine:
+        handles = [engine.submit(ids(5, i), "BE", 12, sampling=GREEDY) for i in range(12)]
+        for number, handle in enumerate(handles):
+            if number == after:
+                with pytest.raises(RequestFailedError, match="LayerError: the runner is broken"):
+                    handle.result(60)
+            else:
+                assert handle.result(60).finish_reason is FinishReason.LENGTH
+        assert engine.failure is None
+
+
+@pytest.mark.parametrize("where", ["remove", "decide", "done", "count", "drain", "expire"])
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     engine = engine_of()
@@ -558,14 +586,13 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
         setattr(owner, name, crash)
 
     engine.call(start)
-    deadline = time.monotonic() + 20
     for handle in handles:
         try:
-            handle.result(max(0.1, deadline - time.monotonic()))
+            handle.result(60)
         except RequestFailedError as error:
             assert "the loop is broken" in str(error)  # noqa: PT017
         assert handle.finish_reason is not None
-    engine._host._thread.join(10)
+    engine._host._thread.join(60)
     assert not engine._host._thread.is_alive()
     assert any(h.finish_reason is FinishReason.ERROR for h in handles)
     assert engine.failure == "the engine crashed: LayerError: the loop is broken"
@@ -591,7 +618,7 @@ def test_a_system_exit_in_the_loop_ends_every_handle() -> None:
 
     handle = engine.call(start)
     with pytest.raises(RequestFailedError, match="SystemExit"):
-        handle.result(10)
+        handle.result(60)
     with pytest.raises(EngineClosedError):
         engine.submit(ids(5))
     engine.close()
@@ -605,13 +632,12 @@ def test_close_ends_what_is_in_flight() -> None:
     handles = [engine.submit(ids(20, i), "BE", 400, sampling=GREEDY) for i in range(4)]
     first = iter(handles[0])
     num_read = len(next(first).token_ids)
-    before = time.monotonic()
     engine.close()
-    assert time.monotonic() - before < 5
     engine.close()
     for handle in handles:
         result = handle.result(0)
         assert result.finish_reason is FinishReason.CANCELLED
+        assert len(result.token_ids) < 400, "closing waited for its end"
         assert handle.status is RequestStatus.FINISHED
     rest = [token for piece in first for token in piece.token_ids]
     assert num_read + len(rest) == len(handles[0].result(0).token_ids)
@@ -626,7 +652,7 @@ def test_close_from_many_threads_at_once() -> None:
     for t in threads:
         t.start()
     for t in threads:
-        t.join(10)
+        t.join(60)
     assert not any(t.is_alive() for t in threads)
     assert all(h.result(0).finish_reason is FinishReason.CANCELLED for h in handles)
 
@@ -646,14 +672,24 @@ def test_an_exception_in_the_with_block_closes_the_engine() -> None:
 
 
 INTERRUPTED = """
-import sys
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, sys.argv[1])
 from families import make_model
 from qllm import QLLMEngine, SamplingParams
+from qllm.plan import Plan
+from qllm.policy import next_row
+from qllm.types import Cap
 handles = []
-LONG = SamplingParams(ignore_eos=True)  # no answer ends by itself in time
+LONG = SamplingParams(ignore_eos=True)
+class Slow:
+    needs = Cap.NONE
+    def plan(self, view):
+        time.sleep(0.1)  # 3,000 tokens in turn: no answer ends by itself before the signal comes
+        return Plan(rows=(next_row(view.requests[0], view),))
 def main():
-    with QLLMEngine.from_model(make_model("mixtral"), conformance=False) as engine:
+    model = make_model("mixtral")
+    with QLLMEngine.from_model(model, policy=Slow(), conformance=False) as engine:
         for i in range(6):
             handles.append(engine.submit([1, 2, 3 + i], "BE" if i else "LS", 500, sampling=LONG))
         for n, piece in enumerate(handles[0]):
@@ -689,29 +725,40 @@ def _script(code: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_ends_everything_promptly() -> None:
+def test_ctrl_c_ends_everything() -> None:
     process = _script(INTERRUPTED)
     assert process.stdout is not None
     assert process.stdout.readline() == "iterating\n"
     process.send_signal(signal.SIGINT)
-    before = time.monotonic()
-    out, err = process.communicate(timeout=20)
-    assert time.monotonic() - before < 8
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    reasons = out.strip().splitlines()[-1]
-    assert reasons.count("cancelled") >= 5, out
-    assert "None" not in reasons
+    assert out.strip().splitlines()[-1] == str(["cancelled"] * 6), "it waited for an answer's end"
 
 
 def test_a_program_that_never_closes_still_exits() -> None:
     process = _script(LEFT_OPEN)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert out == "leaving\n"
     assert process.returncode == 0, err[-2000:]
     assert "Fatal" not in err
 
 
 # -- timeouts
+
+
+LATER_S = 1000.0
+
+
+def once_seen(engine: QLLMEngine, handle: Handle) -> Callable[..., None]:
+    """For `on_segment`: once a request has a token and runs again, LATER_S pass at once."""
+    passed = threading.Event()
+
+    def look(program: Any, *_: object) -> None:
+        if handle.number in program.request_ids and handle.token_ids and not passed.is_set():
+            passed.set()
+            engine._host._zero_ns -= int(LATER_S * NS_PER_S)
+
+    return look
 
 
 def test_timeouts_end_requests_wherever_they_are() -> None:
@@ -723,15 +770,13 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
         return Plan(rows=(next_row(view.requests[0], view),))
 
     with engine_of(policy=Planner(plan)) as engine:
-        waiting = engine.submit(ids(5), timeout_s=0.1)
-        before = time.monotonic()
-        result = waiting.result(10)
-        assert time.monotonic() - before < 3
+        result = engine.submit(ids(5), timeout_s=0.1).result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.token_ids == ()
         held.set()
-        running = engine.submit(ids(5), "BE", 500, timeout_s=0.15)
-        result = running.result(10)
+        running = engine.submit(ids(5), "BE", 500, timeout_s=LATER_S)
+        engine.call(lambda: setattr(engine._host.runner, "on_segment", once_seen(engine, running)))
+        result = running.result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert 0 < len(result.token_ids) < 500
         assert_serves(engine)
@@ -741,18 +786,22 @@ def test_a_parked_request_times_out() -> None:
     with engine_of(policy_settings={"ride_frac": 0.0, "max_be_stall_ms": None}) as engine:
         object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
         hits: list[Handle] = []
+        later: list[Callable[..., None]] = []
 
-        def look(program: Any, index: Any, *_: object) -> None:
+        def look(program: Any, index: Any, *rest: object) -> None:
             if 0 in program.request_ids and index.pos and not hits:
                 hits.append(engine.submit(ids(5), "LS", 300, sampling=GREEDY))
+                later.append(once_seen(engine, hits[0]))
+            for pass_time in later:
+                pass_time(program, index, *rest)
 
         engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
-        parked = engine.submit(ids(60), "BE", 10, timeout_s=0.3)
-        result = parked.result(10)
+        parked = engine.submit(ids(60), "BE", 10, timeout_s=LATER_S)
+        result = parked.result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.metrics.preemptions == 1
         assert result.metrics.parked_ms > 0
-        assert len(hits[0].result(30).token_ids) == 300
+        assert len(hits[0].result(60).token_ids) == 300
         engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
         assert_serves(engine)
 
@@ -760,9 +809,9 @@ def test_a_parked_request_times_out() -> None:
 # -- everything at once
 
 
-def _hammer(engine: QLLMEngine, seed: int, end: float, mine: list[Handle]) -> None:
+def _hammer(engine: QLLMEngine, seed: int, count: int, mine: list[Handle]) -> None:
     rng = random.Random(seed)
-    while time.monotonic() < end:
+    while len(mine) < count:
         try:
             mine.append(
                 engine.submit(
@@ -787,7 +836,7 @@ def _hammer(engine: QLLMEngine, seed: int, end: float, mine: list[Handle]) -> No
 
 
 def test_hammer() -> None:
-    num_threads, seconds = 8, 3.0
+    num_threads, count = 8, 40
     settings = {"max_kv_tokens": 512, "max_waiting": 64, "record": True, "exactness": "order"}
     finished: dict[int, int] = {}
     with engine_of(**settings) as engine:
@@ -800,12 +849,11 @@ def test_hammer() -> None:
         engine._host.on_finish = on_finish  # type: ignore[method-assign]
         handles: list[Handle] = []
         broken: list[BaseException] = []
-        end = time.monotonic() + seconds
 
         def work(seed: int) -> None:
             mine: list[Handle] = []
             try:
-                _hammer(engine, seed, end, mine)
+                _hammer(engine, seed, count, mine)
             except BaseException as error:  # noqa: BLE001 - shown by the test's thread
                 broken.append(error)
             handles.extend(mine)
@@ -820,7 +868,7 @@ def test_hammer() -> None:
         reasons = {str(r.finish_reason) for r in results}
         assert {"length", "cancelled"} <= reasons
         assert "error" not in reasons
-        assert len(handles) > 50
+        assert len(handles) == num_threads * count
         assert_serves(engine)
         assert engine._host._thread.is_alive()
         events = [e.request_id for e in engine.trace.events if type(e).__name__ == "Finished"]

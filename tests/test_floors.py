@@ -17,8 +17,18 @@ DEVICE = {"accelerate", "cuda", "cupy", "nixl", "numba", "torch", "transformers"
 
 F0 = {"types", "errors", "config"}
 STRUCTS = {"structs"}
-F1 = {"scheduler", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
-F1 |= {"compile", "costs", "decision", "guests", "ranking", "riding", "validate", "victims"}
+F1 = {"scheduler", "blame", "policy", "shapes", "plan", "request", "blocks", "snapshot"}
+F1 |= {
+    "compile",
+    "costs",
+    "decision",
+    "guests",
+    "ranking",
+    "riding",
+    "turns",
+    "validate",
+    "victims",
+}
 F2 = {"trace", "metrics", "perfetto", "sim", "timeline"}
 F3 = {"runner", "kv_cache", "sampler", "models", "kernels", "checkpoint", "cuda"}
 NATIVE = {"device"}
@@ -67,6 +77,7 @@ BENCH = Floor(
         "config",
         "device",
         "differential",
+        "errors",
         "ingress",
         "kernels",  # gpu_kernels measures them one by one
         "metrics",
@@ -198,16 +209,13 @@ def test_a_file_over_500_lines_says_why(path: str) -> None:
     assert len(lines) <= 500 or lines[0].startswith("# "), f"{len(lines)} lines, no reason on top"
 
 
-def test_import_is_quick_and_leaves_torch_alone() -> None:
+def test_import_takes_nothing_but_the_standard_library() -> None:
+    """So it is quick: numpy alone takes longer than all of it."""
     code = (
-        "import sys, time; start = time.perf_counter(); import qllm;"
-        f"print(time.perf_counter() - start, *({DEVICE} & set(sys.modules)))"
+        "import sys; before = set(sys.modules); import qllm;"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for _ in range(5)
-    ]
-    assert all(len(run) == 1 for run in runs), f"import qllm imported {runs[0][1:]}"
-    assert min(float(run[0]) for run in runs) < 0.2, runs
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) - sys.stdlib_module_names == {"qllm"}

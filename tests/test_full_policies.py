@@ -487,7 +487,7 @@ def test_a_newcomer_without_kv_holds_up_the_newcomers_behind_it() -> None:
 
 
 def test_kv_of_a_worse_class_counts_and_that_of_equals_only_for_who_holds_some() -> None:
-    assert filled(some_view(10, [(LS, 100, False), (BE, 160, True)])) == [0]
+    assert filled(some_view(10, [(LS, 100, False), (BE, 156, True)])) == [0]
     assert filled(some_view(10, [(BE, 100, False), (BE, 156, True)])) == [1]
     assert filled(some_view(10, [(BE, 16, True), (BE, 144, True)]))[0] == 0
 

@@ -64,10 +64,14 @@ def runner() -> TorchRunner:
 
 
 def hold(runner: TorchRunner, request: int, done: int) -> None:
-    """A request whose first tokens have KV: zeros, pages that nobody touched."""
+    """A request whose first tokens have KV: zeros."""
     runner.add(request, [3] * LONG, GREEDY, LONG, LONG)
     kv = runner._requests[request].kv
     kv.base((GROUPS, HEAD, HEAD), torch.empty(0, dtype=torch.bfloat16))
+    for slab in kv.slabs:
+        assert slab is not None
+        for kept in slab:
+            kept[:, :, :done].zero_()
     kv.reach(done)
     kv.committed = done
 

@@ -22,7 +22,6 @@ from test_rings_hosts import SECRET, free_port
 from test_server_replay import Client
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.config import DEVICE_LOOPS
 from qllm.device import serving
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, RequestFailedError
 from qllm.ingress.layout import NUMBER_BITS
@@ -73,7 +72,7 @@ def answers(engine: QLLMEngine) -> list[tuple[Any, ...]]:
     by_id = SamplingParams(temperature=0, stop_token_ids=(whole.token_ids[3],))
     early = engine.submit("q", max_tokens=30, sampling=by_id).result(60)
     assert [r.finish_reason for r in (short, early)] == [FinishReason.STOP] * 2
-    late = engine.submit("abc", "BE", 1500, sampling=LONG, timeout_s=0.05).result(20)
+    late = engine.submit("abc", "BE", 1500, sampling=LONG, timeout_s=0.05).result(60)
     assert late.finish_reason is FinishReason.TIMEOUT
     return [*found, *((r.token_ids, r.text) for r in (whole, short, early))]
 
@@ -107,7 +106,7 @@ def test_where_a_request_is(engine: QLLMEngine) -> None:
         again.result(60)
     assert RequestStatus.PARKED in seen
     long.cancel()
-    assert long.result(20).finish_reason is FinishReason.CANCELLED
+    assert long.result(60).finish_reason is FinishReason.CANCELLED
     assert long.status is RequestStatus.FINISHED
     wait_for(lambda: engine.stats()["num_live"] == 0)
 
@@ -122,14 +121,15 @@ def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path
         with pytest.raises(InvalidRequestError, match=f"{name}.* loop='native'; leave it out"):
             engine.submit("abc", max_tokens=2, sampling=SamplingParams(ignore_eos=True, **wrong))
     most = SamplingParams(ignore_eos=True, stop_token_ids=tuple(range(MOST_STOP_IDS)))
-    engine.submit("abc", max_tokens=2, sampling=most).result(20)
+    engine.submit("abc", max_tokens=2, sampling=most).result(60)
     assert MOST_STOP_IDS == serving.MOST_STOP_IDS
     with pytest.raises(ConfigError, match="checkpoint is not there with loop='native'"):
         engine.checkpoint(tmp_path / "file")
     with pytest.raises(ConfigError, match="restore is not there with loop='native'"):
         engine.restore(tmp_path / "file")
     for settings, what in (
-        ({"loop": "magic"}, "'magic' is unknown; use one of host, native, conditional, device-l"),
+        ({"loop": "magic"}, "'magic' is unknown; use one of host, native, conditional"),
+        ({"loop": "device-launch"}, "'device-launch' is gone: a loop on the device is 'conditi"),
         ({"loop": "native", "record": True}, "record=True needs loop='host'"),
         ({"loop": "native", "on_policy_error": "fcfs"}, "on_policy_error='fcfs' needs loop='host'"),
         ({"loop": "native", "scheduler": "native"}, "leave scheduler at 'python'"),
@@ -161,9 +161,9 @@ def test_front_ends_come_later_and_die(engine: QLLMEngine, socket_path: str) -> 
         mine = engine.submit("hello", max_tokens=60, sampling=LONG)
         killed.stdin.write("\n")
         killed.stdin.flush()
-        assert killed.wait(10) == -signal.SIGKILL
+        assert killed.wait(60) == -signal.SIGKILL
         assert len(mine.result(60).token_ids) == 60
-    wait_for(lambda: engine.stats()["num_live"] == 0, 10)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
 
 
 def test_more_front_ends_than_there_is_room_for(engine: QLLMEngine, socket_path: str) -> None:
@@ -186,7 +186,7 @@ def _fresh(socket_path: str) -> tuple[int, ...]:
     """What a front end gets that comes now; nothing if there is no room."""
     with QLLMEngine.attach(socket_path) as other:
         try:
-            return other.submit("abc", max_tokens=2).result(5).token_ids
+            return other.submit("abc", max_tokens=2).result(60).token_ids
         except Exception:  # noqa: BLE001 - the place of the last one is not free yet
             return ()
 
@@ -211,7 +211,7 @@ def test_a_crash_of_the_loop_ends_every_request_with_the_reason(model: str) -> N
             engine.call(_break)
         for handle in handles:
             with pytest.raises(RequestFailedError, match="RuntimeError: broken on purpose"):
-                handle.result(20)
+                handle.result(60)
         assert "broken on purpose" in str(engine.failure)
     finally:
         engine.close()
@@ -228,10 +228,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tests)
 
 
-@pytest.mark.parametrize("loop", DEVICE_LOOPS)
 @pytest.mark.usefixtures("fake_gpu")
-def test_the_loop_on_the_device_serves_an_engine(loop: str, model: str, socket_path: str) -> None:
-    serves_an_engine(loop, model, socket_path + loop)
+def test_the_loop_on_the_device_serves_an_engine(model: str, socket_path: str) -> None:
+    serves_an_engine(model, socket_path + "-device")
 
 
 @pytest.mark.usefixtures("fake_gpu")
@@ -249,8 +248,8 @@ def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_p
             for _ in range(40):  # they ring no bell, and stop a step all the same
                 slow = engine.submit([9] * 45, "BE", 2, sampling=LONG)
                 wait_for(lambda: engine.stats()["frames"])
-                far.submit("abc", "LS", 2, sampling=LONG).result(20)
-                slow.result(20)
+                far.submit("abc", "LS", 2, sampling=LONG).result(60)
+                slow.result(60)
                 if engine.stats()["num_preemptions"]:
                     break
             assert engine.stats()["num_preemptions"] > 0
@@ -258,7 +257,7 @@ def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_p
             next(iter(left))
             assert far.stats()["num_live"] == 1
         assert left.result(1).finish_reason is FinishReason.CANCELLED
-        wait_for(lambda: engine.stats()["num_live"] == 0, 10)
+        wait_for(lambda: engine.stats()["num_live"] == 0)
         assert len(engine.submit("hello", max_tokens=5, sampling=LONG).result(60).token_ids) == 5
 
 

@@ -181,7 +181,7 @@ def ride_for_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def chunk_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_aligned", lambda self, rows: list(rows))
+    patch.setattr("qllm.scheduler.align_rows", lambda rows, *_: list(rows))
 
 
 def evict_a_cohort_for_its_equal(patch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def attend_both(model: nn.Module, spans: list[tuple[int, int]], warm: int) -> tu
                 kv.write(1, rand(1, GROUPS, warm, HEAD, seed=i), rand(1, GROUPS, warm, HEAD), 0)
             made.append(Span(kv, at, lo, hi))
             at += hi - lo
-        step = Step(made, num, latent=False, packs=False)
+        step = Step(made, num, latent=False)
         outs.append(driver.attend(rand(num, WIDTH, seed=9), rope.of(spans), step))
         assert all(s.kv.written == max(warm, s.hi) for s in made)
     return outs[0], outs[1]
@@ -395,7 +395,7 @@ def test_a_runner_names_its_kernels(kind: str) -> None:
     ours = f"qllm {KINDS[0]}"
     assert names["experts"] == f"{ours} (2)"
     assert names["head"] == ours
-    assert names["router"] == names["decode_attention"] == f"{ours} (2 of 2 layers)"
+    assert names["router"] == names["attention"] == f"{ours} (2 of 2 layers)"
     assert TorchRunner(qwen3(), kernels="reference").compute.names["router"] == "torch"
     half = TorchRunner(qwen3(), max_packed_bytes=0).compute.names
     assert half["experts"] == f"{ours} (2)"  # packed in place, they cost nothing
@@ -427,9 +427,6 @@ class Machine:
     def use(self, name: str) -> None:
         self.used = name
         cpu.native.use("emulated AMX" if name == "AMX" else name)
-
-    def pack(self, *args: int) -> None:
-        cpu.native.pack(*args)
 
     def linear(self, out: int, x: int, matrix: int, rows: int) -> None:
         cpu.native.linear(out, x, matrix, rows)

@@ -96,7 +96,7 @@ def attended(driver: FastDriver, parts: Any, x_TD: Tensor, spans: list[Span], **
     """What attention adds to the residual stream."""
     rope = RopeTable(parts.rotary_emb, torch.device("cpu"), x_TD.dtype)
     ranges = [(span.lo, span.hi) for span in spans]
-    step = Step(spans, x_TD.shape[0], parts.latent_kv, packs=False)
+    step = Step(spans, x_TD.shape[0], parts.latent_kv)
     driver._scale = None
     return driver.attend(x_TD, rope.of(ranges), step) - x_TD
 
@@ -340,7 +340,7 @@ def test_all_families_are_native(family: str) -> None:
     model = make_model(family, torch.bfloat16)
     names, moe = TorchRunner(model).compute.names, sum(discover(model).shape.is_moe)
     ours = f"qllm {KINDS[0]} (3 of 3 layers)"
-    assert names["attention"] == names["decode_attention"] == ours
+    assert names["attention"] == ours
     assert names["router"] == f"qllm {KINDS[0]} ({moe} of 3 layers)"
     assert "torch linear" not in names["linear"]
 
@@ -352,7 +352,6 @@ def test_heads_that_the_kernels_are_not_made_for_stay_with_torch() -> None:
     compute = TorchRunner(model).compute
     names = compute.names
     assert names["attention"].startswith(f"qllm {KINDS[0]} (2 of 3 layers), sdpa")
-    assert names["decode_attention"] == f"qllm {KINDS[0]} (2 of 3 layers), packed heads"
     assert not compute.stops_between_keys
 
 
@@ -368,31 +367,32 @@ def test_a_family_whose_functions_changed_stays_with_torch(
     assert names == (left | {"mlp"} if table == "PAIRS" else left)
 
 
+def of_all_rows(kind: Any, driver: NativeDriver, parts: Any, x_TD: Tensor) -> Tensor:
+    """What shared experts give, or a dense layer, as one of the drivers has it."""
+    if parts.is_moe:
+        return kind._shared(driver, x_TD)["shared"]  # type: ignore[no-any-return]
+    return kind.dense(driver, x_TD, x_TD)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("rows", [1, 7, 40, 200])
 def test_shared_experts_and_dense_layers_are_near_fp64(family: str, rows: int) -> None:
-    layers = discover(make_model(family, torch.bfloat16)).layers
+    layers: Any = discover(make_model(family, torch.bfloat16)).layers
     x = rand(rows, 64, seed=rows)
     for parts in layers:
         driver = NativeDriver(parts, cpu.Arena())
-        module: Any = parts.shared if parts.is_moe else parts.mlp
-        exact = copy.deepcopy(module).double()
+        exact = copy.deepcopy(parts.shared if parts.is_moe else parts.mlp).double()
         if parts.is_moe:
-            found = driver._shared(x)["shared"]  # type: ignore[index]
-            wide, kept = exact(x.double()), FastDriver._shared(driver, x)["shared"]  # type: ignore[index]
+            wide = exact(x.double())
             if parts.shared_gate is not None:
                 wide = copy.deepcopy(parts.shared_gate).double()(x.double()).sigmoid() * wide
         else:
-            found = driver.dense(x, x)
-            normed = parts.post_attention_layernorm(x)  # type: ignore[misc]
-            wide, kept = x.double() + exact(normed.double()), FastDriver.dense(driver, x, x)
+            wide = x.double() + exact(parts.post_attention_layernorm(x).double())
+        found, kept = (of_all_rows(kind, driver, parts, x) for kind in (NativeDriver, FastDriver))
         error, theirs = ((y.double() - wide).abs().mean() for y in (found, kept))
         assert error <= 1.05 * theirs
         assert wide.abs().mean() > 0.01
-        assert torch.equal(
-            found[:1],
-            driver._shared(x[:1])["shared"] if parts.is_moe else driver.dense(x[:1], x[:1]),
-        )  # type: ignore[index]
+        assert torch.equal(found[:1], of_all_rows(NativeDriver, driver, parts, x[:1]))
 
 
 def test_a_gate_that_is_not_the_usual_one_stays_with_torch() -> None:

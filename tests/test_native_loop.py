@@ -75,7 +75,7 @@ class Served:
 
     def close(self) -> None:
         self.front_ends[0].stop()
-        self.thread.join(20)
+        self.thread.join(60)
         self.runner.close()
         for front_end in self.front_ends:
             front_end.close()

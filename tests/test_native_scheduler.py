@@ -20,7 +20,7 @@ from qllm.device.native import load_native
 from qllm.device.rank import compile_host
 from qllm.device.scheduler import NativeScheduler
 from qllm.differential import DifferenceError, Twin, random_shape, random_world, run_trace
-from qllm.errors import CheckpointError, ConfigError
+from qllm.errors import CheckpointError, ConfigError, PolicyError
 from qllm.plan import NO_CUTS
 from qllm.plugins import load_policy
 from qllm.request import Request
@@ -108,10 +108,10 @@ def test_a_wrong_number_in_the_block_is_a_difference(name: str, field: str, chan
 
 def test_an_impossible_request_ends_with_the_same_words() -> None:
     world = World(load_policy("priority"), replace(LIMITS, num_blocks=4), scheduler=Twin)
-    world.submit(BE, 200, 1)
-    world.run(100)
-    assert list(world.finished.values()) == [FinishReason.ERROR]
-    assert "(I8)" in str(world.errors[0]) or "no KV" in str(world.errors[0])
+    request = Request(request_id=0, priority=BE, arrival_ns=0, num_prompt_tokens=200, max_tokens=1)
+    world.scheduler.add(request, 0)  # the engine's loop refuses it before it gets here
+    with pytest.raises(PolicyError, match=r"\(I8\)|no KV"):
+        world.scheduler.decide(0)
 
 
 def test_a_change_of_policy_changes_both() -> None:

@@ -13,7 +13,7 @@ from test_rings_shm import submission
 from qllm.check import LIMITS
 from qllm.ingress import codec, layout
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.types import NS_PER_MS, FinishReason, Priority, SamplingParams
+from qllm.types import MAX_TIME_MS, NS_PER_MS, FinishReason, Priority, SamplingParams
 
 LS, BE = Priority.LS, Priority.BE
 
@@ -25,6 +25,7 @@ LS, BE = Priority.LS, Priority.BE
     ("changes", "says"),
     [
         ({"sampling": SamplingParams(repetition_penalty=1.1)}, "penalties are not served"),
+        ({"sampling": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs are not served"),
         ({"sampling": SamplingParams(presence_penalty=-0.5)}, "penalties are not served"),
         ({"sampling": SamplingParams(frequency_penalty=0.5)}, "penalties are not served"),
         ({"sampling": SamplingParams(logit_bias={3: 1.0})}, "logit_bias is not served"),
@@ -164,31 +165,96 @@ def test_no_record_of_an_attacker_harms_another_front_end(number: int) -> None:
         ({"num_stop_ids": 2**31}, "no request or cancel"),
         ({"num_stop_ids": 2**31, "num_stop_token_ids": 2**31}, "no request or cancel"),
         ({"num_stop_bytes": 2**32 - 1}, "no request or cancel"),
-        ({"temperature": float("nan")}, "no request or cancel"),
-        ({"temperature": -1.0}, "no request or cancel"),
-        ({"top_p": 0.0}, "no request or cancel"),
-        ({"min_p": 1.5}, "no request or cancel"),
-        ({"slo_ttft_ms": float("inf")}, "no request or cancel"),
-        ({"slo_tpot_ms": 1e300}, "no request or cancel"),
-        ({"arrival_ns": 2**63 - 1}, "no request or cancel"),
-        ({"seed": 2**63}, "no request or cancel"),
-        ({"top_k": 2**64 - 1}, "no request or cancel"),
         ({"request_id": 7}, "id of another front end"),
         ({"request_id": 1 << NUMBER_BITS}, "id twice"),
     ],
 )
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
 def test_a_record_that_no_front_end_writes_cuts_its_writer_off(
-    change: dict[str, Any], why: str
+    native: bool, change: dict[str, Any], why: str
 ) -> None:
-    with world(num_front_ends=2) as w:
+    with world("qllm2", native, num_front_ends=2) as w:
         w.submit(0, BE, 5, 60, front_end=1)
         w.step()
-        _, body = codec.encode_submission(submission(1 << NUMBER_BITS | 9, 0, 16, 5))
-        record = np.frombuffer(bytes(16) + body, layout.REQUEST, 1).copy()
-        for name, value in change.items():
-            record[name] = value
-        fixed = record.tobytes()[16:]
-        write_raw(w, "ls", layout.REQUEST_KIND, 0, fixed + body[len(fixed) :])
+        write_raw(w, "ls", layout.REQUEST_KIND, 0, changed(1 << NUMBER_BITS | 9, **change))
         w.step()
-        assert [(n, why in text) for n, text in w.broken] == [(1, True)]
-        assert w.server.memory.get("num_held") == 0
+        assert [(n, why in text or not native) for n, text in w.broken] == [(1, True)]
+        assert not native or w.server.memory.get("num_held") == 0
+
+
+def changed(own_id: int, **change: Any) -> bytes:
+    """The body of a request record with other numbers in its fixed fields."""
+    _, body = codec.encode_submission(submission(own_id, 0, 16, 5))
+    record = np.frombuffer(bytes(16) + body, layout.REQUEST, 1).copy()
+    for name, value in change.items():
+        record[name] = value
+    fixed = record.tobytes()[16:]
+    return fixed + body[len(fixed) :]
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG_NUMBERS: list[tuple[str, Any]] = [
+    *(("temperature", x) for x in (NAN, INF, -1.0, 100.5, 1e308)),
+    *(("top_p", x) for x in (NAN, 0.0, -0.0, 1.5, -INF)),
+    *(("min_p", x) for x in (NAN, 1.5, -1e-300)),
+    *(("repetition_penalty", x) for x in (NAN, 0.0, INF)),
+    *(("presence_penalty", x) for x in (NAN, 3.0)),
+    *(("frequency_penalty", x) for x in (NAN, -INF)),
+    *(("slo_ttft_ms", x) for x in (INF, -INF, 0.0, -0.0, -5.0, 1e308, MAX_TIME_MS * 1.001)),
+    *(("slo_tpot_ms", x) for x in (INF, -INF, 0.0, -0.0, -5.0, 1e13, MAX_TIME_MS * 1.001)),
+    *(("arrival_ns", x) for x in (2**63 - 1, -(2**63), 2**60)),
+    *(("deadline_ns", x) for x in (2**63 - 1, -(2**63), 2**60)),
+    *(("priority", x) for x in (2**31 - 1, -(2**31), 2**20 + 1, -(2**20) - 1)),
+    ("seed", 2**63),
+    ("top_k", 2**64 - 1),
+    ("logprobs", 21),
+    *(("max_tokens", x) for x in (0, 2**31, 2**32 - 1, 4096 - 15)),
+]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+def test_a_wrong_number_in_a_record_ends_its_request_alone(native: bool) -> None:
+    with world("qllm2", native, num_front_ends=2) as w:
+        mine = [w.submit(n, BE, 40, 20, front_end=1) for n in range(2)]
+        other = w.submit(0, LS, 9, 20)
+        w.step()
+        bad = [1 << NUMBER_BITS | 100 + n for n in range(len(WRONG_NUMBERS))]
+        for request_id, (name, value) in zip(bad, WRONG_NUMBERS, strict=True):
+            body = changed(request_id, **{name: value})
+            write_raw(w, "ls", layout.REQUEST_KIND, layout.HAS_DEADLINE, body)
+            w.step()
+        w.run(3 + len(bad))
+        served = [x for i, x in zip(bad, WRONG_NUMBERS, strict=True) if w.tokens(i)]
+        assert served == []
+        reasons = w.reasons()
+        assert {reasons[i] for i in bad} == {FinishReason.ERROR}
+        assert all(w.ends()[i].error for i in bad)
+        assert w.broken == []
+        assert [len(w.tokens(i)) for i in (*mine, other)] == [20] * 3
+        assert all(reasons[i] is FinishReason.LENGTH for i in (*mine, other))
+        assert w.runner.requests == {}
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+def test_the_largest_numbers_that_are_allowed_are_served(native: bool) -> None:
+    edges = {
+        "slo_ttft_ms": [5e-324, float(MAX_TIME_MS), NAN],
+        "slo_tpot_ms": [5e-324, float(MAX_TIME_MS), NAN],
+        "arrival_ns": [1 - 2**60, 2**60 - 1],
+        "priority": [2**20, -(2**20)],
+        "seed": [0, 2**63 - 1],
+        "top_k": [0, 2**63 - 1],
+        "temperature": [0.0, -0.0, 5e-324, 100.0],
+        "top_p": [5e-324, 1.0],
+        "min_p": [0.0, 1.0],
+    }
+    for policy in SHIPPED:
+        with world(policy, native, num_front_ends=2) as w:
+            other = [w.submit(n, [LS, BE][n], 60, 12) for n in range(2)]
+            pairs = [(name, value) for name, values in edges.items() for value in values]
+            for n, (name, value) in enumerate(pairs):
+                request_id = 1 << NUMBER_BITS | n
+                write_raw(w, "be", layout.REQUEST_KIND, 0, changed(request_id, **{name: value}))
+            w.run(2 + len(pairs))
+            assert set(w.reasons().values()) == {FinishReason.LENGTH}
+            assert [len(w.tokens(i)) for i in other] == [12, 12]

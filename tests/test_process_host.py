@@ -154,11 +154,11 @@ def test_cancel_timeout_and_long_text(engine: QLLMEngine) -> None:
     assert handle.status is RequestStatus.RUNNING
     handle.cancel()
     assert handle.status is RequestStatus.FINISHED
-    result = handle.result(20)
+    result = handle.result(60)
     assert result.finish_reason is FinishReason.CANCELLED
     assert 0 < len(result.token_ids) < 1500
     late = engine.submit("abc", "BE", max_tokens=1500, sampling=LONG, timeout_s=0.05)
-    assert late.result(20).finish_reason is FinishReason.TIMEOUT
+    assert late.result(60).finish_reason is FinishReason.TIMEOUT
     wait_for(lambda: engine.stats()["num_live"] == 0)
     assert engine.num_waiting == 0
 
@@ -210,7 +210,7 @@ def test_stats_trace_and_model(engine: QLLMEngine, threaded: QLLMEngine) -> None
     assert (engine.drivers, engine.kernels) == (threaded.drivers, threaded.kernels)
     assert abs(engine.now_ns() - engine.trace.events[-1].at_ns) < 60e9
     before = engine._host._control.heartbeat_ns  # type: ignore[attr-defined]
-    wait_for(lambda: engine._host._control.heartbeat_ns > before, 5)  # type: ignore[attr-defined]
+    wait_for(lambda: engine._host._control.heartbeat_ns > before)  # type: ignore[attr-defined]
 
 
 def test_a_call_runs_in_the_engine(engine: QLLMEngine) -> None:
@@ -311,8 +311,8 @@ def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: 
         wait_for(lambda: engine.stats()["num_live"] == 4)
         other.stdin.write("\n")
         other.stdin.flush()
-        assert other.wait(10) == -signal.SIGKILL
-        wait_for(lambda: engine.stats()["num_live"] <= 1, 10)
+        assert other.wait(60) == -signal.SIGKILL
+        wait_for(lambda: engine.stats()["num_live"] <= 1)
         assert len(mine.result(60).token_ids) == 400
     ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
     assert ends[number] is FinishReason.CANCELLED

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def _serve_and_close(model: str, tmp_path: Path) -> int:
         engine.submit("abc")
     assert handles[0].status is RequestStatus.WAITING
     handles[2].cancel()
-    assert handles[2].result(10).finish_reason is FinishReason.CANCELLED
+    assert handles[2].result(60).finish_reason is FinishReason.CANCELLED
     wait_for(lambda: engine.num_waiting == 2)
     (tmp_path / "open").touch()
     next(iter(handles[0]))
@@ -114,13 +116,13 @@ def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Pa
         os.kill(pid_of(engine), signal.SIGKILL)
         for handle in handles:
             with pytest.raises(RequestFailedError, match=r"pid \d+. was killed by SIGKILL"):
-                handle.result(10)
+                handle.result(60)
         with pytest.raises(RequestFailedError, match="the engine is gone"):
-            theirs.result(10)
-        reader.join(10)
+            theirs.result(60)
+        reader.join(60)
         assert read[0].token_ids == seen
         assert isinstance(read[-1], RequestFailedError)
-        assert cancelled.result(10).finish_reason is FinishReason.CANCELLED
+        assert cancelled.result(60).finish_reason is FinishReason.CANCELLED
         for call in (lambda: engine.submit("a"), engine.stats, lambda: engine.checkpoint("x")):
             with pytest.raises(EngineClosedError, match="was killed by SIGKILL"):
                 call()
@@ -145,7 +147,7 @@ def test_a_crashed_loop_ends_every_handle(
         (tmp_path / "crash").touch()
         for handle in handles:
             with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
-                handle.result(20)
+                handle.result(60)
         wait_for(lambda: not is_alive(pid_of(engine)))
         with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
             engine.submit("abc")
@@ -178,7 +180,90 @@ def test_the_engine_ends_with_its_front_end(model: str) -> None:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid = int(done.stdout)
-    wait_for(lambda: not is_alive(pid), 10)
+    wait_for(lambda: not is_alive(pid))
+
+
+def asks(engine: QLLMEngine, name: str, path: str) -> Any:
+    """What a call answers, or the error that it raises."""
+    calls: dict[str, Callable[[], Any]] = {
+        "stats": engine.stats,
+        "call": lambda: engine.call(os.getpid),
+        "checkpoint": lambda: engine.checkpoint(path),
+        "restore": lambda: engine.restore(path),
+        "trace": lambda: engine.trace,
+        "drain": engine.drain,
+    }
+    try:
+        return calls[name]()
+    except EngineClosedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("first", ["stats", "restore"])
+def test_closing_ends_calls_that_wait_for_an_engine_that_stands_still(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    for module in ("process_host", "ring_host"):
+        monkeypatch.setattr(f"qllm.{module}.CLOSE_S", 0.3)
+    path = str(tmp_path / "socket")
+    engine = QLLMEngine.from_pretrained(model, listen=path, record=True, **SETTINGS)
+    other = QLLMEngine.attach(path)
+    open_ = [engine.submit("a", "BE", 1900, sampling=LONG), other.submit("a", "BE", sampling=LONG)]
+    os.kill(pid_of(engine), signal.SIGSTOP)
+    found: dict[str, Any] = {}
+
+    def start(work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+    def ask(key: str, of: QLLMEngine, name: str) -> None:
+        found[key] = asks(of, name, path)
+
+    rest = ("stats", "call", "checkpoint", "restore", "trace", "drain")
+    names = [first, *(name for name in rest if name != first)]
+    threads = []
+    for key, of, name in (("other", other, "stats"), *((name, engine, name) for name in names)):
+        threads.append(start(partial(ask, key, of, name)))
+        wait_for(of._host._ask_lock.locked)  # type: ignore[attr-defined]
+    try:
+        threads += [start(other.close), start(engine.close)]
+        wait_for(lambda: not any(thread.is_alive() for thread in threads))
+    finally:
+        engine._host._process.kill()  # type: ignore[attr-defined]
+    assert found.pop("drain") is True
+    assert found.pop("trace") is engine.trace
+    assert len(found) == 5
+    assert all("the engine was closed; make a new one" in said for said in found.values()), found
+    assert [h.result(0).finish_reason for h in open_] == [FinishReason.CANCELLED] * 2
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_an_engine_that_is_collected_is_closed(
+    model: str, tmp_path: Path, in_a_cycle: bool
+) -> None:
+    path = str(tmp_path / "socket")
+    engines = {
+        "process": QLLMEngine.from_pretrained(model, listen=path, **SETTINGS),
+        "thread": QLLMEngine.from_pretrained(model, host="thread", **SETTINGS),
+    }
+    engines["attached"] = QLLMEngine.attach(path)
+    pid, thread = pid_of(engines["process"]), engines["thread"]._host._thread  # type: ignore[attr-defined]
+    assert [engine.call(os.getpid) for engine in engines.values()] == [pid, os.getpid(), pid]
+    handles = {n: e.submit("a", "BE", 1900, sampling=LONG) for n, e in engines.items()}
+    for name in ("attached", "thread", "process"):
+        handle = handles[name]
+        next(iter(handle))
+        held = [engines.pop(name)]
+        if in_a_cycle:
+            held.append(held)  # type: ignore[arg-type]
+        del held
+        gc.collect()
+        assert handle.result(60).finish_reason is FinishReason.CANCELLED
+        assert handle.status is RequestStatus.FINISHED
+        assert is_alive(pid) or name == "process"
+    wait_for(lambda: not is_alive(pid) and not thread.is_alive(), 60)
+    wait_for(lambda: not os.path.exists(path))
 
 
 # -- what keeps it from starting

@@ -354,6 +354,7 @@ SAMPLINGS = st.builds(
     stop_token_ids=IDS,
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.dictionaries(st.integers(0, 2**31), finite(-1e300, 1e300), max_size=5),
 )
 MS = st.none() | finite(1e-3, 1e9)
@@ -367,8 +368,8 @@ SUBMISSIONS = st.builds(
     stop_ids=st.frozensets(st.integers(0, 2**31), max_size=5),
     max_tokens=st.integers(1, 2**31),
     slo=st.builds(Slo, MS, MS),
-    arrival_ns=st.integers(0, 2**62),
-    deadline_ns=st.none() | st.integers(0, 2**62),
+    arrival_ns=st.integers(0, 2**60 - 1),
+    deadline_ns=st.none() | st.integers(0, 2**60 - 1),
 )
 REPLAYED = st.builds(
     lambda item: replace(item, num_output_tokens=len(item.token_ids) // 2), SUBMISSIONS
@@ -400,6 +401,7 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "stop_token_ids",
         "ignore_eos",
         "logprobs",
+        "prompt_logprobs",
         "logit_bias",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 

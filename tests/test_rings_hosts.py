@@ -71,11 +71,11 @@ def far(engine: QLLMEngine, secret_file: Path) -> Iterator[QLLMEngine]:
 
 def test_a_far_front_end_gets_the_same_tokens(engine: QLLMEngine, far: QLLMEngine) -> None:
     prompts = ["abc", "def f(", "x" * 300]
-    near = [engine.submit(p, max_tokens=20, sampling=GREEDY).result(30) for p in prompts]
+    near = [engine.submit(p, max_tokens=20, sampling=GREEDY).result(60) for p in prompts]
     classes = ("LS", "BE", "LS")
     handles = [far.submit(p, c, 20, sampling=GREEDY) for p, c in zip(prompts, classes, strict=True)]
     for handle, same in zip(handles, near, strict=True):
-        result = handle.result(30)
+        result = handle.result(60)
         assert (result.token_ids, result.text) == (same.token_ids, same.text)
         ttft = result.metrics.ttft_ms
         assert ttft is not None
@@ -84,7 +84,9 @@ def test_a_far_front_end_gets_the_same_tokens(engine: QLLMEngine, far: QLLMEngin
     assert far.sampling_defaults == engine.sampling_defaults
     stats = far.stats()
     assert stats["kv_blocks"] == engine.stats()["kv_blocks"]
-    assert abs(far.now_ns() - engine.now_ns()) < 50_000_000
+    error_ns = far._host.clock.error_ns  # type: ignore[attr-defined]
+    before_ns, far_ns, after_ns = engine.now_ns(), far.now_ns(), engine.now_ns()
+    assert before_ns - error_ns <= far_ns <= after_ns + error_ns
 
 
 def test_a_far_front_end_cancels_and_drains(far: QLLMEngine) -> None:
@@ -92,7 +94,7 @@ def test_a_far_front_end_cancels_and_drains(far: QLLMEngine) -> None:
     next(iter(handle))
     assert handle.status in (RequestStatus.RUNNING, RequestStatus.PARKED)
     handle.cancel()
-    assert handle.result(10).finish_reason is FinishReason.CANCELLED
+    assert handle.result(60).finish_reason is FinishReason.CANCELLED
     wait_for(lambda: far.stats()["num_live"] == 0)
     assert far.drain(1)
     with pytest.raises(EngineClosedError, match="drains"):
@@ -113,7 +115,7 @@ def test_what_needs_the_engines_host_is_refused(far: QLLMEngine, tmp_path: Path)
     for op in ("call", "checkpoint", "events", "__init__"):
         with pytest.raises(ConfigError, match="is for front ends of the engine's own host"):
             host._ask(op, "x")
-    assert far.submit("abc", max_tokens=2).result(10)
+    assert far.submit("abc", max_tokens=2).result(60)
 
 
 def test_who_does_not_belong_is_turned_away(
@@ -128,7 +130,7 @@ def test_who_does_not_belong_is_turned_away(
         QLLMEngine.connect(address, secret_file=secret_file, tokenizer="tiny")
     with pytest.raises(EngineClosedError, match="no engine answers at 127"):
         QLLMEngine.connect(f"127.0.0.1:{free_port()}")
-    assert engine.submit("abc", max_tokens=2).result(10)
+    assert engine.submit("abc", max_tokens=2).result(60)
 
 
 def test_strangers_do_not_close_the_door(engine: QLLMEngine, secret_file: Path) -> None:
@@ -148,7 +150,7 @@ def test_strangers_do_not_close_the_door(engine: QLLMEngine, secret_file: Path) 
         stranger.close()
     connect = partial(QLLMEngine.connect, address, secret_file=secret_file)
     with until_it_works(connect) as far:
-        assert far.submit("abc", max_tokens=2).result(20)
+        assert far.submit("abc", max_tokens=2).result(60)
 
 
 def until_it_works(connect: Callable[[], QLLMEngine]) -> QLLMEngine:
@@ -197,7 +199,7 @@ def test_a_far_front_end_that_dies_frees_its_requests(
         process.kill()
         wait_for(lambda: engine.stats()["num_live"] == 0)
     assert engine.stats()["kv_blocks_used"] == 0
-    assert engine.submit("abc", max_tokens=2).result(10)
+    assert engine.submit("abc", max_tokens=2).result(60)
 
 
 @pytest.mark.slow
@@ -212,7 +214,7 @@ def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
         os.kill(pid_of(engine), signal.SIGKILL)
         for handle in handles:
             with pytest.raises(RequestFailedError, match=r"the engine at 127.* is gone"):
-                handle.result(10)
+                handle.result(60)
         assert "is gone" in (far.failure or "")
         with pytest.raises(EngineClosedError, match="is gone"):
             far.submit("abc")
@@ -232,7 +234,7 @@ def test_a_silent_engine_is_gone(
         next(iter(handle))
         os.kill(pid_of(engine), signal.SIGSTOP)
         with pytest.raises(RequestFailedError, match="is gone"):
-            handle.result(10)
+            handle.result(60)
         os.kill(pid_of(engine), signal.SIGCONT)
 
 
@@ -332,12 +334,12 @@ def test_a_front_end_in_another_network(namespace: str, model: str, secret_file:
         ) as process,
     ):
         assert process.stdout is not None
-        near = engine.submit("def f(", max_tokens=20, sampling=GREEDY).result(30)
+        near = engine.submit("def f(", max_tokens=20, sampling=GREEDY).result(60)
         assert process.stdout.readline() == f"{near.token_ids}\n"
         assert process.stdout.readline() == "runs\n"
         assert engine.stats()["num_live"] == 1
         ip("link", "set", "qllm-a", "down")  # the cable is pulled: nobody says goodbye
-        wait_for(lambda: engine.stats()["num_live"] == 0, 30)
+        wait_for(lambda: engine.stats()["num_live"] == 0)
         process.kill()
 
 

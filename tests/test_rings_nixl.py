@@ -51,7 +51,7 @@ class Pair:
         self.got: list[Any] = []
 
     def until(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not condition():
             self.got += self.front_end.receive()
             assert time.monotonic() < deadline
@@ -121,7 +121,7 @@ def test_an_idle_engine_naps_and_sees_what_comes(pair: Pair) -> None:
     assert pair.ingress.drain() == []
     start = time.monotonic()
     pair.ingress.wait(20_000_000)
-    assert 0.02 <= time.monotonic() - start < 2
+    assert time.monotonic() - start >= 0.02
     pair.front_end.submit(submission(0, 0, 4, 1))
     pair.ingress.wait(None)
     pair.until(lambda: ids_of(pair.ingress.drain()) == [0])

@@ -125,7 +125,7 @@ class Pair:
 
     def settle(self) -> None:
         """Let the READ under way end; a link may have failed."""
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + 60
         while self.link._reads and self.far._memory and time.monotonic() < limit:
             with suppress(NixlError):
                 self.far.drive()
@@ -324,7 +324,7 @@ def test_a_driver_drives_until_a_link_fails_and_closes_what_leaves() -> None:
         raise NixlError("gone")
 
     pair.far.drive = fail  # type: ignore[method-assign]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not broken and time.monotonic() < deadline:
         time.sleep(0.001)
     assert broken == [(7, "gone")]
@@ -444,7 +444,7 @@ def test_a_host_meets_an_engine_that_does_not_push() -> None:
             host.submit(submission(n, n % 2 * 10, 1, 5 + n), handle)
             handles.append(handle)
         for n, handle in enumerate(handles):
-            assert list(handle.result(20).token_ids) == tokens_of(n, 5 + n)
+            assert list(handle.result(60).token_ids) == tokens_of(n, 5 + n)
         assert host.num_waiting == 0
         assert host.hello.model == "one line"
         host.close()

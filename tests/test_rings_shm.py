@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import select
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +23,9 @@ from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.ring import RingWriter
-from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress
+from qllm.ingress.shm import BEAT_NS, Doorbell, Lane, RingSink, ShmIngress
 from qllm.plan import ANY_ARRIVAL
-from qllm.types import FinishReason, Sampled, SamplingParams, Slo
+from qllm.types import NS_PER_S, FinishReason, Sampled, SamplingParams, Slo
 
 
 class Rig:
@@ -200,17 +202,31 @@ def test_front_ends_do_not_mix(make_rig: Callable[..., Rig]) -> None:
     assert list(rig.front_ends[1].receive()) == []
 
 
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+    """Per sleep of an ingress its limit in seconds, and whether something woke it."""
+    seen: list[tuple[float, bool]] = []
+    real = select.select
+
+    def recorded(readers: Any, writers: Any, others: Any, limit_s: float) -> Any:
+        found = real(readers, writers, others, limit_s)
+        seen.append((limit_s, bool(found[0])))
+        return found
+
+    monkeypatch.setattr("qllm.ingress.shm.select", SimpleNamespace(select=recorded))
+    return seen
+
+
 def test_what_was_put_before_its_front_end_was_attached_is_seen(
-    make_rig: Callable[..., Rig],
+    make_rig: Callable[..., Rig], sleeps: list[tuple[float, bool]]
 ) -> None:
     rig = make_rig(front_ends=2)
     lane = rig.ingress.lanes.pop(1)
     number = rig.submit(0, front_end=1)
     assert rig.ingress.drain() == []
     rig.ingress.attach(lane)
-    start = time.monotonic()
     rig.ingress.wait(None)
-    assert time.monotonic() - start < 0.5
+    assert sleeps == []
     assert rig.ingress.stop.word == 0
     assert ids_of(rig.ingress.drain()) == [number]
 
@@ -297,20 +313,24 @@ def test_statistics_are_read_whole(make_rig: Callable[..., Rig]) -> None:
     rig.control.words = words
 
 
-def test_waiting_ends_at_an_arrival_or_at_its_time(make_rig: Callable[..., Rig]) -> None:
+def test_waiting_ends_at_an_arrival_or_at_its_time(
+    make_rig: Callable[..., Rig], sleeps: list[tuple[float, bool]]
+) -> None:
     rig = make_rig()
     assert rig.ingress.drain() == []
-    start = time.monotonic()
     rig.ingress.wait(5_000_000)
-    assert 0.004 < time.monotonic() - start < 1
+    assert sleeps == [(0.005, False)]
     rig.submit(0)
-    start = time.monotonic()
     rig.ingress.wait(None)
-    assert time.monotonic() - start < 0.5
+    assert len(sleeps) == 1, "it slept although something had come"
     rig.ingress.drain()
-    start = time.monotonic()
     rig.ingress.wait(None)
-    assert 0.5 < time.monotonic() - start < 3, "it was woken by what it has seen already"
+    assert sleeps[1:] == [(BEAT_NS / NS_PER_S, False)], "it was woken by what it has seen already"
+    ringing = threading.Timer(0.05, rig.submit, (1,))
+    ringing.start()
+    rig.ingress.wait(None)
+    ringing.join()
+    assert sleeps[2:] in ([], [(BEAT_NS / NS_PER_S, True)]), "an arrival did not wake it"
     assert math.isfinite(rig.control.heartbeat_ns)
 
 
@@ -325,9 +345,10 @@ def test_an_arrival_during_a_look_is_seen_at_the_next(
         taken = take()
         if rig.now < 20:  # it has read the rings, and has not returned
             rig.now = 20
-            rig.submit(1, priority=-3)
+            rig.submit(next(numbers), priority=-3)
         return taken
 
+    numbers = iter((1, 3))
     monkeypatch.setattr(lane, "take", slow_take)
     rig.submit(0, priority=10)
     assert rig.ingress.stop.word == 10
@@ -336,7 +357,7 @@ def test_an_arrival_during_a_look_is_seen_at_the_next(
     rig.submit(2, priority=10)
     assert ids_of(rig.ingress.drain()) == [0, 1, 2]
     assert rig.ingress.stop.word == -3
-    assert ids_of(rig.ingress.drain()) == [1]
+    assert ids_of(rig.ingress.drain()) == [3]
 
 
 def test_a_cancel_comes_after_its_request_whenever_the_engine_looks(

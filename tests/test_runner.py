@@ -267,15 +267,6 @@ def test_unknown_glue_is_replayed(family: str, monkeypatch: pytest.MonkeyPatch) 
     assert_same(list(logits.values()), forward(model, ids))
 
 
-def test_packed_experts_have_the_same_bits() -> None:
-    model, ids = model_of("gpt_oss", "bf16"), prompt_of(PROMPT)
-    for size in (0, 1 << 30):
-        runner, logits = runner_of(model, max_packed_bytes=size)
-        add(runner, 1, ids)
-        serve(runner, 1)
-        assert_same(list(logits.values()), forward(model, ids))
-
-
 def test_a_lost_expert_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, _ = runner_of(model_of("mixtral", "fp32"))
     add(runner, 1, prompt_of(PROMPT))

@@ -291,7 +291,7 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     x = rows(1, 30, 2)[0]
     sampling = SamplingParams(temperature=3.0, top_k=2, seed=0, logprobs=5, logit_bias={0: 100.0})
-    token_id, logprobs = sample_one(x, sampling)[1:]
+    token_id, logprobs = sample_one(x, sampling)[1:3]
     expected = torch.log_softmax(x, 0)
     assert token_id == 0
     assert logprobs is not None

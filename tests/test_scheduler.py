@@ -784,6 +784,65 @@ def test_a_timeout_stops_a_long_program() -> None:
     assert world.clock.at_ns < 8 * NS_PER_MS
 
 
+def test_a_failure_that_passed_is_forgotten() -> None:
+    world = World(Fcfs())
+    request_id = world.submit(BE, 20, 6)
+    for reached in (0, 2, 4):
+        while not world.finished and world.tokens[request_id] < reached:
+            world.step()
+        world.runner.poisoned = {request_id: 1}
+        world.step()
+        assert world.runner.poisoned == {request_id: 0}
+    world.run(100)
+    assert world.finished == {request_id: FinishReason.LENGTH}
+
+
+def test_a_cancel_that_stops_a_pass_is_no_preemption() -> None:
+    world = World(Qllm2(), replace(LIMITS, max_num_seqs=1), costs=SLOW)
+    runs, goes = world.submit(BE, 400, 2), world.submit(BE, 40, 2)
+    world.cancel(goes, at_ns=5 * NS_PER_MS)
+    world.run(100)
+    assert world.finished == {goes: FinishReason.CANCELLED, runs: FinishReason.LENGTH}
+    assert [e.why for e in events(world, trace.Ran)][:2] == ["slice", "done"]
+    assert world.loop.num_preemptions == 0
+    assert not world.loop.preempt_latencies_ns
+
+
+class Sliced:
+    """One row after the other, in slices of 50 ms."""
+
+    needs = Cap.LAYER_RANGE | Cap.YIELD_EXPERT
+
+    def plan(self, view: View) -> Plan:
+        request = min(view.requests, key=lambda r: r.request_id)
+        row = next_row(request, view, view.max_step_tokens)
+        return Plan(rows=(row,), grain=Grain.EXPERT, slice_ns=50 * NS_PER_MS)
+
+
+@pytest.mark.parametrize("policy", [Qllm2(), Sliced()], ids=["qllm2", "sliced"])
+@pytest.mark.parametrize("grain", [Grain.EXPERT, Grain.LAYER])
+def test_a_timeout_of_a_waiting_request_stops_the_pass_of_another(
+    policy: Any, grain: Grain
+) -> None:
+    world = World(policy, replace(LIMITS, grain=grain, max_num_seqs=1), costs=SLOW)
+    runs = world.submit(BE, 400, 3)
+    deadline_ns = 7 * NS_PER_MS
+    late = world.submit(BE, 40, 5, timeout_ns=deadline_ns)
+    world.run(200)
+    assert world.finished == {late: FinishReason.TIMEOUT, runs: FinishReason.LENGTH}
+    assert world.tokens == {runs: 3}
+    (ended_ns,) = [e.at_ns for e in events(world, trace.Finished) if e.request_id == late]
+    first, second, *_ = events(world, trace.Ran)
+    assert (first.why, second.why, second.start) == ("slice", "done", first.end)
+    assert deadline_ns <= first.at_ns == ended_ns
+    if grain is Grain.EXPERT:
+        assert ended_ns < deadline_ns + world.runner.segments.longest_ns
+    else:
+        assert first.end.pos == 0, "it stopped inside a layer"
+        assert second.at_ns - second.start_ns >= 4 * SLOW.expert_ns, "a whole layer is left"
+    assert not events(world, trace.Killed), "a request that waits has no row"
+
+
 def broken(kind: str, method: str = "plan", error: type[Exception] = ValueError) -> Any:
     """A policy that raises in one of its methods."""
 
@@ -804,7 +863,7 @@ def test_a_policy_that_raises_is_named_and_the_engine_lives(method: str) -> None
     if method != "on_finish":
         assert world.finished == {request_id: FinishReason.ERROR}
     world.scheduler.policy = Fcfs()
-    world.scheduler._hook_error = None
+    world.scheduler.hook_errors.clear()
     assert world.submit(BE, 10, 3) == 1
     world.run(20)
     assert world.finished[1] is FinishReason.LENGTH

@@ -15,7 +15,9 @@ from qllm.random_moe import cache_dir
 
 CLIENTS = Path(sys.prefix) / "clients" / "bin" / "python"
 """Has guidellm; `make test` puts it there."""
-VLLM = cache_dir() / "peers" / "vllm" / "bin" / "vllm"
+VLLM = next(
+    cache_dir().glob("peers/vllm*/bin/vllm"), cache_dir() / "peers" / "vllm" / "bin" / "vllm"
+)
 """Where `make bench-peers` puts it; `make test-peers` runs the tests that need it."""
 
 

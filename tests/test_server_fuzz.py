@@ -9,15 +9,12 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from schemathesis.checks import not_a_server_error
+from fuzzing import fuzz
 from schemathesis.generation import GenerationMode
-from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.llm import QLLMEngine
 
-CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches"]
 
 
@@ -35,34 +32,16 @@ def served(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield serving_
 
 
-def fuzz(served: Serving, path: str, method: str, mode: GenerationMode, examples: int) -> set[int]:
+def fuzz_ours(served: Serving, path: str, method: str, mode: GenerationMode, num: int) -> set[int]:
+    """Statuses of requests made from the schema that the server itself gives."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-    operation = schema[path][method]
-    seen: set[int] = set()
-
-    @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        verbosity=Verbosity.quiet,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    def check(case: schemathesis.Case) -> None:
-        answer = case.call(timeout=30)
-        seen.add(answer.status_code)
-        case.validate_response(answer, checks=CHECKS)
-
-    check()
-    return seen
+    return {status for status, _ in fuzz(served, schema, path, method, mode, num)}
 
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=str)
 def test_no_body_breaks_the_server(served: Serving, path: str, mode: GenerationMode) -> None:
-    seen = fuzz(served, path, "POST", mode, 40)
+    seen = fuzz_ours(served, path, "POST", mode, 40)
     assert seen, "nothing was sent"
     if mode is GenerationMode.NEGATIVE:
         assert 400 in seen
@@ -73,7 +52,7 @@ def test_no_path_or_query_breaks_the_server(served: Serving) -> None:
     rest = [(p, m) for p, found in paths.items() for m in found if p not in POSTS]
     assert {"/v1/files", "/v1/batches/{batch_id}/cancel", "/metrics"} <= {p for p, _ in rest}
     for path, method in rest:
-        fuzz(served, path, method, GenerationMode.POSITIVE, 8)
+        fuzz_ours(served, path, method, GenerationMode.POSITIVE, 8)
     assert served.get("/ready").status_code == 200
 
 
@@ -126,7 +105,7 @@ class Load:
 
     def half(self) -> None:
         host, port = self.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
+        with socket.create_connection((host, int(port)), timeout=60) as sock:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
             sock.sendall(head[: self.random.randint(1, len(head))])
 

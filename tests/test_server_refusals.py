@@ -1,4 +1,6 @@
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,7 +70,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
         (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo", "greater than 0"),
         (COMPLETE, {"slo": {"p99_ms": 5}}, "slo.p99_ms", "unknown field"),
-        (COMPLETE, {"echo": True, "logprobs": 1}, None, "echo with logprobs is not supported"),
+        (COMPLETE, {"echo": True, "logprobs": 21}, "logprobs", "20"),
         (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),
         (COMPLETE, {"best_of": 3}, None, "must equal n=1"),
         (COMPLETE, {"temperature": -1}, "temperature", "[0, 100]"),
@@ -79,7 +81,9 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (COMPLETE, {"prompt": ""}, None, "prompt is empty"),
         (COMPLETE, {"prompt": ["a", 1]}, "prompt", "valid"),
         (COMPLETE, {"prompt": [1, 9999]}, None, "9999"),
-        (COMPLETE, {"max_tokens": 0}, "max_tokens", "1"),
+        (COMPLETE, {"max_tokens": 0}, None, "needs echo=true"),
+        (COMPLETE, {"max_tokens": -1, "echo": True}, "max_tokens", "0"),
+        (CHATS, {"max_tokens": 0}, "max_tokens", "1"),
         (COMPLETE, {"max_tokens": 9999}, None, "4096"),
         (COMPLETE, {"logprobs": 21}, "logprobs", "20"),
         (COMPLETE, {"logit_bias": {"x": 1}}, "logit_bias", "token id"),
@@ -114,6 +118,61 @@ def test_a_wrong_body_is_refused_by_name(
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert says in error["message"]
+
+
+HALF = "ab\ud800"
+"""The first half of a surrogate pair: JSON can say it, UTF-8 cannot."""
+HALVES: dict[str, list[dict[str, Any]]] = {
+    COMPLETE: [
+        {"prompt": HALF}, {"prompt": ["a", HALF]}, {"model": HALF}, {"stop": HALF},
+        {"stop": ["a", HALF]}, {"suffix": HALF}, {"user": HALF}, {"service_tier": HALF},
+        {"logit_bias": {HALF: 1}}, {"metadata": {HALF: 1}}, {"metadata": {"a": [{"b": HALF}]}},
+        {HALF: 1}, {"stream_options": {HALF: True}}, {"slo": {"ttft_ms": HALF}},
+        {"prompt_cache_key": HALF}, {"moderation": HALF}, {"stream": True, "prompt": HALF},
+    ],
+    CHATS: [
+        {"messages": [{"role": "user", "content": HALF}]},
+        {"messages": [{"role": HALF, "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        {"messages": [{"role": "user", "content": "a", HALF: "b"}]},
+        {"tools": [{"type": "function", "function": {"name": HALF}}]},
+        {"chat_template_kwargs": {"a": HALF}}, {"chat_template_kwargs": {HALF: "a"}},
+        {"response_format": {"type": HALF}}, {"tool_choice": HALF}, {"reasoning_effort": HALF},
+        {"modalities": [HALF]}, {"prediction": {"content": HALF}}, {"verbosity": HALF},
+    ],
+    "/tokenize": [{"prompt": HALF}, {"model": HALF}, {"prompt": None, "messages": [HALF]}],
+    "/detokenize": [{"model": HALF}, {"tokens": [HALF]}],
+}  # fmt: skip
+WHOLE: dict[str, dict[str, Any]] = {
+    COMPLETE: {"prompt": "a"}, CHATS: {"messages": CHAT},
+    "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WHOLE)
+def test_half_a_surrogate_pair_is_400_in_every_string(served: Serving, path: str) -> None:
+    for fields in HALVES[path]:
+        content = json.dumps({**WHOLE[path], **fields})  # with the escape
+        assert "\\ud800" in content
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{served.url}{path}", content=content, headers=headers, timeout=60)
+        assert answer.status_code == 400, (fields, answer.text)
+        message = answer.json()["error"]["message"]
+        assert "holds '\\ud800' at position 2, half of a surrogate pair" in message
+        assert "the body" in message
+
+
+def test_a_form_in_an_encoding_that_has_halves_is_400(tmp_path: Path) -> None:
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="\\ud800"\r\n\r\na\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="\\ud800"\r\n\r\n{}\r\n'
+        b"--x--\r\n"
+    )
+    kind = {"content-type": "multipart/form-data; boundary=x; charset=unicode_escape"}
+    with tiny_engine() as engine, serving(engine, state_dir=str(tmp_path)) as served:
+        answer = httpx.post(f"{served.url}/v1/files", content=body, headers=kind, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "\\ud800")
 
 
 @pytest.mark.parametrize(

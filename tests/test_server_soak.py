@@ -14,14 +14,24 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 
 @pytest.fixture(scope="module")
-def soak_cases() -> Iterator[ModuleType]:
+def bench_path() -> Iterator[None]:
     sys.path.insert(0, str(BENCH))
-    try:
-        import soak_cases
+    yield
+    sys.path.remove(str(BENCH))
 
-        yield soak_cases
-    finally:
-        sys.path.remove(str(BENCH))
+
+@pytest.fixture(scope="module")
+def soak_cases(bench_path: None) -> ModuleType:
+    import soak_cases
+
+    return soak_cases
+
+
+@pytest.fixture(scope="module")
+def over_http(bench_path: None) -> ModuleType:
+    import over_http
+
+    return over_http
 
 
 def chunk(text: str, reason: str | None = None, tokens: int | None = None) -> str:
@@ -62,6 +72,22 @@ def test_the_soak_sees_what_is_wrong(
         assert any(re.search(says, text) for text in wrong), wrong
 
 
+@pytest.mark.parametrize("row", ["overhead", "small"])
+def test_a_delayed_ack_would_be_seen(over_http: ModuleType, row: str) -> None:
+    def minus(ms: float) -> dict[str, Any]:
+        both = {"over_python": {"p50": ms, "p99": ms}}
+        return {"http_ms": both, "http_whole_ms": both, "kept_alive_ms": {"p50": ms, "p99": ms}}
+
+    ttft = {"ttft_ms": {"python": {"p50": 4.0, "p99": 5.0}}}
+    good = over_http.holds({row: {**minus(0.4), **ttft}})
+    assert len(good) >= 5
+    assert all(good.values())
+    bad = over_http.holds({row: {**minus(40.4), **ttft}})
+    assert {name for name, holds in bad.items() if holds} <= {"small_ttft"}
+    slow = over_http.holds({"small": {**minus(0.4), "ttft_ms": {"python": {"p50": 60.0}}}})
+    assert not slow["small_ttft"], "a long prefill would hide it"
+
+
 def run(script: str, *arguments: str) -> dict[str, Any]:
     command = ["nice", sys.executable, str(BENCH / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
@@ -91,10 +117,16 @@ def test_what_http_costs_is_measured() -> None:
     report = run(
         "over_http.py", "--model", "tiny", "--rounds", "4", "--seconds", "2", "--turns", "1",
         "--rate", "4", "--hogs", "1", "--streams", "40", "--idle-seconds", "1",
+        "--rows", "overhead,small,interference,streams",
     )  # fmt: skip
-    assert set(report["overhead"]["ttft_ms"]) == {"python", "python_over_rings", "http"}
+    for row in ("overhead", "small"):
+        for what in ("ttft_ms", "whole_ms"):
+            assert set(report[row][what]) == {"python", "python_over_rings", "http"}
+        assert set(report[row]["version_ms"]) == {"kept_alive", "fresh"}
     assert report["interference"]["p99_ratio"] > 0
     assert (report["streams"]["open"], report["streams"]["ended"]) == (40, 40)
     assert set(report["holds"]) == {
-        "overhead_p50", "overhead_p99", "interference", "streams", "idle",
+        "overhead_p50", "overhead_p99", "overhead_whole_p50", "overhead_whole_p99",
+        "overhead_kept_alive", "small_p50", "small_p99", "small_whole_p50", "small_whole_p99",
+        "small_kept_alive", "small_ttft", "interference", "streams", "idle",
     }  # fmt: skip

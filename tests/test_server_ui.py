@@ -75,7 +75,7 @@ def test_the_script_knows_only_what_the_page_has() -> None:
 
 
 def look(served: Serving, number: int = 1) -> list[dict[str, Any]]:
-    with httpx.stream("GET", f"{served.url}/ui/events", timeout=30) as stream:
+    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         found: list[dict[str, Any]] = []
         for text in stream.iter_lines():
@@ -135,11 +135,11 @@ def test_pages_are_counted(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("qllm.server.ui.MAX_READERS", 1)
 
     def is_free() -> bool:
-        with httpx.stream("GET", f"{served.url}/ui/events", timeout=20) as stream:
+        with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as stream:
             return stream.status_code == 200
 
     with serving(engine) as served:
-        with httpx.stream("GET", f"{served.url}/ui/events", timeout=20) as stream:
+        with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
             second = served.get("/ui/events")
@@ -150,7 +150,7 @@ def test_pages_are_counted(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) 
 def test_an_open_page_does_not_hold_the_drain(engine: QLLMEngine) -> None:
     with (
         serving(engine) as served,
-        httpx.stream("GET", f"{served.url}/ui/events", timeout=20) as stream,
+        httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as stream,
     ):
         lines = stream.iter_lines()
         next(lines)
@@ -180,18 +180,18 @@ def test_the_page_in_a_browser(served: Serving, tmp_path: Path) -> None:
         page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(f"{served.url}/ui")
-        expect(page.locator("#state")).to_have_text("live", timeout=20_000)
+        expect(page.locator("#state")).to_have_text("live", timeout=60_000)
         expect(page.locator("#model")).to_have_text("tiny")
         page.fill("#text", "What does json.dumps do?")
         page.click("#send")
         note = page.locator("#talk .note")
-        expect(note).to_contain_text("LS, first text after", timeout=20_000)
+        expect(note).to_contain_text("LS, first text after", timeout=60_000)
         expect(page.locator("#talk .assistant")).not_to_be_empty()
-        expect(page.locator("#LS td").nth(3)).not_to_have_text("-", timeout=20_000)
+        expect(page.locator("#LS td").nth(3)).not_to_have_text("-", timeout=60_000)
         page.set_input_files("#file", file)
         page.click("#upload button")
         batch = page.locator("#batches tr").first
-        expect(batch).to_contain_text("completed", timeout=20_000)
+        expect(batch).to_contain_text("completed", timeout=60_000)
         expect(batch.locator("td").nth(3)).to_have_text("3")
         with page.expect_download() as download:
             batch.locator("button", has_text="output").click()

@@ -72,6 +72,15 @@ def test_every_request_is_served_when_there_is_no_window() -> None:
     assert [e.reason for e in done] == [FinishReason.LENGTH] * 24
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "qllm2"])
+def test_who_arrives_while_the_last_request_runs_is_served(policy: str) -> None:
+    pair = [request(0.0, BE, 900, 1), request(0.001, BE, 40, 1)]
+    found = simulate(pair, policy, H100, config=CONFIG)
+    first, second = [e for e in found.trace if isinstance(e, Finished)]
+    assert first.reason is second.reason is FinishReason.LENGTH
+    assert first.at_ns < second.at_ns
+
+
 def test_what_is_unfinished_at_the_end_of_the_window_is_cancelled() -> None:
     cut = run(seconds=0.4)
     reasons = [e.reason for e in cut.trace if isinstance(e, Finished)]

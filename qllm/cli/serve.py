@@ -28,6 +28,9 @@ def serve(
     secret_file: Annotated[
         Path | None, typer.Option(help="What engine and front end both know.")
     ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; repeat it for more.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="See `qllm policies`.")] = None,
@@ -69,6 +72,7 @@ def serve(
         "listen": listen,
         "engine_address": engine,
         "secret_file": secret_file,
+        "served_model_name": served_model_name or None,
         "host": host,
         "port": port,
         "policy": policy,

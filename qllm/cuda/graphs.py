@@ -1,8 +1,7 @@
 """Capture of CUDA graphs: the few calls that are needed, and the rule for what is in a graph.
 
-A graph that may become the body of a conditional node, or be launched by the device, holds kernel,
-memcpy, memset and empty nodes only; anything else (a host function, an allocation, an event) is
-refused at capture with its name.
+A graph that may become the body of a conditional node holds kernel, memcpy, memset and empty nodes
+only; anything else (a host function, an allocation, an event) is refused at capture with its name.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""The whole serving loop as CUDA graphs: the host launches one and then only watches.
-
-There are two ways. `LoopGraph`, one graph:
+"""The whole serving loop as one CUDA graph: the host launches it and then only watches.
 
     WHILE (run)                     a conditional node; its body is
       turn                            a kernel: books a stage, claims, decides, fills a lane
@@ -10,11 +8,6 @@ There are two ways. `LoopGraph`, one graph:
 A turn sets both handles each time. It lowers `run` after a bounded number of turns or when it is
 told to stop, and the host launches again: nothing of the loop lives in the launch itself. What a
 stage may hold (`graphs.ALLOWED`) is what the body of a conditional node may hold.
-
-`SelfLaunching`, a graph of the turn alone and one per stage: a turn launches the stage beside
-itself (fire and forget) and its own graph after that (tail launch), which CUDA runs when the stage
-has ended. The two cannot be mixed: neither may a graph for device launch hold a conditional node,
-nor may a kernel in the body of one launch graphs.
 """
 
 import time
@@ -28,8 +21,6 @@ NO_BRANCH = (1 << 32) - 1
 """A value of the switch that no body has."""
 THREADS = 256
 """Of the one block that takes a turn."""
-LAUNCHABLE = {"Kernel", "Memcpy", "Memset"}
-"""Node types of a stage that the device launches: CUDA allows Empty ones in a body, not here."""
 
 
 class KernelCall(NamedTuple):
@@ -75,25 +66,6 @@ class LoopApi(Protocol):
         """Make a graph launchable."""
         ...
 
-    def instantiate_for_device(self, graph: Any) -> Any:
-        """Make a graph launchable by host and device, and upload it.
-
-        Args:
-            graph: One of `new_graph`, or a captured one.
-
-        Raises:
-            DeviceError: CUDA refuses it.
-        """
-        ...
-
-    def number_of(self, made: Any) -> int:
-        """What the device knows an instantiated graph by: 8 bytes."""
-        ...
-
-    def new_table(self, numbers: Sequence[int]) -> int:
-        """Address of these numbers, 8 bytes each, in the device's memory; they stay there."""
-        ...
-
     def launch(self, made: Any) -> None:
         """Start a graph; returns at once."""
         ...
@@ -120,7 +92,7 @@ class LoopGraph:
     """
 
     def __init__(self, api: LoopApi, turn: KernelCall, stages: Sequence[Any]) -> None:
-        _check_stages(api, stages, ALLOWED, "the body of a conditional node")
+        _check_stages(api, stages)
         self._api, self.num_branches = api, len(stages)
         graph = api.new_graph()
         run = api.new_handle(graph, 1)
@@ -147,72 +119,16 @@ class LoopGraph:
         return self._api.is_running()
 
 
-class SelfLaunching:
-    """The graph of a loop that launches stages and itself; the same to `serve` as a `LoopGraph`.
-
-    Args:
-        api: Builds it.
-        turn: The kernel of a turn, compiled for device launch. The address of a table follows its
-            numbers: per branch what the device knows the stage's graph by.
-        stages: Captured stages, in the order of their branches.
-        takes_more: The device's words say that another turn of the last launch comes.
-
-    Raises:
-        ModelError: There is no stage, or one cannot be launched by the device; says which.
-    """
-
-    def __init__(
-        self,
-        api: LoopApi,
-        turn: KernelCall,
-        stages: Sequence[Any],
-        takes_more: Callable[[], bool],
-    ) -> None:
-        _check_stages(api, stages, LAUNCHABLE, "a graph that the device launches")
-        self._api, self.num_branches, self._takes_more = api, len(stages), takes_more
-        # Kept: the device knows them by number, so nothing else keeps them alive.
-        self._stages = [_for_device(api, f"stage {i}", stage) for i, stage in enumerate(stages)]
-        table = api.new_table([api.number_of(made) for made in self._stages])
-        graph = api.new_graph()
-        api.add_kernel(graph, (), turn.function, (*turn.numbers, table), THREADS)
-        self._made = _for_device(api, "the turn", graph)
-
-    def launch(self) -> None:
-        """Start the loop; it ends by itself after a bounded number of turns."""
-        self._api.launch(self._made)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the last launch has not ended.
-
-        Raises:
-            DeviceError: It ended with a fault.
-        """
-        # CUDA's guide says that a launch by the host is complete when all the work that came of it
-        # is, tail launches too, so an event behind it should be enough. Nobody has seen it here,
-        # and a second launch beside the first would be undefined, so the words are asked too.
-        # What is left to the event alone: the stage of the last turn. If the device refuses a
-        # tail launch, the words go on to say "more": no turn comes, and `serve` calls it a hang.
-        return self._api.is_running() or self._takes_more()
-
-
-def _check_stages(api: LoopApi, stages: Sequence[Any], allowed: set[str], where: str) -> None:
+def _check_stages(api: LoopApi, stages: Sequence[Any]) -> None:
     if not stages:
         raise ModelError("no stage was captured: there is nothing that a loop could run")
     for branch, stage in enumerate(stages):
-        odd = sorted(set(api.node_types(stage)) - allowed)
+        odd = sorted(set(api.node_types(stage)) - ALLOWED)
         if odd:
             raise ModelError(
-                f"stage {branch} holds {', '.join(odd)} nodes; {where} "
-                f"may hold {', '.join(sorted(allowed))} nodes only"
+                f"stage {branch} holds {', '.join(odd)} nodes; the body of a conditional node "
+                f"may hold {', '.join(sorted(ALLOWED))} nodes only"
             )
-
-
-def _for_device(api: LoopApi, name: str, graph: Any) -> Any:
-    try:
-        return api.instantiate_for_device(graph)
-    except DeviceError as error:
-        raise ModelError(f"{name} cannot be made ready for device launch: {error}") from error
 
 
 class Watch(NamedTuple):
@@ -229,7 +145,7 @@ class Watch(NamedTuple):
 
 
 def serve(
-    loop: LoopGraph | SelfLaunching,
+    loop: LoopGraph,
     watch: Watch,
     *,
     hang_s: float = 10.0,

@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from cuda.bindings import driver, runtime
 
@@ -15,8 +14,6 @@ DEFAULT_AT_LAUNCH = 1
 """cudaGraphCondAssignDefault."""
 NOT_READY = 600
 """cudaErrorNotReady."""
-DEVICE_LAUNCH = 4
-"""cudaGraphInstantiateFlagDeviceLaunch."""
 
 
 def _checked(result: Sequence[Any]) -> Any:
@@ -40,7 +37,6 @@ class CudaLoopApi:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
         self._ended: Any = None
-        self._tables: list[Any] = []
 
     def load(self, cubin: bytes, name: str) -> Any:
         """A kernel of a cubin; it stays loaded."""
@@ -87,26 +83,10 @@ class CudaLoopApi:
         return raw_node_types(graph)
 
     def instantiate(self, graph: Any) -> Any:
-        return self._instantiated(graph, 0)
-
-    def instantiate_for_device(self, graph: Any) -> Any:
-        # Never torch's own: that one frees at launch, which excludes launches by the device.
-        return self._instantiated(_raw(graph), DEVICE_LAUNCH)
-
-    def _instantiated(self, graph: Any, flags: int) -> Any:
-        made = _checked(runtime.cudaGraphInstantiate(graph, flags))
+        made = _checked(runtime.cudaGraphInstantiate(graph, 0))
         # In the stream of the launches, so it is done before the first of them.
         _checked((*runtime.cudaGraphUpload(made, self._stream.cuda_stream), None))
         return made
-
-    def number_of(self, made: Any) -> int:
-        return int(made)
-
-    def new_table(self, numbers: Sequence[int]) -> int:
-        cells = torch.from_numpy(np.array(numbers, np.uint64).view(np.int64)).to("cuda")
-        torch.cuda.synchronize()  # the loop reads it in a stream of its own
-        self._tables.append(cells)
-        return cells.data_ptr()
 
     def launch(self, made: Any) -> None:
         _checked((*runtime.cudaGraphLaunch(made, self._stream.cuda_stream), None))

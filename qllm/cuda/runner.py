@@ -24,12 +24,10 @@ from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import InvariantError
-from qllm.kernels import flash3
 from qllm.kernels.device import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.kv_cache import RequestKV
 from qllm.models.frame import Frame, LayerState
-from qllm.models.rope import STATIC
 from qllm.plan import Index, OpKind, Program, Row, Stop
 from qllm.runner import TorchRunner
 from qllm.types import CAPABILITIES, Cap, Driver, Grain, RequestId, Sampled, SamplingParams
@@ -52,17 +50,15 @@ class CudaRunner(TorchRunner):
         page_size: Tokens of a page.
         max_num_seqs: Most rows of a captured stage.
         max_step_tokens: Most tokens of a captured stage.
-        max_total_tokens: Longest sequence of a captured stage.
+        max_total_tokens: Longest sequence of a captured stage; at most the model's.
         kernels_name: "triton" or "torch"; None is Triton on CUDA, torch elsewhere.
         graphs: How to capture; None captures on CUDA and nowhere else; False never does.
         buckets: What to capture for; None is `default_buckets`.
         layers_per_stage: k.
-        attention: "triton" for the attention of `kernels_name`, or "flash3".
         clock: Nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or its experts have no kernel.
-        ConfigError: The attention that was asked for is not there, or not for this model.
     """
 
     capabilities = CAPABILITIES & ~Cap.EXPERT_GUESTS
@@ -80,16 +76,11 @@ class CudaRunner(TorchRunner):
         graphs: GraphApi | bool | None = None,
         buckets: list[Bucket] | None = None,
         layers_per_stage: int = LAYERS_PER_STAGE,
-        attention: str = "triton",
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         super().__init__(model, max_segment_ms=float("inf"), kernels="reference", clock=clock)
         on_cuda = self._device.type == "cuda"
         self.kernels = kernels(kernels_name or ("triton" if on_cuda else "torch"))
-        self._attention = attention
-        if attention == "flash3":
-            flash3.activate()
-            self.kernels = self.kernels._replace(attend=flash3.attend)
         self.compute.is_exact = False
         spare = max_num_seqs * 2
         layers = self.shape.num_layers
@@ -108,7 +99,8 @@ class CudaRunner(TorchRunner):
             api = TorchGraphApi() if graphs is None or isinstance(graphs, bool) else graphs
             wanted = buckets or default_buckets(max_num_seqs, max_step_tokens)
             most = max(bucket.tokens for bucket in wanted)
-            max_pages = -(-max_total_tokens // page_size)
+            longest = min(max_total_tokens, self.shape.max_position)
+            max_pages = -(-longest // page_size)
             self._capture(api, wanted, (most, max_num_seqs, max_pages), layers_per_stage)
 
     # what there is
@@ -118,8 +110,10 @@ class CudaRunner(TorchRunner):
             return "not asked for" if graphs is False else f"device {self._device.type}"
         if any(driver is Driver.REPLAY for driver in self.drivers):
             return "a layer is driven by replay"
-        rope = getattr(self.parts.rotary_emb, "rope_type", "")
-        return "" if rope in STATIC else f"rope type {rope!r} depends on the batch"
+        if self._rope.switch is None:
+            return ""
+        kind = getattr(self.parts.rotary_emb, "rope_type", "")
+        return f"the position embeddings (rope type {kind!r}) depend on the request's length"
 
     @property
     def names(self) -> dict[str, str]:
@@ -128,10 +122,7 @@ class CudaRunner(TorchRunner):
         if self.stages is not None:
             num, k = len(self.stages.captured), self.stages.layers_per_stage
             captured = f"{num} graphs, {k} layers per stage"
-        names = {**self.layers.names, "stages": captured}
-        if self._attention == "flash3":
-            names["attention"] = "flash-attn 3 paged, keys in one piece"
-        return names
+        return {**self.layers.names, "stages": captured}
 
     def close(self) -> None:
         self.layers.leave()
@@ -322,7 +313,7 @@ class CudaRunner(TorchRunner):
         body.of(Key(True, 0, self.shape.num_layers, bucket, embed=True, head=True), lane)()
 
     def _part(self, frame: Frame, op: int, limit: int) -> Part | None:
-        if self.stages is None or self.on_logits is not None:
+        if self.stages is None or self.on_logits is not None or self._owes_prompt(frame):
             return None
         part = self.stages.part(frame.program, op, self._can_sample(frame))
         if part is None or part.end_op > limit:
@@ -331,6 +322,11 @@ class CudaRunner(TorchRunner):
         alive = [row.request_id for row in rows if row.request_id not in frame.dead]
         most = self.stages.lanes[part.key.whole].max_pages
         return part if all(len(self._kv(i).pages) <= most for i in alive) else None
+
+    def _owes_prompt(self, frame: Frame) -> bool:
+        """Whether hidden states of a prompt have to be kept, which a captured head does not."""
+        ids = {row.request_id for row in frame.program.rows} - frame.dead
+        return any(self._requests[i].owes_prompt for i in ids)
 
     def _sampling_rows(self, frame: Frame) -> list[Row]:
         program = frame.program
@@ -399,7 +395,8 @@ class CudaRunner(TorchRunner):
     def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
         rows = [frame.program.rows[r] for r in members]
         live = [i for i, row in enumerate(rows) if row.request_id not in frame.dead]
-        if self.on_logits is not None or not live or not self._can_sample(frame):
+        owed = self._owes_prompt(frame)
+        if self.on_logits is not None or owed or not live or not self._can_sample(frame):
             super()._sample(frame, members)
             return
         assert frame.head is not None

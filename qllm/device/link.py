@@ -17,14 +17,12 @@ KERNELS = (
 """Entry points of `kernels/csrc/scheduler.cu`."""
 
 
-def link_kernel(policy: Any, capability: tuple[int, int], *, device_launch: bool = False) -> bytes:
+def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
     """Return a cubin with KERNELS and the policy's `rank` in them.
 
     Args:
         policy: A `RankPolicy`.
         capability: Of the device, like (9, 0).
-        device_launch: A turn launches the stage and itself, rather than setting the conditions of
-            a WHILE and a SWITCH.
 
     Raises:
         ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.
@@ -44,7 +42,6 @@ def link_kernel(policy: Any, capability: tuple[int, int], *, device_launch: bool
         include_path=str(folder),
         relocatable_device_code=True,
         link_time_optimization=True,
-        define_macro="QLLM_DEVICE_LAUNCH" if device_launch else None,
     )
     scheduler = Program((folder / "scheduler.cu").read_text(), "c++", options).compile("ltoir")
     linker = Linker(

@@ -8,11 +8,12 @@ to date. Decisions are those of `Scheduler`, one by one.
 from collections.abc import Sequence
 from typing import Any
 
+from qllm.blame import Blame
 from qllm.decision import Drop, Effect, Limits, Parked
 from qllm.device.block import NativePool
 from qllm.device.deciding import SLOT, NativeDecider
 from qllm.device.layout import NONE
-from qllm.errors import CheckpointError
+from qllm.errors import CheckpointError, PolicyError
 from qllm.plan import CutRule, Index, ModelShape, Program
 from qllm.request import Request
 from qllm.riding import Riding
@@ -97,6 +98,10 @@ class NativeScheduler(NativeDecider):
         request.block_table = []
         request.reset()
         return self._take_effects()
+
+    def blame(self, error: PolicyError, now_ns: int) -> Blame:
+        """Every request: a compiled rank cannot raise, so no single one is to blame."""
+        return Blame(tuple(self.requests), False)
 
     def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]:
         """Take the KV of a request; it starts again from its first token."""

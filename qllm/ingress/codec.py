@@ -1,25 +1,42 @@
 """Between values and the bodies of records. Nothing is pickled."""
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qllm.ingress import layout
+from qllm.ingress.admission import wrong_number
 from qllm.ingress.layout import body_struct
 from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import Record
 from qllm.metrics import MetricsBuilder, RequestMetrics
 from qllm.trace import Arrived, Finished, Token
-from qllm.types import FinishReason, Logprobs, RequestId, Sampled, SamplingParams, Slo
+from qllm.types import (
+    FinishReason,
+    Logprobs,
+    Priority,
+    PromptLogprobs,
+    RequestId,
+    Sampled,
+    SamplingParams,
+    Slo,
+)
 
 _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
+_PROMPT = body_struct(layout.PROMPT)
+_FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
+_SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
+_SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _REASONS = tuple(FinishReason(reason) for reason in layout.REASONS)
 MAX_TEXT_BYTES = 16_384
 """Of an error in a finish."""
+PART_BYTES = 32_768
+"""Of the log-probabilities of a prompt in one record, about: far below the size of a ring."""
 
 
 def _utf8(text: str) -> bytes:
@@ -86,7 +103,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         len(name),
         sum(len(stop) for stop in stops),
         item.num_output_tokens,
-        0,
+        0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1,
     )
     arrays = (
         np.array(sorted(item.stop_ids), "<i8"),
@@ -100,70 +117,71 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
 
 
 def decode_submission(record: Record) -> Submission:
-    """The inverse of `encode_submission`."""
-    (
-        request_id,
-        arrival_ns,
-        deadline_ns,
-        seed,
-        top_k,
-        temperature,
-        top_p,
-        min_p,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        ttft_ms,
-        tpot_ms,
-        priority,
-        logprobs,
-        max_tokens,
-        num_stop_ids,
-        num_stop_token_ids,
-        num_bias,
-        num_prompt,
-        num_stops,
-        num_name_bytes,
-        _,
-        num_output,
-        _,
-    ) = _REQUEST.unpack_from(record.body)
+    """The inverse of `encode_submission`.
+
+    Returns:
+        The request; its `wrong` says which of its values no front end of ours writes.
+
+    Raises:
+        ValueError: The record is shorter than it says.
+    """
+    values = dict(zip(_FIELDS, _REQUEST.unpack_from(record.body), strict=True))
+    _check_length(values, len(record.body))
     arrays = _Arrays(record.body, _REQUEST.size)
-    stop_ids = frozenset(arrays.take("<i8", num_stop_ids))
-    stop_token_ids = tuple(arrays.take("<i8", num_stop_token_ids))
-    values = arrays.take("<f8", num_bias)
-    bias = dict(zip(arrays.take("<u4", num_bias), values, strict=True))
-    token_ids = tuple(arrays.take("<u4", num_prompt + num_output))
-    lengths = arrays.take("<u4", num_stops)
-    name = arrays.take_text(num_name_bytes)
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(arrays.take_text(length) for length in lengths),
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(record.flags & layout.IGNORE_EOS),
-        logprobs=None if logprobs < 0 else logprobs,
-        logit_bias=bias,
-    )
+    stop_ids = frozenset(arrays.take("<i8", values["num_stop_ids"]))
+    stop_token_ids = tuple(arrays.take("<i8", values["num_stop_token_ids"]))
+    weights = arrays.take("<f8", values["num_logit_bias"])
+    bias = dict(zip(arrays.take("<u4", values["num_logit_bias"]), weights, strict=True))
+    token_ids = tuple(arrays.take("<u4", values["num_prompt"] + values["num_output"]))
+    lengths = arrays.take("<u4", values["num_stops"])
+    priority, arrival_ns = values["priority"], values["arrival_ns"]
+    deadline_ns = values["deadline_ns"] if record.flags & layout.HAS_DEADLINE else None
+    slo = Slo(_optional(values["slo_ttft_ms"]), _optional(values["slo_tpot_ms"]))
+    wrong = wrong_number(priority, arrival_ns, deadline_ns, slo)
+    name, sampling = "", SamplingParams(seed=0)
+    try:
+        if values["top_k"] >> 63:
+            raise ValueError(f"top_k={values['top_k']} must be in [0, 2**63)")
+        name = arrays.take_text(values["num_name_bytes"])
+        sampling = SamplingParams(
+            **{name: values[name] for name in _SAMPLING},
+            stop=tuple(arrays.take_text(length) for length in lengths),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=bool(record.flags & layout.IGNORE_EOS),
+            logprobs=None if values["logprobs"] < 0 else values["logprobs"],
+            prompt_logprobs=values["prompt_logprobs"] - 1 if values["prompt_logprobs"] else None,
+            logit_bias=bias,
+        )
+    except ValueError as error:  # no text, or a setting that is out of its range
+        wrong = wrong or str(error)
     return Submission(
-        request_id=request_id,
+        request_id=values["request_id"],
         name=name,
-        priority=priority,
+        priority=priority if wrong is None else Priority.BE,
         token_ids=token_ids,
         sampling=sampling,
         stop_ids=stop_ids,
-        max_tokens=max_tokens,
-        slo=Slo(_optional(ttft_ms), _optional(tpot_ms)),
-        arrival_ns=arrival_ns,
-        deadline_ns=deadline_ns if record.flags & layout.HAS_DEADLINE else None,
-        num_output_tokens=num_output,
+        max_tokens=values["max_tokens"],
+        slo=slo if wrong is None else Slo(),
+        arrival_ns=arrival_ns if wrong is None else 0,
+        deadline_ns=deadline_ns if wrong is None else None,
+        num_output_tokens=values["num_output"],
+        wrong=wrong,
     )
+
+
+def _check_length(values: Mapping[str, int], num_bytes: int) -> None:
+    """Return if the arrays of a request lie inside its record.
+
+    Raises:
+        ValueError: They do not.
+    """
+    eights = values["num_stop_ids"] + values["num_stop_token_ids"] + values["num_logit_bias"]
+    fours = values["num_logit_bias"] + values["num_prompt"] + values["num_output"]
+    text = values["num_name_bytes"] + values["num_stop_bytes"]
+    need = _REQUEST.size + 8 * eights + 4 * (fours + values["num_stops"]) + text
+    if need > num_bytes:
+        raise ValueError(f"a request of {need} bytes in a record of {num_bytes}")
 
 
 def encode_cancel(item: Cancel) -> bytes:
@@ -197,6 +215,34 @@ def decode_token(record: Record) -> tuple[Sampled, int]:
     values = arrays.take("<f8", num_top)
     top = tuple(zip(arrays.take("<u4", num_top), values, strict=True))
     return Sampled(request_id, token_id, Logprobs(chosen, top)), at_ns
+
+
+class PromptPart(NamedTuple):
+    """Log-probabilities of some of a prompt's tokens."""
+
+    request_id: RequestId
+    first: int
+    """Number of the first one, 0 is the prompt's second token."""
+    logprobs: PromptLogprobs
+
+
+def encode_prompt(request_id: RequestId, whole: PromptLogprobs) -> Iterator[bytes]:
+    """The bodies of the records for the log-probabilities of a prompt; at least one."""
+    most = max(1, PART_BYTES // (4 + 8 * whole.num_top))
+    for first in range(0, max(1, len(whole.chosen)), most):
+        part = whole.part(first, first + most)
+        fixed = _PROMPT.pack(request_id, first, len(part.chosen), whole.num_top, 0)
+        yield b"".join((fixed, part.chosen.tobytes(), part.top.tobytes(), part.top_ids.tobytes()))
+
+
+def decode_prompt(record: Record) -> PromptPart:
+    """The inverse of one body of `encode_prompt`."""
+    request_id, first, num_tokens, num_top, _ = _PROMPT.unpack_from(record.body)
+    arrays = _Arrays(record.body, _PROMPT.size)
+    chosen, top = arrays.take("<f4", num_tokens), arrays.take("<f4", num_tokens * num_top)
+    ids = arrays.take("<u4", num_tokens * num_top)
+    logprobs = PromptLogprobs(num_top, array("f", chosen), array("f", top), array("I", ids))
+    return PromptPart(request_id, first, logprobs)
 
 
 class End(NamedTuple):

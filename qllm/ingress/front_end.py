@@ -8,12 +8,14 @@ from typing import NamedTuple
 from qllm.errors import InvalidRequestError, InvariantError, QueueFullError
 from qllm.ingress.codec import (
     End,
+    PromptPart,
     decode_finish,
+    decode_prompt,
     decode_token,
     encode_cancel,
     encode_submission,
 )
-from qllm.ingress.layout import CANCEL_KIND, NUMBER_BITS, REQUEST_KIND, TOKEN_KIND
+from qllm.ingress.layout import CANCEL_KIND, NUMBER_BITS, PROMPT_KIND, REQUEST_KIND, TOKEN_KIND
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import RingReader, RingWriter, record_bytes
@@ -42,6 +44,10 @@ class TokenAt(NamedTuple):
 
     sampled: Sampled
     at_ns: int
+
+
+Heard = TokenAt | PromptPart | End
+"""What comes out of a token ring."""
 
 
 class FrontEndRings(ABC):
@@ -105,14 +111,16 @@ class FrontEndRings(ABC):
         """How full the request rings are, 0 to 1: what the engine has not taken yet."""
         return {"LS": self.ls.fill, "BE": self.be.fill}
 
-    def receive(self) -> Iterator[TokenAt | End]:
+    def receive(self) -> Iterator[Heard]:
         """Take what is in the token ring."""
         yield from self._records()
 
-    def _records(self) -> Iterator[TokenAt | End]:
+    def _records(self) -> Iterator[Heard]:
         while (record := self._tokens.read()) is not None:
             if record.kind == TOKEN_KIND:
                 yield TokenAt(*decode_token(record))
+            elif record.kind == PROMPT_KIND:
+                yield decode_prompt(record)
             else:
                 yield decode_finish(record)
 
@@ -143,7 +151,7 @@ class FrontEnd(FrontEndRings):
         self.control.words[ControlBlock.BELL] = bell
         self._engine.ring()
 
-    def receive(self) -> Iterator[TokenAt | End]:
+    def receive(self) -> Iterator[Heard]:
         self.doorbell.clear()
         yield from super().receive()
 

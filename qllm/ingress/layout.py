@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from qllm.structs import RING_END, TYPEDEFS, Dtype, c_struct
+from qllm.types import MAX_TIME_MS, PRIORITY_LIMIT
 
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
-VERSION = 2
+VERSION = 3
 """Of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
@@ -29,7 +30,7 @@ HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("
 TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
 """`crc` is the CRC-32 (zlib) of everything before the trailer. `seq` is written last."""
 
-REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND = 1, 2, 3, 4
+REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND = 1, 2, 3, 4, 5
 
 HAS_DEADLINE, IGNORE_EOS = 1, 2
 """Flags of a request."""
@@ -60,10 +61,11 @@ REQUEST: Dtype = np.dtype(
         ("num_name_bytes", "<u4"),
         ("num_stop_bytes", "<u4"),
         ("num_output", "<u4"),
-        ("reserved", "<u4"),
+        ("prompt_logprobs", "<u4"),
     ]
 )
-"""NaN is "no target"; logprobs = -1 is "none". After it, in this order: i8 stop_ids, i8
+"""NaN is "no target"; logprobs = -1 is "none"; prompt_logprobs is one more than the alternatives
+per token, 0 is "none". After it, in this order: i8 stop_ids, i8
 stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 output so far (of a request that an
 engine left unfinished), u4 bytes per stop string, name, stop strings (UTF-8). The engine does not
 look for stop strings; they are for checkpoints."""
@@ -86,6 +88,20 @@ TOKEN: Dtype = np.dtype(
     ]
 )
 """After it: f8 log-probabilities and u4 ids of the alternatives, most likely first."""
+
+PROMPT: Dtype = np.dtype(
+    [
+        ("header", HEADER),
+        ("request_id", "<u8"),
+        ("first", "<u4"),
+        ("num_tokens", "<u4"),
+        ("num_top", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+"""Log-probabilities of tokens of a prompt, from number `first` on (0 is its second token), before
+the request's first token. After it: f4 of the tokens, f4 of the alternatives (`num_top` per token,
+most likely first), u4 ids of the alternatives."""
 
 HAS_METRICS, HAS_ERROR = 1, 2
 """Flags of a finish."""
@@ -168,6 +184,7 @@ STRUCTS = {
     "qllm_request": REQUEST,
     "qllm_cancel": CANCEL,
     "qllm_token": TOKEN,
+    "qllm_prompt": PROMPT,
     "qllm_finish": FINISH,
     "qllm_control": CONTROL_BLOCK,
     "qllm_front_end": FRONT_END,
@@ -211,11 +228,14 @@ _NUMBERS: dict[str, int] = {
     "CANCEL_KIND": CANCEL_KIND,
     "TOKEN_KIND": TOKEN_KIND,
     "FINISH_KIND": FINISH_KIND,
+    "PROMPT_KIND": PROMPT_KIND,
     "HAS_DEADLINE": HAS_DEADLINE,
     "IGNORE_EOS": IGNORE_EOS,
     "HAS_LOGPROBS": HAS_LOGPROBS,
     "HAS_METRICS": HAS_METRICS,
     "HAS_ERROR": HAS_ERROR,
+    "MAX_TIME_MS": MAX_TIME_MS,
+    "PRIORITY_LIMIT": PRIORITY_LIMIT,
     **{f"REASON_{reason.upper()}": i for i, reason in enumerate(REASONS)},
 }
 

@@ -35,6 +35,8 @@ class Submission:
     num_output_tokens: int = 0
     """The last of `token_ids` are output: an engine that is gone had produced them. They count
     towards `max_tokens`."""
+    wrong: str | None = None
+    """Why it must end at once: its record held what no front end of ours writes."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -16,8 +16,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from qllm.ingress.codec import decode_cancel, decode_submission, encode_finish, encode_token
-from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, TOKEN_KIND
+from qllm.ingress.codec import (
+    decode_cancel,
+    decode_submission,
+    encode_finish,
+    encode_prompt,
+    encode_token,
+)
+from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
 from qllm.ingress.ring import ENDS, Ends, RingError
@@ -96,6 +102,8 @@ class Lane:
         self._has_news = False
         self.num_taken = 0
         """Requests handed to the loop."""
+        self.open: set[RequestId] = set()
+        """Requests read and not ended: no id is used twice at once."""
 
     def take(self) -> tuple[list[Submission], list[Cancel]]:
         """Take what is in the rings.
@@ -112,10 +120,17 @@ class Lane:
                 cancels.append(self._own(decode_cancel(record)))
             for ring in self._requests:
                 while (record := ring.read()) is not None:
-                    submissions.append(self._own(decode_submission(record)))
+                    submissions.append(self._new(decode_submission(record)))
         except (ValueError, IndexError, struct.error) as error:
             raise RingError(f"a record that is no request or cancel: {error}") from error
         return submissions, cancels
+
+    def _new(self, item: Submission) -> Submission:
+        request_id = self._own(item).request_id
+        if request_id in self.open:
+            raise RingError(f"front end {self.number} used id {request_id:#x} twice")
+        self.open.add(request_id)
+        return item
 
     def _own(self, item: T) -> T:
         if front_end_of(item.request_id) != self.number:
@@ -308,7 +323,7 @@ class ShmIngress:
             submissions += more
             cancels += gone
         submissions.sort(key=lambda item: item.arrival_ns)
-        for item in submissions:
+        for item in (item for item in submissions if item.wrong is None):
             came_ns = item.arrival_ns if item.arrival_ns >= 0 else self._now_ns()
             self.stop.lower(item.priority, came_ns)  # before our time: replayed
         if self.control.stop and not self._closing:
@@ -331,6 +346,9 @@ class RingSink:
         """Write one token; the front end is woken by the next `drain`."""
         lane = self._lanes.get(front_end_of(sampled.request_id))
         if lane is not None:
+            if sampled.prompt is not None:
+                for part in encode_prompt(sampled.request_id, sampled.prompt):
+                    lane.send(PROMPT_KIND, 0, part)
             flags, body = encode_token(sampled, at_ns)
             lane.send(TOKEN_KIND, flags, body)
         return False
@@ -347,4 +365,5 @@ class RingSink:
         if lane is not None:
             flags, body = encode_finish(request_id, reason, error, metrics)
             lane.send(FINISH_KIND, flags, body)
+            lane.open.discard(request_id)
             lane.flush()

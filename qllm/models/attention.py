@@ -64,20 +64,15 @@ class Step:
         "masks",
         "num_attended",
         "num_tokens",
-        "packs",
         "single",
         "spans",
     )
 
-    def __init__(
-        self, spans: Sequence[Span], num_tokens: int, latent: bool, packs: bool = True
-    ) -> None:
+    def __init__(self, spans: Sequence[Span], num_tokens: int, latent: bool) -> None:
         self.spans = tuple(spans)
         self.num_tokens = num_tokens
         self.latent = latent
         """The cache holds MLA latents, which the module expands after `update`."""
-        self.packs = packs
-        """Single queries in bf16 take `_packed_query`."""
         self.single = len(self.spans) == num_tokens > 1
         """Every token is a sequence of its own: a decode batch."""
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
@@ -223,9 +218,6 @@ def _one(
         mask = None if one_query else step.mask(q_1NTH, first, lo, hi, window)
         out: Tensor = eager(module, q_1NTH, k, v, mask, scaling=scaling)[0]
         return out
-    is_gqa = kv[0].shape[1] != q_1NTH.shape[1]
-    if one_query and is_gqa and step.packs and q_1NTH.dtype is torch.bfloat16:
-        return _packed_query(q_1NTH, *_visible(span, kv, window)[1], scaling)
     return _attend_span(q_1NTH, kv, span, step, scaling, window)
 
 
@@ -259,39 +251,6 @@ def _attend_span(
     return out.transpose(1, 2)
 
 
-def _packed_query(q_1N1H: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """One query whose heads of a KV head are taken as queries of that head.
-
-    Measured on a Zen 4 core: 3 to 6 times faster than `enable_gqa` in bf16 (one row per product
-    misses the fast kernel). Last bits differ now and then: in 1 of 40 calls at 200 cached
-    tokens and 12 heads of 64, in most at 1,000 tokens and 32 heads of 128.
-    """
-    _, n, _, width = q_1N1H.shape
-    groups = k.shape[1]
-    packed = q_1N1H.reshape(1, groups, n // groups, width)
-    out = F.scaled_dot_product_attention(packed, k, v, scale=scaling)
-    return out.reshape(1, 1, n, v.shape[3])
-
-
-def _decode_batch(
-    module: nn.Module, step: Step, q_1NTH: Tensor, scaling: float | None, window: int | None
-) -> Tensor:
-    """`_packed_query` for every token of a decode batch: out[1, T, N, H]."""
-    layer: Any = module.layer_idx
-    _, n, num_tokens, width = q_1NTH.shape
-    outs = []
-    q_T1GRH: tuple[Tensor, ...] | None = None
-    for i, (kv, _, _, hi) in enumerate(step.spans):
-        first = 0 if window is None else max(0, hi - window)
-        k, v = kv.read(layer, first, hi)
-        if q_T1GRH is None:
-            groups = k.shape[1]
-            q = q_1NTH.transpose(1, 2).reshape(num_tokens, 1, groups, n // groups, width)
-            q_T1GRH = q.unbind(0)
-        outs.append(F.scaled_dot_product_attention(q_T1GRH[i], k, v, scale=scaling))
-    return torch.cat(outs).reshape(1, num_tokens, n, -1)
-
-
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -314,9 +273,6 @@ def attend(
     if not isinstance(step, Step):
         return step.attend(module, query, scaling, window, kwargs.get("s_aux")), None
     eager = _family_eager(module) if kwargs.get("s_aux") is not None else None
-    packs = step.packs and query.dtype is torch.bfloat16 and key.shape[1] != query.shape[1]
-    if step.single and packs and eager is None and not step.latent:
-        return _decode_batch(module, step, query, scaling, window), None
     pairs = step.keys(module.layer_idx, key, value)  # type: ignore[arg-type]
     if len(pairs) == 1 and step.spans[0].hi - step.spans[0].lo == step.num_tokens:
         span = step.spans[0]

@@ -1,7 +1,7 @@
 """Who computes: the drivers, experts, products and head of one runner, chosen once.
 
-    fast        our CPU kernels where they are made for a part (bf16); else torch, with a faster
-                attention for single queries. Last bits may differ from transformers'.
+    fast        our CPU kernels where they are made for a part (bf16); else torch. Last bits may
+                differ from transformers'.
     reference   transformers' own modules: the bits of `model.forward`.
 
 Level L2 asks for rows that do not depend on each other. Our kernels are made so; for what torch
@@ -44,9 +44,9 @@ class Compute:
         kind: "fast" or "reference".
         batch_invariant: Level L2.
         expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
-        max_packed_bytes: Linear modules (the head; experts that torch multiplies) are copied
-            into a faster layout when the copies take at most this; weights changed afterwards
-            are not seen. Experts of our kernels are packed in place, whatever their size.
+        max_packed_bytes: Linear modules (the head) are copied for our kernels when the copies take
+            at most this; weights changed afterwards are not seen. Experts are packed in place,
+            whatever their size.
 
     Raises:
         ModelError: Level L2 is not possible here.
@@ -64,17 +64,16 @@ class Compute:
         max_packed_bytes: int = 0,
     ) -> None:
         sizes, arena = _sizes(parts), cpu.Arena()
-        packs = {name: 0 < size <= max_packed_bytes for name, size in sizes.items()}
         native = kind == "fast" and cpu.MISSING is None
         if kind == "fast" and cpu.MISSING is not None:
             _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
-        self._native = {name: native and fits for name, fits in packs.items()}
+        self._native = {
+            name: native and 0 < size <= max_packed_bytes for name, size in sizes.items()
+        }
         self._native["experts"] = native
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
-        self.packs = kind == "fast"
-        """Single queries that torch attends take the heads of a KV head as one matrix."""
         self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
         """Greedy rows keep the best of their logits alone (`models.heads`)."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
@@ -83,18 +82,14 @@ class Compute:
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
-        self.banks = expert_banks(
-            parts, rule, packs["experts"], self._native["experts"], expert_weights
-        )
+        self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights)
         self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
         """Runs what it covers of a program in one call."""
         self._held = tuple(bank for bank in self.banks if bank is not None)
         # A runner that is dropped, not closed, gives the weights back when it is collected.
         weakref.finalize(self, _leave, self._held).atexit = False
-        self._linears = Linears(
-            parts, rule, packs["linears"], self._native["linears"], covered, arena
-        )
-        self.head = Head(parts.lm_head, rule, packs["head"], self._native["head"], arena)
+        self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
+        self.head = Head(parts.lm_head, rule, self._native["head"], arena)
         tuned = kind == "fast" and parts.lm_head.weight.dtype is torch.bfloat16
         self.is_exact = not tuned and rule is PLAIN
         """Results have the bits of `model.forward`."""
@@ -158,7 +153,6 @@ class Compute:
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
         fused = Counter(part for driver in native for part in driver.names)
         sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
-        decode = "packed heads" if self.packs else "as attention"
         ours = f"qllm {cpu.kind()}" if native else ""
         total = len(self.drivers)
 
@@ -174,7 +168,6 @@ class Compute:
             "linear": _listed(self._linears.kernels.elements()) or "in attention",
             "head": self.head.kernel,
             "attention": attends(sdpa),
-            "decode_attention": attends(decode),
             "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
             "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
             "missing": cpu.MISSING or "none",

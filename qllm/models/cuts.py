@@ -23,6 +23,10 @@ GLUE_NS_PER_VALUE = 3.0
 """Norms, rotations, sums: per token and value of the residual stream."""
 COMBINE_NS_PER_VALUE = 2.0
 """Gather, scale and sum: per token, expert and value."""
+SCORE_NS_PER_VALUE = 15.0
+"""Log-softmax and the largest values of one row of logits: per value."""
+LOGITS_AT_ONCE = 1 << 22
+"""Most logits of prompt tokens that are held at once."""
 KEY_QUERIES = 16
 """Queries that an attention which stops between keys takes at once, if their projections fit."""
 FILL = 0.6
@@ -64,6 +68,16 @@ class Costs:
         """Vocabulary blocks per segment for that many rows."""
         total = self.head_ns + num_rows * self.head_row_ns
         return int(max(1.0, min(num_blocks, self.segment_ns * num_blocks / total)))
+
+    def rows_at_once(self, num_blocks: int, vocab_size: int) -> int:
+        """Prompt tokens whose logits are computed together, a vocabulary block at a time."""
+        most = max(1, LOGITS_AT_ONCE // vocab_size)
+        fit = (self.segment_ns * num_blocks - self.head_ns) / self.head_row_ns
+        return _power_of_two(min(fit, most), 1, most)
+
+    def rows_to_read(self, vocab_size: int) -> int:
+        """Rows of logits per segment of which log-probabilities are taken."""
+        return max(1, int(min(self.segment_ns / (SCORE_NS_PER_VALUE * vocab_size), 1 << 20)))
 
 
 def _weights(module: Any) -> int:

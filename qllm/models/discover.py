@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
+from qllm.models.quantised import refuse_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -254,6 +255,40 @@ def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:
     return int(found)
 
 
+def _norm(base: Any) -> nn.Module:
+    norm = getattr(base, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise ModelError(f"{type(base).__name__} has no `norm` before its output head")
+    return norm
+
+
+def _rotary(base: Any, like: Tensor) -> nn.Module:
+    """The module that gives cos and sin of positions, the same for all layers."""
+    rotary = getattr(base, "rotary_emb", None)
+    if not isinstance(rotary, nn.Module):
+        raise ModelError(
+            f"{type(base).__name__} has no `rotary_emb`: other embeddings of positions than "
+            "rotary ones that all layers share are not supported"
+        )
+    positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
+    what = f"{type(rotary).__name__} does not give one cos and sin for all layers"
+    try:
+        with torch.inference_mode():
+            found = rotary(like.new_empty(0), positions)
+    except Exception as error:
+        raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ModelError(f"{what}: it returned {type(found).__name__}")
+    return rotary
+
+
+def _max_position(config: Any) -> int:
+    """Longest sequence; dynamic NTK is made to go beyond `max_position_embeddings` by a factor."""
+    length = getattr(config, "max_position_embeddings", 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)
+
+
 def discover(model: Any) -> ModelParts:
     """Find the parts of a model that `refuse_unsafe` accepted.
 
@@ -275,10 +310,10 @@ def discover(model: Any) -> ModelParts:
         embed=model.get_input_embeddings(),
         embedding_multiplier=None if multiplier is None else float(multiplier),
         layers=layers,
-        norm=base.norm,
+        norm=_norm(base),
         lm_head=head,
         logits_scaling=None if scaling is None else float(scaling),
-        rotary_emb=base.rotary_emb,
+        rotary_emb=_rotary(base, head.weight),
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
             num_layers=len(layers),
@@ -286,7 +321,7 @@ def discover(model: Any) -> ModelParts:
             experts_per_token=0 if experts is None else _top_k(layers, config),
             is_moe=tuple(parts.is_moe for parts in layers),
             vocab_size=head.out_features,
-            max_position=int(getattr(config, "max_position_embeddings", 1 << 30)),
+            max_position=_max_position(config),
         ),
     )
 
@@ -332,9 +367,7 @@ def refuse_unsafe(model: nn.Module) -> None:
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         _refuse_tensor(name, tensor)
-    dtypes = {p.dtype for p in model.parameters()}
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        raise ModelError(f"parameters of {dtypes} are quantised; load float32, float16 or bfloat16")
+    refuse_quantised(model)
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             raise ModelError(f"{name or 'the model'} has an accelerate hook (offload?)")

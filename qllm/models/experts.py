@@ -10,7 +10,6 @@ matrices and sums in the same order. Consecutive units run as one range of about
 
 from array import array
 from collections.abc import Container, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +22,6 @@ from qllm.models.cuts import Costs
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
 from qllm.models.native_experts import NativeBank, is_covered
-from qllm.models.packed import pack_all, packed_linear
 
 
 class Unit(NamedTuple):
@@ -63,11 +61,9 @@ class Bank(Protocol):
 
 
 class TorchBank:
-    """Weights of one layer's experts, as one [in, out] view per expert, and packed if asked."""
+    """Weights of one layer's experts, as one [in, out] view per expert."""
 
-    def __init__(
-        self, experts: nn.Module, rule: RowRule, *, in_place: bool, packed: bool = False
-    ) -> None:
+    def __init__(self, experts: nn.Module, rule: RowRule, *, in_place: bool) -> None:
         module: Any = experts
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
@@ -86,35 +82,27 @@ class TorchBank:
         self.out_width = down.shape[2]
         self.dtype = gate_up.dtype
         self._rule = rule
-        self._packed_up = pack_all([w.t() for w in self.up]) if packed else None
-        self._packed_down = pack_all([w.t() for w in self.down]) if packed else None
         self._in_place = in_place and rule is PLAIN
         """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
-        self.kernel = "torch mm" if self._packed_up is None else "oneDNN packed"
+        self.kernel = "torch mm"
         self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def _matmul(
         self,
         x_SD: Tensor,
         weights: Sequence[Tensor],
-        packed: Sequence[Tensor] | None,
         bias: tuple[Tensor, ...] | None,
         units: list[Unit],
         out_SF: Tensor,
     ) -> None:
         """Rows of `x_SD` and `out_SF` start at the first unit's."""
         base = units[0].lo
-        rule = self._rule
         for expert, lo, hi in units:
             x, out = x_SD[lo - base : hi - base], out_SF[lo - base : hi - base]
-            if packed is not None and rule is PLAIN:
-                out.copy_(packed_linear(x, packed[expert]))
-            elif packed is not None:
-                out.copy_(rule.apply(x, partial(packed_linear, packed=packed[expert])))
-            elif self._in_place:
+            if self._in_place:
                 torch.mm(x, weights[expert], out=out)
             else:
-                out.copy_(rule.linear(x, weights[expert].t()))
+                out.copy_(self._rule.linear(x, weights[expert].t()))
             if bias is not None:
                 out.add_(bias[expert])
 
@@ -124,13 +112,13 @@ class TorchBank:
         lo, hi = units[0].lo, units[-1].hi
         x_SD = x_TD.index_select(0, work.token_S[lo:hi])
         h_SF = x_SD.new_empty((hi - lo, self.up_width), dtype=self.dtype)
-        self._matmul(x_SD, self.up, self._packed_up, self.up_bias, units, h_SF)
+        self._matmul(x_SD, self.up, self.up_bias, units, h_SF)
         if self._by_row:
             h_SF = torch.cat([self.gate(row) for row in torch.split(h_SF, 1)])
         else:
             h_SF = self.gate(h_SF)
         out_SD = work.slots_SD[lo:hi]
-        self._matmul(h_SF, self.down, self._packed_down, self.down_bias, units, out_SD)
+        self._matmul(h_SF, self.down, self.down_bias, units, out_SD)
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
         """Sum over k of weight times slot."""
@@ -146,14 +134,13 @@ class TorchBank:
 
 
 def expert_banks(
-    parts: ModelParts, rule: RowRule, packs: bool, native: bool, expert_weights: str = "auto"
+    parts: ModelParts, rule: RowRule, native: bool, expert_weights: str = "auto"
 ) -> tuple[Bank | None, ...]:
     """The experts of every layer.
 
     Args:
         parts: Of the model.
         rule: In which blocks torch multiplies.
-        packs: Copy weights that torch multiplies into a faster layout.
         native: Our kernels, for experts that they are made for.
         expert_weights: Their format: see `EngineConfig.expert_weights`.
 
@@ -169,7 +156,7 @@ def expert_banks(
     def bank(module: nn.Module) -> Bank:
         if native and is_covered(module):
             return NativeBank(module, expert_weights)
-        return TorchBank(module, rule, in_place=in_place, packed=packs)
+        return TorchBank(module, rule, in_place=in_place)
 
     return tuple(None if m is None else bank(m) for m in modules)
 

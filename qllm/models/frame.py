@@ -5,7 +5,7 @@ x_TD        rows of the active group, packed; the input of the layer that runs
 layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from qllm.models.experts import Work
 from qllm.models.fast import Kept as Parts
 from qllm.models.fast import Rope, Routed
 from qllm.models.heads import HeadState
+from qllm.models.scores import NO_SCORES, Score, Scores
 from qllm.plan import START, Index, Op, Program
 from qllm.types import RequestId, Sampled
 
@@ -83,13 +84,35 @@ class Held:
     ids: list[int]
     num_prompt_tokens: int
     kv: RequestKV
+    num_top: int | None = None
+    """Alternatives per token of the prompt, if its log-probabilities are asked for."""
     kept: Kept | None = None
+    hidden: list[Tensor] = field(default_factory=list)
+    """Last hidden states of the committed tokens, while `owes_prompt`."""
+
+    @property
+    def owes_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for and still to be reported."""
+        return self.num_top is not None and len(self.ids) == self.num_prompt_tokens
+
+    def evict(self) -> None:
+        """Forget what was computed."""
+        self.kv.clear()
+        self.kept = None
+        self.hidden = []
+
+    def take(self, token_id: int) -> None:
+        """Append a token of the output; the prompt's log-probabilities went out with the first."""
+        self.ids.append(token_id)
+        self.hidden = []
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and the JSON that describes them."""
         tensors = dict(self.kv.export())
         if self.kept is not None:
             tensors["hidden"] = self.kept.x_TD.clone()
+        if self.hidden:
+            tensors["last_hidden"] = torch.cat(self.hidden)
         meta = {
             "token_ids": list(self.ids),
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -109,6 +132,7 @@ class Held:
         if meta["kept"] is not None:
             lo, hi, layer = meta["kept"]
             self.kept = Kept(lo, hi, layer, tensors["hidden"])
+        self.hidden = [tensors[name] for name in ("last_hidden",) if name in tensors]
 
 
 class Frame:
@@ -245,6 +269,56 @@ class Frame:
             assert self.master_TD is not None
             x = self.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
             request.kept = Kept(row.lo, row.hi, layer, x)
+
+    def commit(self, requests: Mapping[RequestId, Held]) -> None:
+        """Count the KV of rows that ran through the last layer; keep prompts that are asked about.
+
+        Args:
+            requests: Of the rows, by id.
+        """
+        program = self.program
+        ended = [
+            (r, row.hi, requests[row.request_id])
+            for r, row in enumerate(program.rows)
+            if row.request_id not in self.dead and row.end_layer == program.num_layers
+        ]
+        kept: list[tuple[Held, Tensor]] = []
+        for r, hi, request in ended:
+            if request.owes_prompt and hi < request.num_prompt_tokens:
+                self.flush()
+                assert self.master_TD is not None
+                x_TD = self.master_TD[program.offsets[r] : program.offsets[r + 1]]
+                kept.append((request, x_TD.clone()))
+        for _, hi, request in ended:  # from here on nothing can fail
+            request.kv.committed = hi
+        for request, x_TD in kept:
+            request.hidden.append(x_TD)
+
+    def scores_of(
+        self, requests: Mapping[RequestId, Held], members: Sequence[int], shape: tuple[int, int]
+    ) -> Scores:
+        """Prompts that end in HEAD, of which the active rows are, and that are asked about.
+
+        Args:
+            requests: Of the rows, by id.
+            members: The rows of HEAD.
+            shape: Blocks of the vocabulary, and positions that are computed together.
+        """
+        found, at = [], 0
+        for i, r in enumerate(members):
+            row, begin = self.program.rows[r], at
+            at += row.num_tokens
+            if self.is_dead(r) or not (request := requests[row.request_id]).owes_prompt:
+                continue
+            assert self.x_TD is not None
+            assert request.num_top is not None
+            chunks = [*request.hidden, self.x_TD[begin:at]]
+            found.append(Score(i, chunks, request.ids[1:], request.num_top, shape))
+        return Scores(found) if found else NO_SCORES
+
+    def is_dead(self, row: int) -> bool:
+        """Whether a row of the program was killed."""
+        return self.program.rows[row].request_id in self.dead
 
     def forget_steps(self) -> None:
         """Rows died: the spans of ATTN ops are made anew."""

@@ -1,12 +1,22 @@
 """HEAD, block by block of the vocabulary: greedy rows keep their best logit, the others all."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qllm.models.packed import HEAD_BLOCK, Head
+from qllm.models.scores import NO_SCORES, Scores
+
+
+def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The last token of each of the rows that x_TD holds one after the other."""
+    if len(lengths) == len(x_TD):
+        return x_TD
+    ends = [end - 1 for end in accumulate(lengths)]
+    return x_TD[ends] if len(ends) > 1 else x_TD[ends[0] : ends[0] + 1]
 
 
 class HeadState:
@@ -15,10 +25,12 @@ class HeadState:
     Args:
         x_BD: The normed last tokens.
         greedy: Rows of them whose answer is the lowest id of the largest logit.
+        scores: What is asked about their prompts.
     """
 
-    def __init__(self, x_BD: Tensor, greedy: Sequence[int]) -> None:
+    def __init__(self, x_BD: Tensor, greedy: Sequence[int], scores: Scores = NO_SCORES) -> None:
         self.x_BD = x_BD
+        self.scores = scores
         self.greedy = tuple(greedy)
         self.rest = tuple(sorted(set(range(len(x_BD))) - set(greedy)))
         self.peaks_G = torch.full((len(self.greedy),), -torch.inf)
@@ -58,7 +70,7 @@ class HeadState:
 
     def tensors(self) -> list[Tensor]:
         """All it holds."""
-        return [self.x_BD, self.peaks_G, self.ids_G, *self.blocks]
+        return [self.x_BD, self.peaks_G, self.ids_G, *self.blocks, *self.scores.tensors()]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Named copies, from which `restored` makes the same."""
@@ -69,12 +81,14 @@ class HeadState:
             yield "head.ids", self.ids_G.clone()
         for i, block in enumerate(self.blocks):
             yield f"head.{i}", block.clone()
+        yield from self.scores.export()
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
         """Take up what `export` gave."""
         greedy = tensors.get("head.greedy")
-        head = cls(tensors["head.x"], () if greedy is None else greedy.tolist())
+        ids = () if greedy is None else greedy.tolist()
+        head = cls(tensors["head.x"], ids, Scores.restored(tensors))
         if greedy is not None:
             head.peaks_G, head.ids_G = tensors["head.peaks"], tensors["head.ids"]
         num = sum(name.startswith("head.") and name[5:].isdigit() for name in tensors)

@@ -6,6 +6,7 @@ not a causal decoder, a missing or truncated shard) is found before a weight is 
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -17,11 +18,18 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
 from qllm.models.aliases import ALIASES
+from qllm.models.quantised import (
+    Stored,
+    expansion,
+    method_of,
+    refuse_integers,
+    refuse_unknown,
+    stored_tensors,
+)
 from qllm.types import SamplingParams
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
@@ -33,6 +41,7 @@ DUMMY_SEED = 0
 HUB_TIMEOUT_S = 5.0
 """Longest wait for the hub's first answer; without a network the error comes at once."""
 
+_log = logging.getLogger("qllm")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
@@ -56,6 +65,8 @@ class LoadedModel:
     and min_p if it says `do_sample`, repetition_penalty always."""
     name: str
     """Hub id, "tiny", or the folder as it was given."""
+    expanded: str | None = None
+    """What quantised weights became as they were loaded; None if they are as they were stored."""
 
 
 def load(
@@ -68,6 +79,9 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
+    Weights in block FP8 or MXFP4 are expanded, with a warning; of other quantised ones none are
+    loaded.
+
     Args:
         name_or_path: An alias, a folder as `save_pretrained` writes it, or a hub id ORG/NAME.
         dtype: Of the weights; None or "auto" is the checkpoint's own.
@@ -78,25 +92,33 @@ def load(
 
     Raises:
         ConfigError: The name, dtype, device or load format is none that is known.
-        ModelError: The model is not there, broken, or not a causal decoder.
+        ModelError: The model is not there, broken, not a causal decoder, or quantised otherwise.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load_format={load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
         )
     wanted, place = _dtype(dtype), check_device(device)
-    dummy = load_format == "dummy"
+    dummy, expanded = load_format == "dummy", None
     name, folder = _locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
     if dummy:
         model = _dummy(name, config, wanted, place, trust_remote_code)
     else:
-        check_weights(folder)
+        tensors = check_weights(folder)
+        method = method_of(config, _read_json(folder / "hf_quant_config.json"))
+        refuse_unknown(name, method, tensors)
         model = _pretrained(name, folder, config, wanted, place, trust_remote_code)
+        if method is None:
+            refuse_integers(model, name, tensors)
+        expanded = expansion(model, method, _weight_bytes(folder))
     _use_grouped_mm(model)
     model.train(False)
+    if expanded is not None:
+        _log.warning("model %r: %s, which qllm computes with", name, expanded)
     tokenizer = _tokenizer(name, folder, trust_remote_code)
-    return _loaded(name, model, tokenizer, _read_json(folder / "generation_config.json"))
+    generation = _read_json(folder / "generation_config.json")
+    return _loaded(name, model, tokenizer, generation, expanded)
 
 
 def load_tokenizer(
@@ -138,6 +160,7 @@ def _loaded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     generation: Mapping[str, Any],
+    expanded: str | None = None,
 ) -> LoadedModel:
     return LoadedModel(
         model=model,
@@ -145,6 +168,7 @@ def _loaded(
         eos_token_ids=_eos_token_ids(generation, model, tokenizer),
         generation_defaults=_generation_defaults(name, generation),
         name=name,
+        expanded=expanded,
     )
 
 
@@ -311,21 +335,26 @@ def _shards(index: Path) -> list[str]:
     return sorted({str(shard) for shard in weight_map.values()})
 
 
-def check_weights(folder: Path) -> None:
-    """Raise ModelError unless every shard is there and as long as its header says."""
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    names = _shards(index) if index.is_file() else ["model.safetensors"]
+    return [folder / name for name in names]
+
+
+def check_weights(folder: Path) -> dict[str, Stored]:
+    """Return every stored tensor's dtype and shape, by name.
+
+    Raises:
+        ModelError: A shard is not there, or not as long as its header says.
+    """
     problem = missing_weights(folder)
     if problem is not None:
         raise ModelError(f"{folder} has {problem}")
-    index = folder / "model.safetensors.index.json"
-    for shard in _shards(index) if index.is_file() else ["model.safetensors"]:
-        try:
-            with safe_open(folder / shard, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{folder / shard} is truncated or no safetensors file ({_first_line(error)}); "
-                "download it again"
-            ) from error
+    return {key: found for file in _files(folder) for key, found in stored_tensors(file).items()}
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in _files(folder))
 
 
 def _use_grouped_mm(model: PreTrainedModel) -> None:
@@ -361,12 +390,15 @@ def _pretrained(
             f"weights of model {name!r} cannot be loaded: {type(error).__name__}: "
             f"{_first_line(error)}"
         ) from error
-    for key in ("missing_keys", "mismatched_keys", "error_msgs"):
+    for key in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         wrong = sorted(map(str, info.get(key) or ()))
-        if wrong:  # transformers would go on with random weights
+        if wrong:  # transformers would go on: with random weights, or without these
+            advice = "download it again"
+            if key == "unexpected_keys":
+                advice = "it is of another model, or quantised by a method that is not supported"
             raise ModelError(
                 f"checkpoint of model {name!r} does not fit its config: {len(wrong)} "
-                f"{key.replace('_', ' ')}, first {wrong[0]}; download it again"
+                f"{key.replace('_', ' ')}, first {wrong[0]}; {advice}"
             )
     return model
 

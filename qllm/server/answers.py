@@ -17,12 +17,15 @@ from qllm.handle import Piece
 from qllm.types import FinishReason, Logprobs, Priority
 
 from .errors import ApiError
-from .front import Answer, Ask, Front, Served
+from .front import Answer, Ask, Front
 from .protocol import StreamOptions
 
 HEADER = "x-qllm-priority"
 CLIENT_GONE = 499
 """nginx's status for it; nobody reads the answer."""
+
+LEAST_LOGPROB = -9999.0
+"""What a smaller log-probability is shown as, as vLLM does."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger("qllm.server")
@@ -53,9 +56,13 @@ class Writer(ABC):
         self._front = front
         self._created = int(time.time())
         self.tier = "default"
+        self.prompts: list[tuple[int, ...]] = []
+        """Token ids of each choice's prompt, once it is served."""
 
-    def serve(self, served: Served, asked: str | None) -> None:
-        """Remember the class that the request was given."""
+    def serve(self, answer: Answer, asked: str | None) -> None:
+        """Remember the class that the request was given, and its prompts."""
+        served = answer.served
+        self.prompts = [handle.prompt_token_ids for handle in answer.handles]
         is_ls = served.priority is Priority.LS
         self.tier = "priority" if is_ls and asked == "priority" else served.tier
 
@@ -71,7 +78,8 @@ class Writer(ABC):
         }
 
     def shown(self, token_id: int, logprob: float) -> Shown:
-        """A token as text."""
+        """A token as text. JSON has no -inf."""
+        logprob = max(logprob, LEAST_LOGPROB)
         tokenizer = self._front.engine.tokenizer
         if tokenizer is None:
             return Shown(f"token_id:{token_id}", logprob)
@@ -210,7 +218,7 @@ async def respond(request: Request, front: Front, writer: Writer, body: Any, ask
     async def work() -> Response:
         answer = await front.open(ask, wanted)
         try:
-            writer.serve(answer.served, body.service_tier)
+            writer.serve(answer, body.service_tier)
             headers = {"x-request-id": writer.answer_id, **answer.served.headers()}
             if body.stream:
                 options = body.stream_options or StreamOptions()

@@ -1,19 +1,29 @@
 """`POST /v1/completions`."""
 
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
 from qllm.handle import Piece
-from qllm.types import FinishReason
+from qllm.types import FinishReason, PromptLogprobs
 
-from .answers import Writer, respond
+from .answers import Shown, Writer, respond
 from .errors import RESPONSES
 from .front import Ask, Front
 from .protocol import CompletionRequest
 
 ENDPOINT = "/v1/completions"
+
+
+class Position(NamedTuple):
+    """One token in the lists of `logprobs`."""
+
+    token: str
+    logprob: float | None
+    top: dict[str, float] | None
+    """Alternatives and the token itself. Of those that read the same, the likelier."""
 
 
 class CompletionWriter(Writer):
@@ -37,14 +47,31 @@ class CompletionWriter(Writer):
         return "" if tokenizer is None else str(tokenizer.decode(prompt))
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        text = self._echo(index)
-        return self.chunk(index, Piece(text, (), ())) if text else None
+        text = "" if self._waits_for_prompt else self._echo(index)
+        return self._choice(index, text) if text else None
+
+    @property
+    def _waits_for_prompt(self) -> bool:
+        """Whether the echo has log-probabilities, which come with the first token."""
+        return bool(self._asked.echo) and self._asked.logprobs is not None
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(index, piece) if piece.logprobs else None
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
+        text, shown = piece.text, self._shown(piece)
+        if self._asked.max_tokens == 0:
+            text, shown = "", []
+        if piece.prompt is not None:
+            ids = self.prompts[index]
+            text = self._echo(index) + text
+            shown = [*self._shown_prompt(ids, piece.prompt), *shown]
+        return self._choice(index, text, self._logprobs(index, shown) if shown else None)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        if self._asked.max_tokens == 0:
+            reason = FinishReason.LENGTH
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason.value}
 
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
@@ -52,21 +79,40 @@ class CompletionWriter(Writer):
         logprobs = (
             {key: [x for part in parts for x in part[key]] for key in parts[0]} if parts else None
         )
-        text = self._echo(index) + "".join(p["text"] for p in pieces)
+        text = "".join(p["text"] for p in pieces)
+        if not self._waits_for_prompt:
+            text = self._echo(index) + text
         return {**self.end(index, reason), "text": text, "logprobs": logprobs}
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
-        found = [
-            self.alternatives(token_id, logprobs)
-            for token_id, logprobs in zip(piece.token_ids, piece.logprobs, strict=True)
-        ]
+    def _shown(self, piece: Piece) -> list[Position]:
+        """Tokens of the answer with their log-probabilities, if asked for."""
+        if not piece.logprobs:
+            return []
+        both = zip(piece.token_ids, piece.logprobs, strict=True)
+        return [self._position(*self.alternatives(i, logprobs)) for i, logprobs in both]
+
+    def _shown_prompt(self, ids: Sequence[int], prompt: PromptLogprobs) -> list[Position]:
+        """The same for the tokens of the prompt; the first has no log-probability."""
+        first = Position(self.shown(ids[0], 0.0).token, None, None)
+        both = zip(ids[1:], prompt.tokens(), strict=True)
+        rest = [self._position(*self.alternatives(i, logprobs)) for i, logprobs in both]
+        return [first, *rest]
+
+    @staticmethod
+    def _position(chosen: Shown, top: list[Shown]) -> Position:
+        by_text: dict[str, float] = {}
+        for x in (*top, chosen):
+            by_text.setdefault(x.token, x.logprob)
+        return Position(chosen.token, chosen.logprob, by_text)
+
+    def _logprobs(self, index: int, shown: list[Position]) -> dict[str, Any]:
         start = self._offsets.get(index, 0)
-        ends = list(accumulate((len(chosen.token) for chosen, _ in found), initial=start))
+        ends = list(accumulate((len(x.token) for x in shown), initial=start))
         self._offsets[index] = ends[-1]
         return {
-            "tokens": [chosen.token for chosen, _ in found],
-            "token_logprobs": [chosen.logprob for chosen, _ in found],
-            "top_logprobs": [{x.token: x.logprob for x in (*top, c)} for c, top in found],
+            "tokens": [x.token for x in shown],
+            "token_logprobs": [x.logprob for x in shown],
+            "top_logprobs": [x.top for x in shown],
             "text_offset": ends[:-1],
         }
 
@@ -77,7 +123,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
         answer_id=answer_id,
         prompts=body.prompts(),
         n=body.n,
-        sampling={**body.sampling(), "logprobs": body.num_logprobs()},
+        sampling=body.sampling(),
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,

@@ -28,8 +28,9 @@ class ServerConfig(BaseModel):
 
     model: str = ""
     """Alias, folder or hub id. Of a front end: where its tokenizer is, if not there too."""
-    served_model_name: str | None = None
-    """What clients call the model; by default `model`."""
+    served_model_name: tuple[str, ...] = ()
+    """What clients call the model, a string or several; by default `model`. Answers have the
+    first."""
     role: Literal["all", "engine", "frontend"] = "all"
     """"engine": no HTTP, for front ends of other hosts; "frontend": HTTP and no weights."""
     listen: str | None = None
@@ -70,7 +71,7 @@ class ServerConfig(BaseModel):
     max_choices: int = Field(128, ge=1)
     """Most prompts times n of one request."""
     max_body_bytes: int = Field(4 * MIB, ge=1024)
-    """Of every request but file uploads."""
+    """Most bytes in the body of a request, file uploads excepted."""
     max_file_bytes: int = Field(200 * MIB, ge=1024)
     max_header_bytes: int = Field(65536, ge=1024)
     header_timeout_s: float = Field(15, gt=0)
@@ -99,15 +100,30 @@ class ServerConfig(BaseModel):
     """An engine with work that does not come round for so long is killed; 0 never does."""
     log_format: Literal["text", "json"] = "text"
 
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if not isinstance(value, str | list | tuple):
+            return value
+        names = value.split(",") if isinstance(value, str) else list(value)
+        if not all(isinstance(name, str) and name.strip() for name in names):
+            raise ValueError("a name of the model must be a string that is not empty")
+        return tuple(dict.fromkeys(name.strip() for name in names))
+
     @field_validator("threads", mode="before")
     @classmethod
     def _count_threads(cls, value: Any) -> int | None:
         return parse_threads(value) if isinstance(value, str) else num_threads(value)
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """All that clients may call the model."""
+        return self.served_model_name or (self.model,)
+
+    @property
     def model_name(self) -> str:
-        """What clients call the model."""
-        return self.served_model_name or self.model
+        """What answers and metrics call the model."""
+        return self.model_names[0]
 
 
 def load_config(

@@ -53,6 +53,11 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """For the OpenAPI schema of a route."""
 
 
+def _sendable(text: str) -> str:
+    """Half of a surrogate pair, which no UTF-8 has, as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class ApiError(HTTPException):
     """An answer that is not 2xx.
 
@@ -75,8 +80,8 @@ class ApiError(HTTPException):
     ) -> None:
         headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
         super().__init__(status, message, headers)
-        self.message = message.encode("utf-8", "backslashreplace").decode()
-        self.param = param
+        self.message = _sendable(message)
+        self.param = None if param is None else _sendable(param)
         self.code = code
 
     @property

@@ -37,6 +37,7 @@ class Ask:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of SamplingParams; the model's own defaults fill the rest."""
     max_tokens: int | None = None
+    """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
     slo: Slo | None = None
     timeout_s: float | None = None
     replay: bool = True
@@ -78,6 +79,8 @@ class Answer:
         self.served = served
         self.num_tokens = [0] * len(handles)
         """Produced so far, per choice."""
+        self.shows_tokens = True
+        """Whether the tokens that the engine makes count; not those for max_tokens=0."""
         self._on_close, self._explain = on_close, explain
         self._is_closed = False
 
@@ -109,7 +112,7 @@ class Answer:
     def usage(self) -> dict[str, int]:
         """Tokens so far; a prompt counts once however many choices it has."""
         prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
-        completion = sum(self.num_tokens)
+        completion = sum(self.num_tokens) * self.shows_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -182,10 +185,11 @@ class Front:
         Raises:
             ApiError: 404.
         """
-        if name is not None and name != self.model_name:
+        if name is not None and name not in self.config.model_names:
+            names = ", ".join(map(repr, self.config.model_names))
             raise ApiError(
                 404,
-                f"model {name!r:.200} is not served here; use {self.model_name!r}",
+                f"model {name!r:.200} is not served here; use {names}",
                 param="model",
                 code="model_not_found",
             )
@@ -223,6 +227,7 @@ class Front:
                 raise self._explain(engine, error) from error
             raise
         answer = Answer(handles, ask.n, served, self._closed, partial(self._failed, engine))
+        answer.shows_tokens = ask.max_tokens != 0
         self.answers.add(answer)
         return answer
 
@@ -283,7 +288,7 @@ class Front:
                         engine.submit(
                             first,
                             priority,
-                            ask.max_tokens,
+                            None if ask.max_tokens is None else max(1, ask.max_tokens),
                             sampling=SamplingParams(**keywords),
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,

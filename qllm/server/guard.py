@@ -28,7 +28,7 @@ class _Use:
 
     num_open: int = 0
     tokens: float = 0.0
-    """Of its token bucket, as of `at_s`."""
+    """Tokens in its token bucket at the time `at_s`."""
     at_s: float = 0.0
 
 

@@ -76,7 +76,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        """Of this package."""
+        """Answer with the version of this package."""
         return {"version": qllm.__version__}
 
     @router.get("/metrics")

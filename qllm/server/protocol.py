@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from qllm.types import Priority, Slo
+from qllm.types import MAX_TIME_MS, Priority, Slo, check_text
 
 from .errors import ApiError
 
@@ -30,8 +30,8 @@ class Body(BaseModel):
             return data  # the wrong type: pydantic says so
         try:
             json.dumps(data, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("a string holds half a surrogate pair, which is no text") from error
+        except UnicodeEncodeError:
+            check_text("the body", data)  # says where
         return data
 
 
@@ -54,8 +54,8 @@ def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
 class Targets(Body):
     """Latency targets of one request."""
 
-    ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
-    tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_TIME_MS, allow_inf_nan=False)
+    tpot_ms: float | None = Field(None, gt=0, le=MAX_TIME_MS, allow_inf_nan=False)
 
     def slo(self) -> Slo:
         """As the engine has them."""
@@ -175,11 +175,12 @@ class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0)
+    """0 only with echo."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Alternatives per token."""
     echo: bool | None = False
-    """The answer's text begins with the prompt."""
+    """The answer begins with the prompt, and with its log-probabilities if any are asked for."""
     suffix: str | None = None
     best_of: int | None = None
 
@@ -190,9 +191,9 @@ class CompletionRequest(Generation):
         return value
 
     @model_validator(mode="after")
-    def _no_echoed_logprobs(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported; leave one of them out")
+    def _answers_something(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 needs echo=true; ask for at least one token without it")
         return self
 
     @model_validator(mode="after")
@@ -212,9 +213,9 @@ class CompletionRequest(Generation):
             return [prompt]
         return list(prompt)
 
-    def num_logprobs(self) -> int | None:
-        """Alternatives per token; None for no log-probabilities."""
-        return self.logprobs
+    def sampling(self) -> dict[str, Any]:
+        of_prompt = self.logprobs if self.echo else None
+        return {**super().sampling(), "logprobs": self.logprobs, "prompt_logprobs": of_prompt}
 
     def most_tokens(self) -> int:
         """What `max_tokens` comes to."""

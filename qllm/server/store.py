@@ -24,7 +24,7 @@ from typing import IO, Any
 from qllm.errors import ConfigError
 
 VERSION = 1
-"""Of the tables. A database of another version is refused."""
+"""Version of the tables. A database of another version is refused."""
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 TABLES = """
 CREATE TABLE files (

@@ -45,24 +45,27 @@ def routes(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["tools"])
     started = int(time.time())
-    model = {
-        "id": front.model_name,
-        "object": "model",
-        "created": started,
-        "owned_by": "qllm",
-        "root": front.config.model,
+    known: dict[str, dict[str, Any]] = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "qllm",
+            "root": front.config.model,
+        }
+        for name in front.config.model_names
     }
 
     @router.get("/v1/models", responses={401: RESPONSES[401]})
     async def models() -> dict[str, Any]:
-        """The one model served."""
-        return {"object": "list", "data": [model]}
+        """The one model served, once per name."""
+        return {"object": "list", "data": list(known.values())}
 
     @router.get("/v1/models/{name:path}", responses=RESPONSES)
     async def one_model(name: str) -> dict[str, Any]:
         """The model, if it is called so."""
         front.check_model(name)
-        return model
+        return known[name]
 
     @router.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

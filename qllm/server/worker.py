@@ -303,7 +303,7 @@ class Worker:
                     raise wrapped from error
                 await asyncio.sleep(RETRY_S)
         try:
-            writer.serve(answer.served, None)
+            writer.serve(answer, None)
             return await complete(answer, writer)
         except ApiError as error:
             if error.status_code == 503 and not self._front.draining.is_set():

@@ -38,6 +38,7 @@ class FileShape(_Strict):
     is_moe: tuple[bool, ...]
     vocab_size: int = Field(ge=1)
     max_position: int = Field(ge=1)
+    recompute_above: int | None = None
 
     @field_validator("is_moe")
     @classmethod

@@ -151,12 +151,12 @@ class _World:
     def serve(self, end_ns: int | None, on_step: Callable[[int], None] | None) -> int:
         """Run to the end, or until everything is finished; return the turns it took."""
         turns = idle = 0
-        while self.loop.live or self.ingress.due or self.loop.pending:
+        while self.loop.live or self.loop.pending or not self.ingress.is_empty:
             if end_ns is not None and self.clock.at_ns >= end_ns:
                 break
             ran = self.loop.step()
             turns += 1
-            idle = 0 if ran or self.ingress.due else idle + 1
+            idle = 0 if ran or not self.ingress.is_empty else idle + 1
             if self.loop.policy_errors and self.loop.fallback is None:
                 raise PolicyError(self.loop.policy_errors[0])
             if idle > _IDLE_TURNS:

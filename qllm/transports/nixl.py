@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError, QllmError
-from qllm.ingress.codec import End
-from qllm.ingress.front_end import FrontEndRings, TokenAt
+from qllm.ingress.front_end import FrontEndRings, Heard
 from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Memory
 from qllm.ingress.protocol import Cancel, Item, Submission
@@ -66,7 +65,7 @@ SETTLE_S = 0.1
 """A link that is closed waits so long for a READ."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 KINDS = ("DRAM", "VRAM")
-"""Of memory, as NIXL calls them."""
+"""Kinds of memory, as NIXL calls them."""
 
 
 class NixlError(QllmError):
@@ -78,9 +77,9 @@ class Peer(NamedTuple):
 
     metadata: bytes
     address: int
-    """Of the block that the other side mirrors."""
+    """Address of the block that the other side mirrors."""
     kind: str = "DRAM"
-    """Of the memory it lies in, one of KINDS."""
+    """Kind of the memory that the block lies in, one of KINDS."""
     device: int = 0
     """Number of the device whose memory that is."""
     is_pulled: bool = False
@@ -141,7 +140,7 @@ class Link:
         self._remote: str | None = None
         self._under_way: list[Any] = []
         self._reads: list[Any] = []
-        """Of these, the READs."""
+        """The READs among them."""
 
     @property
     def offer(self) -> Peer:
@@ -345,7 +344,7 @@ class NixlFrontEnd(FrontEndRings):
         if not self._is_closed:
             self._mirror.ring()
 
-    def receive(self) -> Iterator[TokenAt | End]:
+    def receive(self) -> Iterator[Heard]:
         """Take what is in the token ring; call it again and again: it also drives the link."""
         with self._lock:
             if not self._is_closed:

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qllm.ingress.codec import End
-from qllm.ingress.front_end import TokenAt
+from qllm.ingress.front_end import Heard
 from qllm.ingress.layout import FRONT_END, cell, offset
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, Writer
@@ -139,7 +138,7 @@ class PullingFrontEnd(NixlFrontEnd):
         nap_ns = MIN_NAP_NS if self._puller.is_under_way else self._nap_ns
         return nap_ns / NS_PER_S
 
-    def receive(self) -> Iterator[TokenAt | End]:
+    def receive(self) -> Iterator[Heard]:
         """Take what has come; call it again and again: it also drives the link and fetches."""
         with self._lock:
             if self._is_closed:

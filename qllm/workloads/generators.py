@@ -122,9 +122,9 @@ SCENARIOS: dict[str, Scenario] = {
         backlog=Backlog(seats=2.0, flow=1.1),
     ),
     "S6": Scenario(
-        what="BE fills the KV pool",
+        what="BE fills the KV pool and outgrows it, so that requests are evicted",
         ls=_CHAT,
-        be=replace(_BATCH, output=between(64, 256)),
+        be=Flow(prompt=between(512, 2048), output=between(512, 2048), arrivals=Even()),
         load=0.3,
         backlog=Backlog(kv=1.5, flow=1.1),
     ),

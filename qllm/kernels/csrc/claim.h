@@ -54,20 +54,30 @@ struct Claimer : Publisher {
   }
   // Its prompt and what an engine before this one has produced.
   QLLM_D static u64 num_known(const RequestRecord& r) { return u64(r.num_prompt) + r.num_output; }
-  // Whether the numbers of a request are such as a front end writes, and its arrays are there.
-  QLLM_D static bool is_sound(const RequestRecord& r, i64 length) {
+  // Whether the arrays of a request are inside its record.
+  QLLM_D static bool is_whole(const RequestRecord& r, i64 length) {
     u64 arrays = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids + r.num_logit_bias) +
                  4 * (u64(r.num_logit_bias) + num_known(r) + r.num_stops) + r.num_name_bytes +
                  r.num_stop_bytes;
-    return sizeof r + arrays + kTrailer <= u64(length) && is_time(r.arrival_ns) &&
-           (!(r.header.flags & kHasDeadline) || is_time(r.deadline_ns)) &&
-           is_target(r.slo_ttft_ms) && is_target(r.slo_tpot_ms) && r.seed >> 63 == 0 &&
-           r.top_k >> 63 == 0 && r.temperature >= 0 && r.temperature <= 100 && r.top_p > 0 &&
-           r.top_p <= 1 && r.min_p >= 0 && r.min_p <= 1;
+    return sizeof r + arrays + kTrailer <= u64(length);
+  }
+  // Which number of a request no front end of ours writes (qllm/ingress/admission.py); null if all
+  // are well. Nothing is computed with a wrong one.
+  QLLM_D static Text wrong_number(const RequestRecord& r) {
+    if (!is_time(r.arrival_ns) || ((r.header.flags & kHasDeadline) && !is_time(r.deadline_ns)))
+      return "a time of the request is out of range";
+    if (!is_target(r.slo_ttft_ms) || !is_target(r.slo_tpot_ms))
+      return "a latency target of the request is out of range";
+    if (r.priority < -i32(kPriorityLimit) || r.priority > i32(kPriorityLimit))
+      return "the priority of the request is out of range";
+    bool samples = r.seed >> 63 == 0 && r.top_k >> 63 == 0 && r.temperature >= 0 &&
+                   r.temperature <= 100 && r.top_p > 0 && r.top_p <= 1 && r.min_p >= 0 &&
+                   r.min_p <= 1;
+    return samples ? nullptr : "a sampling setting of the request is out of range";
   }
   QLLM_D static bool is_time(i64 ns) { return ns > -kMostNs && ns < kMostNs; }
   QLLM_D static bool is_target(double ms) {  // NaN is "no target"
-    return ms != ms || (ms > -double(kMostNs / kNsPerMs) && ms < double(kMostNs / kNsPerMs));
+    return ms != ms || (ms > 0 && ms <= double(kMaxTimeMs));
   }
   QLLM_D static i64 target_ns(double ms) {
     return ms != ms ? kNone : i64(ms * double(kNsPerMs));
@@ -75,10 +85,12 @@ struct Claimer : Publisher {
   // Why a request cannot be served here; null if it can.
   QLLM_D Text refusal(const RequestRecord& r) const {
     u64 total = u64(r.num_prompt) + r.max_tokens;
+    if (Text wrong = wrong_number(r)) return wrong;
     if (r.repetition_penalty != 1 || r.presence_penalty != 0 || r.frequency_penalty != 0)
       return "penalties are not served by the native server";
     if (r.num_logit_bias) return "logit_bias is not served by the native server";
     if (r.logprobs >= 0) return "logprobs are not served by the native server";
+    if (r.prompt_logprobs) return "prompt_logprobs are not served by the native server";
     if (r.num_stop_ids > u32(kMostStopIds)) return "more stop ids than the native server serves";
     if (!r.num_prompt || r.max_tokens <= r.num_output) return "a prompt or an answer of no tokens";
     if (total > u64(v->max_total_tokens)) return "prompt and max_tokens exceed max_total_tokens";
@@ -162,9 +174,9 @@ struct Claimer : Publisher {
   // Give the request of a record a slot, or end it; false if it has to stay in the ring.
   QLLM_D_CALL bool admit(i32 index, const RequestRecord& r, i64 length, bool is_be, i64 now_ns) {
     FrontEnd& f = front_ends[index];
-    bool sound = is_sound(r, length);
-    if (!sound || find(i64(r.request_id)) >= 0) {
-      detach(index, sound ? DOUBLE_ID : BAD_RECORD, now_ns);
+    bool whole = is_whole(r, length);
+    if (!whole || find(i64(r.request_id)) >= 0) {
+      detach(index, whole ? DOUBLE_ID : BAD_RECORD, now_ns);
       return false;
     }
     i32 pending = find_pending(f, i64(r.request_id));
@@ -251,7 +263,8 @@ struct Claimer : Publisher {
     for (i64 n = 0; n < num && (length = ring.look(now_ns)) > 0; n++) {
       if (length < i64(sizeof r + kTrailer)) return;
       ring.copy((u8*)&r + kHeader, sizeof r - kHeader);
-      lower(r.priority, r.arrival_ns < 0 ? now_ns : r.arrival_ns);  // before our time: replayed
+      r.header.flags = u16(ring.flags());
+      if (!wrong_number(r)) lower(r.priority, r.arrival_ns < 0 ? now_ns : r.arrival_ns);  // before our time: replayed
       ring.pass(u64(length));
     }
   }

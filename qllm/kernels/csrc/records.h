@@ -13,11 +13,14 @@ const u32 kRequestKind = 1;
 const u32 kCancelKind = 2;
 const u32 kTokenKind = 3;
 const u32 kFinishKind = 4;
+const u32 kPromptKind = 5;
 const u32 kHasDeadline = 1;
 const u32 kIgnoreEos = 2;
 const u32 kHasLogprobs = 1;
 const u32 kHasMetrics = 1;
 const u32 kHasError = 2;
+const u32 kMaxTimeMs = 1000000000;
+const u32 kPriorityLimit = 1048576;
 const u32 kReasonStop = 0;
 const u32 kReasonLength = 1;
 const u32 kReasonCancelled = 2;
@@ -58,7 +61,7 @@ struct RequestRecord {
   u32 num_name_bytes;
   u32 num_stop_bytes;
   u32 num_output;
-  u32 reserved;
+  u32 prompt_logprobs;
 };
 static_assert(sizeof(RequestRecord) == 168, "RequestRecord");
 

@@ -100,22 +100,6 @@ __device__ inline qllm::i32 take_turn(qllm::ServerState* server, qllm::State* st
   return branch;
 }
 
-#if defined(QLLM_DEVICE_LAUNCH)
-// The loop as a graph that launches stages and itself: a stage beside it, and itself after that.
-extern "C" __device__ cudaGraphExec_t CUDARTAPI cudaGetCurrentGraphExec(void);
-extern "C" __device__ __cudart_builtin__ cudaError_t CUDARTAPI cudaGraphLaunch(cudaGraphExec_t,
-                                                                             cudaStream_t);
-extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* state,
-                                     qllm::Lanes* lanes, const cudaGraphExec_t* stages) {
-  const qllm::u64 fire_and_forget = 0x0200000000000000ULL, tail = 0x0100000000000000ULL;
-  qllm::i32 branch = take_turn(server, state, lanes);
-  if (threadIdx.x) return;
-  __threadfence();  // the stage may begin before this kernel has ended
-  // A launch that is refused would be booked as a stage that ran: a fault ends the process instead.
-  if (branch >= 0 && cudaGraphLaunch(stages[branch], (cudaStream_t)fire_and_forget)) __trap();
-  if (lanes->goes_on && cudaGraphLaunch(cudaGetCurrentGraphExec(), (cudaStream_t)tail)) __trap();
-}
-#else
 // The loop as the body of a WHILE node: it says whether to go on, and which body of a SWITCH runs.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI
 cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
@@ -126,4 +110,3 @@ extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* sta
   cudaGraphSetConditional((cudaGraphConditionalHandle)stage, unsigned(branch));
   cudaGraphSetConditional((cudaGraphConditionalHandle)run, lanes->goes_on ? 1u : 0u);
 }
-#endif

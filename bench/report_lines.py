@@ -1,0 +1,81 @@
+"""Rows of the results page: what a number is held against, and those of HTTP."""
+
+from typing import Any
+
+Line = tuple[str, str, str, bool | None]
+"""What, measured, target, reached."""
+
+
+def at_most(what: str, found: float, target: float, digits: int = 1) -> Line:
+    """A row whose number is reached if it is not above its target."""
+    return what, f"{found:,.{digits}f}", f"<= {target:g}", found <= target
+
+
+WITHOUT_ZEN = (
+    "vLLM ran without zentorch here, so not at full speed on this CPU. With it, seen from outside "
+    "at commit 0b86876 (2 threads, 300M, medians): ours over vLLM single stream 1.51, prefill of "
+    "2,048 tokens 0.99, 48 LS 1.02, 16 BE 1.11; mixed trace, LS TTFT p99 16 and 23 times lower"
+)
+"""A note beside results that say nothing of vLLM's platform."""
+
+
+def capacity_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/capacity.py`, and how strong the rival was."""
+    found = document.get("platforms")
+    if found is None:
+        return [*document["lines"], (WITHOUT_ZEN, "", "", None)]
+    ran = [(f"{name}: vLLM's platform", of, "", None) for name, of in found.items() if of]
+    return [*document["lines"], *ran]
+
+
+def over_http_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/over_http.py`."""
+    reach = document["reach"]
+    lines: list[Line] = []
+    for row in ("overhead", "small"):
+        if found := document.get(row):
+            lines += _http_overhead_lines(found, reach)
+    if "small" not in document:
+        missing = "not measured: 40 ms per answer would hide in the prefill of the model above"
+        lines.append(
+            ("the same with a TTFT below 10 ms, and answers not streamed", missing, "", None)
+        )
+    what = "LS TTFT p99, other work hogs the front end's core / quiet"
+    if found := document.get("interference"):
+        lines.append(at_most(what, found["p99_ratio"], reach["interference"], 2))
+        lines.append(("  quiet; hogged, ms", _quiet_hogged(found), "", None))
+    if (found := document.get("vllm")) and "p99_ratio" in found:
+        same = f"  the same, vLLM's CPU build: {_quiet_hogged(found)} ms"
+        lines.append((same, f"{found['p99_ratio']:.2f}", "", None))
+    if found := document.get("streams"):
+        what = f"{found['open']:,} open streams, idle: cores"
+        lines.append(at_most(what, found["front_end_cores"], reach["idle_cores"], 3))
+    return lines
+
+
+def _http_overhead_lines(found: dict[str, Any], reach: dict[str, float]) -> list[Line]:
+    """Rows of one model: HTTP minus the Python API, and what a kept-alive connection adds."""
+    python = found["ttft_ms"]["python"]["p50"]
+    model = f", TTFT {python:.1f} ms" if "model" in found else ""
+    kinds = {
+        "TTFT over HTTP and the rings": found["http_ms"],
+        "an answer that is not streamed": found.get("http_whole_ms"),
+    }
+    lines = [
+        at_most(
+            f"{what} minus the Python API{model}, {name} ms",
+            ms["over_python"][name],
+            reach[f"overhead_{name}_ms"],
+        )
+        for what, ms in kinds.items()
+        if ms is not None
+        for name in ("p50", "p99")
+    ]
+    if kept := found.get("kept_alive_ms"):
+        what = f"GET /version, kept-alive minus fresh connection{model}, p50 ms"
+        lines.append(at_most(what, kept["p50"], reach["kept_alive_p50_ms"]))
+    return lines
+
+
+def _quiet_hogged(found: dict[str, Any]) -> str:
+    return "; ".join(f"{found['ttft_ms'][name]['p99']:.0f}" for name in ("quiet", "hogged"))

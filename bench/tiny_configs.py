@@ -1,0 +1,148 @@
+"""A tiny random model of every causal language model that transformers knows.
+
+A config is made from its class: the sizes below are set where the class has them, in nested text
+configs too. The window and the chunk of attention are shorter than the prompts that families are
+compared with, so a part that a driver leaves out shows in the tokens.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB = 128
+EMBED_STD = 1.5
+"""Smaller ones give greedy answers that repeat one token, which prove little."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "intermediate_size": 96,
+    "ffn_hidden_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "dense_intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "expert_ffn_hidden_size": 32,
+    "hidden_size_per_layer_input": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 16,
+    "sliding_window": 16,
+    "attention_chunk_size": 16,
+    "local_attention": 16,
+    "window_size": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "is_decoder": True,
+}
+"""Set where a config class has the name. All differ from what the classes have by default."""
+MLA_SIZES = {"num_key_value_heads": 4}
+"""For families with latents: every head has its own expanded keys."""
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
+    "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What single families need beside SIZES, by model type."""
+NOT_MADE = {
+    "blt": "its three byte-level parts have no common sizes; a model takes a minute to make",
+}
+"""Families that are not tried, and why."""
+
+
+class CannotMakeError(Exception):
+    """No tiny model of this family is made automatically."""
+
+
+def model_types() -> list[str]:
+    """Every model type with a causal language model in the installed transformers."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _takes(default: Any, name: str) -> bool:
+    """Whether a config can be made with a value of its own under this name."""
+    described = getattr(type(default), name, None)
+    if isinstance(described, property) and described.fset is None:
+        return False
+    try:
+        return hasattr(default, name)
+    except Exception:  # noqa: BLE001 - some classes raise for values that differ per layer
+        return True
+
+
+def tiny_config(config_class: type[Any], own: dict[str, Any] | None = None) -> Any:
+    """A config with the sizes above where its class has them."""
+    default = config_class()
+    wanted = {**SIZES, **(MLA_SIZES if _takes(default, "kv_lora_rank") else {}), **(own or {})}
+    given = {name: value for name, value in wanted.items() if _takes(default, name)}
+    parts = getattr(config_class, "sub_configs", None) or {}
+    for name in parts:
+        part = getattr(default, name, None)
+        if part is not None:
+            given[name] = tiny_config(type(part), own)
+    return config_class(**given)
+
+
+def tiny_model(model_type: str, seed: int = 0) -> Any:
+    """A seeded random model in fp32 and evaluation mode; norms, biases and sinks are random too.
+
+    Raises:
+        CannotMakeError: Its class does not take the sizes; says what it raised.
+    """
+    if model_type in NOT_MADE:
+        raise CannotMakeError(NOT_MADE[model_type])
+    try:
+        config = tiny_config(transformers.CONFIG_MAPPING[model_type], OWN.get(model_type))
+        torch.manual_seed(seed)
+        auto: Any = transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise CannotMakeError(f"{type(error).__name__}: {str(error).strip()[:200]}") from error
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.is_floating_point():
+                continue
+            if p.dim() <= 1:
+                p.copy_(torch.randn_like(p) * 0.1 + ("norm" in name))
+            else:
+                p.copy_(
+                    torch.randn_like(p) * (EMBED_STD if "embed" in name else p.shape[-1] ** -0.5)
+                )
+    return model.eval()

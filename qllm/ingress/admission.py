@@ -1,0 +1,46 @@
+"""What the engine takes of a request, whoever wrote it: the last check before the scheduler.
+
+`submit` refuses all of this at the door. A record in a ring may come from a front end of another
+release, or from one that is broken; what it asks must not reach policies, which compute with it.
+The native server checks the same (`qllm/kernels/csrc/claim.h`).
+"""
+
+from qllm.ingress.protocol import Submission
+from qllm.plan import ModelShape
+from qllm.types import MAX_CLOCK_NS, MAX_TIME_MS, PRIORITY_LIMIT, Slo
+
+
+def wrong_number(priority: int, arrival_ns: int, deadline_ns: int | None, slo: Slo) -> str | None:
+    """Say which number of a request no front end of ours writes; None if all are well."""
+    for name, time_ns in (("arrival_ns", arrival_ns), ("deadline_ns", deadline_ns)):
+        if time_ns is not None and abs(time_ns) >= MAX_CLOCK_NS:
+            return f"{name}={time_ns} must be within {MAX_CLOCK_NS} of the engine's start"
+    for name, target in slo._asdict().items():
+        if target is not None and not 0 < target <= MAX_TIME_MS:
+            return f"{name}={target} must be milliseconds in (0, {MAX_TIME_MS}]"
+    if abs(priority) > PRIORITY_LIMIT:
+        return f"priority={priority} must be in [-{PRIORITY_LIMIT}, {PRIORITY_LIMIT}]"
+    return None
+
+
+def refusal(item: Submission, shape: ModelShape, max_kv_tokens: int) -> str | None:
+    """Say why an engine cannot serve a request; None if it can.
+
+    Args:
+        item: The request.
+        shape: Of its model.
+        max_kv_tokens: Tokens of KV that may exist at once.
+    """
+    if item.wrong is not None:
+        return item.wrong
+    if not item.num_prompt_tokens or item.max_tokens <= item.num_output_tokens:
+        return "a prompt or an answer of no tokens"
+    total, most = item.num_prompt_tokens + item.max_tokens, min(max_kv_tokens, shape.max_position)
+    if total > most:
+        return f"prompt and max_tokens are {total} tokens; the engine serves at most {most}"
+    wrong = max(item.token_ids)
+    if item.sampling.logit_bias:
+        wrong = max(wrong, *item.sampling.logit_bias)
+    if wrong >= shape.vocab_size:
+        return f"token id {wrong} must be in [0, {shape.vocab_size}), the vocabulary"
+    return wrong_number(item.priority, item.arrival_ns, item.deadline_ns, item.slo)

@@ -1,0 +1,234 @@
+"""What a model's own forward computes in each part, and how far rounding may move it.
+
+One forward of a batch: row 0 is the prompt; in the other rows the input of every layer is row 0's
+with a relative noise of a few units of rounding. How far the output of a layer moves by this,
+per unit, is the layer's *spread*. Another right way to compute the layer differs by a small
+multiple of it, however ill-conditioned the layer is; a wrong one by more.
+
+Each layer is looked at by itself: noise does not travel, and the rows behind a router take the
+experts of row 0. A token whose own choice of experts changes with the noise is not *clear*.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.models.discover import LayerParts, ModelParts, base_model
+from qllm.models.loader import EXPERTS_IMPLEMENTATION
+
+NOISE = 8.0
+"""Standard deviation of the noise, in units of rounding of the value it is added to."""
+NUM_NOISY = 4
+"""Rows with noise: two with some noise, two with its negative. A near tie hides from all of them
+about once in 10,000 tokens."""
+QUIET = 2.0**-8
+"""Root mean square of the input of a layer that is made quiet. The epsilon of a norm shows then,
+and what a layer adds is not hidden below the residual stream."""
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a layer's experts were given."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    clear_T: Tensor
+    """The choice is the same in every row."""
+    spread_T: Tensor
+    """Of the weights, where the choice is clear."""
+
+
+@dataclass(slots=True)
+class LayerPass:
+    """One layer in one pass: inputs and outputs of row 0, and spreads per token."""
+
+    x_TD: Tensor
+    attn_TD: Tensor | None = None
+    """What the attention gave."""
+    attn_spread_T: Tensor | None = None
+    given_TD: Tensor | None = None
+    """What the layer was given of it."""
+    routing: Routing | None = None
+    out_TD: Tensor | None = None
+    spread_T: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward over some tokens."""
+
+    embedded_TD: Tensor | None = None
+    """Input of the first layer as it came."""
+    layers: list[LayerPass] = field(default_factory=list)
+    last_TD: Tensor | None = None
+    """Input of the last norm."""
+    logits_V: Tensor | None = None
+    """Of the last token."""
+    logits_spread: float = 0.0
+
+
+@contextmanager
+def pinned(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as a runner does: experts by grouped_mm, attention by sdpa."""
+    config = base_model(model).config
+    before = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    try:
+        config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", 1) else "eager"
+        if before[1] is not None:
+            config._experts_implementation = EXPERTS_IMPLEMENTATION
+        yield
+    finally:
+        config._attn_implementation = before[0]
+        if before[1] is not None:
+            config._experts_implementation = before[1]
+
+
+def record(
+    model: nn.Module, parts: ModelParts, tokens: Sequence[Sequence[int]], *, quiet: bool
+) -> list[Pass]:
+    """Run passes one after another on one cache, and say what each part did.
+
+    Args:
+        model: In evaluation mode, with its weights in place.
+        parts: Of the model.
+        tokens: Of each pass.
+        quiet: Scale the input of every layer, what its attention adds, and the input of the last
+            norm to `QUIET`.
+    """
+    device = next(model.parameters()).device
+    last = "logits_to_keep" in inspect.signature(model.forward).parameters
+    only: dict[str, Any] = {"logits_to_keep": 1} if last else {}
+    cache, found = None, []
+    with _Recorder(parts, quiet) as recorder:
+        for ids in tokens:
+            recorder.begin()
+            batch = torch.tensor([ids], device=device).expand(1 + NUM_NOISY, -1)
+            result: Any = model(input_ids=batch, past_key_values=cache, use_cache=True, **only)
+            cache = result.past_key_values
+            found.append(recorder.end(result.logits[:, -1]))
+    return found
+
+
+class _Recorder:
+    """Hooks on the parts of a model, as long as it is entered."""
+
+    def __init__(self, parts: ModelParts, quiet: bool) -> None:
+        self._parts, self._quiet = parts, quiet
+        self._generator = torch.Generator().manual_seed(0)
+        self._hooks = ExitStack()
+        self._pass = Pass()
+
+    def __enter__(self) -> "_Recorder":
+        for part in self._parts.layers:
+            self._hook(part.layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
+            self._hook(part.layer.register_forward_hook(self._leave_layer))
+            self._hook(part.self_attn.register_forward_hook(self._leave_attention))
+            if part.experts is not None:
+                self._hook_experts(part)
+        self._hook(self._parts.norm.register_forward_pre_hook(self._enter_norm))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _hook(self, handle: Any) -> None:
+        self._hooks.callback(handle.remove)
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._pass = Pass()
+
+    def end(self, logits_BV: Tensor) -> Pass:
+        """The pass that ended."""
+        done, logits = self._pass, logits_BV.float()
+        done.logits_V = logits[0]
+        done.logits_spread = float(_spread(logits[:, None])[0])
+        return done
+
+    def _input(self, x_BTD: Tensor) -> Tensor:
+        """Row 0, and row 0 with noise: the noise is seeded, the same on every device."""
+        x_TD = x_BTD[0].float()
+        if self._quiet:
+            x_TD = x_TD * _quieting(x_TD)
+        shape = (NUM_NOISY // 2, *x_TD.shape)
+        noise = torch.randn(shape, generator=self._generator).to(x_TD.device)
+        moved = x_TD * noise * (NOISE * unit(x_BTD.dtype))
+        return torch.cat((x_TD[None], x_TD + moved, x_TD - moved)).to(x_BTD.dtype)
+
+    def _enter_layer(self, _: nn.Module, args: Any, given: Any) -> Any:
+        x = args[0] if args else given["hidden_states"]
+        if not self._pass.layers:
+            self._pass.embedded_TD = x[0].clone()
+        made = self._input(x)
+        self._pass.layers.append(LayerPass(made[0].clone()))
+        return ((made, *args[1:]), given) if args else (args, {**given, "hidden_states": made})
+
+    def _leave_attention(self, _: nn.Module, __: object, out: Any) -> Any:
+        attn_BTD = out[0] if isinstance(out, tuple) else out
+        layer = self._pass.layers[-1]
+        layer.attn_TD, layer.attn_spread_T = attn_BTD[0].clone(), _spread(attn_BTD)
+        if self._quiet:
+            attn_BTD = (attn_BTD.float() * _quieting(attn_BTD[0].float())).to(attn_BTD.dtype)
+        layer.given_TD = attn_BTD[0].clone()
+        return (attn_BTD, *out[1:]) if isinstance(out, tuple) else attn_BTD
+
+    def _leave_layer(self, _: nn.Module, __: object, out: Any) -> None:
+        x_BTD = out[0] if isinstance(out, tuple) else out
+        layer = self._pass.layers[-1]
+        layer.out_TD, layer.spread_T = x_BTD[0].clone(), _spread(x_BTD)
+
+    def _hook_experts(self, part: LayerParts) -> None:
+        experts: Any = part.experts
+        signature = inspect.signature(experts.forward)
+
+        def enter(_: nn.Module, args: Any, given: Any) -> Any:
+            bound = signature.bind(*args, **given)
+            names = list(bound.arguments)[1:3]
+            ids, weights = (bound.arguments[name] for name in names)
+            layer = self._pass.layers[-1]
+            shape = (1 + NUM_NOISY, len(layer.x_TD), -1)
+            layer.routing = _routing(ids.reshape(shape), weights.reshape(shape))
+            for name, t in zip(names, (ids, weights), strict=True):
+                same = t.reshape(shape)[:1].expand(1 + NUM_NOISY, -1, -1)
+                bound.arguments[name] = same.reshape(t.shape).contiguous()
+            return bound.args, bound.kwargs
+
+        self._hook(experts.register_forward_pre_hook(enter, with_kwargs=True))
+
+    def _enter_norm(self, _: nn.Module, args: Any) -> Any:
+        made = self._input(args[0])
+        self._pass.last_TD = made[0].clone()
+        return (made, *args[1:])
+
+
+def _quieting(x_TD: Tensor) -> Tensor:
+    """The factor that makes a tensor quiet."""
+    return QUIET / x_TD.square().mean().sqrt().clamp_min(1e-30)
+
+
+def _spread(x_BTD: Tensor) -> Tensor:
+    """Per token, how far the rows with noise are from row 0, per unit of rounding: [T]."""
+    moved = (x_BTD[1:].float() - x_BTD[:1].float()).square().sum(-1).mean(0).sqrt()
+    return moved / NOISE
+
+
+def by_expert(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and weights with the ids of each token in order."""
+    ids, order = ids_TK.sort(-1)
+    return ids, weights_TK.float().gather(-1, order)
+
+
+def _routing(ids_BTK: Tensor, weights_BTK: Tensor) -> Routing:
+    ids, weights = by_expert(ids_BTK, weights_BTK)
+    clear = (ids == ids[:1]).all(-1).all(0)
+    return Routing(ids_BTK[0].clone(), weights_BTK[0].clone(), clear, _spread(weights))

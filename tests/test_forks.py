@@ -1,0 +1,34 @@
+"""A child of `os.fork` ends, collects or closes an engine, and the parent's goes on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import save_model
+
+HOSTS = ("process", "attached", "remote", "thread")
+WAYS = ("leave", "use", "collect", "close", "multiprocessing")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    model, folder = (tmp_path_factory.mktemp(name) for name in ("model", "socket"))
+    script = str(Path(__file__).with_name("forking.py"))
+    command = [sys.executable, script, save_model(model), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {(line["way"], line["host"]): (line["child"], line["found"]) for line in lines}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_parents_engine_goes_on(found: dict[tuple[str, str], Any], way: str, host: str) -> None:
+    assert found[way, host] == (7, 8)
+
+
+def test_every_way_was_tried(found: dict[tuple[str, str], Any]) -> None:
+    assert set(found) == {(way, host) for way in WAYS for host in HOSTS}
