@@ -144,9 +144,11 @@ class Engine:
 
     def __init__(self, profile: str, num_front_ends: int, ring_bytes: int) -> None:
         self.answerer = Answerer(num_front_ends)
-        self.fresh = deque(block_of(number, ring_bytes) for number in range(num_front_ends))
-        for block in self.fresh:
+        # kept for good: the server writes to a front end's block until it is detached
+        self.blocks = [block_of(number, ring_bytes) for number in range(num_front_ends)]
+        for block in self.blocks:
             block.attach_to(self.answerer.server)
+        self.fresh = deque(self.blocks)
         self.gone: deque[int] = deque()
         self.links = LinkDriver(profile, lambda number, why: self.gone.append(number))
         meeting = Meeting(Address("127.0.0.1", 0), profile, b"")
