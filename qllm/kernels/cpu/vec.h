@@ -4,8 +4,9 @@
 //           int8 become bf16 as they are loaded, exactly
 //   F       16 floats
 //
-// `transpose` takes 16 rows of 16 pairs to 16 rows: the first pair of each, the second, ...
-// `sums` adds up each of 16 vectors, in fours and then across, as `sum_of_lanes` does.
+// `interleave` makes pairs of 16 values and 16 others. `transpose` takes 16 rows of 16 pairs to 16
+// rows: the first pair of each, the second, ...
+// `pairs_of` rounds 32 floats to bf16.
 //
 // The order of additions is fixed by the kernels, so the bits of a result depend on the
 // instruction set and never on the number of rows or threads.
@@ -43,20 +44,12 @@ inline void transpose_pairs(bf16* to, int64_t to_stride, const bf16* from, int64
     for (int r = 0; r < 16; r++) memcpy(to + i * to_stride + 2 * r, from + r * from_stride + 2 * i, 4);
 }
 
-inline float sum_of_lanes(const float* x) {
-  float four[4];
-  for (int i = 0; i < 4; i++) four[i] = (x[4 * i] + x[4 * i + 2]) + (x[4 * i + 1] + x[4 * i + 3]);
-  return (four[0] + four[1]) + (four[2] + four[3]);
-}
-
 template <class V>
-inline typename V::F sums_by_lane(const typename V::F* x) {
-  float lanes[16], one[16];
-  for (int i = 0; i < 16; i++) {
-    V::store(one, x[i]);
-    lanes[i] = sum_of_lanes(one);
-  }
-  return V::load(lanes);
+inline typename V::Pairs stored_pairs(typename V::F a, typename V::F b) {
+  bf16 half[32];
+  V::store(half, a);
+  V::store(half + 16, b);
+  return V::load_pairs(half);
 }
 
 #if defined(QLLM_AVX512)
@@ -98,22 +91,12 @@ struct Vec {
     memcpy(&pair, p, 4);
     return _mm512_set1_epi32(pair);
   }
-  static F sums(const F* x) {
-    F a[8], b[4];
-    for (int i = 0; i < 8; i++)
-      a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]),
-                           _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-    for (int i = 0; i < 4; i++) {
-      __m512d p = _mm512_castps_pd(a[2 * i]), q = _mm512_castps_pd(a[2 * i + 1]);
-      b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)),
-                           _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
-    }
-    for (int i = 0; i < 2; i++)
-      a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
-                           _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88),
-                         _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+  static Pairs interleave(const bf16* a, const bf16* b) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
+    __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
   }
+  static void store_pairs(bf16* p, Pairs x) { _mm512_storeu_si512(p, x); }
   static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * from_stride);
@@ -143,6 +126,7 @@ struct Vec {
   static void store(bf16* p, F x) {
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
   }
+  static Pairs pairs_of(F a, F b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 #else
   static F dot(F acc, Pairs a, Pairs b) {
     const __m512i high = _mm512_set1_epi32(int(0xffff0000));
@@ -159,6 +143,7 @@ struct Vec {
     out = _mm512_mask_mov_epi32(out, nan, _mm512_set1_epi32(0x7fc00000));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(out, 16)));
   }
+  static Pairs pairs_of(F a, F b) { return stored_pairs<Vec>(a, b); }
 #endif
 };
 
@@ -215,6 +200,7 @@ struct Vec {
   }
   static __m256 power(__m256 n) {
     __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    bits = _mm256_max_epi32(bits, _mm256_setzero_si256());  // 0 below -126
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
   }
   static F scale2(F x, F n) {
@@ -236,7 +222,16 @@ struct Vec {
     memcpy(&pair, p, 4);
     return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
   }
-  static F sums(const F* x) { return sums_by_lane<Vec>(x); }
+  static __m256i weave(const bf16* a, const bf16* b) {
+    __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)a));
+    __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)b));
+    return _mm256_or_si256(low, _mm256_slli_epi32(high, 16));
+  }
+  static Pairs interleave(const bf16* a, const bf16* b) { return {weave(a, b), weave(a + 8, b + 8)}; }
+  static void store_pairs(bf16* p, Pairs x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)(p + 16), x.b);
+  }
   static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
     transpose_pairs(to, to_stride, from, from_stride);
   }
@@ -253,6 +248,7 @@ struct Vec {
     store(lanes, x);
     for (int i = 0; i < 16; i++) p[i] = narrow(lanes[i]);
   }
+  static Pairs pairs_of(F a, F b) { return stored_pairs<Vec>(a, b); }
 };
 
 #else
@@ -291,6 +287,7 @@ struct Vec {
   static void store(bf16* p, F x) {
     for (int i = 0; i < 16; i++) p[i] = narrow(x.v[i]);
   }
+  static Pairs pairs_of(F a, F b) { return stored_pairs<Vec>(a, b); }
   static float sum(F x) {
     for (int step = 8; step; step /= 2)
       for (int i = 0; i < step; i++) x.v[i] += x.v[i + step];
@@ -301,7 +298,6 @@ struct Vec {
     for (int i = 1; i < 16; i++) out = x.v[i] > out ? x.v[i] : out;
     return out;
   }
-  static F sums(const F* x) { return sums_by_lane<Vec>(x); }
   static void transpose(bf16* to, int64_t to_stride, const bf16* from, int64_t from_stride) {
     transpose_pairs(to, to_stride, from, from_stride);
   }
@@ -320,6 +316,12 @@ struct Vec {
     for (int i = 0; i < 16; i++) memcpy(out.v + 2 * i, p, 4);
     return out;
   }
+  static Pairs interleave(const bf16* a, const bf16* b) {
+    Pairs out;
+    for (int i = 0; i < 16; i++) out.v[2 * i] = a[i], out.v[2 * i + 1] = b[i];
+    return out;
+  }
+  static void store_pairs(bf16* p, Pairs x) { memcpy(p, x.v, sizeof x.v); }
 };
 
 #endif
