@@ -1,8 +1,8 @@
 """Where ops are cut, from the sizes of a model and nominal constants of a machine.
 
-Cuts must be a pure function of the configuration, so nothing is measured here. The constants
-were chosen on one core of a Zen 4 server, rounded towards slow; a faster machine gets shorter
-segments than it needs, a slower one misses the bound and shows it in `segments`.
+Cuts must be a pure function of the configuration and of the kernels, so nothing is measured here.
+The constants were chosen on one core of a Zen 4 server, rounded towards slow; a faster machine gets
+shorter segments than it needs, a slower one misses the bound and shows it in `segments`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.plan import NO_CUTS, CutRule
@@ -19,8 +20,12 @@ BYTES_PER_NS = 6.0
 """Weights streamed from memory."""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 70.0, torch.float32: 25.0, torch.float16: 10.0}
+PAIRS_FLOPS_PER_NS = 120.0
+"""Attention with our kernels where an instruction sums pairs of bfloat16."""
 GLUE_NS_PER_VALUE = 3.0
 """Norms, rotations, sums: per token and value of the residual stream."""
+PAIRS_GLUE_NS_PER_VALUE = 1.0
+"""The same around that attention."""
 COMBINE_NS_PER_VALUE = 2.0
 """Gather, scale and sum: per token, expert and value."""
 SCORE_NS_PER_VALUE = 15.0
@@ -29,6 +34,8 @@ LOGITS_AT_ONCE = 1 << 22
 """Most logits of prompt tokens that are held at once."""
 KEY_QUERIES = 16
 """Queries that an attention which stops between keys takes at once, if their projections fit."""
+FEW_MORE = 1.25
+"""Times the keys of a segment that its last one may have."""
 FILL = 0.6
 """Part of `max_segment_ms` that nominal costs may fill."""
 
@@ -58,11 +65,15 @@ class Costs:
     key_ns: float
     """Reading one key and its value."""
 
-    def keys(self, num_tokens: int, num_spans: int) -> int:
-        """Keys per segment for the queries of so many tokens, each span on its own keys."""
+    def keys(self, num_tokens: int, num_spans: int, left: int) -> int:
+        """Keys of the next segment for the queries of so many tokens, each span on its own keys.
+
+        All that are `left` if they are few more than fit: it is not worth a segment.
+        """
         free = max(self.attn_ns - num_tokens * self.project_ns, self.segment_ns / 4)
         each = num_tokens * self.query_key_ns + num_spans * self.key_ns
-        return max(1, int(min(free / each, 1 << 40)) // KEY_BLOCK) * KEY_BLOCK
+        num = max(1, int(min(free / each, 1 << 40)) // KEY_BLOCK) * KEY_BLOCK
+        return max(left, num) if left <= FEW_MORE * num else num
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int:
         """Vocabulary blocks per segment for that many rows."""
@@ -102,7 +113,9 @@ class _Attn(NamedTuple):
     key: float
 
 
-def _attn_ns(parts: LayerParts, config: Any, dtype: torch.dtype, width: int) -> _Attn:
+def _attn_ns(
+    parts: LayerParts, config: Any, dtype: torch.dtype, width: int, in_pairs: bool
+) -> _Attn:
     attn: Any = parts.self_attn
     weights, item = _weights(attn), dtype.itemsize
     heads = config.num_attention_heads
@@ -113,10 +126,12 @@ def _attn_ns(parts: LayerParts, config: Any, dtype: torch.dtype, width: int) -> 
         key = value = getattr(config, "head_dim", None) or width // heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         stored = 2 * groups * key
+    glue = PAIRS_GLUE_NS_PER_VALUE if in_pairs else GLUE_NS_PER_VALUE
+    flops = PAIRS_FLOPS_PER_NS if in_pairs else ATTN_FLOPS_PER_NS[dtype]
     return _Attn(
         weights * item / BYTES_PER_NS,
-        2 * weights / FLOPS_PER_NS[dtype] + GLUE_NS_PER_VALUE * width * 4,
-        2 * heads * (key + value) / ATTN_FLOPS_PER_NS[dtype],
+        2 * weights / FLOPS_PER_NS[dtype] + glue * width * 4,
+        2 * heads * (key + value) / flops,
         stored * item / BYTES_PER_NS,
     )
 
@@ -137,7 +152,8 @@ def cut_rule(
     moe: Any = next((x.experts for x in parts.layers if x.experts is not None), None)
     one = (moe.gate_up_proj[0].numel() + moe.down_proj[0].numel()) if moe is not None else 0
     head = parts.lm_head.weight.numel()
-    all_ns = [_attn_ns(layer, config, dtype, width) for layer in parts.layers]
+    in_pairs = stops_between_keys and cpu.kind() in cpu.SUM_PAIRS
+    all_ns = [_attn_ns(layer, config, dtype, width, in_pairs) for layer in parts.layers]
     attn = _Attn(*map(max, zip(*all_ns, strict=True)))
     free = max(segment - attn.read, segment / 4)
     costs = Costs(

@@ -345,6 +345,6 @@ def attend_some(
         `mid`, or what to go on with and the next `pos`.
     """
     if isinstance(driver, NativeDriver):
-        num_keys = costs.keys(step.num_tokens, len(step.spans))
+        num_keys = costs.keys(step.num_tokens, len(step.spans), step.num_keys - pos)
         return driver.attend_some(x_TD, rope, step, pos, begun, num_keys)
     return driver.attend(x_TD, rope, step), None, 0

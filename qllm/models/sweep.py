@@ -469,7 +469,7 @@ def _ahead(
         part.cos, part.sin = cos.data_ptr(), sin.data_ptr()
         steps.append(step)
         held += [cos, sin]
-    stops = any(costs.keys(s.num_tokens, len(s.spans)) < s.num_keys for s in steps)
+    stops = any(costs.keys(s.num_tokens, len(s.spans), s.num_keys) < s.num_keys for s in steps)
     return Ahead(ops, structs, steps, held, stops)
 
 

@@ -34,6 +34,8 @@ except ImportError as error:
 
 TILES = "AMX"
 """Kernels that multiply bf16 in tiles."""
+SUM_PAIRS = frozenset({TILES, "AVX-512 BF16"})
+"""Kernels that sum products of bf16 in pairs."""
 NEAR = 2.0**-8
 """Of a sum of absolute products: one step of bf16."""
 HUGE_PAGE = 2 << 20
