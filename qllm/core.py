@@ -220,7 +220,6 @@ class Prepared:
             "longest_segment_kind": None if kind is None else kind.name,
             "max_segment_ms": self.config.max_segment_ms,
             "expert_bytes": self.runner.expert_bytes,
-            "guest_rows": self.runner.guest_rows,
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
             "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],

@@ -25,7 +25,7 @@ from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
 from qllm.models.loader import LoadedModel
 from qllm.trace import Event
 from qllm.transports.nixl import Link, NixlIngress
-from qllm.types import CAPABILITIES, Cap, RequestId, RequestStatus, Sampled, SamplingParams
+from qllm.types import CAPABILITIES, RequestId, RequestStatus, Sampled, SamplingParams
 from qllm.validate import refuse_policy
 
 Broken = Callable[[int, str], None]
@@ -282,7 +282,7 @@ def check_compilable(policy: Any) -> None:
 
     load_native()
     rank_tree(policy)
-    refuse_policy(policy, CAPABILITIES & ~Cap.EXPERT_GUESTS)
+    refuse_policy(policy, CAPABILITIES)
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:

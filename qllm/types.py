@@ -64,10 +64,9 @@ class Cap(enum.Flag):
     EARLY_EXIT = enum.auto()
     RESIDENCY = enum.auto()
     GRAPH_BUCKETS = enum.auto()
-    EXPERT_GUESTS = enum.auto()
 
 
-CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT | Cap.EXPERT_GUESTS
+CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
 """What an engine can do so far."""
 
 

@@ -22,7 +22,6 @@ F1 |= {
     "compile",
     "costs",
     "decision",
-    "guests",
     "ranking",
     "riding",
     "turns",

@@ -9,7 +9,7 @@ matrices and sums in the same order. Consecutive units run as one range of about
 """
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -219,42 +219,14 @@ class Work:
         experts = {unit.expert for unit in self.units[start:stop]}
         return len(experts - known) * self.bank.unit_bytes
 
-    def owed(self) -> list[tuple[int, int, int]]:
-        """(expert, start, stop) of the units of every expert that are not done."""
-        found: list[tuple[int, int, int]] = []
-        for at, (expert, _, _) in enumerate(self.units):
-            if self.done[at]:
-                continue
-            if found and found[-1][0] == expert:
-                found[-1] = (expert, found[-1][1], at + 1)
-            else:
-                found.append((expert, at, at + 1))
-        return found
-
-    def next_range(
-        self, pos: int, costs: Costs, waiting: Container[int] = (), end: int | None = None
-    ) -> tuple[int, int]:
-        """The units [start, stop) to run next, none of them done; start = stop if none is left.
-
-        Args:
-            pos: Units before it are done.
-            costs: Say how many units a range takes.
-            waiting: Experts behind whose last unit it ends.
-            end: It goes no further; the last unit by default.
-        """
-        units, done = self.units, self.done
-        end = len(units) if end is None else end
-        start = done.find(0, pos, end)
-        if start < 0:
-            return end, end
-        stop, ns, last = start, 0.0, -1
-        while stop < end and ns < costs.range_ns and not done[stop]:
-            expert, lo, hi = units[stop]
-            if last != expert and last in waiting:
-                break
+    def end_of_range(self, start: int, costs: Costs) -> int:
+        """The end of the range of units that begins at `start`: as long as `costs` allow."""
+        stop, ns = start, 0.0
+        while stop < len(self.units) and ns < costs.range_ns:
+            _, lo, hi = self.units[stop]
             ns += costs.unit_ns + (hi - lo) * costs.row_ns
-            stop, last = stop + 1, expert
-        return start, stop
+            stop += 1
+        return stop
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
         """Run units [start, stop); return the slots they filled."""

@@ -409,7 +409,7 @@ class Sweep:
         space = Space(x_TD, native, width, num_units)
         if inside:
             space.take_up(state)
-            frame.layer = LayerState(guest_rows=state.guest_rows)
+            frame.layer = LayerState()
         return space
 
     def _leave(self, frame: Frame, s: _Sweep, space: Space, other: Tensor, ahead: Ahead) -> None:
