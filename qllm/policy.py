@@ -209,8 +209,7 @@ class StepReport(NamedTuple):
 class Policy(Protocol):
     """A policy that plans by itself. Only `plan` is mandatory besides `needs`.
 
-    `needs` is refused at start where an engine lacks it. `wants`, if there, names what it uses
-    where an engine has it (`View.capabilities`); without, it runs degraded, and reports say so.
+    `needs` is refused at start where an engine lacks it.
     """
 
     needs: Cap
