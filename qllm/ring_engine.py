@@ -287,16 +287,3 @@ def check_compilable(policy: Any) -> None:
 
 def _ignore(result: Any, error: BaseException | None) -> None:
     """For calls that nobody waits for."""
-
-
-def kind_of(config: EngineConfig) -> type[RingEngine]:
-    """The kind of engine that the setting `loop` asks for. All take the same arguments."""
-    if config.loop == "host":
-        return HostEngine
-    if config.loop == "native":
-        from qllm.native_engine import NativeEngine  # numba is needed only here
-
-        return NativeEngine
-    from qllm.gpu_engine import GpuEngine  # cuda-bindings are needed only here
-
-    return GpuEngine

@@ -23,12 +23,12 @@ from qllm.models.attention import Span, Step
 from qllm.models.compute import Compute, RunOp
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
-from qllm.models.experts import Work
 from qllm.models.frame import Frame, Held, LayerState
 from qllm.models.heads import HeadState, last_tokens
 from qllm.models.native import attend_some
 from qllm.models.rope import RopeTable, switch_of
 from qllm.models.sweep import Sizes
+from qllm.models.work import Work
 from qllm.plan import Index, Longest, Op, OpKind, Program, Row, Segments, Stop
 from qllm.sampler import Sampler
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams

@@ -16,11 +16,11 @@ from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Step
-from qllm.models.experts import Work
 from qllm.models.fast import Kept as Parts
 from qllm.models.fast import Rope, Routed
 from qllm.models.heads import HeadState
 from qllm.models.scores import NO_SCORES, Score, Scores
+from qllm.models.work import Work
 from qllm.plan import Index, Program
 from qllm.types import RequestId, Sampled
 
