@@ -32,8 +32,8 @@ from qllm.kernels.cpu.attention import Attention
 from qllm.kernels.cpu.norms import Norm
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Span, Step
-from qllm.models.experts import Work
 from qllm.models.native_experts import NativeBank
+from qllm.models.work import Work
 from qllm.plan import START, Plan, Program, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams

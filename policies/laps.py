@@ -5,8 +5,8 @@ its target, and run together. Long prompts run one at a time, in chunks. Decodes
 that has both phases, take turns with the long ones.
 
 Source: LAPS, first PLA-Serve, arXiv:2601.11589, and its released code (a fixed window and
-boundary). Differs: no padding to captured graphs, which it wants: there are none on a CPU, and
-most of the measured gain came from them; after a short batch a decode step or a long chunk goes
+boundary). Differs: no padding to captured graphs (there are none on a CPU), from which
+most of the measured gain came; after a short batch a decode step or a long chunk goes
 before the next one (the code starves long prompts behind a stream of short ones); the engine
 has no prefix cache, so a prompt's own length is what counts; classes come first in each queue.
 """
@@ -35,7 +35,6 @@ class Laps:
     """Short prompts gathered for a while, long ones in chunks."""
 
     needs = Cap.NONE
-    wants = Cap.GRAPH_BUCKETS
 
     short_tokens: int = 256
     """Longest prompt that is short."""

@@ -5,10 +5,9 @@ predicted prefill, falls one level when it has used its quantum up, and comes ba
 when it has waited for `starve_ms`. Every step takes the best levels first, in the order in which
 requests came to their level; classes are not looked at.
 
-Source: FastServe, arXiv:2305.05920. Differs: without KV swap, which it wants, requests keep
-their KV when they fall, so a newcomer waits for free KV however good its level is, and who has
-to grow takes it from the worst level, to be recomputed; with it the same victims are swapped.
-Nothing is swapped ahead of need.
+Source: FastServe, arXiv:2305.05920. Differs: there is no KV swap here, so requests keep their KV
+when they fall: a newcomer waits for free KV however good its level is, and a request that has to
+grow takes it from the worst level, to be recomputed.
 """
 
 from collections.abc import Collection
@@ -35,7 +34,6 @@ class Mlfq:
     """Skip-join feedback queue: short and new before long and old."""
 
     needs = Cap.NONE
-    wants = Cap.KV_SWAP
 
     quantum_ms: int = 20
     """The quantum of the top level; each level below has twice that of the one above."""
@@ -70,9 +68,8 @@ class Mlfq:
         self, view: View, need_blocks: int, keep: Collection[RequestId]
     ) -> list[tuple[RequestId, Evict]]:
         """Return the worst levels first."""
-        how = Evict.SWAP if Cap.KV_SWAP in view.capabilities else Evict.RECOMPUTE
         worst = sorted(behind_all(view, keep), key=lambda r: self._entry(view, r), reverse=True)
-        return [(r.request_id, how) for r in worst]
+        return [(r.request_id, Evict.RECOMPUTE) for r in worst]
 
     def on_arrival(self, view: View, request: RequestView) -> None:
         """Skip the levels whose quantum its prefill would overrun."""

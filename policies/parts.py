@@ -16,9 +16,9 @@ class Room:
     holds KV itself, younger requests of its class too (I6).
     """
 
-    def __init__(self, view: View, extra_blocks: int = 0) -> None:
+    def __init__(self, view: View) -> None:
         self._view = view
-        self._left = view.num_free_blocks + extra_blocks
+        self._left = view.num_free_blocks
 
     def take(self, request: RequestView, row: Row) -> bool:
         """Set aside what `row` needs, if there is as much."""
@@ -51,7 +51,6 @@ def fill(
     view: View,
     order: Iterable[RequestView],
     max_tokens: int | None = None,
-    extra_blocks: int = 0,
 ) -> tuple[Row, ...]:
     """Return rows for as many requests of `order` as fit, best first.
 
@@ -63,10 +62,9 @@ def fill(
         view: What there is.
         order: Requests that are in no parked frame.
         max_tokens: Most prefill tokens, below what the engine allows per step.
-        extra_blocks: Blocks beyond the free ones that the engine can make free.
     """
     rows: list[Row] = []
-    room = Room(view, extra_blocks)
+    room = Room(view)
     tokens = view.max_step_tokens if max_tokens is None else min(max_tokens, view.max_step_tokens)
     blocked = False
     for request in order:

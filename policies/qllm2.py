@@ -25,9 +25,6 @@ class Qllm2(RankPolicy):
     max_be_stall_ms: int | None = 1000
     ride_frac: float = 0.5
     """Most that BE may stretch the decode step of LS requests that have no TPOT target."""
-    guest_rows: int = 0
-    """Most expert rows of parked frames that a pass computes in one layer beside its own, at the
-    experts that it reads anyway."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ride_frac <= 100:

@@ -7,9 +7,8 @@ runs has a negative lag, the longer it has been running. So requests rotate. Cla
 looked at.
 
 Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; its released scheduler has no lag in it).
-Differs: without KV swap, which it wants, only seats rotate: a newcomer takes free KV, never that
-of a running request, and who has to grow takes it from the smallest lag, to be recomputed. With
-it newcomers may count on `max_swap_frac` of the pool per step. Transfers do not overlap.
+Differs: there is no KV swap here, so only seats rotate: a newcomer takes free KV, never that of
+a running request, and a request that has to grow takes it from the smallest lag, to be recomputed.
 """
 
 from collections.abc import Collection
@@ -34,7 +33,6 @@ class Rota:
     """Largest virtual lag first: requests rotate."""
 
     needs = Cap.NONE
-    wants = Cap.KV_SWAP | Cap.KV_DUPLEX
 
     lag_weight: float = 3.0
     """Weight of the wait of a request that holds KV, against that of a newcomer."""
@@ -46,16 +44,13 @@ class Rota:
     """Target of requests that have none."""
     tpot_ms: int = 100
     """Target of requests that have none."""
-    max_swap_frac: float = 0.05
-    """Share of the KV pool that newcomers may have swapped out for them per step."""
 
     def __post_init__(self) -> None:
         check_at_least(self, ttft_ms=1, tpot_ms=1)
-        for name in ("lag_weight", "tpot_share", "ttft_share", "max_swap_frac"):
+        for name in ("lag_weight", "tpot_share", "ttft_share"):
             value = getattr(self, name)
-            most = 1 if name == "max_swap_frac" else 1000
-            if not isinstance(value, int | float) or not 0 <= value <= most:
-                raise ConfigError(f"{name}={value!r} must be a number in [0, {most}]")
+            if not isinstance(value, int | float) or not 0 <= value <= 1000:
+                raise ConfigError(f"{name}={value!r} must be a number in [0, 1000]")
         self._since_ns: dict[RequestId, int] = {}
 
     def lag_ns(self, request: RequestView, now_ns: int) -> float:
@@ -79,9 +74,7 @@ class Rota:
         if not self._all_fit(view):
             lag = partial(self.lag_ns, now_ns=view.now_ns)
             order = sorted(order, key=lag, reverse=True)
-        can_swap = Cap.KV_SWAP in view.capabilities
-        extra = int(self.max_swap_frac * view.num_blocks) if can_swap else 0
-        return Plan(rows=fill(view, order, extra_blocks=extra))
+        return Plan(rows=fill(view, order))
 
     def _all_fit(self, view: View) -> bool:
         if len(view.requests) > view.max_num_seqs:
@@ -93,9 +86,8 @@ class Rota:
         self, view: View, need_blocks: int, keep: Collection[RequestId]
     ) -> list[tuple[RequestId, Evict]]:
         """Return the smallest lags first."""
-        how = Evict.SWAP if Cap.KV_SWAP in view.capabilities else Evict.RECOMPUTE
         order = sorted(behind_all(view, keep), key=partial(self.lag_ns, now_ns=view.now_ns))
-        return [(r.request_id, how) for r in order]
+        return [(r.request_id, Evict.RECOMPUTE) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:
         """Note since when the requests of this step have been running without a break."""

@@ -17,7 +17,7 @@ from qllm.ingress.native import native_ends
 from qllm.ingress.ring import ENDS, Ends
 from qllm.models.conformance import check as check_conformance
 from qllm.models.loader import LoadedModel, vocabulary_of
-from qllm.plugins import cap_names, degraded, load_policy
+from qllm.plugins import load_policy
 from qllm.runner import TorchRunner
 from qllm.scheduler import Scheduler
 from qllm.trace import Trace
@@ -167,8 +167,6 @@ class Prepared:
             capabilities=self.runner.capabilities,
         )
         meta = {"model": loaded.name, "policy": repr(policy)}
-        if degraded(policy):
-            meta["degraded_without"] = cap_names(degraded(policy))
         self.trace = Trace(meta=meta)
         self.info = ModelInfo(
             name=loaded.name,
@@ -220,7 +218,6 @@ class Prepared:
             "longest_segment_kind": None if kind is None else kind.name,
             "max_segment_ms": self.config.max_segment_ms,
             "expert_bytes": self.runner.expert_bytes,
-            "guest_rows": self.runner.guest_rows,
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
             "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],

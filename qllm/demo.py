@@ -24,7 +24,7 @@ from qllm.llm import QLLMEngine
 from qllm.metrics import ClassMetrics, Summary, request_metrics
 from qllm.models.loader import LoadedModel, load
 from qllm.plots import ttft_figure
-from qllm.plugins import degraded_note, load_policy
+from qllm.plugins import load_policy
 from qllm.random_moe import SIZES, make_random_moe
 from qllm.trace import Parked
 from qllm.types import Priority
@@ -412,8 +412,6 @@ def _notes(result: DemoResult) -> str:
         "ended. A preemption stops a step inside; its latency counts from the arrival. Recomputed "
         f"is in tokens. The client was late by at most {lag:.1f} ms.",
     ]
-    notes = (degraded_note(name, load_policy(name)) for name in result.runs)
-    lines += [note for note in notes if note]
     for name, found in result.equality.items():
         if found.different:
             shown = ", ".join(found.different[:5])

@@ -316,7 +316,6 @@ class EngineLoop:
             ends.append(start_ns + decision.slice_ns)
         stop.stop_at_ns = min((t for t in ends if t is not None), default=None)
         limited = program if decision.limit is None else program.until(decision.limit)
-        guest_rows = self.runner.guest_rows
         try:
             end = self.runner.run(limited, decision.start, stop)
             is_done = end == program.end
@@ -335,7 +334,6 @@ class EngineLoop:
                 end=end,
                 why="done" if is_done else "stopped" if by_word else "slice",
                 segments=max(1, end.op - decision.start.op),
-                guest_rows=self.runner.guest_rows - guest_rows,
             )
         )
         if is_done:

@@ -35,7 +35,7 @@ from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
 from qllm.plugins import load_policy
 from qllm.remote_door import Card, Door, Guest, short
-from qllm.ring_engine import Restored, RingEngine, Seat, kind_of
+from qllm.ring_engine import HostEngine, Restored, RingEngine, Seat
 from qllm.trace import Event
 from qllm.transports.meeting import Meeting, Wire
 from qllm.transports.nixl import check_profile
@@ -174,7 +174,7 @@ class EngineProcess:
             profile=None if start.meeting is None else start.meeting.profile,
             threads=start.threads,
         )
-        kind = kind_of(start.config)
+        kind = _kind_of(start.config)
         kind.check(policy, start.config)
         return kind(load(start.model, **start.load), policy, start.config, seat)
 
@@ -431,3 +431,16 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
+
+
+def _kind_of(config: EngineConfig) -> type[RingEngine]:
+    """The kind of engine that the setting `loop` asks for. All take the same arguments."""
+    if config.loop == "host":
+        return HostEngine
+    if config.loop == "native":
+        from qllm.native_engine import NativeEngine  # numba is needed only here
+
+        return NativeEngine
+    from qllm.gpu_engine import GpuEngine  # cuda-bindings are needed only here
+
+    return GpuEngine

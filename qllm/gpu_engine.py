@@ -177,7 +177,6 @@ class GpuEngine(RingEngine):
             "max_segment_ms": config.max_segment_ms,
             "preempt_latencies_ms": [int(ns) / NS_PER_MS for ns in latencies],
             "expert_bytes": expert_bytes,
-            "guest_rows": self.prepared.runner.guest_rows,
             "num_preemptions": num,
             "kv_blocks_used": config.num_blocks - head["num_free"],
             "kv_blocks": config.num_blocks,

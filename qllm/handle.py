@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from qllm.detokenizer import Detokenizer
 from qllm.errors import RequestFailedError
@@ -22,9 +22,6 @@ from qllm.types import (
     RequestStatus,
     Sampled,
 )
-
-if TYPE_CHECKING:  # which imports this
-    from qllm.request_log import RequestLog
 
 
 class Piece(NamedTuple):
@@ -55,6 +52,21 @@ class Result:
     metrics: RequestMetrics
 
 
+class Keeps(Protocol):
+    """Keeps requests whose engine has died; `qllm.request_log.RequestLog` does.
+
+    Its entries are `qllm.open.Open`, which know their handle.
+    """
+
+    def take(self, entry: Any, engine_ns: int, why: str) -> None:
+        """Keep a request of an engine that is gone, or end it."""
+        ...
+
+    def heard_of(self, entry: Any) -> None:
+        """Note that a request has a token, or has ended."""
+        ...
+
+
 class Handle:
     """One submitted request. Safe to use from any thread.
 
@@ -81,7 +93,7 @@ class Handle:
         self._stop_on_text = stop_on_text
         self._cancel = cancel
         self._status = status
-        self.log: RequestLog | None = None
+        self.log: Keeps | None = None
         """Where the request goes when its engine dies; None ends it in `error` then."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []

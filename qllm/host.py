@@ -13,17 +13,15 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.handle import Handle
 from qllm.ingress import Submission
+from qllm.open import Open
 from qllm.plan import ModelShape
 from qllm.trace import Trace
 from qllm.types import RequestId, RequestStatus, SamplingParams
-
-if TYPE_CHECKING:
-    from qllm.request_log import Open
 
 MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], Handle]
 
@@ -143,7 +141,7 @@ class Host(ABC):
             QueueFullError: There is no room for it now.
         """
 
-    def replay(self, entry: "Open") -> None:
+    def replay(self, entry: Open) -> None:
         """Go on with a request that another engine has left unfinished.
 
         Raises:

@@ -34,11 +34,11 @@ from qllm.handle import Handle, Result
 from qllm.host import Host, close_collected
 from qllm.ingress import Submission
 from qllm.models.loader import check_device, load, load_tokenizer, vocabulary_of, wrap
+from qllm.open import Open
 from qllm.plugins import load_policy
 from qllm.process_host import ProcessHost
 from qllm.prompts import refuse_unserved, to_sampling, to_token_ids
 from qllm.remote_host import RemoteHost
-from qllm.request_log import Open
 from qllm.thread_host import ThreadHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Meeting

@@ -125,7 +125,6 @@ class _Export:
             "frame": event.frame_id,
             "why": event.why,
             "segments": event.segments,
-            "guest_rows": event.guest_rows,
             "start": list(event.start),
             "end": list(event.end),
             "rows": [f"{r}: {text}" for r, text in rows.items()],

@@ -61,9 +61,6 @@ class Plan:
     """With no rows: idle on purpose until then, or until something arrives."""
     drop: tuple[RequestId, ...] = ()
     """Requests to evict (recompute) before the rows run."""
-    guest_rows: int = 0
-    """Most expert rows of parked frames that are computed in one layer, at experts whose weights
-    the rows of the plan read anyway; 0 is none. One row is one (token, expert)."""
 
 
 class OpKind(enum.IntEnum):
@@ -272,10 +269,6 @@ class Program:
     num_layers: int
     row_blocks: tuple[tuple[int, ...], ...] = field(default=())
     """Per row: absolute positions where its queries are cut, `lo` and `hi` included."""
-    guest_rows: int = 0
-    """Most expert rows of other frames per EXPERTS op of a run; 0 is none."""
-    guests: tuple[FrameId, ...] = ()
-    """Parked frames that these rows may be of; the first has the first claim."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -425,8 +418,6 @@ class Runner(Protocol):
     shape: ModelShape
     cuts: CutRule
     segments: Segments
-    guest_rows: int
-    """Expert rows of parked frames computed beside programs so far."""
 
     def add(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.policy import make_policy
-from qllm.types import CAPABILITIES, Cap
+from qllm.types import Cap
 
 GROUP = "qllm.policies"
 
@@ -57,25 +57,6 @@ def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) ->
     return make_policy(policy, load_factory(points[policy]), settings or {})
 
 
-def degraded(policy: Any) -> Cap:
-    """Return the capabilities that a policy wants and this engine does not have.
-
-    Args:
-        policy: A policy object or class. Its `wants`, if it has one, names what it uses where an
-            engine has it; what it does without is said in its module's docstring.
-    """
-    wants: Cap = getattr(policy, "wants", Cap.NONE)
-    return wants & ~CAPABILITIES
-
-
 def cap_names(caps: Cap) -> str:
-    """Return capabilities as text: `kv_swap, kv_duplex`."""
+    """Return capabilities as text: `layer_range, yield_layer`."""
     return ", ".join((cap.name or "").lower() for cap in caps)
-
-
-def degraded_note(name: str, policy: Any) -> str | None:
-    """Return the line that reports print under a policy that runs degraded; None if it does not."""
-    missing = degraded(policy)
-    if not missing:
-        return None
-    return f"{name} runs degraded: it wants {cap_names(missing)}, which this engine does not have."

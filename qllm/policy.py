@@ -209,8 +209,7 @@ class StepReport(NamedTuple):
 class Policy(Protocol):
     """A policy that plans by itself. Only `plan` is mandatory besides `needs`.
 
-    `needs` is refused at start where an engine lacks it. `wants`, if there, names what it uses
-    where an engine has it (`View.capabilities`); without, it runs degraded, and reports say so.
+    `needs` is refused at start where an engine lacks it.
     """
 
     needs: Cap
@@ -289,9 +288,6 @@ class RankPolicy:
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
     max_be_stall_ms: int | None = None
     """Longest an admitted request goes without progress (I14); None declares no bound."""
-    guest_rows: int = field(default=0, metadata={"fixed": True})
-    """Most expert rows of parked frames computed in one layer, at the experts that the rows of a
-    plan read anyway; 0 is none."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -315,14 +311,6 @@ class RankPolicy:
                 f"max_be_stall_ms={shown(bound_ms)} must be an integer in [100, {MAX_TIME_MS}], or "
                 "None for no bound"
             )
-        guests = self.guest_rows
-        if not isinstance(guests, int) or isinstance(guests, bool) or guests < 0:
-            raise ConfigError(f"guest_rows={guests!r} must be an integer >= 0; 0 is none")
-        if guests and self.grain < Grain.EXPERT:
-            raise ConfigError(
-                f"guest_rows={guests} needs frames that are parked between experts, and this "
-                f"policy stops at grain {self.grain.name}; leave it 0"
-            )
 
     @property
     def needs(self) -> Cap:
@@ -334,7 +322,7 @@ class RankPolicy:
         }[self.grain]
         if self.groups is not None:
             caps |= Cap.LAYER_RANGE
-        return caps | Cap.EXPERT_GUESTS if self.guest_rows else caps
+        return caps
 
     def rank(
         self,

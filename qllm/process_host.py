@@ -28,7 +28,7 @@ from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
 from qllm.ingress.shm import Doorbell
-from qllm.request_log import Open
+from qllm.open import Open
 from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.types import NS_PER_S

@@ -21,9 +21,9 @@ from qllm.host import MakeHandle, ModelInfo
 from qllm.ingress import Submission
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.shm import Doorbell
+from qllm.open import Open
 from qllm.plan import ModelShape
 from qllm.remote_door import offer, peer_from
-from qllm.request_log import Open
 from qllm.ring_host import CLOSE_S, RingHost
 from qllm.trace import Trace
 from qllm.transports.meeting import Address, MeetingError, Wire, parse_address, read_secret

@@ -13,88 +13,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.handle import Handle
-from qllm.ingress import Submission
-from qllm.ingress.codec import EngineMetrics
+from qllm.open import End, Open
 from qllm.types import FinishReason, RequestId, RequestStatus
-
-if TYPE_CHECKING:
-    from qllm.llm import QLLMEngine
-
-End = tuple[FinishReason, str | None]
-
-
-class Open:
-    """An open request: its handle, and what it takes to submit it again.
-
-    Args:
-        handle: Who waits; it has the output so far.
-        arrival_ns: Of the request.
-        priority: Its class.
-        submission: As it was sent first; None if it came out of a checkpoint.
-    """
-
-    def __init__(
-        self, handle: Handle, arrival_ns: int, priority: int, submission: Submission | None = None
-    ) -> None:
-        self.handle = handle
-        self.submission = submission
-        self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
-        self.token_ns: list[int] = []
-        self.ended: End | None = None
-        """Set once its text ended it, before the engine knew."""
-        self.num_replays = 0
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Smallest first."""
-        return self.unknown.priority, self.unknown.arrival_ns
-
-    def shift(self, by_ns: int) -> None:
-        """Move its times to another clock."""
-        self.unknown = replace(self.unknown, arrival_ns=self.unknown.arrival_ns + by_ns)
-        self.token_ns[:] = [at_ns + by_ns for at_ns in self.token_ns]
-        if (item := self.submission) is not None:
-            deadline_ns = None if item.deadline_ns is None else item.deadline_ns + by_ns
-            arrival_ns = item.arrival_ns + by_ns
-            self.submission = replace(item, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
-
-    def rest(self, number: RequestId) -> Submission:
-        """What is left to do, as a request of its own."""
-        assert self.submission is not None
-        done = self.handle.token_ids
-        token_ids = (*self.submission.token_ids, *done)
-        return replace(
-            self.submission, request_id=number, token_ids=token_ids, num_output_tokens=len(done)
-        )
-
-    def is_late(self, now_ns: int) -> bool:
-        """Whether its deadline has passed."""
-        deadline_ns = None if self.submission is None else self.submission.deadline_ns
-        return deadline_ns is not None and deadline_ns <= now_ns
-
-    def end(self) -> End | None:
-        """How it ended, if it did before its engine could say so."""
-        item, done = self.submission, self.handle.token_ids
-        if self.ended is not None or item is None:
-            return self.ended
-        if self.handle.finish_reason is not None:
-            return self.handle.finish_reason, None
-        if done and done[-1] in item.stop_ids:
-            return FinishReason.STOP, None
-        return (FinishReason.LENGTH, None) if len(done) >= item.max_tokens else None
-
-    def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
-        """Tell who waits, with what the engine said of it if it could."""
-        known = known or self.unknown
-        if self.num_replays:  # the engine that planned it first took that along
-            known = replace(known, queue_ms=None)
-        metrics = known.complete(number, self.handle.request_id, end[0], self.token_ns)
-        self.handle.on_finish(*end, metrics)
 
 
 class RequestLog:
@@ -115,8 +38,8 @@ class RequestLog:
         self._waiting: dict[RequestId, Open] = {}
         """In the order in which they go on."""
         self._numbers = itertools.count()
-        self._engine: QLLMEngine | None = None
-        """Takes them; None while there is none."""
+        self._replay: Callable[[Open], None] | None = None
+        """Submits one to the engine that is there; None while there is none."""
         self._trial: Open | None = None
         """Replayed, and not heard of since."""
         self._over: str | None = None
@@ -144,7 +67,7 @@ class RequestLog:
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         with self._lock:
-            self._engine = None
+            self._replay = None
             was_trial = self._trial is entry
             if was_trial:
                 self._trial = None
@@ -168,10 +91,10 @@ class RequestLog:
 
     # -- a new one
 
-    def go_on(self, engine: "QLLMEngine") -> None:
-        """Replay what waits on this engine."""
+    def go_on(self, replay: Callable[[Open], None]) -> None:
+        """Replay what waits, with `QLLMEngine.replay` of the new engine."""
         with self._lock:
-            self._engine = engine
+            self._replay = replay
             ranked = sorted(self._waiting.items(), key=lambda item: item[1].rank)
             self._waiting = dict(ranked)
         self._next()
@@ -186,14 +109,14 @@ class RequestLog:
     def _next(self) -> None:
         while True:
             with self._lock:
-                engine = self._engine
-                if engine is None or self._trial is not None or not self._waiting:
+                replay = self._replay
+                if replay is None or self._trial is not None or not self._waiting:
                     return
                 number = next(iter(self._waiting))
                 self._trial = entry = self._waiting.pop(number)
                 entry.num_replays += 1
             try:
-                engine.replay(entry)
+                replay(entry)
             except (EngineClosedError, QueueFullError):  # the next engine, or the next look
                 self._put_back(number, entry)
                 return

@@ -25,7 +25,7 @@ from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
 from qllm.models.loader import LoadedModel
 from qllm.trace import Event
 from qllm.transports.nixl import Link, NixlIngress
-from qllm.types import CAPABILITIES, Cap, RequestId, RequestStatus, Sampled, SamplingParams
+from qllm.types import CAPABILITIES, RequestId, RequestStatus, Sampled, SamplingParams
 from qllm.validate import refuse_policy
 
 Broken = Callable[[int, str], None]
@@ -282,21 +282,8 @@ def check_compilable(policy: Any) -> None:
 
     load_native()
     rank_tree(policy)
-    refuse_policy(policy, CAPABILITIES & ~Cap.EXPERT_GUESTS)
+    refuse_policy(policy, CAPABILITIES)
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:
     """For calls that nobody waits for."""
-
-
-def kind_of(config: EngineConfig) -> type[RingEngine]:
-    """The kind of engine that the setting `loop` asks for. All take the same arguments."""
-    if config.loop == "host":
-        return HostEngine
-    if config.loop == "native":
-        from qllm.native_engine import NativeEngine  # numba is needed only here
-
-        return NativeEngine
-    from qllm.gpu_engine import GpuEngine  # cuda-bindings are needed only here
-
-    return GpuEngine

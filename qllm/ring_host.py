@@ -13,7 +13,7 @@ from qllm.ingress import Cancel, Submission
 from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.request_log import Open
+from qllm.open import Open
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0

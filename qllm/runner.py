@@ -23,13 +23,12 @@ from qllm.models.attention import Span, Step
 from qllm.models.compute import Compute, RunOp
 from qllm.models.cuts import cut_rule
 from qllm.models.discover import base_model, discover, identity, refuse_unsafe
-from qllm.models.experts import Work
 from qllm.models.frame import Frame, Held, LayerState
-from qllm.models.guests import guests_of
 from qllm.models.heads import HeadState, last_tokens
 from qllm.models.native import attend_some
 from qllm.models.rope import RopeTable, switch_of
 from qllm.models.sweep import Sizes
+from qllm.models.work import Work
 from qllm.plan import Index, Longest, Op, OpKind, Program, Row, Segments, Stop
 from qllm.sampler import Sampler
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
@@ -74,7 +73,6 @@ class TorchRunner:
         self.parts = parts = discover(model)
         self.segments: Segments = Longest()
         self.expert_bytes = 0  # weights read so far: each expert once per layer of a program
-        self.guest_rows = 0  # expert rows of parked frames computed beside a program
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
         self._clock = clock
@@ -201,28 +199,22 @@ class TorchRunner:
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self.frames[program.frame_id]
-        frame.guests = guests_of(program, self.frames, self._start_experts)
         with torch.inference_mode():
-            frame.index = self._run(frame, program, start, stop)
-        frame.guests = None
-        return frame.index
+            return self._run(frame, program, start, stop)
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
-        clock, segments, guests = self._clock, self.segments, frame.guests
+        clock, segments = self._clock, self.segments
         ops, grain, below = program.ops, program.grain, program.stop_below
         sizes = Sizes(self._costs, self.cuts.expert_block, self.on_segment is not None)
         (op, pos), begin = start, clock()
         while op < len(ops):
             o = ops[op]
             kind, here, swept = o.kind, Index(op, pos), None
-            if guests is None and self.sweep.covers(o):
+            if self.sweep.covers(o):
                 swept = self.sweep.run(frame, program, here, stop, self._new_step, sizes)
             if swept is not None:
                 (op, pos), kind = swept.at, swept.longest_op
                 self.expert_bytes += swept.expert_bytes
-            elif guests is not None and guests.due:
-                kind = OpKind.EXPERTS
-                self.guest_rows += guests.run(self._costs)
             else:
                 frame.layer.space = None
                 pos = self._ops[kind](frame, o, pos)
@@ -339,14 +331,11 @@ class TorchRunner:
         """One range of units; returns the next position, 0 when the op is done."""
         state = frame.layer
         work = state.work or self._start_experts(state, op)
-        x, guests = state.experts_x_TD, frame.guests
+        x, stop = state.experts_x_TD, work.end_of_range(pos, self._costs)
         assert x is not None
-        start, stop = work.next_range(pos, self._costs, guests.waiting(op.layer) if guests else ())
-        if start < stop:
-            frame.slots_done += work.run(x, start, stop)
-            self.expert_bytes += work.bytes_read(start, stop)
-            if guests is not None:
-                guests.invite(work.units[stop - 1].expert, state)
+        if pos < stop:
+            frame.slots_done += work.run(x, pos, stop)
+            self.expert_bytes += work.bytes_read(pos, stop)
         if stop < len(work.units):
             return stop
         state.experts_x_TD = None
@@ -463,7 +452,7 @@ class TorchRunner:
 
     def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
         """Make the frame that `export_frame` described; its requests are there already."""
-        frame = Frame(program, index)
+        frame = Frame(program)
         with torch.inference_mode():
             frame.rope = self._rope.rows(program, self._requests)
             frame.restore({name: t.to(self._device) for name, t in tensors.items()})

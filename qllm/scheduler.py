@@ -29,7 +29,6 @@ from qllm.decision import (
     Split,
 )
 from qllm.errors import CheckpointError, InvariantError, PolicyError
-from qllm.guests import with_guests
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View
 from qllm.ranking import Ranking
@@ -226,11 +225,7 @@ class Scheduler:
             self._owed += self.evict(request_id, request_id)
         rows = self._acquire(view, plan, align_rows(plan.rows, self.requests, view.cuts))
         plan, rows = whose_turn(plan, rows, self.requests, self.costs, self.shape.num_layers)
-        decision = self._start(plan, rows, now_ns)
-        if not plan.guest_rows:
-            return decision
-        ranking = self._ranking if isinstance(self.policy, RankPolicy) else None
-        return with_guests(decision, plan.guest_rows, self.frames, ranking)
+        return self._start(plan, rows, now_ns)
 
     def _ask(self, view: View) -> Plan:
         try:

@@ -109,7 +109,6 @@ class _Shaper:
             grain=grain,
             stop_below=stop,
             slice_ns=slice_ns,
-            guest_rows=self.policy.guest_rows,
         )
 
     def stop_below(self, rows: Sequence[Row]) -> int:

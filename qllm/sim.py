@@ -20,7 +20,6 @@ from qllm.plan import (
     Index,
     Longest,
     ModelShape,
-    OpKind,
     Program,
     Segments,
     Stop,
@@ -66,29 +65,9 @@ class _SimRequest:
 class _SimFrame:
     program: Program
     timeline: Timeline
-    index: Index = START
-    """Where its last run stopped."""
-    ahead: int = 0
-    """Expert units behind `index` that it ran as a guest."""
     dead: set[RequestId] = field(default_factory=set)
     reached: dict[RequestId, int] = field(default_factory=dict)
     """Layers done per row."""
-
-    def resumes_at(self, start: Index) -> Index:
-        """`start`, behind the units that ran as a guest."""
-        ahead, self.ahead = self.ahead, 0
-        if not ahead:
-            return start
-        pos = start.pos + ahead
-        done = pos == self.timeline.units(start.op)
-        return Index(start.op + 1, 0) if done else Index(start.op, pos)
-
-    def owed(self) -> tuple[int, int]:
-        """Expert units that it owes at the op it is parked at, and their tokens."""
-        op = self.program.ops[self.index.op]
-        units = self.timeline.units(self.index.op)
-        left = units - self.index.pos - self.ahead
-        return left, (op.hi - op.lo) * left // units
 
 
 class SimRunner:
@@ -123,8 +102,6 @@ class SimRunner:
         self.frames: dict[int, _SimFrame] = {}
         self.expert_loads = 0
         """Experts read so far: one per distinct expert of an EXPERTS op."""
-        self.guest_rows = 0
-        """Expert rows of parked frames computed beside a program, without reading an expert."""
 
     def add(
         self,
@@ -167,55 +144,15 @@ class SimRunner:
             self._between_runs(program)
         frame = self.frames[program.frame_id]
         timeline = frame.timeline
-        end = program.end
-        index = start = frame.resumes_at(start)
+        end, index = program.end, start
         begun_ns = self.clock.at_ns - timeline.at(start)
-        guests = self._guests(program, timeline, start)
         while index < end:
-            look = min(end, self._next_look(program, timeline, index, begun_ns, stop))
-            index = min([look, *guests])
-            begun_ns += self._run_guests(program, index, guests.pop(index, ()))
+            index = min(end, self._next_look(program, timeline, index, begun_ns, stop))
             self.clock.at_ns = begun_ns + timeline.at(index)
-            may_stop = index < end and (index == look or program.grain is Grain.EXPERT)
-            if may_stop and self._asked(program, stop):
+            if index < end and self._asked(program, stop):
                 break
         self._did(program, frame, start, index)
-        frame.index = index
         return index
-
-    def _guests(
-        self, program: Program, timeline: Timeline, start: Index
-    ) -> dict[Index, list[_SimFrame]]:
-        """The guests of a run, by the boundary behind the EXPERTS op at which they are taken along.
-
-        A program that is resumed inside the op takes nobody along.
-        """
-        found: dict[Index, list[_SimFrame]] = {}
-        for frame_id in program.guests if program.guest_rows else ():
-            frame = self.frames.get(frame_id)
-            if frame is None or frame.dead:
-                continue
-            parked = frame.program.ops[frame.index.op]
-            op = timeline.experts_op(parked.layer)
-            if parked.kind is OpKind.EXPERTS and op is not None and start <= Index(op, 0):
-                found.setdefault(Index(op + 1, 0), []).append(frame)
-        return found
-
-    def _run_guests(self, program: Program, behind: Index, guests: Sequence[_SimFrame]) -> int:
-        """Take guests along as far as rows are left; return the time of it."""
-        if not guests:
-            return 0
-        op, top_k = program.ops[behind.op - 1], self.shape.experts_per_token
-        frac, left = self.costs.shared_frac(op.hi - op.lo, self.shape), program.guest_rows
-        for frame in guests:
-            units, tokens = frame.owed()
-            rows = tokens * top_k
-            taken = min(round(units * frac), units * left // rows if rows else 0)
-            frame.ahead += taken
-            left -= rows * taken // units if taken else 0
-        rows = program.guest_rows - left
-        self.guest_rows += rows
-        return round(rows * self.costs.expert_token_ns)
 
     def _next_look(
         self, program: Program, timeline: Timeline, index: Index, begun_ns: int, stop: Stop

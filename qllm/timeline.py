@@ -107,12 +107,6 @@ class SimCosts:
         covered = expert_coverage(num_tokens, shape.num_experts, shape.experts_per_token, self.skew)
         return max(1, round(covered))
 
-    def shared_frac(self, num_tokens: int, shape: ModelShape) -> float:
-        """Part of the expert rows of other tokens that goes to experts which `num_tokens` take."""
-        rates = _hit_rates(shape.num_experts, shape.experts_per_token, self.skew)
-        hit = sum(rate * (1.0 - (1.0 - rate) ** num_tokens) for rate in rates)
-        return hit / shape.experts_per_token
-
     def of(self, kind: OpKind, work: Work, shape: ModelShape, *, is_moe: bool) -> float:
         """Time of one op."""
         tokens = work.tokens
@@ -284,20 +278,6 @@ class Timeline:
             return self.loads
         part, layer, place = self._find(index.op)
         return part.loads + layer * part.layer_loads + _loads(part, place) + index.pos
-
-    def experts_op(self, layer: int) -> int | None:
-        """The op that runs the experts of a layer, if the program does."""
-        for part in self._parts:
-            if part.start <= layer < part.start + part.num_layers:
-                for place, op in enumerate(part.ops):
-                    if op.kind is OpKind.EXPERTS:
-                        return part.first_op + (layer - part.start) * len(part.ops) + place
-        return None
-
-    def units(self, op: int) -> int:
-        """Boundaries that an op takes to its end."""
-        part, _, place = self._find(op)
-        return part.units[place]
 
     def following(self, index: Index) -> Index:
         """The next boundary of any grain."""

@@ -3,7 +3,7 @@
 An event is one fact with `at_ns`, the engine's clock. The engine emits; `qllm.metrics` and
 `qllm.perfetto` are functions of what it emitted. A file is JSON lines, the first a header:
 
-    {"qllm_trace": 1, "num_events": 2, "meta": {}}
+    {"qllm_trace": 2, "num_events": 2, "meta": {}}
     {"event": "Arrived", "at_ns": 0, "request_id": 1, ...}
     {"event": "Finished", "at_ns": 0, "request_id": 1, ...}
 """
@@ -22,7 +22,7 @@ from qllm.types import FinishReason, FrameId, Grain, RequestId, SamplingParams
 if TYPE_CHECKING:  # pydantic reads files; it is slow to import and the engine only appends
     from pydantic import TypeAdapter
 
-VERSION = 1
+VERSION = 2
 """Version of the file format. A file of another version is refused."""
 
 
@@ -75,8 +75,6 @@ class Ran:
     """"done" is the end of the program, never of a layer alone."""
     segments: int
     """Pieces of work between two boundaries."""
-    guest_rows: int = 0
-    """Expert rows of parked frames computed beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,23 +58,15 @@ class Cap(enum.Flag):
     LAYER_RANGE = enum.auto()
     YIELD_LAYER = enum.auto()
     YIELD_EXPERT = enum.auto()
-    KV_SWAP = enum.auto()
-    KV_DUPLEX = enum.auto()
-    PROMPT_UPDATE = enum.auto()
-    EARLY_EXIT = enum.auto()
-    RESIDENCY = enum.auto()
-    GRAPH_BUCKETS = enum.auto()
-    EXPERT_GUESTS = enum.auto()
 
 
-CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT | Cap.EXPERT_GUESTS
+CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
 """What an engine can do so far."""
 
 
 class Evict(enum.Enum):
     """How a victim loses its KV blocks."""
 
-    SWAP = "swap"
     RECOMPUTE = "recompute"
 
 

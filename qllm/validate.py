@@ -45,8 +45,6 @@ def malformed(plan: Any) -> str | None:
             f"planned grain={plan.grain!r}, stop_below={plan.stop_below!r}, "
             f"slice_ns={times[0]!r}, wait_until_ns={times[1]!r}; they must be a Grain and integers"
         )
-    if not isinstance(plan.guest_rows, int) or plan.guest_rows < 0:
-        return f"planned guest_rows={plan.guest_rows!r}, which is not an integer >= 0"
     if not isinstance(plan.drop, tuple) or not all(isinstance(i, int) for i in plan.drop):
         return f"planned drop={plan.drop!r}, which is not a tuple of request ids"
     return None
@@ -123,8 +121,6 @@ def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
 
 
 def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View) -> str | None:
-    if plan.guest_rows and Cap.EXPERT_GUESTS not in view.capabilities:
-        return f"planned guest_rows={plan.guest_rows}, and this engine lacks {Cap.EXPERT_GUESTS}"
     planned = [requests[row[0]] for row in plan.rows]
     if all([request.frame_id is not None for request in planned]):
         return None

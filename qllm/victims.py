@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qllm.errors import shown
 from qllm.policy import RequestView, View
 from qllm.ranking import Ranking
 from qllm.request import Request
@@ -88,7 +89,9 @@ def _named(
         if victim in keep:
             raise BadVictimError(f"evicts request {victim}, which outranks the row (I6)")
         if how is not Evict.RECOMPUTE:
-            raise BadVictimError(f"asks to {how.value} request {victim}; KV_SWAP is missing (I7)")
+            raise BadVictimError(
+                f"says {shown(how)} of request {victim}; it can be Evict.RECOMPUTE"
+            )
         if victim not in requests:
             raise BadVictimError(f"evicts request {victim}, which is not live")
         if not _behind(requests[victim], request):

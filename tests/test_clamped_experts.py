@@ -14,9 +14,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qllm.kernels import cpu
 from qllm.models import conformance
-from qllm.models.experts import TorchBank, Work
+from qllm.models.experts import TorchBank
 from qllm.models.linear import PLAIN
 from qllm.models.native_experts import NativeBank, is_covered
+from qllm.models.work import Work
 from qllm.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING

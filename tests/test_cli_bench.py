@@ -52,7 +52,6 @@ def test_policies_are_compared_on_a_trace_file(
         "qllm2:ride_frac=0",
         "SLO attainment",
         "BE",
-        "mlfq runs degraded",
     ):
         assert text in done.stdout
     document = json.loads(out.read_text())

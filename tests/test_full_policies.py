@@ -17,11 +17,11 @@ from qllm import trace
 from qllm.check import LIMITS, World, check_policy
 from qllm.errors import ConfigError
 from qllm.plan import Plan, Row
-from qllm.plugins import cap_names, degraded, degraded_note, installed_policies, load_policy
+from qllm.plugins import installed_policies, load_policy
 from qllm.policy import CostTable, View
 from qllm.scheduler import Scheduler
 from qllm.sim import SimCosts
-from qllm.types import NS_PER_MS, Cap, Evict, Grain, Priority, RequestId, Slo
+from qllm.types import NS_PER_MS, Evict, Grain, Priority, RequestId, Slo
 from qllm_policies.flow import Flow
 from qllm_policies.laps import Laps
 from qllm_policies.mlfq import Mlfq
@@ -190,7 +190,7 @@ def test_planning_changes_nothing_of_the_policy(name: str) -> None:
         ("mlfq", {"quantum_ms": True}, "quantum_ms=True must be an integer >= 1"),
         ("laps", {"window_ms": -1}, "window_ms=-1 must be an integer >= 0"),
         ("rota", {"ttft_share": -0.1}, r"ttft_share=-0.1 must be a number in \[0, 1000\]"),
-        ("rota", {"max_swap_frac": 2}, r"max_swap_frac=2 must be a number in \[0, 1\]"),
+        ("rota", {"ttft_share": -1}, r"ttft_share=-1 must be a number in \[0, 1000\]"),
         ("rota", {"lag_weight": "3"}, r"lag_weight='3' must be a number in \[0, 1000\]"),
         ("laps", {"speed": 1}, "no parameter 'speed'; it has: short_tokens, window_ms"),
     ],
@@ -504,13 +504,7 @@ def test_victims_are_behind_everyone_who_is_kept() -> None:
     assert victims(2) == victims(0, 2) == victims(3) == []
 
 
-# -- optional capabilities
-
-
-def test_a_view_says_what_the_engine_can_do() -> None:
-    world = world_of(Rota())
-    assert Cap.YIELD_EXPERT in world.scheduler.view(0).capabilities
-    assert Cap.KV_SWAP not in world.scheduler.view(0).capabilities
+# -- short of KV
 
 
 def short_of_kv(policy: Any) -> World:
@@ -526,32 +520,16 @@ def short_of_kv(policy: Any) -> World:
 
 
 @pytest.mark.parametrize("name", ["mlfq", "rota"])
-def test_swap_is_used_where_an_engine_has_it(name: str) -> None:
+def test_others_than_the_kept_are_recomputed_where_kv_is_short(name: str) -> None:
     world = short_of_kv(load_policy(name))
-    policy = world.scheduler.policy
     view = world.scheduler.view(world.clock.at_ns)
-    able = replace(view, capabilities=view.capabilities | Cap.KV_SWAP)
-    for seen, how in ((view, Evict.RECOMPUTE), (able, Evict.SWAP)):
-        pairs = policy.victims(seen, 1, frozenset({0}))
-        assert {i for i, _ in pairs} == {1, 2}
-        assert {way for _, way in pairs} == {how}
+    pairs = world.scheduler.policy.victims(view, 1, frozenset({0}))
+    assert {i for i, _ in pairs} == {1, 2}
+    assert {way for _, way in pairs} == {Evict.RECOMPUTE}
 
 
-def test_rota_gives_a_newcomer_kv_only_where_it_can_be_swapped() -> None:
-    world = short_of_kv(Rota(max_swap_frac=0.25, ttft_ms=1))
+def test_rota_gives_a_newcomer_no_kv_of_others() -> None:
+    world = short_of_kv(Rota(ttft_ms=1))
     view = world.scheduler.view(world.clock.at_ns)
     assert view.num_free_blocks < 4
-    able = replace(view, capabilities=view.capabilities | Cap.KV_SWAP)
-    policy = world.scheduler.policy
-    assert 3 not in {row.request_id for row in policy.plan(view).rows}
-    assert 3 in {row.request_id for row in policy.plan(able).rows}
-
-
-def test_a_policy_says_what_it_runs_without() -> None:
-    assert degraded(load_policy("rota")) == Cap.KV_SWAP | Cap.KV_DUPLEX
-    assert degraded(load_policy("qllm2")) == Cap.NONE
-    assert cap_names(degraded(Mlfq)) == "kv_swap"
-    assert degraded_note("flow", Flow()) is None
-    assert degraded_note("mlfq", Mlfq()) == (
-        "mlfq runs degraded: it wants kv_swap, which this engine does not have."
-    )
+    assert 3 not in {row.request_id for row in world.scheduler.policy.plan(view).rows}

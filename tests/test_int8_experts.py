@@ -18,8 +18,8 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Int8Stack
 from qllm.llm import QLLMEngine
 from qllm.models import conformance
-from qllm.models.experts import Work
 from qllm.models.native_experts import NativeBank
+from qllm.models.work import Work
 from qllm.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING

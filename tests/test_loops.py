@@ -32,7 +32,6 @@ from qllm.transports.pull import PullingFrontEnd
 from qllm.types import FinishReason, RequestStatus
 
 EXACT = SETTINGS | {"exactness": "batch-invariant", "max_kv_tokens": 8192}
-GUESTS = {"policy": "qllm2", "policy_settings": {"guest_rows": 8}}
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +135,6 @@ def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path
         ({"loop": "native", "host": "thread"}, "serves rings and needs host='process'"),
         ({"loop": "conditional"}, "runs on a GPU and device='cpu'; use 'native' or 'host'"),
         ({"loop": "native", "policy": "rota"}, "Rota plans by itself; only a RankPolicy can be"),
-        ({"loop": "native", **GUESTS}, "needs Cap.EXPERT_GUESTS, which this"),
-        ({"scheduler": "native", **GUESTS}, "needs Cap.EXPERT_GUESTS"),
     ):
         with pytest.raises(ConfigError, match=what):
             QLLMEngine.from_pretrained(model, **{**EXACT, **settings})

@@ -19,12 +19,13 @@ from qllm.kv_cache import RequestKV
 from qllm.models import compute
 from qllm.models.attention import Span, Step, install
 from qllm.models.discover import discover
-from qllm.models.experts import TorchBank, Work
+from qllm.models.experts import TorchBank
 from qllm.models.fast import FastDriver
 from qllm.models.linear import PLAIN
 from qllm.models.native import NativeDriver
 from qllm.models.native_experts import NativeBank
 from qllm.models.rope import RopeTable
+from qllm.models.work import Work
 from qllm.plan import NO_CUTS, START, Plan, Row
 from qllm.runner import TorchRunner
 from qllm.types import Grain, SamplingParams

@@ -19,9 +19,9 @@ from qllm.kernels.cpu.experts import Experts
 from qllm.llm import QLLMEngine
 from qllm.models import conformance
 from qllm.models.discover import discover
-from qllm.models.experts import Work
 from qllm.models.native import NativeDriver
 from qllm.models.native_experts import NativeBank
+from qllm.models.work import Work
 from qllm.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING

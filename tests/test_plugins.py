@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.errors import ConfigError
-from qllm.plugins import GROUP, cap_names, degraded, installed_policies, load_factory, load_policy
+from qllm.plugins import GROUP, cap_names, installed_policies, load_factory, load_policy
 from qllm.types import Cap
 
 runner = CliRunner()
@@ -26,8 +26,7 @@ class Lean:
 
 
 class Picky:
-    needs = Cap.EARLY_EXIT
-    wants = Cap.KV_SWAP | Cap.YIELD_LAYER
+    needs = Cap.LAYER_RANGE
 
     def __init__(self, seed: int) -> None:
         raise NotImplementedError
@@ -61,15 +60,15 @@ def test_every_installed_policy_is_listed_with_one_line_and_what_it_needs() -> N
     for name, point in installed_policies().items():
         assert re.match(r"[A-Z\d]\w", listed[name][0]), listed[name]
         assert point.load().__doc__
-    assert listed["fcfs"][1:] == ["chunk_tokens=None", "-", "-"]
-    assert listed["flow"][1:] == ["ls_ttft_ms=500", "yield_layer", "-"]
-    assert listed["rota"][1:] == ["lag_weight=3.0", "-", "kv_swap, kv_duplex"]
+    assert listed["fcfs"][1:] == ["chunk_tokens=None", "-"]
+    assert listed["flow"][1:] == ["ls_ttft_ms=500", "yield_layer"]
+    assert listed["rota"][1:] == ["lag_weight=3.0", "-"]
 
 
 def test_a_policy_without_parameters_or_docstring_is_listed(points: list[EntryPoint]) -> None:
     listed = rows()
-    assert listed["lean"] == ["Runs anywhere", "-", "-"]
-    assert listed["picky"] == ["early_exit", "kv_swap"]
+    assert listed["lean"] == ["Runs anywhere", "-"]
+    assert listed["picky"] == ["layer_range"]
 
 
 def test_a_broken_package_does_not_hide_the_others(points: list[EntryPoint]) -> None:
@@ -94,8 +93,6 @@ def test_one_name_in_two_packages_is_refused(points: list[EntryPoint]) -> None:
         load_policy("lean")
 
 
-def test_what_is_wanted_and_there_is_not_degraded() -> None:
-    assert degraded(Picky) == Cap.KV_SWAP
-    assert degraded(Lean()) == Cap.NONE
+def test_capabilities_as_text() -> None:
     assert cap_names(Cap.NONE) == ""
-    assert cap_names(Cap.KV_SWAP | Cap.LAYER_RANGE) == "layer_range, kv_swap"
+    assert cap_names(Cap.YIELD_LAYER | Cap.LAYER_RANGE) == "layer_range, yield_layer"

@@ -13,7 +13,8 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.handle import Handle
 from qllm.ingress import Submission
-from qllm.request_log import Open, RequestLog
+from qllm.open import Open
+from qllm.request_log import RequestLog
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestStatus, Sampled, Slo
 
 LS, BE = 0, 10
@@ -79,7 +80,7 @@ class World:
             self.log.take(entry, time.monotonic_ns() - self.zero_ns, WHY)
 
     def go_on(self) -> list[str]:
-        self.log.go_on(self.engine)  # type: ignore[arg-type]
+        self.log.go_on(self.engine.replay)
         return self.names()
 
     def names(self) -> list[str]:

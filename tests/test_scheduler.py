@@ -1017,7 +1017,7 @@ def test_a_victim_never_outranks_the_request_it_is_evicted_for() -> None:
 
     class Swapper(Eager):
         def victims(self, view: View, need: int, keep: frozenset[int]) -> Any:
-            return [(r.request_id, Evict.SWAP) for r in view.requests if r.priority]
+            return [(r.request_id, "swap") for r in view.requests if r.priority]
 
     class Upstart(Eager):
         def plan(self, view: View) -> Plan:
@@ -1028,7 +1028,7 @@ def test_a_victim_never_outranks_the_request_it_is_evicted_for() -> None:
             return [(r.request_id, Evict.RECOMPUTE) for r in view.requests if not r.priority]
 
     assert "which outranks the row (I6)" in refused(Greedy(), blocks=8)
-    assert "KV_SWAP is missing (I7)" in refused(Swapper(), blocks=8)
+    assert "says 'swap' of request" in refused(Swapper(), blocks=8)
     world = World(Upstart(), replace(LIMITS, num_blocks=10))
     world.submit(LS, 100, 9)
     world.step()
@@ -1055,9 +1055,9 @@ def test_half_a_frame_is_refused() -> None:
 
 
 def test_a_missing_capability_is_refused_at_start() -> None:
-    bad = type("Early", (Eager,), {"needs": Cap.EARLY_EXIT | Cap.YIELD_LAYER})()
-    with pytest.raises(ConfigError, match=r"policy Early needs .*EARLY_EXIT"):
-        World(bad)
+    bad = type("Inside", (Eager,), {"needs": Cap.YIELD_EXPERT | Cap.YIELD_LAYER})()
+    with pytest.raises(ConfigError, match=r"policy Inside needs .*YIELD_EXPERT"):
+        World(bad, replace(LIMITS, capabilities=Cap.YIELD_LAYER))
     with pytest.raises(ConfigError, match="neither a RankPolicy nor has a plan"):
         World(type("Empty", (), {"needs": Cap.NONE})())
 

@@ -432,7 +432,6 @@ def test_sim_prints_the_tables_and_writes_what_can_be_opened(tmp_path: Path) -> 
     trace = Trace.read_jsonl(tmp_path / "qllm2.jsonl")
     assert trace.meta["simulated"] is True
     assert json.loads((tmp_path / "mlfq.perfetto.json").read_text())["traceEvents"]
-    assert "mlfq runs degraded: it wants kv_swap" in found.stdout
     assert (tmp_path / "sim.png").stat().st_size > 10_000
 
 

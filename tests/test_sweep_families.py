@@ -12,7 +12,6 @@ from sweeps import (
     Watched,
     assert_same,
     compiled,
-    held,
     next_row,
     prompt_of,
     run_beside,
@@ -107,48 +106,6 @@ def test_a_frame_that_stopped_between_keys_goes_on_where_they_are_swept() -> Non
     for runner in (here, there):
         assert runner.run(program, at, Watched()) == program.end
     assert_same(there.export_frame(program, program.end), here.export_frame(program, program.end))
-
-
-@pytest.mark.parametrize("rows", [1, 10_000])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_frame_goes_on_after_it_was_a_guest(rows: int, inside: bool) -> None:
-    """With one row it is asked and nothing fits; both times its next stops are as one by one."""
-    runners = pair(make_model("mixtral", torch.bfloat16))
-    for runner in runners:
-        runner.add(0, prompt_of(40, 0), GREEDY, 40, 50)
-        runner.add(1, prompt_of(9, 1), GREEDY, 9, 20)
-    program = compiled(runners[0], [next_row(runners[0], 0)], Grain.EXPERT)
-    beside = compiled(runners[0], [next_row(runners[0], 1)], Grain.EXPERT)
-    asked = replace(beside, guest_rows=rows, guests=(program.frame_id,))
-    for runner in runners:
-        runner.accept(program)
-        at = START
-        while program.ops[at.op][:2] != (OpKind.EXPERTS, 1) or (at.pos > 0) != inside:
-            at = runner.run(program, at, Poll(0, 1.0))
-        runner.accept(beside)
-        assert runner.run(asked, START, Watched()) == beside.end
-        runner.finish(beside)
-        assert (runner.guest_rows > 0) == (rows > 1)
-    while at != program.end:
-        ends = [runner.run(program, at, Poll(0, 1.0)) for runner in runners]
-        assert ends[0] == ends[1]
-        at = ends[0]
-        assert_same(*(held(runner, program, at) for runner in runners))
-        assert runners[0].expert_bytes == runners[1].expert_bytes
-    assert runners[0].finish(program) == runners[1].finish(program)
-
-
-def test_the_rows_of_guests_are_counted_on_after_a_stop() -> None:
-    runner = runner_of(make_model("mixtral", torch.bfloat16), native=True, fine=True)
-    runner.add(0, prompt_of(40, 0), GREEDY, 40, 50)
-    program = compiled(runner, [next_row(runner, 0)], Grain.EXPERT)
-    runner.accept(program)
-    frame, at = runner.frames[program.frame_id], START
-    while program.ops[at.op].kind is not OpKind.EXPERTS:
-        at = runner.run(program, at, Poll(0, 1.0))
-    frame.layer.space, frame.layer.guest_rows = None, 3
-    runner.run(program, at, Poll(0, 1.0))
-    assert frame.layer.guest_rows == 3
 
 
 def test_a_runner_that_was_closed_sweeps_no_more() -> None:

@@ -224,7 +224,7 @@ def test_a_file_cut_anywhere_is_refused(cut: int, tmp_path_factory: pytest.TempP
         Trace.read_jsonl(path)
 
 
-HEADER = '{"qllm_trace": 1, "num_events": 1, "meta": {}}\n'
+HEADER = '{"qllm_trace": 2, "num_events": 1, "meta": {}}\n'
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ HEADER = '{"qllm_trace": 1, "num_events": 1, "meta": {}}\n'
         ("\xff\xfe\x00\n", "not a qllm trace"),
         ("[1, 2]\n", "not a qllm trace"),
         ('{"loss": 0.5}\n', "not a qllm trace"),
-        ('{"qllm_trace": 2, "num_events": 0}\n', "version=2 must be 1"),
-        ('{"qllm_trace": 1}\n', "damaged"),
+        ('{"qllm_trace": 1, "num_events": 0}\n', "version=1 must be 2"),
+        ('{"qllm_trace": 2}\n', "damaged"),
         (HEADER + '{"event": "Exploded", "at_ns": 1}\n', ":2: event='Exploded' must be one of"),
         (HEADER + "[]\n", ":2: expected an object"),
         (HEADER + "{]\n", ":2: "),

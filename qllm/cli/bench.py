@@ -71,7 +71,7 @@ def bench(
     """
     quiet()
     from qllm.config import parse_slo
-    from qllm.simulation.variants import degraded_notes, parse_variants
+    from qllm.simulation.variants import parse_variants
     from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
 
     load = Load(
@@ -117,8 +117,6 @@ def bench(
             rates = ", ".join(f"{c} {rate:.3g}" for c, rate in document[name].items())
             typer.echo(f"{name.removesuffix('_per_s')} requests/s: {rates}")
     print_table(*table_rows(document))
-    for note in degraded_notes(parse_variants(policy)) if url is None else ():
-        typer.echo(note)
     if out is not None:
         out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         typer.echo(f"{out}: all numbers")

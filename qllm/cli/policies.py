@@ -28,7 +28,7 @@ def policies(
         _compile(compile_name)
         return
     print_table(
-        ("policy", "what it does", "parameters", "needs", "degraded without"),
+        ("policy", "what it does", "parameters", "needs"),
         ((name, *_describe(point)) for name, point in sorted(installed_policies().items())),
     )
 
@@ -46,25 +46,24 @@ def _compile(name: str) -> None:
         typer.echo(f"{name}: rank compiles for {arch}, {len(code)} bytes of LTO-IR")
 
 
-def _describe(point: Any) -> tuple[str, str, str, str]:
+def _describe(point: Any) -> tuple[str, str, str]:
     import inspect
 
-    from qllm.plugins import cap_names, degraded, load_factory
+    from qllm.plugins import cap_names, load_factory
 
     try:
         factory = load_factory(point)
         needs = factory.needs  # of a class: a value, or a property that needs an object
         needs = factory().needs if isinstance(needs, property) else needs
     except ConfigError as error:  # the others are still worth listing
-        return str(error), "", "", ""
+        return str(error), "", ""
     except Exception as error:  # noqa: BLE001 - somebody else's code, and only a list
-        return f"broken: {type(error).__name__}: {error}", "", "", ""
+        return f"broken: {type(error).__name__}: {error}", "", ""
     doc = (inspect.getdoc(factory) or "").splitlines() or [""]
     return (
         doc[0].rstrip("."),
         _parameters(factory),
         cap_names(needs) or "-",
-        cap_names(degraded(factory)) or "-",
     )
 
 

@@ -42,7 +42,6 @@ def run(
     settings = dict(parse_setting(text) for text in setting or ())
     quiet()
     from qllm.llm import QLLMEngine
-    from qllm.plugins import degraded_note
 
     with QLLMEngine.from_pretrained(
         model,
@@ -52,9 +51,6 @@ def run(
         threads=threads,
         **{"default_max_tokens": max_tokens, **settings},
     ) as engine:
-        note = degraded_note(policy, engine.policy)
-        if note:
-            typer.echo(f"qllm: {note}", err=True)
         talk = _Talk(engine, temperature, seed, raw)
         if prompt is None:
             talk.chat()

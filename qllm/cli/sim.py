@@ -95,7 +95,7 @@ def sim(
     from qllm.config import parse_slo
     from qllm.simulation import outcome
     from qllm.simulation.run import simulate
-    from qllm.simulation.variants import degraded_notes, parse_variants
+    from qllm.simulation.variants import parse_variants
 
     from .trace import print_summary
 
@@ -133,8 +133,6 @@ def sim(
         if run.refused:
             typer.echo(f"{run.refused} requests are longer than the engine holds: refused")
     print_table(outcome.HEAD, outcome.rows(runs, machine, targets))
-    for note in degraded_notes(variants):
-        typer.echo(note)
     if out is not None:
         for what, path in outcome.write_files(out, runs).items():
             typer.echo(f"{what:<10} {path}")
@@ -204,7 +202,7 @@ def plan(
     """Tell how much BE throughput fits beside LS under its targets, policy by policy."""
     from qllm.config import parse_slo
     from qllm.simulation.capacity import Question, harvest
-    from qllm.simulation.variants import degraded_notes, parse_variants
+    from qllm.simulation.variants import parse_variants
 
     variants = parse_variants(policy)
     machine = _machine(model, costs, preset)
@@ -219,8 +217,6 @@ def plan(
     )
     answers = harvest(question, machine, variants, config, _say_tried)
     print_table(_PLAN_HEAD, [_plan_row(answer) for answer in answers])
-    for note in degraded_notes(variants):
-        typer.echo(note)
     if out is not None:
         from qllm.simulation.figures import plan_figure
 

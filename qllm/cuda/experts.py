@@ -6,7 +6,7 @@ from torch import Tensor
 from qllm.errors import InvariantError
 from qllm.kernels.device import Kernels
 from qllm.kernels.routing import ExpertWeights
-from qllm.models.experts import Unit, Work
+from qllm.models.work import Unit, Work
 
 
 class DeviceExperts:

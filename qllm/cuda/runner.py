@@ -30,7 +30,7 @@ from qllm.kv_cache import RequestKV
 from qllm.models.frame import Frame, LayerState
 from qllm.plan import Index, OpKind, Program, Row, Stop
 from qllm.runner import TorchRunner
-from qllm.types import CAPABILITIES, Cap, Driver, Grain, RequestId, Sampled, SamplingParams
+from qllm.types import CAPABILITIES, Driver, Grain, RequestId, Sampled, SamplingParams
 
 AHEAD = 2
 """Ops or stages that the host may have launched beyond the one that the device works on."""
@@ -61,7 +61,7 @@ class CudaRunner(TorchRunner):
         ModelError: The model cannot be driven safely, or its experts have no kernel.
     """
 
-    capabilities = CAPABILITIES & ~Cap.EXPERT_GUESTS
+    capabilities = CAPABILITIES
 
     def __init__(
         self,

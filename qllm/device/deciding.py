@@ -31,7 +31,7 @@ from qllm.device.rank import compile_host
 from qllm.errors import InvariantError, PolicyError
 from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy
-from qllm.types import NS_PER_S, Cap, FrameId, Grain, RequestId
+from qllm.types import NS_PER_S, FrameId, Grain, RequestId
 from qllm.validate import refuse_policy
 
 _GRAINS = tuple(Grain)
@@ -126,7 +126,7 @@ class NativeDecider:
 
     @policy.setter
     def policy(self, policy: RankPolicy) -> None:
-        refuse_policy(policy, self.limits.capabilities & ~Cap.EXPERT_GUESTS)
+        refuse_policy(policy, self.limits.capabilities)
         self.native = self._calls(policy)
         self._rank = compile_host(policy)
         self._policy = policy

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
-from qllm.models.experts import Bank, expert_banks
+from qllm.models.experts import expert_banks
 from qllm.models.fast import FastDriver, LayerDriver, ReplayDriver
 from qllm.models.invariance import find_invariance
 from qllm.models.linear import PLAIN, RowBlocks, RowRule
@@ -27,6 +27,7 @@ from qllm.models.native import NativeDriver, is_usable
 from qllm.models.native_experts import is_covered
 from qllm.models.packed import Head, Linears
 from qllm.models.sweep import Sweep
+from qllm.models.work import Bank
 from qllm.plan import Op, OpKind
 from qllm.types import Driver
 

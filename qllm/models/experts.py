@@ -1,63 +1,21 @@
-"""Routed experts as work units that may stop and go on anywhere, with the same bits.
+"""The experts of every layer, with torch or with our kernels.
 
-    ids_TK -> sort the S = T * K slots by expert -> units (expert, rows [a, b) of the sorted slots)
-    unit -> rows [a, b) of slots_SD            combine: sum over k of weight * slot, in slot order
-
-One output row per (token, k) makes the result independent of the order and the partition of the
-units, and equal to transformers' `grouped_mm` experts: it multiplies the same rows by the same
-matrices and sums in the same order. Consecutive units run as one range of about a millisecond.
+`TorchBank` is equal to transformers' `grouped_mm` experts: it multiplies the same rows by the same
+matrices and sums in the same order.
 """
 
-from array import array
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import ConfigError, InvariantError
+from qllm.errors import ConfigError
 from qllm.kernels import cpu
-from qllm.models.cuts import Costs
 from qllm.models.discover import ModelParts
 from qllm.models.linear import PLAIN, RowRule
 from qllm.models.native_experts import NativeBank, is_covered
-
-
-class Unit(NamedTuple):
-    """Rows [lo, hi) of the sorted slots, all of one expert."""
-
-    expert: int
-    lo: int
-    hi: int
-
-
-class Bank(Protocol):
-    """The experts of one layer."""
-
-    kernel: str
-    """What multiplies, for results."""
-    num_experts: int
-    out_width: int
-    dtype: torch.dtype
-    unit_bytes: int
-    """Weights of one expert."""
-
-    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
-        ...
-
-    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over k of weight times slot, [T, D]; `inverse_S` finds the slot of every (t, k)."""
-        ...
-
-    def enter(self) -> None:
-        """Take the weights that it computes with, if they are the module's."""
-        ...
-
-    def leave(self) -> None:
-        """Give them back."""
-        ...
+from qllm.models.work import Bank, Unit, Work
 
 
 class TorchBank:
@@ -106,7 +64,7 @@ class TorchBank:
             if bias is not None:
                 out.add_(bias[expert])
 
-    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+    def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
         """Run units [start, stop) into their slots."""
         units = work.units[start:stop]
         lo, hi = units[0].lo, units[-1].hi
@@ -173,117 +131,3 @@ def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_wei
             f"expert_weights={expert_weights!r} needs bfloat16 experts that our CPU kernels run: "
             f"{why}; use 'auto'"
         )
-
-
-class Work:
-    """The EXPERTS op of one layer: its units, and the slots that are done."""
-
-    __slots__ = ("bank", "done", "flat", "ids_TK", "inverse_S", "slots_SD", "token_S", "units")
-
-    def __init__(self, bank: Bank, ids_TK: Tensor, unit_rows: int) -> None:
-        self.bank = bank
-        self.ids_TK = ids_TK
-        top_k, device = ids_TK.shape[1], ids_TK.device
-        flat = ids_TK.reshape(-1).cpu().numpy()
-        order = np.argsort(flat, kind="stable")
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
-        self.token_S = torch.from_numpy(order // top_k).to(device)
-        self.inverse_S = torch.from_numpy(inverse).to(device)
-        self.units = _cut(flat[order].tolist(), unit_rows)
-        self.flat = array("q", [value for unit in self.units for value in unit])
-        """The units as integers, for kernels that are given an address."""
-        shape = (len(order), bank.out_width)
-        self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
-        self.done = bytearray(len(self.units))
-
-    @classmethod
-    def of(
-        cls, bank: Bank, ids_TK: Tensor, ints: Tensor, units: list[Unit], slots_SD: Tensor
-    ) -> "Work":
-        """One that our kernels have sorted already; `ints` is token_S and then inverse_S."""
-        work = cls.__new__(cls)
-        work.bank, work.ids_TK, work.units, work.slots_SD = bank, ids_TK, units, slots_SD
-        work.token_S, work.inverse_S = ints.chunk(2)
-        work.flat = array("q", [value for unit in units for value in unit])
-        work.done = bytearray(len(units))
-        return work
-
-    def rows(self, start: int, stop: int) -> int:
-        """Rows of units [start, stop)."""
-        return self.units[stop - 1].hi - self.units[start].lo
-
-    def bytes_read(self, start: int, stop: int) -> int:
-        """Weights of the experts whose first unit is in [start, stop)."""
-        known = {self.units[start - 1].expert} if start else set()
-        experts = {unit.expert for unit in self.units[start:stop]}
-        return len(experts - known) * self.bank.unit_bytes
-
-    def owed(self) -> list[tuple[int, int, int]]:
-        """(expert, start, stop) of the units of every expert that are not done."""
-        found: list[tuple[int, int, int]] = []
-        for at, (expert, _, _) in enumerate(self.units):
-            if self.done[at]:
-                continue
-            if found and found[-1][0] == expert:
-                found[-1] = (expert, found[-1][1], at + 1)
-            else:
-                found.append((expert, at, at + 1))
-        return found
-
-    def next_range(
-        self, pos: int, costs: Costs, waiting: Container[int] = (), end: int | None = None
-    ) -> tuple[int, int]:
-        """The units [start, stop) to run next, none of them done; start = stop if none is left.
-
-        Args:
-            pos: Units before it are done.
-            costs: Say how many units a range takes.
-            waiting: Experts behind whose last unit it ends.
-            end: It goes no further; the last unit by default.
-        """
-        units, done = self.units, self.done
-        end = len(units) if end is None else end
-        start = done.find(0, pos, end)
-        if start < 0:
-            return end, end
-        stop, ns, last = start, 0.0, -1
-        while stop < end and ns < costs.range_ns and not done[stop]:
-            expert, lo, hi = units[stop]
-            if last != expert and last in waiting:
-                break
-            ns += costs.unit_ns + (hi - lo) * costs.row_ns
-            stop, last = stop + 1, expert
-        return start, stop
-
-    def run(self, x_TD: Tensor, start: int, stop: int) -> int:
-        """Run units [start, stop); return the slots they filled."""
-        if self.done.find(1, start, stop) >= 0:
-            raise InvariantError(f"an expert unit of [{start}, {stop}) would run twice (I1)")
-        self.bank.run(x_TD, self, start, stop)
-        self.done[start:stop] = b"\1" * (stop - start)
-        return self.rows(start, stop)
-
-    def restore(self, slots_SD: Tensor, done: Tensor) -> None:
-        """Take up the slots and the done-mask of a checkpoint."""
-        self.slots_SD.copy_(slots_SD)
-        self.done[:] = bytes(done.tolist())
-
-    def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weighted sum of the slots of tokens [lo, hi)."""
-        top_k = self.ids_TK.shape[1]
-        inverse_S = self.inverse_S[lo * top_k : hi * top_k]
-        return self.bank.combine(self.slots_SD, inverse_S, weights_TK[lo:hi]).to(dtype)
-
-
-def _cut(sorted_ids: list[int], unit_rows: int) -> list[Unit]:
-    units = []
-    lo, size = 0, len(sorted_ids)
-    while lo < size:
-        expert, hi = sorted_ids[lo], lo + 1
-        limit = min(size, lo + unit_rows)
-        while hi < limit and sorted_ids[hi] == expert:
-            hi += 1
-        units.append(Unit(expert, lo, hi))
-        lo = hi
-    return units

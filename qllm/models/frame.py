@@ -7,7 +7,7 @@ layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,13 @@ from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
 from qllm.kv_cache import RequestKV
 from qllm.models.attention import Step
-from qllm.models.experts import Work
 from qllm.models.fast import Kept as Parts
 from qllm.models.fast import Rope, Routed
 from qllm.models.heads import HeadState
 from qllm.models.scores import NO_SCORES, Score, Scores
-from qllm.plan import START, Index, Op, Program
+from qllm.models.work import Work
+from qllm.plan import Index, Program
 from qllm.types import RequestId, Sampled
-
-if TYPE_CHECKING:
-    from qllm.models.guests import Guests
 
 NewStep = Callable[["Frame", int, int, int], Step]
 """Finds what an ATTN op attends; the runner knows where KV is."""
@@ -46,8 +43,6 @@ class LayerState:
     next_TD: Tensor | None = None
     space: Any = None
     """`models.sweep.Space` whose tensors these are, if one call ran them all."""
-    guest_rows: int = 0
-    """Expert rows of other frames that were due behind its own."""
 
     def gather(self) -> Tensor:
         """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
@@ -138,13 +133,9 @@ class Held:
 class Frame:
     """State of one program. Made by `accept`, parked with its index, freed by `finish`."""
 
-    def __init__(self, program: Program, index: Index = START) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         self.dead: set[RequestId] = set()
-        self.index = index
-        """Where its last run stopped."""
-        self.guests: Guests | None = None
-        """Other frames whose experts it takes along in the present run."""
         self.group: int | None = None
         """The group whose rows `x_TD` holds."""
         self.x_TD: Tensor | None = None
@@ -160,11 +151,6 @@ class Frame:
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
         """Per group, of layers with experts and of dense ones: `models.sweep.Ahead`."""
-
-    def next_op(self) -> Op | None:
-        """The op that it is parked at; None at the end."""
-        ops = self.program.ops
-        return ops[self.index.op] if self.index.op < len(ops) else None
 
     def tokens(self, group: int) -> Tensor | None:
         """Packed positions of a group's tokens; None if they are all tokens."""

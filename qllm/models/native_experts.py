@@ -11,7 +11,7 @@ product with one row runs at half of the speed (see `cpu.huge_empty`). Meanwhile
 parameters keep shape and dtype on the meta device, and its forward raises.
 """
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Clamp, Experts
 from qllm.models.discover import PACKED, source_digest
 from qllm.models.native import is_usable
-
-if TYPE_CHECKING:
-    from qllm.models.experts import Work
+from qllm.models.work import Work
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
@@ -150,7 +148,7 @@ class NativeBank:
             raise InvariantError("these experts were given back to their module")
         return self._packed
 
-    def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
+    def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
         """Run units [start, stop) into their slots."""
         units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
         self._entered().run(x_TD, work.token_S, units, stop - start, work.slots_SD)

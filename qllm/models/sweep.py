@@ -18,11 +18,11 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Latents
 from qllm.models.attention import Step
 from qllm.models.cuts import Costs
-from qllm.models.experts import Bank, Unit, Work
 from qllm.models.fast import Kept, LayerDriver, Routed
 from qllm.models.frame import Frame, LayerState, NewStep
 from qllm.models.native import NativeDriver, NativeLayer
 from qllm.models.native_experts import NativeBank
+from qllm.models.work import Bank, Unit, Work
 from qllm.plan import Index, Op, OpKind, Ops, Program, Stop, Stretch, Watch
 from qllm.types import Grain
 
@@ -409,7 +409,7 @@ class Sweep:
         space = Space(x_TD, native, width, num_units)
         if inside:
             space.take_up(state)
-            frame.layer = LayerState(guest_rows=state.guest_rows)
+            frame.layer = LayerState()
         return space
 
     def _leave(self, frame: Frame, s: _Sweep, space: Space, other: Tensor, ahead: Ahead) -> None:

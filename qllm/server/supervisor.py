@@ -89,7 +89,7 @@ class Supervisor:
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
             if front.gave_up is None:
-                await asyncio.to_thread(front.log.go_on, front.engine)
+                await asyncio.to_thread(front.log.go_on, front.engine.replay)
             else:
                 front.log.end_all(front.gave_up)
 

@@ -1,12 +1,11 @@
 """Policies with settings, as one writes them on a command line."""
 
 import json
-from collections.abc import Iterable
 from itertools import product
 from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError
-from qllm.plugins import degraded_note, load_policy
+from qllm.plugins import load_policy
 
 
 class Variant(NamedTuple):
@@ -45,12 +44,6 @@ def parse_variants(text: str) -> list[Variant]:
     for variant in found:
         variant.make()
     return found
-
-
-def degraded_notes(variants: Iterable[Variant]) -> list[str]:
-    """What reports print under their table: a line per policy that runs without what it wants."""
-    found = {variant.name: degraded_note(variant.name, variant.make()) for variant in variants}
-    return [note for note in found.values() if note is not None]
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

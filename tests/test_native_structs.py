@@ -1,0 +1,98 @@
+"""The structs that Python fills are those that the CPU kernels read: names, order, sizes, kinds."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qllm.kernels import cpu
+from qllm.kernels.cpu import attention, experts, norms, routers
+from qllm.models import sweep
+
+FOLDER = Path(cpu.__file__).resolve().parent
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "Matrix": cpu.MatrixStruct,
+    "Norm": norms.NormStruct,
+    "Heads": attention._Heads,
+    "Attention": attention._Attention,
+    "Latents": attention._Latents,
+    "Part": attention.PartStruct,
+    "Router": routers._Router,
+    "Experts": experts._Experts,
+    "Mlp": experts._Mlp,
+    "Layer": sweep._Layer,
+    "LayerOp": sweep._LayerOp,
+    "Sweep": sweep._Sweep,
+}
+INTEGERS = {"Span": 6, "Unit": 3}
+"""Structs that are arrays of so many 64-bit integers in Python."""
+KINDS = {
+    ctypes.c_int64: "std::is_integral_v<{}> || std::is_enum_v<{}>",
+    ctypes.c_void_p: "std::is_pointer_v<{}>",
+    ctypes.c_float: "std::is_same_v<{}, float>",
+    ctypes.c_double: "std::is_same_v<{}, double>",
+}
+
+
+def assertions(name: str, struct: type[ctypes.Structure]) -> list[str]:
+    """What C++ must agree to: size, and offset, size and kind of each field."""
+    wanted = [f"sizeof({name}) == {ctypes.sizeof(struct)}"]
+    for field, kind, *_ in struct._fields_:
+        place = getattr(struct, field)
+        wanted.append(f"offsetof({name}, {field}) == {place.offset}")
+        wanted.append(f"sizeof({name}::{field}) == {place.size}")
+        if issubclass(kind, ctypes.Structure):
+            other = next(n for n, s in STRUCTS.items() if s is kind)
+            wanted.append(f"std::is_same_v<decltype({name}::{field}), {other}>")
+        else:
+            wanted.append(KINDS[kind].replace("{}", f"decltype({name}::{field})"))
+    return wanted
+
+
+def compiled(lines: list[str], folder: Path) -> str:
+    """What the compiler has against these assertions; nothing if they hold."""
+    source = folder / "structs.cpp"
+    head = ["#include <stddef.h>", "#include <type_traits>", '#include "sweep.h"']
+    body = [f'static_assert({line}, "{line}");' for line in lines]
+    source.write_text("\n".join([*head, "using namespace qllm;", *body, ""]))
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", f"-I{FOLDER}"]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    return done.stderr
+
+
+def test_every_struct_is_checked() -> None:
+    modules = (cpu, norms, attention, routers, experts, sweep)
+    there = {
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, ctypes.Structure)
+    }
+    assert there - {ctypes.Structure} == set(STRUCTS.values())
+
+
+def test_the_structs_are_those_of_the_kernels(tmp_path: Path) -> None:
+    lines = [line for name, struct in STRUCTS.items() for line in assertions(name, struct)]
+    lines += [f"sizeof({name}) == {8 * num}" for name, num in INTEGERS.items()]
+    assert len(lines) > 300
+    assert compiled(lines, tmp_path) == ""
+
+
+def swapped(struct: type[ctypes.Structure]) -> list[tuple[str, type]]:
+    fields = [(name, kind) for name, kind, *_ in struct._fields_]
+    return [fields[1], fields[0], *fields[2:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Part", swapped(attention.PartStruct)),
+        ("Part", [*attention.PartStruct._fields_, ("more", ctypes.c_int64)]),
+        ("Part", [*attention.PartStruct._fields_[:-1], ("last", ctypes.c_double)]),
+        ("Norm", [*norms.NormStruct._fields_[:-1], ("eps", ctypes.c_double)]),
+    ],
+)
+def test_a_difference_is_seen(name: str, fields: list[tuple[str, type]], tmp_path: Path) -> None:
+    wrong = type("Wrong", (ctypes.Structure,), {"_fields_": fields})
+    assert compiled(assertions(name, wrong), tmp_path) != ""
