@@ -71,7 +71,7 @@ class Run:
 
     @property
     def timing(self) -> Timing:
-        """Of a window of S2, S3 and S7."""
+        """Lengths of a window of S2, S3 and S7."""
         if self.quick:
             return Timing(warmup_s=0.3, window_s=1.5, drain_s=0.2)
         return Timing(warmup_s=2.0, window_s=self.args.seconds, drain_s=1.0)

@@ -35,8 +35,8 @@ MODEL = {
 }
 """Qwen3-MoE of about 300M parameters, embeddings untied."""
 EMBED_STD = 1.0
-"""Of the random embedding. At transformers' 0.02 all tokens look alike: greedy answers repeat one
-token and routing collapses to a few experts."""
+"""Standard deviation of the random embedding. At transformers' 0.02 all tokens look alike: greedy
+answers repeat one token and routing collapses to a few experts."""
 SPECIAL = 8
 """Ids below this never occur in prompts."""
 RESAMPLES = 2000

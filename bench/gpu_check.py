@@ -61,7 +61,7 @@ def build_extensions() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of every part: the repository in place, eager module loading, no network."""
+    """Variables of every part: the repository in place, eager module loading, no network."""
     path = os.pathsep.join([str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")])
     more = {"PYTHONPATH": path, "CUDA_MODULE_LOADING": "EAGER", "HF_HUB_OFFLINE": "1"}
     return os.environ | more

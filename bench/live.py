@@ -86,7 +86,7 @@ class Bench:
         )
 
     def capacity(self) -> Capacity:
-        """Of this machine, with the model and settings of the bench."""
+        """Capacity of this machine, with the model and settings of the bench."""
         with self.engine("priority") as engine:
             return measure_capacity(engine, self.corpus)
 
@@ -101,7 +101,7 @@ class Timing:
 
     @property
     def total_s(self) -> float:
-        """Of one run."""
+        """Length of one run."""
         return self.warmup_s + self.window_s + self.drain_s
 
     @property

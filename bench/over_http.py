@@ -80,7 +80,7 @@ def greedy() -> SamplingParams:
 
 
 class Times(NamedTuple):
-    """Of one request, in milliseconds."""
+    """Times of one request, in milliseconds."""
 
     ttft: float
     whole: float

@@ -59,7 +59,7 @@ def mean(values: np.ndarray) -> float:
 
 
 def ratio(top: Sequence[Sequence[float]], over: Sequence[Sequence[float]], p: float | None) -> str:
-    """Of two means (`p` None) or percentiles, with its interval."""
+    """The ratio of two means (`p` None) or percentiles, with its interval."""
     found = estimate(top, mean if p is None else quantile(p), over=over)
     assert found is not None, "no request on one side"
     return found.text(1)
@@ -87,7 +87,7 @@ def measure_points(world: World) -> dict[float, dict[str, Point]]:
 
 
 def _policies(scale: Scale) -> list[str]:
-    """Of the lowest load, at which all have the same work to do."""
+    """The policies of the lowest load, at which all have the same work to do."""
     others = sorted(set(installed_policies()) - {"chunked-priority", "qllm", *POINT})
     return [*POINT, "qllm", *(others if scale.all_policies else ())]
 

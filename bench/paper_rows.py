@@ -53,16 +53,16 @@ class Scale:
     loads: Sequence[float]
     all_policies: bool
     prompt: tuple[int, int]
-    """Of the row on layered prefill."""
+    """Prompt lengths of the row on layered prefill."""
     count: int
     """Requests of the row on layered prefill."""
     simulated: int
     """Requests of the same in the simulator."""
     hog_s: float
-    """Of each turn, quiet or hogged."""
+    """Seconds of each turn, quiet or hogged."""
     size: str = "300m"
     arms: Sequence[str] = ()
-    """Of `servers.PEERS`, in the row on hogs, beside ours."""
+    """Arms of `servers.PEERS` beside ours in the row on hogs."""
     install: bool = False
     """Install peers that are not there."""
 
@@ -110,7 +110,7 @@ class World:
 
     @property
     def capacity(self) -> Capacity:
-        """Of this machine."""
+        """Capacity of this machine."""
         if self._capacity is None:
             self._capacity = self.bench.capacity()
         return self._capacity

@@ -229,12 +229,12 @@ class Mean(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the simulated mean, from theory."""
+        """Distance of the simulated mean from theory, as a part of it."""
         return self.simulated_s / self.theory_s - 1
 
     @property
     def controlled_error(self) -> float:
-        """Of the simulated mean from theory, the recursion being the control variate."""
+        """The same with the recursion as control variate."""
         return self.simulated_s / self.exact_s * self.long_s / self.theory_s - 1
 
 

@@ -315,7 +315,7 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
 
 
 def decide_lines(document: dict[str, Any]) -> list[Line]:
-    """Of `bench/decide.py`: the slowest policy."""
+    """Lines of `bench/decide.py`: the slowest policy."""
     args, rows = document["args"], document["rows"]
     slowest = max(rows, key=lambda row: row["p99_us"])
     what = f"decision and program, {args['scheduler']} scheduler, {args['live']} live requests"
@@ -332,14 +332,14 @@ def decide_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def sim_speed_lines(document: dict[str, Any]) -> list[Line]:
-    """Of `bench/sim_speed.py`."""
+    """Lines of `bench/sim_speed.py`."""
     what = f"{document['config']['requests']:,} Azure-like requests through 48 layers, CPU s"
     grains = document["grains"].items()
     return [at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
 
 
 def perplexity_lines(document: dict[str, Any]) -> list[Line]:
-    """Of `bench/perplexity.py`."""
+    """Lines of `bench/perplexity.py`."""
     lines: list[Line] = []
     for name, found in document["formats"].items():
         text = f"{found['perplexity']:.3f} ({found['bits_per_byte']:.4f} bits per byte)"
@@ -350,7 +350,7 @@ def perplexity_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def differential_lines(document: dict[str, Any]) -> list[Line]:
-    """Of `bench/differential.py`."""
+    """Lines of `bench/differential.py`."""
     num, differences = sum(document["traces"].values()), document["differences"]
     found = f"{num:,} traces, {document['agreed_on']['decisions']:,} decisions, {differences}"
     ok = num >= DIFFERENTIAL_TRACES and not differences
@@ -359,7 +359,7 @@ def differential_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def soak_lines(document: dict[str, Any]) -> list[Line]:
-    """Of `bench/soak.py`."""
+    """Lines of `bench/soak.py`."""
     minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
     accepted = sum(counts.get(name, 0) for name in ("ended", "accepted_and_left", "sent_vanish"))
     problems = len(document["problems"])

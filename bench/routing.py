@@ -13,7 +13,7 @@ import torch
 
 KINDS = ("uniform", "skewed", "model")
 SKEW = 1.2
-"""Of the Zipf law: the first of 24 experts is drawn four times as often as the fifth."""
+"""Exponent of the Zipf law: the first of 24 experts is drawn four times as often as the fifth."""
 
 
 def _noise(x_TD: torch.Tensor, layer: int, num_experts: int) -> torch.Tensor:

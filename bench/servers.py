@@ -40,7 +40,7 @@ class Place:
     """Where a server runs and with what."""
 
     home: Path
-    """Of its environment."""
+    """Folder of its environment."""
     model: Path
     """Folder with the weights."""
     port: int
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def python(self) -> str:
-        """Of its environment."""
+        """Path of the Python in it."""
         return str(self.home / "bin" / "python")
 
 

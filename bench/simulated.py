@@ -24,7 +24,7 @@ CHUNKS = (256, 512, 2048)
 """Chunk sizes of the policies that cut by tokens."""
 SEATS, STEP_TOKENS = 64, 8192
 SECONDS, QUICK_SECONDS = 12.0, 2.0
-"""Of a window, on the virtual clock."""
+"""Length of a window, on the virtual clock."""
 QUICK_WORKLOADS = ("S2",)
 WARMUP_S, DRAIN_S = 2.0, 1.0
 SLO = Slo(ttft_ms=500.0, tpot_ms=None)

@@ -59,7 +59,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
-    """Of LS streams, from the sending."""
+    """TTFT of LS streams, from the sending."""
 
     def problem(self, text: str) -> None:
         """Something that must not happen."""

@@ -22,7 +22,7 @@ class Case(NamedTuple):
     text: str = ""
 
     def body(self, is_ls: bool, stream: bool) -> dict[str, Any]:
-        """Of the request: greedy, exactly `max_tokens`."""
+        """Body of the request: greedy, exactly `max_tokens`."""
         return {
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,

@@ -141,7 +141,7 @@ class DeviceEngine:
             )
         device = runner.parts.lm_head.weight.device
         self.home = home_of(device, None)
-        """Of the control block and of the front ends of this machine."""
+        """Where the control block and the rings of front ends of this machine lie."""
         self._device, self._look = device, look
         self._pinned: dict[int, Pinned] = {}
         """Per front end of this machine its memory, and the control block's at CONTROL."""

@@ -41,7 +41,7 @@ class Seat(NamedTuple):
     now_ns: Callable[[], int]
     broken: Broken
     profile: str | None
-    """Of the links to front ends of other hosts; None if none may come."""
+    """Profile of the links to front ends of other hosts; None if none may come."""
     threads: int | None
 
 

@@ -172,7 +172,7 @@ class RingHost(Host):
         return [self._unseen(i) if status is None else RequestStatus(status) for i, status in pairs]
 
     def _unseen(self, request_id: RequestId) -> RequestStatus:
-        """Of a request that the engine does not hold: not seen yet, or its end is on the way."""
+        """A request that the engine does not hold is not seen yet, or its end is on the way."""
         entry = self._open.get(request_id)
         is_new = entry is not None and not entry.token_ns
         return RequestStatus.WAITING if is_new else RequestStatus.FINISHED

@@ -78,7 +78,7 @@ class _Shaper:
         self.ranking = ranking
         self.tiers = ranking.tiers
         self.tier_of = {x.request_id: x.tier for x in ranking.admitted}
-        """Of those who hold KV, and of the others once they are planned."""
+        """Tiers of requests that hold KV, and of the others once they are planned."""
         self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
         self.decodes: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
         self.prefills: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}

@@ -71,7 +71,7 @@ class SimCosts:
     """Reading and computing go on at the same time and the longer one counts, as on a GPU;
     otherwise they add up."""
     op_ns: float = 20_000
-    """Of every op."""
+    """Time of every op, beside its work."""
     embed_ns: float = 0
     embed_token_ns: float = 1_250
     attn_ns: float = 0
@@ -100,7 +100,7 @@ class SimCosts:
     """Between two runs: deciding, making the frame, telling what came out."""
     step_row_ns: float = 0
     skew: float = 0.0
-    """Of the experts' popularity; see `expert_coverage`."""
+    """Skew of the experts' popularity; see `expert_coverage`."""
 
     def distinct_experts(self, num_tokens: int, shape: ModelShape) -> int:
         """Experts that an EXPERTS op loads: the boundaries inside it."""
@@ -199,7 +199,7 @@ class _Part(NamedTuple):
     loads: int
     """Experts read before it."""
     ops: tuple[Op, ...]
-    """Of one of its layers."""
+    """Ops of one of its layers."""
     units: tuple[int, ...]
     """Per op of a layer, how many boundaries it takes to its end."""
     unit_ns: tuple[int, ...]

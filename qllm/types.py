@@ -277,9 +277,9 @@ class PromptLogprobs(NamedTuple):
     num_top: int
     """Alternatives per token."""
     chosen: "array[float]"
-    """Of the prompt's own tokens."""
+    """Log-probabilities of the prompt's own tokens."""
     top: "array[float]"
-    """Of the alternatives, most likely first: `num_top` per token."""
+    """Log-probabilities of the alternatives, most likely first: `num_top` per token."""
     top_ids: "array[int]"
     """Token ids of the alternatives."""
 
@@ -321,4 +321,4 @@ class Sampled(NamedTuple):
     token_id: int
     logprobs: Logprobs | None = None
     prompt: PromptLogprobs | None = None
-    """Of a request that asked for it, with its first token."""
+    """Comes with the first token of a request that asked for it."""

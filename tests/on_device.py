@@ -18,7 +18,7 @@ from qllm.device.scheduler import NativeScheduler
 from qllm.policy import RankPolicy
 
 THREADS = 128
-"""Of a block that fills a lane."""
+"""Threads of a block that fills a lane."""
 Launch = Callable[..., int]
 """Launches a function by its index in CALLS, on a block or two, with numbers; its answer."""
 

@@ -44,7 +44,7 @@ OTHERS: list[Any] = [None, True, False, b"x", [], {}, [[[[]]]], {"a": {"b": {}}}
 ANY = [*INTS, *FLOATS, *TEXTS, *OTHERS]
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 PROMPTS = ["def f(x):", "import json, sys\n" * 8, "class A:\n"]
-"""Of the innocent requests; the last is LS."""
+"""Prompts of the innocent requests; the last is LS."""
 LENGTH = 40
 
 
@@ -54,15 +54,15 @@ class Outcome(NamedTuple):
     poison: int
     """Poison requests sent."""
     refused: int
-    """Of them, refused or ended in `error` with a message."""
+    """How many were refused or ended in `error` with a message."""
     raw: int
-    """Of them, answered with an error that is not one of ours."""
+    """How many were answered with an error that is not one of ours."""
     innocent: int
     """Requests beside them."""
     lost: int
-    """Of those, not finished."""
+    """How many innocent requests were not finished."""
     changed: int
-    """Of those, with other tokens than without poison."""
+    """How many had other tokens than without poison."""
 
     def plus(self, other: "Outcome") -> "Outcome":
         """Both together."""

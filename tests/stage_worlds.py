@@ -156,7 +156,7 @@ class NativeWorld:
         self.on_filled, self.replay = on_filled, replay or loop.replay
         self.cancels = deque(sorted(cancels))
         self.slots: dict[int, int] = {}
-        """Of the live requests."""
+        """Slots of the live requests."""
         self.tokens: dict[int, list[int]] = {}
         self.left: dict[int, int] = {}
         self.failed: list[int] = []

@@ -37,7 +37,7 @@ class Case:
     level: str
     changes: dict[str, Any]
     scale: float
-    """Of the weights, in units of 1 / sqrt(inputs)."""
+    """Size of the weights, in units of 1 / sqrt(inputs)."""
 
     @property
     def name(self) -> str:

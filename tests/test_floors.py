@@ -247,6 +247,17 @@ def test_a_file_over_500_lines_says_why(path: str) -> None:
     assert len(lines) <= 500 or lines[0].startswith("# "), f"{len(lines)} lines, no reason on top"
 
 
+@pytest.mark.parametrize("path", python_files("qllm", "policies", "bench", "tests", "scripts"))
+def test_a_docstring_names_its_subject(path: str) -> None:
+    """One that begins with "Of" leaves it to the reader to guess."""
+    strings = (
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    assert [line for line, text in strings if str(text).startswith("Of ")] == []
+
+
 def test_import_takes_nothing_but_the_standard_library() -> None:
     """So it is quick: numpy alone takes longer than all of it."""
     code = (

@@ -41,7 +41,7 @@ DOCUMENTS = [
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """Of an environment with lm-eval; torch and transformers are ours, so that neither changes."""
+    """Python of an environment with lm-eval; torch and transformers are ours."""
     found, ready = HOME / "bin" / "python", HOME / "ready"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)

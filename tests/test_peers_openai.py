@@ -79,7 +79,7 @@ def pip(python: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """Of an environment with what the tests need; they lie beside it, out of the sdist."""
+    """Python of an environment with what the tests need; they lie beside it, out of the sdist."""
     found = HOME / "bin" / "python"
     ready = HOME / "ready"
     if not ready.exists():

@@ -106,7 +106,7 @@ def runner_of(family: str, kernels: str, dtype: torch.dtype, **settings: Any) ->
 
 @cache
 def whole(family: str, kernels: str, dtype: torch.dtype) -> list[Logprobs]:
-    """Of one pass that nothing stops."""
+    """Log-probabilities of one pass that nothing stops."""
     world = World(runner_of(family, kernels, dtype, max_segment_ms=float("inf")))
     world.add(0)
     world.sweep(world.row(0, 0, 40))

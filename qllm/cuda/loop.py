@@ -20,7 +20,7 @@ from qllm.errors import DeviceError, ModelError
 NO_BRANCH = (1 << 32) - 1
 """A value of the switch that no body has."""
 THREADS = 256
-"""Of the one block that takes a turn."""
+"""Threads of the one block that takes a turn."""
 
 
 class KernelCall(NamedTuple):

@@ -37,7 +37,7 @@ AHEAD = 2
 EXPERT_RANGES = 4
 """Pieces of an EXPERTS op of a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
-"""Of programs that may stop inside a step. Predicted, not measured; see docs/gpu-status.md."""
+"""Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
 NOTHING = SamplingParams(temperature=0)
 
 

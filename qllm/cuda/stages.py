@@ -32,7 +32,7 @@ class Key(NamedTuple):
     """What one graph is for."""
 
     whole: bool
-    """Of the class whose stages are whole steps."""
+    """Whether its class is the one whose stages are whole steps."""
     start: int
     end: int
     bucket: Bucket

@@ -36,7 +36,7 @@ from qllm.validate import refuse_policy
 
 _GRAINS = tuple(Grain)
 SLOT, _FLAGS = 5, 6
-"""Of a row."""
+"""Places of the slot and of the flags in a row."""
 _NUM_PROMPT = (layout.REQUEST.names or ()).index("num_prompt")
 
 

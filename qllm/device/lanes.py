@@ -12,7 +12,7 @@ from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.structs import Dtype, c_struct
 
 VERSION = 2
-"""Of everything in this file."""
+"""Version of everything in this file."""
 NOTHING, CANNOT = -1, -2
 """In place of a branch: nothing can run now; the frame that runs fits no stage."""
 GOES_ON, PARKED, OVER = range(3)
@@ -23,7 +23,7 @@ TENSORS = (
     *("ids", "pos", "slots", "seq", "gather", "tables", "decode", "prefill", "last", "positions"),
     *("seeds", "top_k", "temperature", "top_p", "min_p", "num_tokens", "tokens", "peaks"),
 )
-"""Of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
+"""Arrays of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
 
 STAGE: Dtype = np.dtype(numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
 """One graph: layers [start, end), its bucket, and whether it samples; one that begins at layer 0

@@ -16,7 +16,7 @@ import numpy as np
 from qllm.structs import TYPEDEFS, Dtype, c_struct
 
 VERSION = 3
-"""Of everything in this file; the extension refuses a block of another version."""
+"""Version of everything in this file; the extension refuses a block of another one."""
 NONE = -(2**63)
 """A time or a threshold that is not set."""
 COST_LEVELS = 32

@@ -61,12 +61,12 @@ class DeviceLoop:
         )  # fmt: skip
         self.lanes = lanes_of(stages, shape.num_layers, limits.max_num_seqs, zeros)
         self.keys = branches(list(stages.captured))
-        """Of the captured stages, in the order of their branches."""
+        """Keys of the captured stages, in the order of their branches."""
         self.now_ns, self._turns = now_ns, turns
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the blocks: what a turn is launched with."""
+        """Addresses of the blocks, with which a turn is launched."""
         return self.server.memory.address, self.server.block.address, self.lanes.address
 
     # -- the words that the host looks at

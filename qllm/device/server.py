@@ -119,7 +119,7 @@ class NativeServer(NativeDecider):
         self._indexes: dict[int, int] = {}
         """Per attached front end its index in the block."""
         self._silent: set[int] = set()
-        """Of these, those that ring no bell."""
+        """Those of them that ring no bell."""
         self._turn("open")
 
     def _turn(self, name: str, *numbers: int) -> Any:

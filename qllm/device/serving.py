@@ -13,7 +13,7 @@ from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.structs import RING_END, Dtype, c_struct
 
 VERSION = 3
-"""Of everything in this file."""
+"""Version of everything in this file."""
 MOST_STOP_IDS = 8
 """Ids that end a request on the device; one with more is not served there."""
 MOST_CLAIMS = 16
@@ -23,7 +23,7 @@ MOST_PUBLISHED = 64
 MOST_PENDING = 256
 """Cancels kept per front end for requests that are still in its rings."""
 TEXT_BYTES = 240
-"""Of an error; the rest of a longer one is cut off."""
+"""Most bytes of an error; the rest of a longer one is cut off."""
 HEADER = Path(__file__).parent.parent / "kernels" / "csrc" / "serving.h"
 
 FREE, LIVE, ENDED = range(3)
@@ -61,7 +61,7 @@ SERVING: Dtype = np.dtype(
         ("text", "u1", (TEXT_BYTES,)),
     ]
 )
-"""Of the request in a slot. `max_tokens`: sampled ones; `front_end`: index of who gets them.
+"""Fields of the request in a slot. `max_tokens`: sampled ones; `front_end`: index of who gets them.
 `planned_ns` to `depth` are what `qllm.metrics` keeps of a request: `parked_at_ns` and `frame_id`
 while it is in a parked frame, `lo`, `hi`, `depth` what is computed, `lost_*` per cause the tokens
 to be planned again. `reason` and `text` say how it ended; `owes`: records wait for room; `next`

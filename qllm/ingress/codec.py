@@ -34,9 +34,9 @@ _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _REASONS = tuple(FinishReason(reason) for reason in layout.REASONS)
 MAX_TEXT_BYTES = 16_384
-"""Of an error in a finish."""
+"""Most bytes of an error in a finish."""
 PART_BYTES = 32_768
-"""Of the log-probabilities of a prompt in one record, about: far below the size of a ring."""
+"""Log-probabilities of a prompt in one record take about so much: far below the size of a ring."""
 
 
 def _utf8(text: str) -> bytes:
@@ -273,7 +273,7 @@ class EngineMetrics:
 
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
-        """Of a request whose engine is gone: what the front end knows, zeros for the rest."""
+        """What the front end knows of a request whose engine is gone, and zeros for the rest."""
         values: dict[str, Any] = dict.fromkeys((f.name for f in fields(cls)), 0)
         values |= {"arrival_ns": arrival_ns, "priority": priority, "queue_ms": None}
         return cls(**{**values, "num_prompt_tokens": num_prompt_tokens})

@@ -17,7 +17,7 @@ from qllm.types import MAX_TIME_MS, PRIORITY_LIMIT
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
 VERSION = 3
-"""Of everything in this file. A segment of another version is refused."""
+"""Version of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
 NUMBER_BITS = 40

@@ -72,7 +72,7 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Of the first byte in this process."""
+        """Address of the first byte in this process."""
         return int(np.frombuffer(self.bytes, np.uint8).ctypes.data)
 
     @property
@@ -226,7 +226,7 @@ class ControlBlock:
 
 
 RINGS = ("ls", "be", "cancel", "token")
-"""Of a front end, in the order in which they lie behind FRONT_END."""
+"""Rings of a front end, in the order in which they lie behind FRONT_END."""
 
 
 class FrontEndLayout(NamedTuple):
@@ -234,7 +234,7 @@ class FrontEndLayout(NamedTuple):
 
     number: int
     capacities: tuple[int, ...]
-    """Of the rings, in bytes; pages."""
+    """Bytes of each ring; whole pages."""
 
     @classmethod
     def of(cls, number: int, capacities: Sequence[int]) -> Self:
@@ -243,7 +243,7 @@ class FrontEndLayout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the block."""
+        """Size of the block."""
         return _PAGE + sum(self.capacities)
 
     @property

@@ -35,7 +35,7 @@ class HeadState:
         self.rest = tuple(sorted(set(range(len(x_BD))) - set(greedy)))
         self.peaks_G = torch.full((len(self.greedy),), -torch.inf)
         self.ids_G = torch.zeros(len(self.greedy), dtype=torch.int64)
-        """Of the greedy rows, the largest logit so far and its id; NaN is larger than any."""
+        """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
 

@@ -32,7 +32,7 @@ half its width; in pairs, which come out in halves. All in the dtype of the mode
 NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
 WIDE_NORM = "6f6c68e4a6b2"
-"""Of the one that rounds afterwards: gpt_oss."""
+"""Digest of the norm that rounds afterwards: gpt_oss."""
 MLP = "4a9e0f851f1a"
 """Fingerprint of the usual SwiGLU: shared experts and dense layers of qwen2_moe and deepseek_v3."""
 ROUTER = {

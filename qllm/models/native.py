@@ -70,10 +70,10 @@ class NativeLayer(NamedTuple):
     norm: Norm | None
     """Before it in a dense layer."""
     number: int
-    """Of the layer."""
+    """Number of the layer."""
     window: int | None
     scale: float
-    """Of what is added to the residual stream."""
+    """Factor of what is added to the residual stream."""
     slab: tuple[int, int, int]
     """See `Attention`."""
 
@@ -84,7 +84,7 @@ class NativeLayer(NamedTuple):
 
     @property
     def weights(self) -> torch.dtype:
-        """Of the experts' outputs, as the router gives them."""
+        """Dtype of the experts' weights, as the router gives them."""
         return torch.bfloat16 if self.router is None else self.router.dtype
 
     def fits(self, others: "Iterable[NativeLayer]") -> bool:

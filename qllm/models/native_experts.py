@@ -140,7 +140,7 @@ class NativeBank:
 
     @property
     def address(self) -> int:
-        """Of `Experts` in kernels.h; until `leave`."""
+        """Address of `Experts` in kernels.h; until `leave`."""
         return self._entered().address
 
     def _entered(self) -> Experts:

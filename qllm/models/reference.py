@@ -45,7 +45,7 @@ class Routing:
     clear_T: Tensor
     """The choice is the same in every row."""
     spread_T: Tensor
-    """Of the weights, where the choice is clear."""
+    """Spread of the weights, where the choice is clear."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Pass:
     last_TD: Tensor | None = None
     """Input of the last norm."""
     logits_V: Tensor | None = None
-    """Of the last token."""
+    """Logits of the last token."""
     logits_spread: float = 0.0
 
 

@@ -256,7 +256,7 @@ class Sweep:
     ) -> None:
         self._banks = tuple(banks)
         found: list[NativeLayer] = []
-        """Of layers that run in one call."""
+        """Layers that run in one call."""
         self._layers: list[NativeLayer | None] = []
         for driver, bank in zip(drivers, banks, strict=True):
             layer = _native_layer(driver, bank, top_k)

@@ -38,7 +38,7 @@ from qllm.types import FinishReason, Priority, RequestId, Sampled, SamplingParam
 _SKEWS = tuple(x / 10 for x in range(16))
 """Exponents of expert popularity that are tried."""
 _KEPT_PART = 0.9
-"""Of the samples of one op, shortest first: the machine may have been busy with something else."""
+"""Part of the samples of one op that count, shortest first: others may have had the machine."""
 
 
 class Load(NamedTuple):

@@ -36,7 +36,7 @@ class Question:
     """
 
     slo: Slo
-    """Of LS requests."""
+    """Targets of LS requests."""
     ls_rate: float
     """LS requests per second."""
     workload: str = "S2"

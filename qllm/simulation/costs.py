@@ -56,7 +56,7 @@ class FitError(_Strict):
     """Median of |fitted / measured - 1|."""
     p90_percent: float
     total_percent: float
-    """Of the sum over all samples, with its sign."""
+    """Error of the sum over all samples, with its sign."""
 
 
 class CostFile(_Strict):

@@ -43,14 +43,14 @@ class Outcome:
 
     @classmethod
     def of(cls, run: Replayed, slo: Slo | None = None) -> "Outcome":
-        """Of a run, simulated or real."""
+        """The outcome of a run, simulated or real."""
         return cls.of_requests(run, slo, request_metrics(run.events))
 
     @classmethod
     def of_requests(
         cls, run: Replayed, slo: Slo | None, requests: Sequence[RequestMetrics]
     ) -> "Outcome":
-        """Of a run whose request metrics are known."""
+        """The outcome of a run whose request metrics are known."""
         ls = [r for r in requests if r.priority <= Priority.LS]
         be = [r for r in requests if r.priority > Priority.LS]
         ttft = Waits.of(ls, run.end_ns).all

@@ -18,7 +18,7 @@ from qllm.sim import SimCosts
 from qllm.simulation.costs import CostFile, FileShape
 
 _SPARE_PART = 0.1
-"""Of the memory, for activations and buffers."""
+"""Part of the memory for activations and buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class ModelSpec:
 
     @property
     def kv_values(self) -> int:
-        """Of one token in one layer."""
+        """KV values of one token in one layer."""
         return 2 * self.num_key_value_heads * self.head_dim
 
 
@@ -181,16 +181,16 @@ class Hardware:
     bytes_per_ns: float
     """Memory bandwidth."""
     flops_per_ns: float
-    """Of bfloat16 matrix products."""
+    """Peak of bfloat16 matrix products."""
     memory_bytes: float
     read_part: float
-    """Of the bandwidth."""
+    """Part of the bandwidth that reads reach."""
     dense_part: float
-    """Of the FLOPs, in projections and the output matrix."""
+    """Part of the FLOPs that projections and the output matrix reach."""
     expert_part: float
-    """Of the FLOPs, in grouped expert products."""
+    """Part of the FLOPs that grouped expert products reach."""
     attn_part: float
-    """Of the FLOPs, in attention."""
+    """Part of the FLOPs that attention reaches."""
     glue_bytes_per_ns: float
     """Norms, rotations, gathers and sums."""
     op_ns: float

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 from qllm.errors import ConfigError, QllmError
 
 VERSION = 3
-"""Of what is said here and of the rings' layout behind it."""
+"""Version of these messages and of the layout of the rings behind them."""
 HANDSHAKE_S = 10.0
 """For all of the handshake."""
 LIVENESS_S = 10.0
 """A side that says nothing for so long is gone."""
 MAX_STRANGER_BYTES = 4096
-"""Of a message before the other side has proved itself."""
+"""Longest message before the other side has proved itself."""
 MAX_BYTES = 16 << 20
 MIN_SECRET_BYTES = 16
 SAME = "do both sides have the same secret_file?"
@@ -55,7 +55,7 @@ class Address(NamedTuple):
 
     @property
     def family(self) -> socket.AddressFamily:
-        """Of its sockets."""
+        """The address family of its sockets."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def is_loopback(self) -> bool:
@@ -125,7 +125,7 @@ class Wire:
         self._counts = [0, 0]
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """The descriptor of the socket."""
         return self._sock.fileno()
 
     def be_engine(self, secret: bytes) -> None:
@@ -209,7 +209,7 @@ class Wire:
         return message
 
     def _mac(self, way: int, data: bytes) -> bytes:
-        """Of the next message out (`way` 0) or in (1)."""
+        """The code of the next message out (`way` 0) or in (1)."""
         if self._key is None:
             return b""
         self._counts[way] += 1

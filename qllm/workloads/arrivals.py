@@ -51,7 +51,7 @@ class Modulated:
 
     window_s: float = 60.0
     cv: float = 1.0
-    """Of the rate."""
+    """Coefficient of variation of the rate."""
     least_windows: int = 6
     """A short run gets shorter windows, so that it sees this many."""
 

@@ -190,7 +190,7 @@ class Workload:
     ls_share: float | None = None
     """Replaces the scenario's, where it has one."""
     cv: float | None = None
-    """Of the gaps between LS arrivals, where they are a Gamma process."""
+    """Coefficient of variation of the gaps between LS arrivals, where they are a Gamma process."""
     length_scale: float = 1.0
     """Factor on all lengths."""
     ls_scale: float = 1.0

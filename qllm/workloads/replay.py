@@ -152,7 +152,7 @@ class Waits:
 
     @classmethod
     def of(cls, requests: Iterable[RequestMetrics], end_ns: int) -> "Waits":
-        """Of these requests, at the end of a window."""
+        """The waits of these requests at the end of a window."""
         requests = tuple(requests)
         return cls(
             served=tuple(r.ttft_ms for r in requests if r.ttft_ms is not None),

@@ -37,7 +37,7 @@ TILES = "AMX"
 SUM_PAIRS = frozenset({TILES, "AVX-512 BF16"})
 """Kernels that sum products of bf16 in pairs."""
 NEAR = 2.0**-8
-"""Of a sum of absolute products: one step of bf16."""
+"""One step of bf16, relative to a sum of absolute products."""
 HUGE_PAGE = 2 << 20
 """Bytes."""
 ARENA_NUMEL = 8 << 20

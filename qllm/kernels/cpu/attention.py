@@ -107,7 +107,7 @@ class _Attends:
 
     @property
     def address(self) -> int:
-        """Of its struct in kernels.h."""
+        """Address of its struct in kernels.h."""
         return ctypes.addressof(self._struct)
 
     def _sizes(self) -> tuple[int, int]:

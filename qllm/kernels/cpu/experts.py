@@ -50,7 +50,7 @@ class Stack:
         size = cpu.packed_numel(n, k)
         self.packed = cpu.huge_empty(num * size).view(num, size)
         self.num_bytes = size * 2
-        """Of one weight."""
+        """Bytes of one weight."""
 
     def pack(self, expert: int, weight_NK: Tensor) -> None:
         """Take one weight, bf16 [n, k] of any strides."""
@@ -81,7 +81,7 @@ class Int8Stack:
         self.scales = torch.zeros((num, -(-k // self._group), -(-n // 16) * 16))
         """fp32 [E, groups, outputs]; outputs are filled up to a multiple of 16."""
         self.num_bytes = size + self.scales[0].numel() * 4
-        """Of one weight."""
+        """Bytes of one weight."""
 
     def pack(self, expert: int, weight_NK: Tensor) -> None:
         """Take one weight, bf16 [n, k] of any strides, rounded to the nearest int8 * scale.
@@ -149,7 +149,7 @@ class Experts:
         if biases is not None:
             biased = biases[0].data_ptr(), biases[1].data_ptr()
         self.num_bytes = self._up.num_bytes + self._down.num_bytes
-        """Of one expert."""
+        """Bytes of one expert."""
         weights = self._up.packed.data_ptr(), self._down.packed.data_ptr()
         shape = num, width, hidden
         gate = clamp or Clamp(0.0, 0.0)
