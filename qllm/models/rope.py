@@ -98,7 +98,7 @@ class RopeTable:
         self._like = torch.empty(0, device=device, dtype=dtype)
         self.switch = switch
         self._tables: dict[bool, Tables] = {}
-        """Tables of positions [0, n), grown by doubling, of the short and of the long frequencies."""
+        """Tables of positions [0, n), grown by doubling, of short and long frequencies."""
 
     @property
     def recompute_above(self) -> int | None:
