@@ -93,7 +93,7 @@ class LoopGraph:
 
     def __init__(self, api: LoopApi, turn: KernelCall, stages: Sequence[Any]) -> None:
         _check_stages(api, stages)
-        self._api, self.num_branches = api, len(stages)
+        self._api = api
         graph = api.new_graph()
         run = api.new_handle(graph, 1)
         _, (body,) = api.add_conditional(graph, (), run, "While", 1)

@@ -81,7 +81,6 @@ class CudaRunner(TorchRunner):
         super().__init__(model, max_segment_ms=float("inf"), kernels="reference", clock=clock)
         on_cuda = self._device.type == "cuda"
         self.kernels = kernels(kernels_name or ("triton" if on_cuda else "torch"))
-        self.compute.is_exact = False
         spare = max_num_seqs * 2
         layers = self.shape.num_layers
         self.pages = Pages(layers, num_pages + spare, page_size, self.kernels)

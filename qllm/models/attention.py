@@ -258,7 +258,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    qllm_step: "Step | OwnStep | None" = None,
+    qllm_step: Step | OwnStep | None = None,
     qllm_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:

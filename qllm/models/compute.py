@@ -91,9 +91,6 @@ class Compute:
         weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
         self.head = Head(parts.lm_head, rule, self._native["head"], arena)
-        tuned = kind == "fast" and parts.lm_head.weight.dtype is torch.bfloat16
-        self.is_exact = not tuned and rule is PLAIN
-        """Results have the bits of `model.forward`."""
 
     def enter(self) -> None:
         """Make the model's modules compute our way; the weights of our experts are packed."""

@@ -14,7 +14,6 @@ from .protocol import Body
 from .store import Row, Store
 from .worker import Worker
 
-ENDPOINTS = (chat.ENDPOINT, completions.ENDPOINT)
 WINDOW_S = 24 * 3600
 MAX_METADATA = 16
 FILE_FIELDS = {"file", "purpose"}

@@ -1,0 +1,75 @@
+"""Fail if something in the product is used nowhere: not in it, its tests, benches or scripts.
+
+What others call by name is allowed, each with its reason.
+"""
+
+import sys
+from pathlib import Path
+
+from vulture import Vulture  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("qllm", "policies", "tests", "bench", "scripts")
+DECORATORS = ["@*router.*", "@*validator*", "@clean"]
+"""FastAPI, pydantic and the command line call these."""
+ALLOWED = {
+    "Python": ["__getattr__"],
+    "ast": ["visit_*", "returns"],
+    "the messages of the engine's process": ["_op_*"],
+    "arguments of a policy's and a tokenizer's interface": [
+        "need_blocks",
+        "skip_special_tokens",
+        "clean_up_tokenization_spaces",
+    ],
+    "fields that users read": ["longest_stall_ms", "p90", "be_stall_ms", "by_frame_id"],
+    "fields of requests and files": [
+        "model_config",
+        "qllm_costs",
+        "completion_window",
+        "output_expires_after",
+        "include_obfuscation",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "moderation",
+        "response_format",
+        "modalities",
+        "audio",
+        "function_call",
+        "web_search_options",
+        "parallel_tool_calls",
+        "prediction",
+        "reasoning_effort",
+        "verbosity",
+    ],
+    "other libraries": [
+        "row_factory",
+        "pre_tokenizer",
+        "decoder",
+        "blockDim?",
+        "gridDim?",
+        "kernelParams",
+    ],
+    "types in quotes": ["Axes"],
+    "values of a setting": ["ORDER"],
+}
+
+
+def main() -> None:
+    """Print what is used nowhere; the exit status is 1 if there is any."""
+    names = [name for group in ALLOWED.values() for name in group]
+    vulture = Vulture(ignore_names=names, ignore_decorators=DECORATORS)
+    vulture.scavenge([str(ROOT / folder) for folder in FOLDERS])
+    product = [ROOT / "qllm", ROOT / "policies"]
+    found = [
+        item.get_report()
+        for item in vulture.get_unused_code(min_confidence=60)
+        if any(folder in Path(item.filename).resolve().parents for folder in product)
+    ]
+    print("\n".join(found) or "Everything is used.")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
