@@ -6,7 +6,7 @@ What others call by name is allowed, each with its reason.
 import sys
 from pathlib import Path
 
-from vulture import Vulture  # type: ignore[import-untyped]
+from vulture import Vulture
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("qllm", "policies", "tests", "bench", "scripts")

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
 from pydantic import field_validator
 
-from . import chat, completions
 from .errors import RESPONSES, ApiError
 from .protocol import Body
 from .store import Row, Store
