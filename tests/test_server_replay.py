@@ -294,7 +294,7 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
         assert slow.finish_reason is None
         assert slow.status.value == "waiting"
     with make() as second:
-        log.go_on(second)
+        log.go_on(second.replay)
         found = slow.result(60)
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         assert found.logprobs == expected.logprobs
