@@ -24,12 +24,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from common import Table, machine, paired, plain
-from servers import PEERS, Place, free_port, installed, platform, serving
+from servers import PEERS, Place, free_port, installed, ours_command, platform, serving
 
 from qllm.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
@@ -40,6 +41,10 @@ from qllm.workloads.replay import Arrival
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"
+
+
+SEATS = ("--set", "max_num_seqs=64")
+"""Setting of ours: as many requests in a step as are open in any load, as vLLM's default (256) allows."""
 
 
 class Load(NamedTuple):
@@ -129,6 +134,8 @@ def measure(args: argparse.Namespace) -> Found:
         servers = {}
         for name in args.peers:
             peer = PEERS[name]
+            if name == "qllm":
+                peer = replace(peer, command=ours_command(*SEATS))
             place = Place(installed(peer, args.cache), model, free_port(), args.threads)
             stack.enter_context(serving(peer, place, args.logs / f"capacity-{name}.log"))
             servers[name] = peer.server(place, tokenizer)
@@ -188,7 +195,11 @@ def main() -> None:
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
             "took_s": time.time() - begin,
             "machine": machine(),
-            "config": {**config, "model": f"qllm.random_moe {args.size}, seed 0, bfloat16"},
+            "config": {
+                **config,
+                "seats": " ".join(SEATS),
+                "model": f"qllm.random_moe {args.size}, seed 0, bfloat16",
+            },
             "runs": found,
             "platforms": {name: _platform(name, args.cache) for name in args.peers},
             "ratios": ratios,

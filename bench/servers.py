@@ -195,7 +195,9 @@ def _llama_command(place: Place) -> list[str]:
     return [place.python, script, str(place.model), str(place.port), str(place.threads)]
 
 
-def _ours_command(*more: str) -> Callable[[Place], list[str]]:
+def ours_command(*more: str) -> Callable[[Place], list[str]]:
+    """The command of our server with more options."""
+
     def command(place: Place) -> list[str]:
         where = ["--host", "127.0.0.1", "--port", str(place.port), "--threads", str(place.threads)]
         server = [sys.executable, "-m", "qllm.cli", "serve", str(place.model)]
@@ -229,7 +231,7 @@ PEERS: dict[str, Peer] = {
             name="qllm",
             environment=None,
             install=lambda home: None,
-            command=_ours_command(),
+            command=ours_command(),
             served_model="{model}",
             bodies=CLASSES,
         ),
@@ -237,7 +239,7 @@ PEERS: dict[str, Peer] = {
             name="qllm-slo",  # BE may have what the targets leave
             environment=None,
             install=lambda home: None,
-            command=_ours_command("--set", "ls_slo=ttft=500ms,tpot=100ms"),
+            command=ours_command("--set", "ls_slo=ttft=500ms,tpot=100ms"),
             served_model="{model}",
             bodies=CLASSES,
         ),
