@@ -44,7 +44,7 @@ RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"
 
 
 SEATS = ("--set", "max_num_seqs=64")
-"""Setting of ours: as many requests in a step as are open in any load, as vLLM's default (256) allows."""
+"""Setting of ours: as many requests in a step as any load keeps open. vLLM's default is 256."""
 
 
 class Load(NamedTuple):
