@@ -333,9 +333,8 @@ class TorchRunner:
         work = state.work or self._start_experts(state, op)
         x, stop = state.experts_x_TD, work.end_of_range(pos, self._costs)
         assert x is not None
-        if pos < stop:
-            frame.slots_done += work.run(x, pos, stop)
-            self.expert_bytes += work.bytes_read(pos, stop)
+        frame.slots_done += work.run(x, pos, stop)
+        self.expert_bytes += work.bytes_read(pos, stop)
         if stop < len(work.units):
             return stop
         state.experts_x_TD = None

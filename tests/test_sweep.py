@@ -260,7 +260,10 @@ def test_units_that_were_left_out_are_seen() -> None:
     work.done[0] = 0
     with pytest.raises(InvariantError, match="I1"):
         runner.run(program, at, stop)
-    work.done[0] = 1
+    work.done[0] = work.done[at.pos] = 1
+    with pytest.raises(InvariantError, match="out of order"):
+        runner.run(program, at, stop)
+    work.done[at.pos] = 0
     while program.ops[at.op].kind is not OpKind.COMBINE:
         at = runner.run(program, at, stop)
     runner.frames[program.frame_id].layer.work.done[3] = 0  # type: ignore[union-attr]

@@ -321,8 +321,8 @@ class Sweep:
             sizes: How much is done at once.
 
         Returns:
-            What was done. None if it is for ops one by one: an ATTN op of a layer whose attention
-            stops between keys, or EXPERTS of which units ran beside another program.
+            What was done. None for an ATTN op of a layer whose attention stops between keys, which
+            runs by itself.
 
         Raises:
             InvariantError: Expert units ran out of order (I1), or it was left.
@@ -336,11 +336,9 @@ class Sweep:
         layer = stretch.start + nth
         x = frame.activate(stretch.group).contiguous()
         ahead = self._look_ahead(frame, stretch, layer, x, new_step, sizes.costs)
-        work, kind = frame.layer.work, program.ops[at.op].kind
-        if kind is OpKind.ATTN and (ahead.stops or at.pos):
+        if program.ops[at.op].kind is OpKind.ATTN and (ahead.stops or at.pos):
             return None
-        if kind is OpKind.EXPERTS and work is not None and 1 in work.done[at.pos :]:
-            return None
+        work = frame.layer.work
         _check_units(work, ahead.ops[part], at.pos)
         space = self._space(frame, layer, x, sizes.unit_rows, part > 0 or at.pos > 0)
         other = torch.empty_like(x)
@@ -474,13 +472,13 @@ def _ahead(
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:
-    """Before an op: the units before `pos` are done; all of them before COMBINE."""
+    """Before an op: the units before `pos` are done and no others; all of them before COMBINE."""
     if work is None:
         return
     if op.kind is OpKind.COMBINE:
         if 0 in work.done:
             raise InvariantError(f"layer {op.layer} combines before all its experts ran (I1)")
-    elif 0 in work.done[:pos]:
+    elif 0 in work.done[:pos] or 1 in work.done[pos:]:
         raise InvariantError(f"units of layer {op.layer} ran out of order (I1)")
 
 
