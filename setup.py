@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 FOLDER = Path("qllm/kernels/cpu")
-SCHEDULER = Path("qllm/kernels/csrc")
+SCHEDULER = Path("qllm/device/csrc")
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 FLAGS += [
     "-ffp-contract=off"

@@ -269,7 +269,7 @@ def main() -> None:
     torch.set_num_threads(1)
     run = Run(args)
     config = {
-        "model": f"qllm.random_moe {args.size}, seed 0, bfloat16",
+        "model": f"qllm.measure.random_moe {args.size}, seed 0, bfloat16",
         "engine": ENGINE,
         "threads": 1,
         "seconds": run.timing.window_s,

@@ -32,9 +32,9 @@ import numpy as np
 from common import Table, machine, paired, plain
 from servers import PEERS, Place, free_port, installed, ours_command, platform, serving
 
-from qllm.random_moe import cache_dir, make_random_moe
+from qllm.measure.bench import corpus_of
+from qllm.measure.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
-from qllm.workloads.bench import corpus_of
 from qllm.workloads.client import saturate_http
 from qllm.workloads.measure import Served, Window, class_report
 from qllm.workloads.replay import Arrival
@@ -198,7 +198,7 @@ def main() -> None:
             "config": {
                 **config,
                 "seats": " ".join(SEATS),
-                "model": f"qllm.random_moe {args.size}, seed 0, bfloat16",
+                "model": f"qllm.measure.random_moe {args.size}, seed 0, bfloat16",
             },
             "runs": found,
             "platforms": {name: _platform(name, args.cache) for name in args.peers},

@@ -26,16 +26,17 @@ import torch
 import torch.nn.functional as F
 from common import MODEL, Table, cpu_ticks, machine
 
-from qllm.compile import compile_program
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention
 from qllm.kernels.cpu.norms import Norm
-from qllm.kv_cache import RequestKV
-from qllm.models.attention import Span, Step
-from qllm.models.native_experts import NativeBank
-from qllm.models.work import Work
-from qllm.plan import START, Plan, Program, Row
-from qllm.runner import TorchRunner
+from qllm.plan import Plan, Row
+from qllm.runner.kv import RequestKV
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.layers.native_experts import NativeBank
+from qllm.runner.layers.work import Work
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Program
 from qllm.types import Grain, SamplingParams
 
 SHAPES = ((768, 384, 24, 4), (1024, 3584, 8, 2), (2048, 768, 128, 8))

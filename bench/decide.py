@@ -5,8 +5,8 @@
 
 A backlog of long BE prompts keeps the number of live requests constant; LS requests arrive among
 them. The engine loop, scheduler and policies are the real ones, the runner counts instead of
-computing (`qllm.check.World`). Time is CPU time of this process, measured around `decide` alone,
-the garbage collector included. The world is deterministic, so each run is repeated and the
+computing (`qllm.sim.check.World`). Time is CPU time of this process, measured around `decide`
+alone, the garbage collector included. The world is deterministic, so each run is repeated and the
 smallest time of each decision counts: what other processes did to the caches is left out, and
 how much that is shows in the `yardstick`, a fixed loop timed between decisions.
 With `--scheduler native` the decision is made in C++ (rank policies only): `core_p50_us` and
@@ -23,12 +23,12 @@ from typing import Any
 
 from common import machine
 
-from qllm.check import LIMITS, World
 from qllm.device.scheduler import NativeScheduler
 from qllm.plan import CutRule, ModelShape
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy
-from qllm.scheduler import Scheduler
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.check import LIMITS, World
 from qllm.types import Priority, Slo
 
 CUTS = CutRule(

@@ -46,8 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.extension:
         use_extension(str(Path(args.extension).resolve()))
-    from qllm.differential import random_shape, run_trace  # after the extension is chosen
     from qllm.plugins import load_policy
+    from qllm.sim.differential import random_shape, run_trace  # after the extension is chosen
 
     names = args.policies.split(",")
     seen: Counter[str] = Counter()

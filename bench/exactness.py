@@ -12,8 +12,8 @@ import numpy as np
 from common import Job, make_jobs
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.metrics import request_metrics
-from qllm.trace import Parked
+from qllm.record.metrics import request_metrics
+from qllm.record.trace import Parked
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=20)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from qllm.kernels.device import Kernels
-from qllm.kernels.device import kernels as kernels_named
 from qllm.kernels.routing import Activation, ExpertWeights
+from qllm.kernels.select import Kernels
+from qllm.kernels.select import kernels as kernels_named
 from qllm.kernels.tiles import Query, tiles_of
 
 PAGE = 16

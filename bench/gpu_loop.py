@@ -17,13 +17,13 @@ import torch
 from gpu_check import ROOT
 
 from qllm.cuda.runner import CudaRunner
-from qllm.decision import Limits
-from qllm.device_engine import DeviceEngine
+from qllm.device.launcher import DeviceEngine
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import Doorbell
 from qllm.plugins import load_policy
+from qllm.scheduler.decision import Limits
 from qllm.types import Grain, Priority, SamplingParams, Slo
 
 GREEDY = SamplingParams(temperature=0, seed=0)

@@ -12,7 +12,7 @@ from live import Bench, Setting, Timing, run_workload
 from loads import GREEDY, prompts
 
 from qllm import QLLMEngine, Slo
-from qllm.trace import Planned, Ran, Token
+from qllm.record.trace import Planned, Ran, Token
 from qllm.types import NS_PER_MS, Priority
 from qllm.workloads.capacity import Capacity
 from qllm.workloads.generators import Workload

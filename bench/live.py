@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from qllm import QLLMEngine
+from qllm.measure.bench import corpus_of
+from qllm.measure.random_moe import make_random_moe
 from qllm.plugins import installed_policies
-from qllm.random_moe import make_random_moe
 from qllm.types import Priority, Slo
-from qllm.workloads.bench import corpus_of
 from qllm.workloads.capacity import Capacity, measure_capacity
 from qllm.workloads.generators import Workload, offered_rates
 from qllm.workloads.measure import SLO, Served, Window

@@ -8,7 +8,7 @@ from live import Bench, Setting
 from routing import forced
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.trace import Planned, Token
+from qllm.record.trace import Planned, Token
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CHUNKED, LAYERED = "chunked:step_tokens=256", "layered:group_tokens=256"

@@ -9,8 +9,8 @@ import numpy as np
 from common import Job, make_jobs, make_prompt
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.metrics import RequestMetrics, request_metrics
-from qllm.trace import Arrived, Event, Parked, Planned, Ran, Token, Trace
+from qllm.record.metrics import RequestMetrics, request_metrics
+from qllm.record.trace import Arrived, Event, Parked, Planned, Ran, Token, Trace
 from qllm.types import NS_PER_MS, NS_PER_S, Priority
 
 LS_PROMPT = (64, 128)

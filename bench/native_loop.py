@@ -62,7 +62,7 @@ class Rings:
 def serve(rings: Rings, engine: str, policy_name: str, ready: int) -> None:
     """Be an engine until the front end asks to stop."""
     from qllm.config import EngineConfig
-    from qllm.core import Core, ring_ends
+    from qllm.engine.build import Core, ring_ends
     from qllm.ingress.shm import Lane, RingSink, ShmIngress
     from qllm.models.loader import load
     from qllm.plugins import load_policy
@@ -96,8 +96,8 @@ def serve(rings: Rings, engine: str, policy_name: str, ready: int) -> None:
 
 def native_loop(rings: Rings, core: Any, policy: Any) -> Any:
     """The native loop in the place of a core's own."""
-    from qllm.device.server import NativeServer
-    from qllm.native_loop import NativeLoop, address_of
+    from qllm.device.server import NativeServer, address_of
+    from qllm.engine.native_loop import NativeLoop
 
     runner = core.runner
     server = NativeServer(

@@ -44,7 +44,7 @@ from servers import PEERS, InstallError, Place, free_port, installed
 from servers import serving as serving_peer
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.random_moe import cache_dir, make_random_moe
+from qllm.measure.random_moe import cache_dir, make_random_moe
 
 PROMPT_TOKENS, MAX_TOKENS = 64, 4
 SMALL_SIZE = "1m"

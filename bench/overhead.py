@@ -12,7 +12,7 @@ from common import Job, estimate, make_jobs, make_prompt, paired, quantile
 from mixed import GREEDY, Flood
 
 from qllm import QLLMEngine
-from qllm.trace import Event, Finished, Parked, Planned, Ran
+from qllm.record.trace import Event, Finished, Parked, Planned, Ran
 from qllm.types import NS_PER_MS, Grain
 
 # row 6: arrival to parked

@@ -19,9 +19,9 @@ from paper_rows import BLINK, LAYERED, QLLM, SUPERINFER, Claim, Row, World
 from servers import PEERS, InstallError, Peer, Place, free_port, installed, serving
 
 from qllm.config import EngineConfig
-from qllm.random_moe import cache_dir, make_random_moe
-from qllm.simulation.presets import preset
-from qllm.simulation.run import simulate
+from qllm.measure.random_moe import cache_dir, make_random_moe
+from qllm.sim.presets import preset
+from qllm.sim.run import simulate
 from qllm.types import Priority, Slo
 from qllm.workloads.arrivals import Gamma
 from qllm.workloads.capacity import Capacity

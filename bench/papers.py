@@ -100,7 +100,7 @@ def main() -> int:
         scale = replace(scale, seeds=tuple(int(seed) for seed in args.seeds.split(",")))
     scale = replace(scale, arms=tuple(args.arms), install=args.install)
     config = {
-        "model": f"qllm.random_moe {scale.size}, seed 0, bfloat16",
+        "model": f"qllm.measure.random_moe {scale.size}, seed 0, bfloat16",
         "engine": ENGINE,
         "threads": 1,
         "seeds": list(scale.seeds),

@@ -35,9 +35,9 @@ from servers import (
     serving,
 )
 
-from qllm.random_moe import cache_dir, make_random_moe
+from qllm.measure.bench import corpus_of
+from qllm.measure.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
-from qllm.workloads.bench import corpus_of
 from qllm.workloads.client import replay_http
 from qllm.workloads.files import read_requests
 from qllm.workloads.measure import Served, Window, report
@@ -340,7 +340,10 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     begin, table = time.time(), Table()
     config = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-    config |= {"model": f"qllm.random_moe {args.size}, seed 0, bfloat16", "slo": SLO._asdict()}
+    config |= {
+        "model": f"qllm.measure.random_moe {args.size}, seed 0, bfloat16",
+        "slo": SLO._asdict(),
+    }
 
     def save(runs: Runs, failed: dict[str, str], **more: Any) -> dict[str, Any]:
         briefs = {k: [{**r, "samples": None} for r in rs] for k, rs in runs.items()}

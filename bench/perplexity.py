@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from common import machine
 
-from qllm.compile import compile_program
 from qllm.models.loader import load
-from qllm.plan import START, Plan, Row
-from qllm.runner import TorchRunner
+from qllm.plan import Plan, Row
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START
 from qllm.types import Grain, SamplingParams
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))

@@ -34,9 +34,9 @@ from common import Table, machine, plain
 from numpy.typing import NDArray
 
 from qllm.config import EngineConfig
-from qllm.simulation.costs import CostFile, FileShape
-from qllm.simulation.run import simulate
-from qllm.trace import Arrived, Finished
+from qllm.record.trace import Arrived, Finished
+from qllm.sim.costs import CostFile, FileShape
+from qllm.sim.run import simulate
 from qllm.types import FinishReason, Priority
 from qllm.workloads.spec import RequestSpec
 

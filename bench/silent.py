@@ -1,8 +1,8 @@
 """The runner's loop with polling compiled out, beside the one that polls.
 
-Imported before qllm, it changes the source of `qllm.runner` while that is imported: `_run` gets
-a twin without the clock, the segment record and every check of the stop word. Both twins live in
-one process over the same weights, because two processes differ by more than polling costs.
+Imported before qllm, it changes the source of `qllm.runner.runner` while that is imported: `_run`
+gets a twin without the clock, the segment record and every check of the stop word. Both twins live
+in one process over the same weights, because two processes differ by more than polling costs.
 """
 
 import ast
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-TARGET = "qllm.runner"
+TARGET = "qllm.runner.runner"
 CLASS, METHOD = "TorchRunner", "_run"
 FLAG = "BENCH_SILENT"
 POLLING = {"stop", "below", "grain", "segments", "clock", "begin", "end", "here"}

@@ -12,8 +12,8 @@ import time
 from common import machine
 
 from qllm.config import engine_config
-from qllm.simulation.presets import preset
-from qllm.simulation.run import simulate
+from qllm.sim.presets import preset
+from qllm.sim.run import simulate
 from qllm.types import Priority
 from qllm.workloads.lengths import AZURE_CONV_OUTPUT, AZURE_CONV_PROMPT
 from qllm.workloads.spec import RequestSpec

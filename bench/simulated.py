@@ -71,7 +71,7 @@ class Job(NamedTuple):
 def machine_of_sim() -> tuple[Any, Any]:
     """Costs and engine settings of the simulated machine."""
     from qllm.config import EngineConfig
-    from qllm.simulation.presets import preset
+    from qllm.sim.presets import preset
 
     costs = preset(HARDWARE, MODEL)
     return costs, EngineConfig(
@@ -88,7 +88,7 @@ def simulate_one(job: Job) -> dict[str, Any]:
 
 
 def _simulate(workload: Workload, seed: int, setting: Setting) -> dict[str, Any]:
-    from qllm.simulation.run import simulate
+    from qllm.sim.run import simulate
 
     costs, config = machine_of_sim()
     requests = workload.requests(seed)

@@ -23,11 +23,11 @@ from transformers.utils import logging
 
 from qllm import QLLMEngine
 from qllm.config import engine_config
-from qllm.random_moe import make_random_moe
-from qllm.simulation import run as virtual
-from qllm.simulation.calibrate import LOADS, calibrate
-from qllm.simulation.costs import CostFile
-from qllm.simulation.outcome import Outcome
+from qllm.measure.random_moe import make_random_moe
+from qllm.sim import run as virtual
+from qllm.sim.calibrate import LOADS, calibrate
+from qllm.sim.costs import CostFile
+from qllm.sim.outcome import Outcome
 from qllm.types import Priority
 from qllm.workloads.replay import Replayed
 from qllm.workloads.spec import RequestSpec

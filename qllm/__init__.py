@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qllm.check import check_policy
     from qllm.errors import QllmError, QueueFull
     from qllm.llm import QLLMEngine
+    from qllm.sim.check import check_policy
     from qllm.types import Priority, SamplingParams, Slo
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ _HOME = {
     "Priority": "qllm.types",
     "SamplingParams": "qllm.types",
     "Slo": "qllm.types",
-    "check_policy": "qllm.check",
+    "check_policy": "qllm.sim.check",
 }
 
 

@@ -18,11 +18,9 @@ from typing import Any, Self
 
 from transformers.utils.logging import is_progress_bar_enabled
 
-from qllm.checks import check_request_id, check_timeout, most_tokens, priority_class, slo_of
 from qllm.config import EngineConfig, engine_config
 from qllm.cores import Threads, num_threads
-from qllm.detokenizer import Detokenizer
-from qllm.engine_process import Start, pickled_policy
+from qllm.engine.process import pickled_policy
 from qllm.errors import (
     ConfigError,
     InvalidRequestError,
@@ -30,18 +28,27 @@ from qllm.errors import (
     RequestFailedError,
     shown,
 )
-from qllm.handle import Handle, Result
-from qllm.host import Host, close_collected
+from qllm.frontend.checks import (
+    check_request_id,
+    check_timeout,
+    most_tokens,
+    priority_class,
+    slo_of,
+)
+from qllm.frontend.client import Host, close_collected
+from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.handle import Handle, Result
+from qllm.frontend.open import Open
+from qllm.frontend.process import ProcessHost
+from qllm.frontend.prompts import refuse_unserved, to_sampling, to_token_ids
+from qllm.frontend.remote import RemoteHost
+from qllm.frontend.thread import ThreadHost
 from qllm.ingress import Submission
+from qllm.ingress.messages import Start
+from qllm.ingress.remote.meeting import Meeting
 from qllm.models.loader import check_device, load, load_tokenizer, vocabulary_of, wrap
-from qllm.open import Open
 from qllm.plugins import load_policy
-from qllm.process_host import ProcessHost
-from qllm.prompts import refuse_unserved, to_sampling, to_token_ids
-from qllm.remote_host import RemoteHost
-from qllm.thread_host import ThreadHost
-from qllm.trace import Trace
-from qllm.transports.meeting import Meeting
+from qllm.record.trace import Trace
 from qllm.types import (
     NS_PER_S,
     Priority,

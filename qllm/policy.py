@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from qllm.compile import chunk_end
 from qllm.errors import ConfigError, shown
-from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row
+from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row, chunk_end
 from qllm.types import MAX_TIME_MS, Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
 
 __all__ = [
@@ -48,7 +47,7 @@ __all__ = [
 
 
 class RequestView(Protocol):
-    """What a policy may read of a request (see `qllm.request.Request`)."""
+    """What a policy may read of a request (see `qllm.scheduler.request.Request`)."""
 
     @property
     def request_id(self) -> RequestId: ...

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "../qllm/kernels/csrc/rings.h"
+#include "../qllm/device/csrc/rings.h"
 
 using namespace qllm;
 

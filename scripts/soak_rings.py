@@ -208,7 +208,7 @@ def over_shm(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, 
 
 def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, list[Child]]:
     """Start the front ends; each has memory of its own and a link to ours."""
-    from qllm.transports.nixl import Link, NixlFrontEnd, NixlIngress
+    from qllm.ingress.remote.nixl import Link, NixlFrontEnd, NixlIngress
 
     links: list[Link] = []
 
@@ -256,7 +256,7 @@ def main() -> None:
         "--over",
         choices=("memory", "shm", "tcp", "rdma"),
         default="memory",
-        help="shared memory, or NIXL with a profile of qllm.transports.nixl",
+        help="shared memory, or NIXL with a profile of qllm.ingress.remote.nixl",
     )
     args = parser.parse_args()
     per_front_end = int(args.records / RECORDS_PER_REQUEST / args.front_ends) + 1

@@ -14,7 +14,7 @@ import torch
 from fake_cuda import FakeCuda
 from fake_loop import FakeLoopApi
 
-from qllm.cuda.lanes import Bucket
+from qllm.cuda.buffers import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.device import lanes
 from qllm.device.native import load_native
@@ -24,7 +24,7 @@ from qllm.errors import DeviceError
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "import fake_gpu; fake_gpu.install(); "
-    "from qllm.engine_process import main; main(int(sys.argv[2]))"
+    "from qllm.engine.process import main; main(int(sys.argv[2]))"
 )
 FAULT, HANG = 33, 34
 """A request with a prompt of so many tokens makes the device fault, or hang."""
@@ -104,19 +104,19 @@ def runner_of(model: Any, config: Any) -> CudaRunner:
 
 def install() -> None:
     """Put the fakes in the places of CUDA, in this process."""
-    import qllm.core
-    import qllm.device_engine
-    import qllm.engine_process as process
+    import qllm.device.launcher
+    import qllm.engine.build
+    import qllm.engine.process as process
 
     load = process.load
     process.load = lambda name, **how: load(name, **{**how, "device": "cpu"})  # type: ignore[attr-defined]
-    qllm.core.make_runner = runner_of  # type: ignore[assignment]
-    qllm.core.Prepared.max_total_tokens = LONGEST  # type: ignore[assignment,method-assign]
+    qllm.engine.build.make_runner = runner_of  # type: ignore[assignment]
+    qllm.engine.build.Prepared.max_total_tokens = LONGEST  # type: ignore[assignment,method-assign]
 
     def of_cuda(policy: Any, device: Any) -> tuple[Any, Any]:
         return ThreadedApi(), _dangerous(Kernel(policy))
 
-    qllm.device_engine._of_cuda = of_cuda
+    qllm.device.launcher._of_cuda = of_cuda
 
 
 def _dangerous(kernel: Any) -> Any:

@@ -22,8 +22,8 @@ from hosts import LONG, SETTINGS, stand_still, wait_for
 
 from qllm import QLLMEngine
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
-from qllm.handle import Handle
-from qllm.transports.meeting import Address, Meeting
+from qllm.frontend.handle import Handle
+from qllm.ingress.remote.meeting import Address, Meeting
 
 HANG_S = 120
 LEFT = 7

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from qllm.cubins import kernel_of
 from qllm.device import layout, serving
+from qllm.device.cubins import kernel_of
 from qllm.device.scheduler import NativeScheduler
 from qllm.policy import RankPolicy
 

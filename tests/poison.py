@@ -18,7 +18,7 @@ from serving import Serving
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import InvalidRequestError, RequestFailedError
-from qllm.handle import Handle
+from qllm.frontend.handle import Handle
 from qllm.ingress import Submission, codec, layout
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo

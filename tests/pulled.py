@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
-from qllm.decision import Limits
-from qllm.device.server import NativeServer
-from qllm.device_rings import DeviceBlock, home_of
+from qllm.device.rings import DeviceBlock, home_of
+from qllm.device.server import NativeServer, address_of
+from qllm.engine.door import Door, Guest, offer, peer_from
 from qllm.errors import ConfigError
-from qllm.host import ModelInfo
 from qllm.ingress import Submission
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.native_loop import address_of
+from qllm.ingress.messages import Card, ModelInfo
+from qllm.ingress.remote.meeting import Address, Meeting, Wire
+from qllm.ingress.remote.nixl import Link
+from qllm.ingress.remote.pull import LinkDriver, PullingFrontEnd
 from qllm.plan import NO_CUTS, ModelShape
 from qllm.plugins import load_policy
-from qllm.remote_door import Card, Door, Guest, offer, peer_from
-from qllm.transports.meeting import Address, Meeting, Wire
-from qllm.transports.nixl import Link
-from qllm.transports.pull import LinkDriver, PullingFrontEnd
+from qllm.scheduler.decision import Limits
 from qllm.types import Grain, SamplingParams, Slo
 
 SHAPE = ModelShape(2, 4, 2, (True, True), 50_000, 4096)

@@ -8,10 +8,11 @@ without an engine, a scheduler or a policy.
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from qllm import trace
-from qllm.compile import compile_program
-from qllm.plan import START, Index, Plan, Program
-from qllm.runner import TorchRunner
+from qllm.plan import Plan
+from qllm.record import trace
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, Program
 from qllm.types import FrameId, Grain, RequestId, Sampled
 
 

@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qllm.check import LIMITS, SHAPE, FlakyRunner
-from qllm.decision import Limits
-from qllm.device.server import NativeServer
-from qllm.engine import EngineLoop
+from qllm.device.server import NativeServer, address_of
+from qllm.engine.loop import EngineLoop
+from qllm.engine.native_loop import NativeLoop
 from qllm.errors import QueueFullError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Doorbell, Lane, RingSink, ShmIngress
-from qllm.native_loop import NativeLoop, address_of
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.plugins import load_policy
-from qllm.scheduler import Scheduler
-from qllm.sim import SimCosts, VirtualClock
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.check import LIMITS, SHAPE, FlakyRunner
+from qllm.sim.runner import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, FinishReason, RequestId, SamplingParams, Slo
 
 MAX_TOTAL = 512
@@ -158,11 +158,11 @@ class RingWorld:
         heapq.heappush(self.due, (at_ns, self._count, function))
 
     def next_ns(self) -> int | None:
-        """See `qllm.sim.Arrivals`."""
+        """See `qllm.sim.runner.Arrivals`."""
         return self.due[0][0] if self.due else None
 
     def arrive(self) -> None:
-        """See `qllm.sim.Arrivals`."""
+        """See `qllm.sim.runner.Arrivals`."""
         while self.due and self.due[0][0] <= self.clock.at_ns:
             heapq.heappop(self.due)[2]()
 

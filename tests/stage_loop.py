@@ -7,7 +7,6 @@ stage that they chose. `qllm.device.loop` is the same with the native server and
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from qllm.decision import Limits
 from qllm.device import serving
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.deciding import host_calls
@@ -18,6 +17,7 @@ from qllm.device.stages import branches, check_stages, lanes_of
 from qllm.errors import InvariantError
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.policy import RankPolicy
+from qllm.scheduler.decision import Limits
 from qllm.types import NS_PER_MS, SamplingParams, Slo
 
 NO_SLO = Slo()

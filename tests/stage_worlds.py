@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from stage_loop import StageLoop
 
-from qllm.cuda.lanes import Bucket, Lane
+from qllm.cuda.buffers import Bucket, Lane
 from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
-from qllm.decision import Limits
 from qllm.device import lanes, layout
-from qllm.engine import EngineLoop
+from qllm.engine.loop import EngineLoop
 from qllm.ingress import Submission
 from qllm.plan import ANY_ARRIVAL, NO_CUTS
-from qllm.scheduler import Scheduler
-from qllm.sim import VirtualClock
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.ingress import VirtualIngress
+from qllm.sim.runner import VirtualClock
 from qllm.types import NS_PER_MS, FinishReason, SamplingParams, Slo
-from qllm.virtual import VirtualIngress
 
 STAGE_NS = NS_PER_MS
 """What a stage takes."""

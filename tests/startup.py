@@ -16,10 +16,10 @@ from families import FAMILIES, MAKERS
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models import conformance
-from qllm.models.attention import Span
 from qllm.models.discover import base_model
-from qllm.runner import TorchRunner
+from qllm.runner import conformance
+from qllm.runner.layers.attention import Span
+from qllm.runner.runner import TorchRunner
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEGMENT_MS = (5.0, 0.3, 0.1, float("inf"))

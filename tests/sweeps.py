@@ -15,11 +15,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from qllm.compile import compile_program
 from qllm.kernels import cpu
-from qllm.models.sweep import NOTHING
-from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row, Watch
-from qllm.runner import TorchRunner
+from qllm.plan import CutRule, Plan, Row
+from qllm.runner.protocol import Watch
+from qllm.runner.runner import TorchRunner
+from qllm.runner.sweep import NOTHING
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, SamplingParams
 
 assert cpu.MISSING is None, cpu.MISSING

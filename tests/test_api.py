@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 import qllm
 from qllm import Priority, QLLMEngine, QueueFull, SamplingParams, Slo
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError
-from qllm.handle import Handle
+from qllm.frontend.handle import Handle
+from qllm.frontend.prompts import to_sampling
 from qllm.plan import Plan
 from qllm.policy import View
-from qllm.prompts import to_sampling
 from qllm.types import Cap, FinishReason, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, logprobs=0)

@@ -91,7 +91,7 @@ def test_forced_routing_is_even_or_skewed_and_follows_the_token(routing: ModuleT
 def test_routing_is_forced_inside_the_block_alone(routing: ModuleType, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from qllm.random_moe import make_random_moe
+    from qllm.measure.random_moe import make_random_moe
 
     model = AutoModelForCausalLM.from_pretrained(make_random_moe(tmp_path / "m", size="1m")).eval()
     ids = torch.arange(40)[None]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from families import make_model
 
-from qllm.calibrate import ROUNDS, measure_costs
-from qllm.decision import Limits
-from qllm.plan import Index, Program
-from qllm.runner import TorchRunner
+from qllm.engine.calibrate import ROUNDS, measure_costs
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.program import Index, Program
 from qllm.types import Grain
 
 LIMITS = Limits(

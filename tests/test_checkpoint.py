@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import CheckpointError
-from qllm.handle import Handle, Result
+from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL
-from qllm.plan import Index, OpKind, Program
+from qllm.scheduler.program import Index, OpKind, Program
 
 SETTINGS: dict[str, Any] = {
     "conformance": False,

@@ -13,12 +13,12 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qllm.kernels import cpu
-from qllm.models import conformance
-from qllm.models.experts import TorchBank
-from qllm.models.linear import PLAIN
-from qllm.models.native_experts import NativeBank, is_covered
-from qllm.models.work import Work
-from qllm.runner import TorchRunner
+from qllm.runner import conformance
+from qllm.runner.layers.experts import TorchBank
+from qllm.runner.layers.native_experts import NativeBank, is_covered
+from qllm.runner.layers.rows import PLAIN
+from qllm.runner.layers.work import Work
+from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.cli.app import FAILED
-from qllm.handle import Handle, Piece
+from qllm.frontend.handle import Handle, Piece
+from qllm.measure.random_moe import make_random_moe
 from qllm.plan import Row
-from qllm.random_moe import make_random_moe
-from qllm.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace
+from qllm.record.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace
 from qllm.types import FinishReason, Grain, Priority
 from qllm.workloads.replay import Mix, Waits, compare, make_workload, only, replay, solo_tokens
 
@@ -218,7 +218,7 @@ def test_nothing_is_left_of_a_model_that_failed(
     def fail(*_: object) -> None:
         raise RuntimeError("no more")
 
-    monkeypatch.setattr("qllm.random_moe._random_model", fail)
+    monkeypatch.setattr("qllm.measure.random_moe._random_model", fail)
     with pytest.raises(RuntimeError, match="no more"):
         make_random_moe(tmp_path / "model", size="1m")
     assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 from qllm.cli import app
 from qllm.cli.app import FAILED
 from qllm.errors import ConfigError
-from qllm.random_moe import make_random_moe
+from qllm.measure.bench import Load, corpus_of
+from qllm.measure.random_moe import make_random_moe
 from qllm.types import Priority
-from qllm.workloads.bench import Load, corpus_of
 from qllm.workloads.capacity import Capacity
 from qllm.workloads.files import write_requests
 from qllm.workloads.spec import RequestSpec

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qllm.compile import chunk_end, compile_program
-from qllm.plan import NO_CUTS, CutRule, Index, ModelShape, Op, OpKind, Ops, Plan, Program, Row
+from qllm.plan import NO_CUTS, CutRule, ModelShape, Plan, Row, chunk_end
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import Index, Op, OpKind, Ops, Program
 
 LAYERS = 5
 SHAPE = ModelShape(LAYERS, 4, 2, (False, True, True, False, True), 97, 4096)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from qllm import QLLMEngine
 from qllm.errors import ModelError
-from qllm.models import reference
-from qllm.models.conformance import BEYOND_WINDOW, NUM_PROMPT, _Probe, _tokens, check
 from qllm.models.discover import discover
-from qllm.models.fast import Routed
-from qllm.models.reference import LayerPass, Routing
-from qllm.runner import TorchRunner
+from qllm.runner import reference
+from qllm.runner.conformance import BEYOND_WINDOW, NUM_PROMPT, _Probe, _tokens, check
+from qllm.runner.layers.drivers import Routed
+from qllm.runner.reference import LayerPass, Routing
+from qllm.runner.runner import TorchRunner
 
 SAMPLE = [8 * (i % 6) + 3 * i % 8 for i in range(12)]
 """Every family, every dtype with one thread and with two."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from qllm import cubins
+from qllm.device import cubins
 from qllm.plugins import load_policy
 
 

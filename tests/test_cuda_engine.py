@@ -9,10 +9,11 @@ import torch
 from fake_cuda import FakeCuda
 from families import DTYPES, VOCAB, make_model
 
-from qllm import QLLMEngine, SamplingParams, core
+from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
-from qllm.cuda.lanes import Bucket
+from qllm.cuda.buffers import Bucket
 from qllm.cuda.runner import CudaRunner
+from qllm.engine import build
 from qllm.errors import ConfigError
 
 BUCKETS = [Bucket(8, False), Bucket(96, True)]
@@ -27,7 +28,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeCuda]) -> None:
             max_total_tokens=128, graphs=fakes[-1], buckets=BUCKETS, layers_per_stage=1,
         )  # fmt: skip
 
-    monkeypatch.setattr(core, "make_runner", make)
+    monkeypatch.setattr(build, "make_runner", make)
 
 
 def storm(policy: str) -> tuple[list[tuple[int, ...]], dict[str, Any], QLLMEngine]:
@@ -72,7 +73,7 @@ def test_a_model_on_cuda_gets_the_device_runner_and_no_level_two() -> None:
         device = torch.device("cuda")
 
     with pytest.raises(ConfigError, match="batch-invariant"):
-        core.make_runner(OnCuda(), EngineConfig(exactness="batch-invariant"))
+        build.make_runner(OnCuda(), EngineConfig(exactness="batch-invariant"))
 
 
 def test_stages_hold_the_longest_sequence_that_the_shape_says(
@@ -89,7 +90,7 @@ def test_stages_hold_the_longest_sequence_that_the_shape_says(
 
     monkeypatch.setattr("qllm.cuda.runner.CudaRunner", make)
     config = EngineConfig(max_num_seqs=2, max_kv_tokens=1 << 16)
-    runner = core.make_runner(OnCuda(), config)
+    runner = build.make_runner(OnCuda(), config)
     assert isinstance(runner, CudaRunner)
     assert runner.stages is not None
     longest = runner.stages.lanes[True].max_pages * config.block_size

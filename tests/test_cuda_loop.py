@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_loop import FakeLoopApi
 
-from qllm.cuda.loop import NO_BRANCH, KernelCall, LoopGraph, Watch, serve
+from qllm.device.graph import NO_BRANCH, KernelCall, LoopGraph, Watch, serve
 from qllm.errors import DeviceError, ModelError
 
 
@@ -128,7 +128,7 @@ def test_calls_reach_cuda_with_the_arguments_it_takes() -> None:
     """Without a driver every call answers so: a wrong argument would be a TypeError instead."""
     from cuda.bindings import driver, runtime
 
-    from qllm.cuda.loop_api import CudaLoopApi
+    from qllm.device.graph_api import CudaLoopApi
 
     api = CudaLoopApi.__new__(CudaLoopApi)
     api._stream = SimpleNamespace(cuda_stream=0)

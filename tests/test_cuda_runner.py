@@ -11,13 +11,14 @@ import torch
 from fake_cuda import FakeCuda
 from families import DTYPES, FAMILIES, VOCAB, make_model
 
-from qllm.compile import compile_program
-from qllm.cuda.lanes import Bucket
+from qllm.cuda.buffers import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.errors import ModelError
-from qllm.models import conformance
-from qllm.plan import NO_CUTS, NO_STOP, START, Index, Plan, Program, Row
-from qllm.runner import TorchRunner
+from qllm.plan import NO_CUTS, NO_STOP, Plan, Row
+from qllm.runner import conformance
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, Program
 from qllm.types import Grain, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

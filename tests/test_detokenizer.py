@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from qllm.detokenizer import MAX_WINDOW, Detokenizer
+from qllm.frontend.detokenizer import MAX_WINDOW, Detokenizer
 
 CORPUS = [
     "the cat sat on the mat, the end.",

@@ -21,10 +21,10 @@ from test_native_lanes import random_dry_run
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.cuda.runner import CudaRunner
-from qllm.differential import run_trace
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
+from qllm.ingress.structs import RING_END
 from qllm.plugins import load_policy
-from qllm.structs import RING_END
+from qllm.sim.differential import run_trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 

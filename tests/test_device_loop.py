@@ -20,19 +20,19 @@ from families import make_model
 from stage_worlds import STAGE_NS, HostWorld, Job, random_jobs
 from test_native_stages import LIMITS, LONGEST, VOCAB, policy_of, runner_of
 
-from qllm.cuda.loop import KernelCall, LoopGraph, Watch, serve
 from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key
 from qllm.device import lanes
+from qllm.device.graph import KernelCall, LoopGraph, Watch, serve
+from qllm.device.launcher import DeviceEngine, _of_cuda
 from qllm.device.loop import DeviceLoop
-from qllm.device_engine import DeviceEngine, _of_cuda
+from qllm.device.server import address_of, attach
 from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import Doorbell
-from qllm.native_loop import address_of, attach
-from qllm.sim import VirtualClock
+from qllm.sim.runner import VirtualClock
 from qllm.types import FinishReason, SamplingParams
 
 THREADS = 5
@@ -272,8 +272,8 @@ def test_a_loop_needs_stages_that_were_captured() -> None:
 
 def test_the_kernel_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("qllm.cuda.loop_api.CudaLoopApi", lambda: SimpleNamespace(load=_pair))
-    monkeypatch.setattr("qllm.cubins.kernel_of", lambda *what: what[1])
+    monkeypatch.setattr("qllm.device.graph_api.CudaLoopApi", lambda: SimpleNamespace(load=_pair))
+    monkeypatch.setattr("qllm.device.cubins.kernel_of", lambda *what: what[1])
     _, loaded = _of_cuda(policy_of("fcfs"), torch.device("cuda"))
     assert loaded == ((9, 0), "qllm_turn")
 

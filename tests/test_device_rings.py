@@ -19,18 +19,18 @@ from stage_worlds import STAGE_NS
 from test_device_loop import World, engine_of, jobs_of
 from test_native_stages import LIMITS, LONGEST, policy_of, runner_of
 
-from qllm.cuda.homes import Home, Vram
-from qllm.device_engine import DeviceEngine
-from qllm.device_rings import DeviceBlock, check_device, home_of
+from qllm.device.launcher import DeviceEngine
+from qllm.device.ring_memory import Home, Vram
+from qllm.device.rings import DeviceBlock, check_device, home_of
+from qllm.device.server import address_of
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
+from qllm.ingress.remote import nixl as transport
+from qllm.ingress.remote.nixl import Link, NixlError
+from qllm.ingress.remote.pull import PullingFrontEnd
 from qllm.ingress.shm import Doorbell
-from qllm.native_loop import address_of
-from qllm.sim import VirtualClock
-from qllm.transports import nixl as transport
-from qllm.transports.nixl import Link, NixlError
-from qllm.transports.pull import PullingFrontEnd
+from qllm.sim.runner import VirtualClock
 from qllm.types import FinishReason, SamplingParams
 
 CUDA1 = torch.device("cuda", 1)
@@ -214,7 +214,7 @@ def test_the_home_is_the_devices_choice(
         asked.append(device)
         return said
 
-    monkeypatch.setattr("qllm.device_rings.attributes_of", attributes)
+    monkeypatch.setattr("qllm.device.rings.attributes_of", attributes)
     with caplog.at_level(logging.INFO, "qllm"):
         assert home_of(CUDA1, "rdma").name == "vram"
     assert asked == [1]
@@ -252,8 +252,8 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
     def lock(address: int, num_bytes: int) -> None:
         locked.append((address, num_bytes))
 
-    monkeypatch.setattr("qllm.device_engine.Pinned", lock)
-    monkeypatch.setattr("qllm.device_rings.attributes_of", lambda device: HOPPER)
+    monkeypatch.setattr("qllm.device.launcher.Pinned", lock)
+    monkeypatch.setattr("qllm.device.rings.attributes_of", lambda device: HOPPER)
     control, near = ControlBlock.create(0), FrontEndBlock.create(0, (8192,) * 4)
     far = [DeviceBlock(1, (8192,) * 4, VRAM, CUDA1), block_of(2, 8192)]
     head = SimpleNamespace(weight=SimpleNamespace(device=CUDA1))
@@ -265,8 +265,8 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
 
     server = SimpleNamespace(attach=lambda *_, **how: None)
     loop = SimpleNamespace(server=server)
-    monkeypatch.setattr("qllm.device_engine.DeviceLoop", lambda *_, **settings: loop)
-    monkeypatch.setattr("qllm.device_engine.OnDevice", stop)
+    monkeypatch.setattr("qllm.device.launcher.DeviceLoop", lambda *_, **settings: loop)
+    monkeypatch.setattr("qllm.device.launcher.OnDevice", stop)
     with pytest.raises(DeviceError, match="here a device is needed"):
         DeviceEngine(
             runner, policy_of("fcfs"), LIMITS, control=control, front_ends=[near, *far],

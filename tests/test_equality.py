@@ -17,11 +17,13 @@ import torch
 from families import DTYPES, FAMILIES, VOCAB, make_model
 from replay_schedule import replay
 
-from qllm import QLLMEngine, SamplingParams, trace
-from qllm.handle import Handle, Result
-from qllm.plan import CutRule, Index, Plan, Program
+from qllm import QLLMEngine, SamplingParams
+from qllm.frontend.handle import Handle, Result
+from qllm.plan import CutRule, Plan
 from qllm.policy import NO_STOP, View, next_row
-from qllm.runner import TorchRunner
+from qllm.record import trace
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import Index, Program
 from qllm.types import Cap, FinishReason, Grain
 
 LENGTHS = (40, 7, 23)

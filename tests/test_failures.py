@@ -20,11 +20,11 @@ from families import VOCAB, make_model
 from test_api import byte_tokenizer
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.check import World
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
-from qllm.handle import Handle
+from qllm.frontend.handle import Handle
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, Ride, View, next_row
+from qllm.sim.check import World
 from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, Grain, Priority, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
@@ -431,7 +431,7 @@ def test_waiting_now_and_then_is_no_stall() -> None:
 
 
 def test_an_engine_outlives_a_policy_that_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qllm.decision.MAX_IDLE_NS", 200 * NS_PER_MS)
+    monkeypatch.setattr("qllm.scheduler.decision.MAX_IDLE_NS", 200 * NS_PER_MS)
     with engine_of(policy=Planner(SLEEP["a-little"])) as engine:
         for handle in submit_all(engine, [ids(5), ids(6)]):
             with pytest.raises(RequestFailedError, match="policy Planner stalls"):

@@ -19,9 +19,9 @@ from test_blame import (
     served,
 )
 
-from qllm.check import World
 from qllm.plan import Plan
 from qllm.policy import StepReport, View
+from qllm.sim.check import World
 from qllm.types import Priority, RequestId, Slo
 from qllm_policies.fcfs import Fcfs
 

@@ -21,10 +21,10 @@ from sweeps import GREEDY, LAYERS, VOCAB, Poll, compiled, model_of, next_row, pr
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
-from qllm.kv_cache import RequestKV
-from qllm.models.frame import Frame
-from qllm.plan import START, Index, Program
-from qllm.runner import TorchRunner
+from qllm.runner.frame import Frame
+from qllm.runner.kv import RequestKV
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import START, Index, Program
 from qllm.types import Grain
 
 assert min(FAMILY_VOCAB, VOCAB) == VOCAB, "prompts must fit both vocabularies"

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from test_scheduler import Machine
 
-from qllm import trace
-from qllm.check import LIMITS, World, check_policy
 from qllm.errors import ConfigError
 from qllm.plan import Plan, Row
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import CostTable, View
-from qllm.scheduler import Scheduler
-from qllm.sim import SimCosts
+from qllm.record import trace
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.check import LIMITS, World, check_policy
+from qllm.sim.runner import SimCosts
 from qllm.types import NS_PER_MS, Evict, Grain, Priority, RequestId, Slo
 from qllm_policies.flow import Flow
 from qllm_policies.laps import Laps

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from qllm.compile import compile_program
 from qllm.kernels import cpu
-from qllm.models.heads import HeadState
-from qllm.models.linear import PLAIN
-from qllm.models.packed import HEAD_BLOCK, Head
-from qllm.plan import START, Index, OpKind, Plan, Program, Row
-from qllm.runner import TorchRunner
+from qllm.plan import Plan, Row
+from qllm.runner.heads import HeadState
+from qllm.runner.layers.linears import HEAD_BLOCK, Head
+from qllm.runner.layers.rows import PLAIN
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, Sampled, SamplingParams
 
 assert cpu.MISSING is None, cpu.MISSING

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.cuda.homes import Pinned, attributes_of, choose_home
+from qllm.device.ring_memory import Pinned, attributes_of, choose_home
 from qllm.errors import ConfigError, DeviceError
 
 HOPPER = {"rdma": 1, "ordering": 100, "maps_host": 1, "same_pointer": 1}

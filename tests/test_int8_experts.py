@@ -12,15 +12,15 @@ from test_runner import add, forward, prompt_of, serve
 from torch import Tensor, nn
 
 from qllm.config import EngineConfig
-from qllm.core import make_runner
+from qllm.engine.build import make_runner
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Int8Stack
 from qllm.llm import QLLMEngine
-from qllm.models import conformance
-from qllm.models.native_experts import NativeBank
-from qllm.models.work import Work
-from qllm.runner import TorchRunner
+from qllm.runner import conformance
+from qllm.runner.layers.native_experts import NativeBank
+from qllm.runner.layers.work import Work
+from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())

@@ -7,8 +7,8 @@ from test_device_loop import World, engine_of
 from test_device_rings import CUDA1, block_of
 from test_native_stages import runner_of
 
+from qllm.device.launcher import SERVER
 from qllm.device.server import CutOff
-from qllm.device_engine import SERVER
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.memory import FrontEndBlock
 
@@ -59,12 +59,14 @@ def test_a_front_end_that_cannot_be_page_locked_is_not_attached(
     def fail(address: int, num_bytes: int) -> None:
         raise DeviceError("no more memory can be locked")
 
-    monkeypatch.setattr("qllm.device_engine.Pinned", fail)
+    monkeypatch.setattr("qllm.device.launcher.Pinned", fail)
     late = FrontEndBlock.create(5, (8192,) * 4)
     for _ in range(2):
         with pytest.raises(DeviceError, match="no more memory"):
             engine.attach(late)
         assert not engine.serves(5)
-    monkeypatch.setattr("qllm.device_engine.Pinned", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(
+        "qllm.device.launcher.Pinned", lambda *_: SimpleNamespace(close=lambda: None)
+    )
     engine.attach(late)
     assert engine.serves(5)

@@ -10,13 +10,14 @@ from families import FAMILIES, make_model
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qllm.compile import compile_program
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import KEY_BLOCK
-from qllm.kv_cache import RequestKV
-from qllm.models.attention import Span, Step
-from qllm.plan import START, Index, OpKind, Plan, Program, Row
-from qllm.runner import TorchRunner
+from qllm.plan import Plan, Row
+from qllm.runner.kv import RequestKV
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, SamplingParams
 
 LONG, TOKENS, HEADS, GROUPS, HEAD, BOUND_MS = 131072, 24, 12, 4, 64, 5.0

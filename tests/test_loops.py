@@ -23,12 +23,12 @@ from test_server_replay import Client
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.device import serving
+from qllm.device.server import MAX_FRONT_ENDS, MIN_CAPACITY
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, RequestFailedError
+from qllm.frontend.prompts import MOST_STOP_IDS
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.native_engine import MAX_FRONT_ENDS, MIN_CAPACITY
-from qllm.prompts import MOST_STOP_IDS
-from qllm.transports.meeting import Address, Meeting
-from qllm.transports.pull import PullingFrontEnd
+from qllm.ingress.remote.meeting import Address, Meeting
+from qllm.ingress.remote.pull import PullingFrontEnd
 from qllm.types import FinishReason, RequestStatus
 
 EXACT = SETTINGS | {"exactness": "batch-invariant", "max_kv_tokens": 8192}
@@ -220,7 +220,7 @@ def test_a_crash_of_the_loop_ends_every_request_with_the_reason(model: str) -> N
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = str(Path(__file__).parent)
-    monkeypatch.setattr("qllm.process_host._BOOT", BOOT)
+    monkeypatch.setattr("qllm.frontend.process._BOOT", BOOT)
     monkeypatch.setattr("qllm.llm.check_device", lambda device: None)
     monkeypatch.syspath_prepend(tests)
 

@@ -13,16 +13,17 @@ import pytest
 import test_scheduler as laws
 import test_shapes as shapes
 
-from qllm.blocks import BlockPool
-from qllm.decision import Decision, Drop, Parked
-from qllm.engine import EngineLoop
+from qllm.engine.loop import EngineLoop
 from qllm.errors import PolicyError
 from qllm.ingress import Cancel, InprocIngress
-from qllm.plan import Index, Plan
-from qllm.request import Request
-from qllm.scheduler import Scheduler
-from qllm.shapes import _Shaper
-from qllm.sim import SimRunner
+from qllm.plan import Plan
+from qllm.scheduler.blocks import BlockPool
+from qllm.scheduler.decision import Decision, Drop, Parked
+from qllm.scheduler.program import Index
+from qllm.scheduler.rank_plan import _Shaper
+from qllm.scheduler.request import Request
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.runner import SimRunner
 from qllm.types import Frontier
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -36,11 +37,11 @@ class Mutant(NamedTuple):
 
 
 def evict_an_equal_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qllm.victims._behind", lambda victim, request: victim is not request)
+    patch.setattr("qllm.scheduler.victims._behind", lambda victim, request: victim is not request)
 
 
 def evict_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    from qllm import scheduler
+    from qllm.scheduler import scheduler
 
     victims_for = scheduler.victims_for
 
@@ -115,14 +116,14 @@ def ignore_the_stop_word(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_seat_too_many(patch: pytest.MonkeyPatch) -> None:
-    from qllm import validate
+    from qllm.scheduler import rules
 
-    budget = validate._broken_budget
+    budget = rules._broken_budget
 
     def lax(plan: Any, requests: Any, view: Any) -> Any:
         return budget(plan, requests, replace(view, max_num_seqs=view.max_num_seqs + 1))
 
-    patch.setattr(validate, "_broken_budget", lax)
+    patch.setattr(rules, "_broken_budget", lax)
 
 
 def ignore_the_stall_bound(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def keep_the_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def start_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qllm.validate._broken_row", lambda row, request, num_layers: None)
+    patch.setattr("qllm.scheduler.rules._broken_row", lambda row, request, num_layers: None)
 
 
 def tear_frames(patch: pytest.MonkeyPatch) -> None:
@@ -176,16 +177,16 @@ def finish_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def ride_for_free(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qllm.shapes.MIN_SLICE_NS", -(10**12))
+    patch.setattr("qllm.scheduler.rank_plan.MIN_SLICE_NS", -(10**12))
     patch.setattr(Scheduler, "_settle_ride", lambda *args: None)
 
 
 def chunk_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qllm.scheduler.align_rows", lambda rows, *_: list(rows))
+    patch.setattr("qllm.scheduler.scheduler.align_rows", lambda rows, *_: list(rows))
 
 
 def evict_a_cohort_for_its_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qllm.victims._is_between_groups", lambda request: False)
+    patch.setattr("qllm.scheduler.victims._is_between_groups", lambda request: False)
 
 
 def join_a_cohort_under_way(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ def wait_for_the_whole_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_ranks_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qllm.ranking.Reads", SimpleNamespace(PROGRESS=3, TIME=3))
+    patch.setattr("qllm.scheduler.ranking.Reads", SimpleNamespace(PROGRESS=3, TIME=3))
 
 
 def lose_who_waits_in_a_frame(patch: pytest.MonkeyPatch) -> None:

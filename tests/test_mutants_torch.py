@@ -13,9 +13,10 @@ from families import DTYPES, TOP_K, VOCAB, make_model
 from torch import Tensor
 
 from qllm import QLLMEngine, QllmError, SamplingParams
-from qllm.models import attention, experts
-from qllm.plan import CutRule, Index, Op, OpKind, Program
-from qllm.runner import TorchRunner
+from qllm.plan import CutRule
+from qllm.runner.layers import attention, experts
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import Index, Op, OpKind, Program
 
 CUTS = CutRule(
     max_cost=16.0,

@@ -10,24 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qllm.compile import compile_program
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import Router
-from qllm.kv_cache import RequestKV
-from qllm.models import compute
-from qllm.models.attention import Span, Step, install
 from qllm.models.discover import discover
-from qllm.models.experts import TorchBank
-from qllm.models.fast import FastDriver
-from qllm.models.linear import PLAIN
-from qllm.models.native import NativeDriver
-from qllm.models.native_experts import NativeBank
-from qllm.models.rope import RopeTable
-from qllm.models.work import Work
-from qllm.plan import NO_CUTS, START, Plan, Row
-from qllm.runner import TorchRunner
+from qllm.plan import NO_CUTS, Plan, Row
+from qllm.runner import compute
+from qllm.runner.kv import RequestKV
+from qllm.runner.layers.attention import Span, Step, install
+from qllm.runner.layers.drivers import FastDriver
+from qllm.runner.layers.experts import TorchBank
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.layers.native_experts import NativeBank
+from qllm.runner.layers.rows import PLAIN
+from qllm.runner.layers.work import Work
+from qllm.runner.rope import RopeTable
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START
 from qllm.types import Grain, SamplingParams
 
 assert cpu.MISSING is None, cpu.MISSING

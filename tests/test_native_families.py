@@ -15,14 +15,14 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Latents
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import Router
-from qllm.kv_cache import RequestKV
-from qllm.models import known
-from qllm.models.attention import Span, Step, install
+from qllm.models import fingerprints
 from qllm.models.discover import discover
-from qllm.models.fast import FastDriver
-from qllm.models.native import NativeDriver
-from qllm.models.rope import RopeTable
-from qllm.runner import TorchRunner
+from qllm.runner.kv import RequestKV
+from qllm.runner.layers.attention import Span, Step, install
+from qllm.runner.layers.drivers import FastDriver
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.rope import RopeTable
+from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -67,7 +67,7 @@ def test_norms_are_those_of_the_modules(name: str, width: int) -> None:
     module = modules(width)[name].bfloat16()
     for i, p in enumerate(module.parameters()):
         p.copy_(rand(width, seed=3 + i))
-    assert known.norm_kind(module) == name
+    assert fingerprints.norm_kind(module) == name
     x = rand(9, width, seed=1, scale=30) + 7
     norm = Norm(module.weight, 1e-5, name, getattr(module, "bias", None))
     found, expected = norm(x), module(x)
@@ -361,7 +361,7 @@ def test_a_family_whose_functions_changed_stays_with_torch(
 ) -> None:
     family = {"HALVES": "mixtral", "HALF_TABLE": "gpt_oss", "PAIRS": "deepseek_v3"}
     model = make_model(family.get(table, "phimoe"), torch.bfloat16)
-    monkeypatch.setattr(known, table, dict.fromkeys(getattr(known, table), "another"))
+    monkeypatch.setattr(fingerprints, table, dict.fromkeys(getattr(fingerprints, table), "another"))
     names = set(NativeDriver(discover(model).layers[LAYER], cpu.Arena()).names)
     left = {"attention"} if table == "SPARSE_MIXER" else {"router"}
     assert names == (left | {"mlp"} if table == "PAIRS" else left)

@@ -13,20 +13,21 @@ from on_device import DeviceTurns
 from stage_loop import StageLoop
 from stage_worlds import NativeWorld, dry_stages, random_jobs
 
-from qllm.compile import compile_program
-from qllm.cuda.lanes import Bucket, Lane
+from qllm.cuda.buffers import Bucket, Lane
 from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
-from qllm.decision import Limits
 from qllm.device import lanes, layout, serving
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
 from qllm.device.stages import check_stages
-from qllm.differential import random_shape
 from qllm.errors import ConfigError, InvariantError
-from qllm.models.frame import Frame
-from qllm.plan import NO_CUTS, ModelShape, OpKind, Plan, Program, Row
+from qllm.plan import NO_CUTS, ModelShape, Plan, Row
 from qllm.plugins import load_policy
+from qllm.runner.frame import Frame
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.program import OpKind, Program
+from qllm.sim.differential import random_shape
 from qllm.types import Grain, SamplingParams
 
 LIMITS = Limits(

@@ -14,16 +14,16 @@ import torch
 from families import VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.decision import Limits
-from qllm.device.server import NativeServer
+from qllm.device.server import NativeServer, address_of
+from qllm.engine.native_loop import NativeLoop
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.shm import Doorbell
-from qllm.native_loop import NativeLoop, address_of
 from qllm.plugins import load_policy
-from qllm.runner import TorchRunner
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.decision import Limits
 from qllm.types import FinishReason, Grain, Priority, RequestId, Slo
 
 LIMITS = Limits(

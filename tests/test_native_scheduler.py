@@ -13,18 +13,18 @@ from families import VOCAB, make_model
 from on_device import DeviceCalls
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.check import LIMITS, SHAPE, World
-from qllm.decision import Limits
 from qllm.device import layout
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
 from qllm.device.scheduler import NativeScheduler
-from qllm.differential import DifferenceError, Twin, random_shape, random_world, run_trace
 from qllm.errors import CheckpointError, ConfigError, PolicyError
 from qllm.plan import NO_CUTS
 from qllm.plugins import load_policy
-from qllm.request import Request
-from qllm.scheduler import Scheduler
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.request import Request
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.check import LIMITS, SHAPE, World
+from qllm.sim.differential import DifferenceError, Twin, random_shape, random_world, run_trace
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
 
 SHIPPED = ["fcfs", "ls-first", "priority", "qllm2", "chunked", "chunked-priority", "edf"]
@@ -277,7 +277,9 @@ def test_limits_reach_the_block() -> None:
 
 
 def test_numba_is_loaded_for_the_native_scheduler_alone() -> None:
-    code = "import sys, qllm.core; print(sorted({'numba', 'qllm.device'} & set(sys.modules)))"
+    code = (
+        "import sys, qllm.engine.build; print(sorted({'numba', 'qllm.device'} & set(sys.modules)))"
+    )
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True

@@ -9,11 +9,9 @@ from on_device import DeviceCalls
 from ring_world import SHIPPED, RingWorld, tokens_alone, world
 from watching import has_changed
 
-from qllm.decision import Limits
 from qllm.device import serving
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
-from qllm.differential import random_costs, random_shape
 from qllm.errors import ConfigError
 from qllm.ingress import CONTROL, layout
 from qllm.ingress.front_end import TokenAt
@@ -21,6 +19,8 @@ from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import FrontEndBlock
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.plugins import load_policy
+from qllm.scheduler.decision import Limits
+from qllm.sim.differential import random_costs, random_shape
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, SamplingParams, Slo
 
 LS, BE = Priority.LS, Priority.BE

@@ -10,9 +10,9 @@ import pytest
 from ring_world import MAX_TOTAL, SHIPPED, RingWorld, tokens_alone, world
 from test_rings_shm import submission
 
-from qllm.check import LIMITS
 from qllm.ingress import codec, layout
 from qllm.ingress.layout import NUMBER_BITS
+from qllm.sim.check import LIMITS
 from qllm.types import MAX_TIME_MS, NS_PER_MS, FinishReason, Priority, SamplingParams
 
 LS, BE = Priority.LS, Priority.BE

@@ -13,10 +13,10 @@ from families import FAMILIES, VOCAB, make_model
 from stage_loop import StageLoop
 from stage_worlds import STAGE_NS, HostWorld, Job, NativeWorld, Outcome, random_jobs
 
-from qllm.cuda.lanes import Bucket
+from qllm.cuda.buffers import Bucket
 from qllm.cuda.runner import CudaRunner
-from qllm.decision import Limits
 from qllm.plugins import load_policy
+from qllm.scheduler.decision import Limits
 from qllm.types import Grain, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, seed=1)

@@ -8,7 +8,7 @@ import pytest
 
 from qllm.kernels import cpu
 from qllm.kernels.cpu import attention, experts, norms, routers
-from qllm.models import sweep
+from qllm.runner import sweep
 
 FOLDER = Path(cpu.__file__).resolve().parent
 STRUCTS: dict[str, type[ctypes.Structure]] = {

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from qllm.check import check_policy
 from qllm.cli import app
+from qllm.cli.new_policy import KINDS, new_policy
 from qllm.errors import ConfigError
-from qllm.scaffold import KINDS, new_policy
+from qllm.sim.check import check_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 runner = CliRunner()

@@ -11,8 +11,8 @@ import torch
 from families import make_model
 from hosts import wait_for
 
-import qllm.core
-import qllm.thread_host
+import qllm.engine.build
+import qllm.frontend.thread
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ModelError
 from qllm.ingress import Call
@@ -191,10 +191,10 @@ def test_an_engine_that_crashed_gives_way(
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (qllm.core, "check_conformance"),
-        (qllm.core, "EngineLoop"),
-        (qllm.thread_host, "Core"),
-        (qllm.thread_host, "freeze_garbage"),
+        (qllm.engine.build, "check_conformance"),
+        (qllm.engine.build, "EngineLoop"),
+        (qllm.frontend.thread, "Core"),
+        (qllm.frontend.thread, "freeze_garbage"),
     ],
 )
 def test_an_engine_that_cannot_be_made_gives_the_model_back(

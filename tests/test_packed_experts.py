@@ -12,17 +12,17 @@ from test_runner import add, forward, prompt_of, serve
 from torch import Tensor
 
 from qllm.config import EngineConfig
-from qllm.core import make_runner
+from qllm.engine.build import make_runner
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Experts
 from qllm.llm import QLLMEngine
-from qllm.models import conformance
 from qllm.models.discover import discover
-from qllm.models.native import NativeDriver
-from qllm.models.native_experts import NativeBank
-from qllm.models.work import Work
-from qllm.runner import TorchRunner
+from qllm.runner import conformance
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.layers.native_experts import NativeBank
+from qllm.runner.layers.work import Work
+from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -211,7 +211,7 @@ def test_make_runner_packs_models_of_any_size() -> None:
 MEMORY = """
 import ctypes, re, torch
 from transformers import MixtralConfig, MixtralForCausalLM
-from qllm.runner import TorchRunner
+from qllm.runner.runner import TorchRunner
 
 def read(name):
     text = open("/proc/self/status").read()

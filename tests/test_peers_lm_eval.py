@@ -14,8 +14,8 @@ import yaml
 from serving import Serving, serving, tiny_engine
 
 import qllm
+from qllm.measure.random_moe import cache_dir
 from qllm.models.loader import load
-from qllm.random_moe import cache_dir
 
 pytestmark = pytest.mark.peers
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from serving import Serving, serving, tiny_engine
 
-from qllm.random_moe import cache_dir
+from qllm.measure.random_moe import cache_dir
 from qllm.server.guard import ANYBODY
 
 pytestmark = pytest.mark.peers

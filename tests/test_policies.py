@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from qllm import trace
-from qllm.check import LIMITS, World, check_policy
 from qllm.errors import ConfigError, PolicyError
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy, View, next_row
-from qllm.sim import SimCosts
+from qllm.record import trace
+from qllm.sim.check import LIMITS, World, check_policy
+from qllm.sim.runner import SimCosts
 from qllm.types import NS_PER_MS, Cap, Grain, Priority, Slo
 from qllm_policies.qllm import Qllm
 from qllm_policies.qllm2 import Qllm2

@@ -28,9 +28,9 @@ from qllm.errors import (
     EngineClosedError,
     InvalidRequestError,
 )
-from qllm.handle import Result
+from qllm.frontend.handle import Result
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.trace import Finished
+from qllm.record.trace import Finished
 from qllm.types import FinishReason, RequestStatus, Slo
 
 LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)

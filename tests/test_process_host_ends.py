@@ -33,7 +33,7 @@ from qllm.errors import (
     ModelError,
     RequestFailedError,
 )
-from qllm.trace import Finished
+from qllm.record.trace import Finished
 from qllm.types import FinishReason, RequestStatus
 
 

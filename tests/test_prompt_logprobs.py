@@ -13,17 +13,18 @@ from sweeps import Poll, prompt_of
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from qllm.compile import compile_program
-from qllm.cuda.lanes import Bucket
+from qllm.cuda.buffers import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.errors import InvalidRequestError, RequestFailedError
 from qllm.ingress import codec
 from qllm.ingress.ring import Record
 from qllm.llm import QLLMEngine
-from qllm.models.packed import HEAD_BLOCK
-from qllm.models.scores import Score
-from qllm.plan import START, Index, OpKind, Plan, Program, Row
-from qllm.runner import TorchRunner
+from qllm.plan import Plan, Row
+from qllm.runner.layers.linears import HEAD_BLOCK
+from qllm.runner.runner import TorchRunner
+from qllm.runner.scores import Score
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, Logprobs, PromptLogprobs, Sampled, SamplingParams
 
 ASKED = SamplingParams(temperature=0, prompt_logprobs=3)

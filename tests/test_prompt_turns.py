@@ -10,13 +10,13 @@ import torch
 from families import make_model
 from sweeps import prompt_of
 
-from qllm.decision import Limits
-from qllm.engine import EngineLoop
+from qllm.engine.loop import EngineLoop
 from qllm.ingress import InprocIngress, Submission
 from qllm.policy import Ride
-from qllm.runner import TorchRunner
-from qllm.scheduler import Scheduler
-from qllm.turns import TURN_NS
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.scheduler import Scheduler
+from qllm.scheduler.turns import TURN_NS
 from qllm.types import (
     NS_PER_MS,
     FinishReason,

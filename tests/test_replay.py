@@ -16,14 +16,15 @@ from families import DTYPES, FAMILIES, VOCAB, make_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qllm.compile import compile_program
 from qllm.errors import ModelError
 from qllm.models import discover
-from qllm.models.conformance import check
 from qllm.models.loader import load
-from qllm.models.replay import ReplayLayer
-from qllm.plan import NO_STOP, START, Index, OpKind, Plan, Program, Row
-from qllm.runner import TorchRunner
+from qllm.plan import NO_STOP, Plan, Row
+from qllm.runner.conformance import check
+from qllm.runner.layers.replay import ReplayLayer
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Driver, Grain, SamplingParams
 
 HERE = Path(__file__).parent

@@ -11,10 +11,10 @@ from families import make_model
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
-from qllm.handle import Handle
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import Open
+from qllm.frontend.replay import RequestLog
 from qllm.ingress import Submission
-from qllm.open import Open
-from qllm.request_log import RequestLog
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestStatus, Sampled, Slo
 
 LS, BE = 0, 10

@@ -27,7 +27,7 @@ from qllm.ingress.ring import (
     RingWriter,
     record_bytes,
 )
-from qllm.metrics import RequestMetrics
+from qllm.record.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, Sampled, SamplingParams, Slo
 
 # -- the layout

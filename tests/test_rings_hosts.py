@@ -22,8 +22,8 @@ from serving import until
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, EngineClosedError, RequestFailedError
-from qllm.remote_host import RemoteHello
-from qllm.transports.meeting import (
+from qllm.frontend.remote import RemoteHello
+from qllm.ingress.remote.meeting import (
     MIN_SECRET_BYTES,
     Address,
     Meeting,
@@ -224,7 +224,7 @@ def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
 def test_a_silent_engine_is_gone(
     model: str, monkeypatch: pytest.MonkeyPatch, secret_file: Path
 ) -> None:
-    monkeypatch.setattr("qllm.transports.meeting.LIVENESS_S", 1.0)
+    monkeypatch.setattr("qllm.ingress.remote.meeting.LIVENESS_S", 1.0)
     meeting = Meeting(Address("127.0.0.1", free_port()), "tcp", b"")
     with (
         QLLMEngine.from_pretrained(model, meeting=meeting, **SETTINGS) as engine,
@@ -344,7 +344,7 @@ def test_a_front_end_in_another_network(namespace: str, model: str, secret_file:
 
 
 def test_what_an_engine_says_survives_json(engine: QLLMEngine) -> None:
-    from qllm.remote_door import Card
+    from qllm.ingress.messages import Card
 
     card = Card(engine._host.info, engine.config, {"policy": "p"}, "m")
     found = RemoteHello.from_json(json.loads(json.dumps(card.to_json())))

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qllm.errors import ConfigError
-from qllm.remote_host import Clock
-from qllm.server.config import load_config
-from qllm.transports.meeting import (
+from qllm.frontend.remote import Clock
+from qllm.ingress.remote.meeting import (
     MIN_SECRET_BYTES,
     VERSION,
     Address,
@@ -22,6 +21,7 @@ from qllm.transports.meeting import (
     parse_address,
     read_secret,
 )
+from qllm.server.config import load_config
 
 SECRET = b"s" * MIN_SECRET_BYTES
 LOOPBACK = Address("127.0.0.1", 0)
@@ -147,7 +147,7 @@ def test_strangers_get_nowhere(data: bytes, is_engine: bool) -> None:
 
 
 def test_a_stranger_cannot_drip_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qllm.transports.meeting.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("qllm.ingress.remote.meeting.HANDSHAKE_S", 0.3)
     stranger, ours = sockets()
     wire, ended = Wire(ours), threading.Event()
 

@@ -16,10 +16,10 @@ from qllm.errors import ConfigError, QueueFullError
 from qllm.ingress import CONTROL, Cancel
 from qllm.ingress.codec import End
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.remote import nixl as transport
+from qllm.ingress.remote.nixl import Link, NixlError, NixlFrontEnd, NixlIngress
 from qllm.ingress.shm import Doorbell, RingSink
 from qllm.plan import ANY_ARRIVAL
-from qllm.transports import nixl as transport
-from qllm.transports.nixl import Link, NixlError, NixlFrontEnd, NixlIngress
 from qllm.types import FinishReason, Sampled
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 from pulled import Answerer, Met, block_of, submission, tokens_of
 
+from qllm.device.server import attach
+from qllm.engine.door import offer, peer_from
 from qllm.errors import ConfigError, QueueFullError
-from qllm.handle import Handle
+from qllm.frontend.handle import Handle
+from qllm.frontend.remote import RemoteHost
 from qllm.ingress import Cancel
 from qllm.ingress.front_end import FrontEnd, FrontEndRings, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.remote import nixl as transport
+from qllm.ingress.remote.nixl import NAP_NS, Link, NixlError
+from qllm.ingress.remote.pull import MIN_NAP_NS, MIN_WINDOW, LinkDriver, PullingFrontEnd
 from qllm.ingress.shm import Doorbell
-from qllm.native_loop import attach
-from qllm.remote_door import offer, peer_from
-from qllm.remote_host import RemoteHost
-from qllm.transports import nixl as transport
-from qllm.transports.nixl import NAP_NS, Link, NixlError
-from qllm.transports.pull import MIN_NAP_NS, MIN_WINDOW, LinkDriver, PullingFrontEnd
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 RING = 1 << 14

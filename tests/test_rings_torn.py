@@ -12,9 +12,9 @@ from test_rings_pull import Load
 from qllm.ingress.codec import encode_finish, encode_token
 from qllm.ingress.layout import FINISH_KIND, FRONT_END, TOKEN_KIND, cell
 from qllm.ingress.memory import FrontEndBlock, Segment
+from qllm.ingress.remote import pull
+from qllm.ingress.remote.pull import MIN_WINDOW, PullingFrontEnd
 from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, RingWriter
-from qllm.transports import pull
-from qllm.transports.pull import MIN_WINDOW, PullingFrontEnd
 from qllm.types import FinishReason, RequestId, Sampled
 
 RING = 1 << 12

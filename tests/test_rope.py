@@ -16,12 +16,12 @@ from test_equality import Chaos
 from torch import Tensor
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.handle import Result
+from qllm.frontend.handle import Result
 from qllm.ingress import Submission
 from qllm.models.discover import discover
-from qllm.models.rope import RopeTable, Switch, switch_of
 from qllm.plan import Plan
 from qllm.policy import View
+from qllm.runner.rope import RopeTable, Switch, switch_of
 from qllm.types import Priority, Slo
 
 ORIGINAL = 64

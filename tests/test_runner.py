@@ -11,16 +11,17 @@ import torch
 from families import DTYPES, FAMILIES, LAYERS, TOP_K, VOCAB, make_model
 from torch import Tensor
 
-from qllm import checkpoint
-from qllm.compile import compile_program
+from qllm.engine import archive
 from qllm.errors import CheckpointError, InvariantError, ModelError
 from qllm.models import discover as discover_module
-from qllm.models import experts as experts_module
-from qllm.models import packed
 from qllm.models.discover import discover
-from qllm.plan import START, CutRule, Index, OpKind, Plan, Program, Row
+from qllm.plan import CutRule, Plan, Row
 from qllm.policy import NO_STOP
-from qllm.runner import TorchRunner
+from qllm.runner.layers import experts as experts_module
+from qllm.runner.layers import linears
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Driver, Grain, SamplingParams
 
 PROMPT = 21
@@ -342,7 +343,7 @@ def test_a_dead_row_is_skipped_and_the_others_go_on() -> None:
 
 
 def test_grains_say_where_a_program_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "HEAD_BLOCK", 64)
+    monkeypatch.setattr(linears, "HEAD_BLOCK", 64)
     runner, _ = runner_of(model_of("mixtral", "fp32"))
     fine(runner)
     for grain in Grain:
@@ -403,7 +404,7 @@ def test_a_checkpoint_goes_on_in_a_new_runner(family: str, tmp_path: Path) -> No
             tensors, meta = runner.export_request(1)
             whole = {f"frame.{n}": t for n, t in frame.items()}
             whole.update({f"request.{n}": t for n, t in tensors.items()})
-            checkpoint.write(path, {"request": meta, "model": runner.fingerprint()}, whole)
+            archive.write(path, {"request": meta, "model": runner.fingerprint()}, whole)
             saved.append((index, path))
         if at_end:
             break
@@ -411,7 +412,7 @@ def test_a_checkpoint_goes_on_in_a_new_runner(family: str, tmp_path: Path) -> No
     serve(runner, 1, 1)
     assert len(saved) >= 6
     for index, path in saved:
-        meta, whole = checkpoint.read(path)
+        meta, whole = archive.read(path)
         other, found = runner_of(model)
         fine(other)
         assert meta["model"] == other.fingerprint()
@@ -438,18 +439,18 @@ def test_a_request_with_hidden_states_is_exported() -> None:
 
 def test_a_bad_checkpoint_is_refused(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
-    checkpoint.write(good, {"a": 1}, {"x": torch.arange(100)})
-    assert checkpoint.read(good)[0] == {"a": 1}
+    archive.write(good, {"a": 1}, {"x": torch.arange(100)})
+    assert archive.read(good)[0] == {"a": 1}
     whole = good.read_bytes()
     for data in (whole[:-7], whole[:40], b"", b"hello", whole.replace(b"qllm-ch", b"abcd-ch")):
         bad.write_bytes(data)
         with pytest.raises(CheckpointError):
-            checkpoint.read(bad)
+            archive.read(bad)
     bad.write_bytes(whole.replace(b'"version":"1"', b'"version":"9"'))
     with pytest.raises(CheckpointError, match="version 9"):
-        checkpoint.read(bad)
+        archive.read(bad)
     with pytest.raises(CheckpointError):
-        checkpoint.read(tmp_path / "missing")
+        archive.read(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from qllm.errors import InvariantError
-from qllm.sampler import Sampler, draw, philox4x32, uniform, weights
+from qllm.runner.sampler import Sampler, draw, philox4x32, uniform, weights
 from qllm.types import Sampled, SamplingParams
 
 

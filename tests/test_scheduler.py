@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from watching import has_changed
 
-from qllm import trace
-from qllm.check import LIMITS, SHAPE, Watched, World, watch
-from qllm.check import overload as overloaded_world
-from qllm.compile import compile_program
 from qllm.errors import ConfigError
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import CostTable, RankPolicy, View, next_row
-from qllm.ranking import Ranking
-from qllm.riding import Riding, ride_allowance_ns, settle, tpot_target_ns
-from qllm.shapes import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
-from qllm.sim import SimCosts, VirtualClock
+from qllm.record import trace
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.rank_plan import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
+from qllm.scheduler.ranking import Ranking
+from qllm.scheduler.ride import Riding, ride_allowance_ns, settle, tpot_target_ns
+from qllm.sim.check import LIMITS, SHAPE, Watched, World, watch
+from qllm.sim.check import overload as overloaded_world
+from qllm.sim.runner import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
 from qllm_policies.chunked_priority import ChunkedPriority

@@ -12,8 +12,8 @@ import pytest
 from serving import Broken, Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedError
+from qllm.frontend.prompts import render_chat
 from qllm.llm import QLLMEngine
-from qllm.prompts import render_chat
 from qllm.server.front import _pump, flat_message
 from qllm.types import SamplingParams, Slo
 

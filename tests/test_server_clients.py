@@ -11,7 +11,7 @@ import pytest
 from serving import Serving, serving, tiny_engine
 
 import qllm
-from qllm.random_moe import cache_dir
+from qllm.measure.random_moe import cache_dir
 
 CLIENTS = Path(sys.prefix) / "clients" / "bin" / "python"
 """Has guidellm; `make test` puts it there."""

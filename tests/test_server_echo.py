@@ -8,8 +8,8 @@ import pytest
 from serving import Serving, serving, tiny_engine
 
 from qllm.errors import ConfigError, InvalidRequestError
+from qllm.frontend.prompts import refuse_unserved
 from qllm.llm import QLLMEngine
-from qllm.prompts import refuse_unserved
 from qllm.server.config import load_config
 from qllm.types import SamplingParams
 

@@ -19,8 +19,8 @@ from serving import Serving, serving, tiny_engine, until
 from test_server_batches import ended, line, records, start
 
 from qllm.errors import ModelError
+from qllm.frontend.process import WATCH_S, Watchdog
 from qllm.llm import QLLMEngine
-from qllm.process_host import WATCH_S, Watchdog
 from qllm.server.config import ServerConfig
 from qllm.server.supervisor import Restarts
 

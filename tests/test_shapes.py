@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import alarm_after, events, finished_well, work_is_exact
 
-from qllm import trace
-from qllm.check import LIMITS, World, overload, watch
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import NO_CUTS, ModelShape, Plan, Row
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import Cap, CostTable, Groups, RankPolicy, Reads, View, next_row
-from qllm.ranking import Ranking, rank_all
-from qllm.scheduler import Scheduler
-from qllm.shapes import shape_plan
-from qllm.sim import SimCosts
+from qllm.record import trace
+from qllm.scheduler.rank_plan import shape_plan
+from qllm.scheduler.ranking import Ranking, rank_all
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.check import LIMITS, World, overload, watch
+from qllm.sim.runner import SimCosts
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
 from qllm_policies.chunked_priority import ChunkedPriority

@@ -1,7 +1,7 @@
 """Cohorts on tensors: rows that leave between layers keep their hidden states."""
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.trace import Planned
+from qllm.record.trace import Planned
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qllm.check import LIMITS, World
-from qllm.compile import compile_program
 from qllm.errors import InvariantError
-from qllm.plan import NO_CUTS, START, Index, ModelShape, OpKind, Plan, Program, Row
+from qllm.plan import NO_CUTS, ModelShape, Plan, Row
 from qllm.policy import View, next_row
-from qllm.sim import SimRunner, VirtualClock
-from qllm.timeline import Prices, SimCosts, Timeline, Work, expert_coverage, work_of
-from qllm.trace import Parked, Ran
+from qllm.record.trace import Parked, Ran
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
+from qllm.sim.check import LIMITS, World
+from qllm.sim.runner import SimRunner, VirtualClock
+from qllm.sim.timeline import Prices, SimCosts, Timeline, Work, expert_coverage, work_of
 from qllm.types import NS_PER_MS, Cap, Grain, Priority, SamplingParams
 from qllm_policies.qllm2 import Qllm2
 

@@ -16,18 +16,19 @@ from typer.testing import CliRunner
 from qllm.cli import app
 from qllm.config import EngineConfig, parse_slo
 from qllm.errors import ConfigError, ModelError, PolicyError
-from qllm.plan import ModelShape, OpKind, Plan
+from qllm.measure.variants import Variant, parse_variants
+from qllm.plan import ModelShape, Plan
 from qllm.policy import View
-from qllm.sim import SimCosts
-from qllm.simulation.calibrate import Load, Sample, calibrate, fit, nonnegative_fit
-from qllm.simulation.capacity import Question, harvest
-from qllm.simulation.costs import CostFile
-from qllm.simulation.outcome import Outcome
-from qllm.simulation.presets import model_spec, preset, spec_of
-from qllm.simulation.run import Flood, Simulated, simulate
-from qllm.simulation.variants import Variant, parse_variants
-from qllm.timeline import Work
-from qllm.trace import Arrived, Finished, Trace
+from qllm.record.trace import Arrived, Finished, Trace
+from qllm.scheduler.program import OpKind
+from qllm.sim.calibrate import Load, Sample, calibrate, fit, nonnegative_fit
+from qllm.sim.capacity import Question, harvest
+from qllm.sim.costs import CostFile
+from qllm.sim.outcome import Outcome
+from qllm.sim.presets import model_spec, preset, spec_of
+from qllm.sim.run import Flood, Simulated, simulate
+from qllm.sim.runner import SimCosts
+from qllm.sim.timeline import Work
 from qllm.types import Cap, FinishReason, Priority, Slo
 from qllm.workloads.spec import RequestSpec
 

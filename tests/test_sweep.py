@@ -30,9 +30,10 @@ from watching import has_changed
 from qllm.errors import InvariantError, ModelError
 from qllm.ingress import InprocIngress
 from qllm.kernels import cpu
-from qllm.models.sweep import NOTHING, Sweep
-from qllm.plan import START, Index, OpKind, Program, Watch
-from qllm.runner import TorchRunner
+from qllm.runner.protocol import Watch
+from qllm.runner.runner import TorchRunner
+from qllm.runner.sweep import NOTHING, Sweep
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain
 
 COVERED = {"qwen3": 4, "part_dense": 4, "part_torch": 3, "mixtral": 4, "olmoe": 4}

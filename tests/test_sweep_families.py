@@ -21,8 +21,8 @@ from torch import nn
 
 from qllm.errors import InvariantError
 from qllm.kernels import cpu
-from qllm.plan import START, OpKind
-from qllm.runner import TorchRunner
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import START, OpKind
 from qllm.types import Grain
 
 

@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qllm.metrics import Distribution, MetricsBuilder, RequestMetrics, percentile, request_metrics
-from qllm.metrics import summarize as summarize_trace
-from qllm.perfetto import DEVICE_TID, to_perfetto, write_perfetto
-from qllm.plan import NO_STOP, START, Index, Row
-from qllm.plots import choose_window, ttft_figure
-from qllm.trace import (
+from qllm.measure.plots import choose_window, ttft_figure
+from qllm.plan import NO_STOP, Row
+from qllm.record.metrics import (
+    Distribution,
+    MetricsBuilder,
+    RequestMetrics,
+    percentile,
+    request_metrics,
+)
+from qllm.record.metrics import summarize as summarize_trace
+from qllm.record.perfetto import DEVICE_TID, to_perfetto, write_perfetto
+from qllm.record.trace import (
     EVENT_TYPES,
     Arrived,
     CostsUpdated,
@@ -35,6 +41,7 @@ from qllm.trace import (
     sampling_from_dict,
     sampling_to_dict,
 )
+from qllm.scheduler.program import START, Index
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, SamplingParams, Slo
 
 MS = NS_PER_MS

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from interpret import DEVICES
 from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
 
-from qllm import sampler
 from qllm.kernels import reference
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.tiles import Query, tiles_of
 from qllm.kernels.triton import attention, moe, norm, rope, sampling
+from qllm.runner import sampler
 from qllm.types import SamplingParams
 
 FEW = settings(max_examples=8, deadline=None, phases=[Phase.generate])

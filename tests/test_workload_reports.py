@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from qllm.errors import ConfigError
-from qllm.plan import Index, Row
-from qllm.trace import Arrived, Event, Finished, Parked, Planned, Ran, Resumed, Token
+from qllm.plan import Row
+from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Resumed, Token
+from qllm.scheduler.program import Index
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
 from qllm.workloads.client import Server, class_bodies, replay_http, saturate_http
 from qllm.workloads.measure import Served, Window, class_report, report

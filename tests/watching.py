@@ -2,7 +2,7 @@
 
 import ctypes
 
-from qllm.plan import Watch
+from qllm.runner.protocol import Watch
 
 
 def has_changed(watch: Watch | None) -> bool:

@@ -71,8 +71,8 @@ def bench(
     """
     quiet()
     from qllm.config import parse_slo
-    from qllm.simulation.variants import parse_variants
-    from qllm.workloads.bench import Load, bench_engine, bench_server, table_rows
+    from qllm.measure.bench import Load, bench_engine, bench_server, table_rows
+    from qllm.measure.variants import parse_variants
 
     load = Load(
         name=workload,
@@ -141,7 +141,7 @@ def _capacity(text: str | None) -> "Capacity | None":
 def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
-    from qllm.random_moe import SIZES, make_random_moe
+    from qllm.measure.random_moe import SIZES, make_random_moe
 
     make: Any = AutoTokenizer.from_pretrained
     return make(make_random_moe(size=model) if model in SIZES else model)

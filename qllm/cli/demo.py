@@ -28,7 +28,7 @@ def demo(
 ) -> None:
     """Compare policies on a mixed load: one table, a figure and traces."""
     quiet()
-    from qllm.demo import DemoSettings, run_demo
+    from qllm.measure.demo import DemoSettings, run_demo
 
     run_demo(
         DemoSettings(

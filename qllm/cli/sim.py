@@ -11,8 +11,8 @@ from .app import Threads, app, clean, parse_setting, print_table, quiet
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
-    from qllm.simulation.capacity import Answer, Tried
-    from qllm.simulation.costs import CostFile
+    from qllm.sim.capacity import Answer, Tried
+    from qllm.sim.costs import CostFile
     from qllm.types import Slo
     from qllm.workloads.spec import RequestSpec
 
@@ -37,8 +37,8 @@ Seed = Annotated[int, typer.Option(help="Of the arrivals.")]
 
 
 def _machine(model: str | None, costs: Path | None, preset: str | None) -> "CostFile":
-    from qllm.simulation.costs import CostFile
-    from qllm.simulation.presets import preset as computed
+    from qllm.sim.costs import CostFile
+    from qllm.sim.presets import preset as computed
 
     if (costs is None) == (preset is None):
         raise ConfigError(
@@ -93,9 +93,9 @@ def sim(
 ) -> None:
     """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
     from qllm.config import parse_slo
-    from qllm.simulation import outcome
-    from qllm.simulation.run import simulate
-    from qllm.simulation.variants import parse_variants
+    from qllm.sim import outcome
+    from qllm.measure.variants import parse_variants
+    from qllm.sim.run import simulate
 
     from .trace import print_summary
 
@@ -168,7 +168,7 @@ def _with_slo(specs: "list[RequestSpec]", slo: "Slo") -> "list[RequestSpec]":
 
 
 def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: float | None) -> None:
-    from qllm.perfetto import class_name
+    from qllm.record.perfetto import class_name
     from qllm.workloads.generators import offered_rates
 
     length_s = seconds or max(1e-9, max(s.at_s for s in specs))
@@ -201,8 +201,8 @@ def plan(
 ) -> None:
     """Tell how much BE throughput fits beside LS under its targets, policy by policy."""
     from qllm.config import parse_slo
-    from qllm.simulation.capacity import Question, harvest
-    from qllm.simulation.variants import parse_variants
+    from qllm.measure.variants import parse_variants
+    from qllm.sim.capacity import Question, harvest
 
     variants = parse_variants(policy)
     machine = _machine(model, costs, preset)
@@ -218,7 +218,7 @@ def plan(
     answers = harvest(question, machine, variants, config, _say_tried)
     print_table(_PLAN_HEAD, [_plan_row(answer) for answer in answers])
     if out is not None:
-        from qllm.simulation.figures import plan_figure
+        from qllm.sim.figures import plan_figure
 
         out.mkdir(parents=True, exist_ok=True)
         plan_figure(answers, question, out / "plan.png")
@@ -250,7 +250,7 @@ def _say_tried(label: str, tried: "Tried") -> None:
 
 
 def _plan_row(answer: "Answer") -> tuple[str, ...]:
-    from qllm.simulation.outcome import pair
+    from qllm.sim.outcome import pair
 
     best, full = answer.best, answer.tried[-1].outcome
     backlog = f"{full.attainment or 0:.1%} met, {full.be_per_s:,.0f} tokens/s"
@@ -282,8 +282,8 @@ def calibrate(
     """Measure what a model costs on this machine, for `qllm sim` and `qllm plan`."""
     quiet()
     from qllm.config import engine_config
-    from qllm.simulation.calibrate import LOADS
-    from qllm.simulation.calibrate import calibrate as measure
+    from qllm.sim.calibrate import LOADS
+    from qllm.sim.calibrate import calibrate as measure
 
     config = engine_config(dict(parse_setting(text) for text in setting or ()))
     with typer.progressbar(length=len(LOADS) * rounds, label="loads") as bar:

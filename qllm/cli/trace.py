@@ -9,7 +9,7 @@ import typer
 from .app import app, clean, print_table
 
 if TYPE_CHECKING:
-    from qllm.metrics import Distribution, Summary
+    from qllm.record.metrics import Distribution, Summary
 
 
 @app.command()
@@ -21,23 +21,23 @@ def trace(
     ] = None,
 ) -> None:
     """Print the metrics of a trace, or convert it for Perfetto."""
-    from qllm.trace import Trace
+    from qllm.record.trace import Trace
 
     recorded = Trace.read_jsonl(file)
     if perfetto is not None:
-        from qllm.perfetto import write_perfetto
+        from qllm.record.perfetto import write_perfetto
 
         write_perfetto(recorded, perfetto)
         typer.echo(f"{perfetto}: open it in ui.perfetto.dev")
         return
-    from qllm.metrics import summarize
+    from qllm.record.metrics import summarize
 
     print_summary(summarize(recorded), recorded.meta)
 
 
 def print_summary(summary: "Summary", meta: Mapping[str, Any]) -> None:
     """Print the metrics of a run, class by class."""
-    from qllm.perfetto import class_name
+    from qllm.record.perfetto import class_name
 
     for key, value in meta.items():
         typer.echo(f"{key}: {value}")

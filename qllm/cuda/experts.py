@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
-from qllm.kernels.device import Kernels
 from qllm.kernels.routing import ExpertWeights
-from qllm.models.work import Unit, Work
+from qllm.kernels.select import Kernels
+from qllm.runner.layers.work import Unit, Work
 
 
 class DeviceExperts:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.discover import source_digest
-from qllm.models.known import EXPANSION
+from qllm.models.fingerprints import EXPANSION
 
 
 def keeps_latents(module: nn.Module) -> bool:

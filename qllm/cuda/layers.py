@@ -10,11 +10,11 @@ from qllm.cuda.latents import Latents
 from qllm.cuda.norms import Norms
 from qllm.cuda.step import PagedStep
 from qllm.errors import ModelError
-from qllm.kernels.device import Kernels
 from qllm.kernels.routing import expert_weights
+from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts, ModelParts, base_model
-from qllm.models.fast import FastDriver, LayerDriver, Rope
-from qllm.models.known import attention_kind
+from qllm.models.fingerprints import attention_kind
+from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope
 
 ROTATING = {"plain", "head_norm", "row_norm"}
 """Kinds of attention whose rotation a kernel does with the write of KV."""

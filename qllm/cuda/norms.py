@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qllm.kernels.device import Kernels
-from qllm.models.known import is_norm
+from qllm.kernels.select import Kernels
+from qllm.models.fingerprints import is_norm
 
 
 class Norms:

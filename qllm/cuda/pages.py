@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
-from qllm.kernels.device import Kernels
-from qllm.kv_cache import RequestKV
+from qllm.kernels.select import Kernels
+from qllm.runner.kv import RequestKV
 
 
 class Pages:

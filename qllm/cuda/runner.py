@@ -16,20 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qllm.cuda.buffers import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.experts import DeviceWork
 from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
-from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import InvariantError
-from qllm.kernels.device import kernels
+from qllm.kernels.select import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
-from qllm.kv_cache import RequestKV
-from qllm.models.frame import Frame, LayerState
-from qllm.plan import Index, OpKind, Program, Row, Stop
-from qllm.runner import TorchRunner
+from qllm.plan import Row
+from qllm.runner.frame import Frame, LayerState
+from qllm.runner.kv import RequestKV
+from qllm.runner.protocol import Stop
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import CAPABILITIES, Driver, Grain, RequestId, Sampled, SamplingParams
 
 AHEAD = 2

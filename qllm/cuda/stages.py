@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qllm.cuda.buffers import Bucket, Lane
 from qllm.cuda.graphs import Graphs
-from qllm.cuda.lanes import Bucket, Lane
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import Pages
 from qllm.cuda.step import PagedStep
-from qllm.kernels.device import Kernels
+from qllm.kernels.select import Kernels
 from qllm.models.discover import ModelParts
-from qllm.plan import OpKind, Ops, Program
+from qllm.scheduler.program import OpKind, Ops, Program
 from qllm.types import Grain
 
 

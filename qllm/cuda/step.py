@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
 from qllm.cuda.pages import Pages
-from qllm.kernels.device import Kernels
+from qllm.kernels.select import Kernels
 from qllm.kernels.tiles import Tiles
-from qllm.models.fast import Rope
+from qllm.runner.layers.drivers import Rope
 
 
 class PagedStep:

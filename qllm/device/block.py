@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from qllm.decision import Parked
 from qllm.device import layout
 from qllm.device.layout import NONE, cell
 from qllm.errors import InvariantError
+from qllm.ingress.structs import Dtype
 from qllm.policy import CostTable
-from qllm.request import Request
-from qllm.structs import Dtype
+from qllm.scheduler.decision import Parked
+from qllm.scheduler.request import Request
 from qllm.types import RequestId
 
 _PACK = {"i4": "i", "i8": "q"}
@@ -229,7 +229,7 @@ class Block:
 
 
 class NativePool:
-    """The KV blocks of a block of state, as `qllm.blocks.BlockPool` shows them."""
+    """The KV blocks of a block of state, as `qllm.scheduler.blocks.BlockPool` shows them."""
 
     def __init__(self, block_size: int, block: Block) -> None:
         self.block_size = block_size

@@ -10,8 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qllm.compile import compile_program
-from qllm.decision import (
+from qllm.device import layout
+from qllm.device.block import Block, Zeros, host_zeros
+from qllm.device.layout import NONE
+from qllm.device.native import load_native
+from qllm.device.rank import compile_host
+from qllm.errors import InvariantError, PolicyError
+from qllm.plan import CutRule, ModelShape, Plan, Row
+from qllm.policy import NO_COSTS, CostTable, RankPolicy
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.decision import (
     MAX_IDLE_NS,
     Accept,
     Decision,
@@ -23,16 +31,9 @@ from qllm.decision import (
     Parked,
     Split,
 )
-from qllm.device import layout
-from qllm.device.block import Block, Zeros, host_zeros
-from qllm.device.layout import NONE
-from qllm.device.native import load_native
-from qllm.device.rank import compile_host
-from qllm.errors import InvariantError, PolicyError
-from qllm.plan import START, CutRule, Index, ModelShape, Plan, Program, Row
-from qllm.policy import NO_COSTS, CostTable, RankPolicy
+from qllm.scheduler.program import START, Index, Program
+from qllm.scheduler.rules import refuse_policy
 from qllm.types import NS_PER_S, FrameId, Grain, RequestId
-from qllm.validate import refuse_policy
 
 _GRAINS = tuple(Grain)
 SLOT, _FLAGS = 5, 6

@@ -2,14 +2,14 @@
 
 A third block of memory beside STATE and SERVER: LANES, then the arrays of SECTIONS, each at the
 byte offset that LANES names. A stage's index in `stages` is the number of its branch in the
-SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
+SWITCH. The tensors of a lane are those of `qllm.cuda.buffers.Lane`, by address.
 """
 
 import numpy as np
 
 from qllm.device import layout
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
-from qllm.structs import Dtype, c_struct
+from qllm.ingress.structs import Dtype, c_struct
 
 VERSION = 2
 """Version of everything in this file."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qllm.structs import TYPEDEFS, Dtype, c_struct
+from qllm.ingress.structs import TYPEDEFS, Dtype, c_struct
 
 VERSION = 3
 """Version of everything in this file; the extension refuses a block of another one."""
@@ -21,14 +21,14 @@ NONE = -(2**63)
 """A time or a threshold that is not set."""
 COST_LEVELS = 32
 """Most entries of a cost table."""
-HEADER = Path(__file__).parent.parent / "kernels" / "csrc" / "state.h"
+HEADER = Path(__file__).parent / "csrc" / "state.h"
 
 IDLE, WAIT, START, RESUME = range(4)
 """Kinds of a decision: nothing lives; wait until `wait_until_ns`; make a frame; go on with one."""
 OK, EMPTY_PLAN, STALLS, NO_KV, NO_ROOM = range(5)
 """What `decide` returns. NO_ROOM is a broken invariant: an array of the block is too small."""
 KILL, DROP, EVICT, SPLIT = range(1, 5)
-"""Kinds of an effect, as in `qllm.decision`."""
+"""Kinds of an effect, as in `qllm.scheduler.decision`."""
 NOWHERE, ADMITTED, WAITING, UNRANKED = range(4)
 """Places of a request in the order."""
 SAMPLES, DEAD = 1, 2

@@ -14,7 +14,7 @@ KERNELS = (
     *("qllm_call", "qllm_server_call", "qllm_ring_read", "qllm_ring_write"),
     *("qllm_before", "qllm_after", "qllm_turn"),
 )
-"""Entry points of `kernels/csrc/scheduler.cu`."""
+"""Entry points of `csrc/scheduler.cu`."""
 
 
 def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:

@@ -8,12 +8,12 @@ at set-up, attaches front ends, and then looks at a few words.
 from collections.abc import Callable
 from typing import Any
 
-from qllm.decision import Limits
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.server import NativeServer
 from qllm.device.stages import branches, check_stages, lanes_of
 from qllm.plan import NO_CUTS, ModelShape
 from qllm.policy import RankPolicy
+from qllm.scheduler.decision import Limits
 
 TURNS = 1_000_000
 """Turns of one launch: seconds of work, and the host gets to see that the loop lives."""

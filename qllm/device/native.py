@@ -1,4 +1,4 @@
-"""The extension that `kernels/csrc` is built into, or why it is not there."""
+"""The extension that `csrc` is built into, or why it is not there."""
 
 from importlib import import_module
 from typing import Any

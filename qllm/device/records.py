@@ -8,7 +8,7 @@ import numpy as np
 from qllm.device import layout
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.layout import Section
-from qllm.structs import Dtype
+from qllm.ingress.structs import Dtype
 
 
 class Records:

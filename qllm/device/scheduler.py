@@ -1,4 +1,4 @@
-"""The native scheduler: `qllm.scheduler.Scheduler` in C++ on one block of memory.
+"""The native scheduler: `qllm.scheduler.scheduler.Scheduler` in C++ on one block of memory.
 
 The same source compiles for a GPU (docs/device-scheduler.md). Here it is the engine's scheduler
 on the host: it decides on integers, and this class keeps the `Request` objects of the engine up
@@ -8,17 +8,18 @@ to date. Decisions are those of `Scheduler`, one by one.
 from collections.abc import Sequence
 from typing import Any
 
-from qllm.blame import Blame
-from qllm.decision import Drop, Effect, Limits, Parked
 from qllm.device.block import NativePool
 from qllm.device.deciding import SLOT, NativeDecider
 from qllm.device.layout import NONE
 from qllm.errors import CheckpointError, PolicyError
-from qllm.plan import CutRule, Index, ModelShape, Program
-from qllm.request import Request
-from qllm.riding import Riding
+from qllm.plan import CutRule, ModelShape
+from qllm.scheduler.blame import Blame
+from qllm.scheduler.decision import Drop, Effect, Limits, Parked
+from qllm.scheduler.program import Index, Program
+from qllm.scheduler.request import Request
+from qllm.scheduler.ride import Riding
+from qllm.scheduler.rules import check_state
 from qllm.types import NS_PER_MS, FrameId, Frontier, RequestId
-from qllm.validate import check_state
 
 
 class NativeScheduler(NativeDecider):

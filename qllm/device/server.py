@@ -10,18 +10,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qllm.decision import Drop, Effect, Limits
+from qllm.config import EngineConfig
 from qllm.device import serving
 from qllm.device.block import host_zeros
 from qllm.device.deciding import NativeDecider
 from qllm.device.layout import NONE
 from qllm.device.records import Records
 from qllm.errors import ConfigError, InvariantError
+from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.structs import RING_END
 from qllm.plan import CutRule, ModelShape
-from qllm.structs import RING_END
-from qllm.types import RequestId, SamplingParams
+from qllm.scheduler.decision import Drop, Effect, Limits
+from qllm.types import RequestId, RequestStatus, SamplingParams
 
 RINGS = ("ls", "be", "cancel", "token")
+MAX_FRONT_ENDS = 16
+MIN_CAPACITY = 256
+"""Requests that there is room for at least, in steps or waiting; further ones stay in the rings."""
 MIN_TOKEN_RING = 1024
 """Bytes: the largest end of a request fits."""
 WHY = {
@@ -358,3 +363,41 @@ class NativeServer(NativeDecider):
                 raise InvariantError(f"front ends and slots differ in what is {name}")
         if self.memory.get("num_held") != len(held):
             raise InvariantError(f"{len(held)} slots are held, not num_held")
+
+
+def attach(server: NativeServer, block: FrontEndBlock) -> None:
+    """Let a server serve one more front end, whose memory the caller keeps.
+
+    Raises:
+        ConfigError: See `NativeServer.attach`.
+    """
+    rings = {
+        name: RingAt(address_of(ring), address_of(tail), len(ring))
+        for name, (ring, tail) in block.rings.items()
+    }
+    progress = block.segment.words[block.PROGRESS : block.PROGRESS + 1]
+    server.attach(block.number, rings, address_of(progress))
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view lie; whoever asks keeps their memory."""
+    address: int = np.frombuffer(view, "u1").ctypes.data
+    return address
+
+
+def sizes_of(config: EngineConfig) -> dict[str, Any]:
+    """How many requests and front ends a server has room for."""
+    capacity = max(MIN_CAPACITY, 4 * config.max_num_seqs)
+    return {"capacity": capacity, "max_front_ends": MAX_FRONT_ENDS}
+
+
+def statuses_in(requests: "np.ndarray[Any, np.dtype[Any]]") -> dict[RequestId, RequestStatus]:
+    """Where the live requests of a scheduler's state are (`layout.REQUEST`)."""
+    now = requests[np.flatnonzero(requests["live"])]
+    found = {}
+    for request_id, frame, blocks in zip(
+        now["id"].tolist(), now["frame"].tolist(), now["num_blocks"].tolist(), strict=True
+    ):
+        holds = RequestStatus.RUNNING if blocks else RequestStatus.WAITING
+        found[request_id] = RequestStatus.PARKED if frame >= 0 else holds
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
-from qllm.structs import RING_END, Dtype, c_struct
+from qllm.ingress.structs import RING_END, Dtype, c_struct
 
 VERSION = 3
 """Version of everything in this file."""
@@ -24,7 +24,7 @@ MOST_PENDING = 256
 """Cancels kept per front end for requests that are still in its rings."""
 TEXT_BYTES = 240
 """Most bytes of an error; the rest of a longer one is cut off."""
-HEADER = Path(__file__).parent.parent / "kernels" / "csrc" / "serving.h"
+HEADER = Path(__file__).parent / "csrc" / "serving.h"
 
 FREE, LIVE, ENDED = range(3)
 """Phases of a slot. ENDED: some of its records found no room in the token ring yet."""
@@ -42,7 +42,7 @@ CALLS = (
 )
 """The functions of the server; a kernel launch names one by its index."""
 CAUSES = 3
-"""Why tokens are computed again: evicted, retried, preempted (see `qllm.metrics`)."""
+"""Why tokens are computed again: evicted, retried, preempted (see `qllm.record.metrics`)."""
 
 SERVING: Dtype = np.dtype(
     [
@@ -62,10 +62,10 @@ SERVING: Dtype = np.dtype(
     ]
 )
 """Fields of the request in a slot. `max_tokens`: sampled ones; `front_end`: index of who gets them.
-`planned_ns` to `depth` are what `qllm.metrics` keeps of a request: `parked_at_ns` and `frame_id`
-while it is in a parked frame, `lo`, `hi`, `depth` what is computed, `lost_*` per cause the tokens
-to be planned again. `reason` and `text` say how it ended; `owes`: records wait for room; `next`
-links the slots of a bucket."""
+`planned_ns` to `depth` are what `qllm.record.metrics` keeps of a request: `parked_at_ns` and
+`frame_id` while it is in a parked frame, `lo`, `hi`, `depth` what is computed, `lost_*` per cause
+the tokens to be planned again. `reason` and `text` say how it ended; `owes`: records wait for room;
+`next` links the slots of a bucket."""
 
 PENDING: Dtype = np.dtype([("request_id", "<i8"), *numbers("reason", "passed", kind="<i4")])
 """A cancel that came before its request was claimed. `passed`: bit 0 and 1 say that the LS and the

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from qllm.decision import Limits
 from qllm.device import lanes
 from qllm.device.block import Zeros, host_zeros
 from qllm.device.records import Records
 from qllm.errors import ConfigError
+from qllm.ingress.structs import Dtype
 from qllm.policy import Groups, RankPolicy
-from qllm.structs import Dtype
+from qllm.scheduler.decision import Limits
 
 
 def branches(captured: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 `submit` refuses all of this at the door. A record in a ring may come from a front end of another
 release, or from one that is broken; what it asks must not reach policies, which compute with it.
-The native server checks the same (`qllm/kernels/csrc/claim.h`).
+The native server checks the same (`qllm/device/csrc/claim.h`).
 """
 
 from qllm.ingress.protocol import Submission

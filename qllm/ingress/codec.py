@@ -13,8 +13,8 @@ from qllm.ingress.admission import wrong_number
 from qllm.ingress.layout import body_struct
 from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import Record
-from qllm.metrics import MetricsBuilder, RequestMetrics
-from qllm.trace import Arrived, Finished, Token
+from qllm.record.metrics import MetricsBuilder, RequestMetrics
+from qllm.record.trace import Arrived, Finished, Token
 from qllm.types import (
     FinishReason,
     Logprobs,

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from qllm.ingress.protocol import CONTROL, Item, Submission
-from qllm.plan import ANY_ARRIVAL, Watch
+from qllm.plan import ANY_ARRIVAL
+from qllm.runner.protocol import Watch
 
 
 class StopWord:

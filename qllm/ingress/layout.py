@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qllm.structs import RING_END, TYPEDEFS, Dtype, c_struct
+from qllm.ingress.structs import RING_END, TYPEDEFS, Dtype, c_struct
 from qllm.types import MAX_TIME_MS, PRIORITY_LIMIT
 
 MAGIC = 0x716C_6C6D_5249_4E47
@@ -22,7 +22,7 @@ LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
 NUMBER_BITS = 40
 """A request id is (front end << NUMBER_BITS) | (count of that front end)."""
-RECORDS = Path(__file__).parent.parent / "kernels" / "csrc" / "records.h"
+RECORDS = Path(__file__).parent.parent / "device" / "csrc" / "records.h"
 """What `emit_records` returns, for the engine's ends in C++."""
 
 HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("flags", "<u2")])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qllm.ingress.ring import BROKEN_AFTER_NS, Ends, Record, RingError, record_bytes
-from qllm.structs import RING_END
+from qllm.ingress.structs import RING_END
 
 
 class _NativeEnd:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from qllm.plan import Stop
+from qllm.runner.protocol import Stop
 from qllm.types import FinishReason, RequestId, SamplingParams, Slo
 
 CONTROL = -(2**30)

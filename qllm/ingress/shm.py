@@ -27,8 +27,9 @@ from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIN
 from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
 from qllm.ingress.ring import ENDS, Ends, RingError
-from qllm.metrics import RequestMetrics
-from qllm.plan import ANY_ARRIVAL, Watch
+from qllm.plan import ANY_ARRIVAL
+from qllm.record.metrics import RequestMetrics
+from qllm.runner.protocol import Watch
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 
 T = TypeVar("T", Submission, Cancel)

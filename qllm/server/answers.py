@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from qllm.handle import Piece
+from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Logprobs, Priority
 
 from .errors import ApiError

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from qllm.handle import Piece
+from qllm.frontend.handle import Piece
 from qllm.types import FinishReason
 
 from .answers import Shown, Writer, respond

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from qllm.handle import Piece
+from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, PromptLogprobs
 
 from .answers import Shown, Writer, respond

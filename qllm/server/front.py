@@ -9,10 +9,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
-from qllm.handle import Handle, Piece
+from qllm.frontend.handle import Handle, Piece
+from qllm.frontend.prompts import render_chat
+from qllm.frontend.replay import RequestLog
 from qllm.llm import QLLMEngine
-from qllm.prompts import render_chat
-from qllm.request_log import RequestLog
 from qllm.types import FinishReason, Priority, SamplingParams, Slo
 
 from .config import ServerConfig

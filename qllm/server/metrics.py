@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from qllm.handle import Result
+from qllm.frontend.handle import Result
 from qllm.types import Priority
 
 SECONDS = (

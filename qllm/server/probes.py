@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import qllm
 from qllm.errors import EngineClosedError
-from qllm.handle import Handle
+from qllm.frontend.handle import Handle
 from qllm.types import RequestStatus
 
 from .errors import RESPONSES, ApiError

@@ -8,10 +8,10 @@ import threading
 import time
 from functools import partial
 
+from qllm.cores import freeze_garbage
 from qllm.errors import EngineClosedError, QllmError
-from qllm.host import freeze_garbage
+from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
-from qllm.transports.meeting import Meeting, parse_address, read_secret
 
 from .app import create_app
 from .config import ServerConfig

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from qllm.errors import InvalidRequestError
-from qllm.prompts import render_chat, to_token_ids
+from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.types import Priority
 
 from .errors import RESPONSES

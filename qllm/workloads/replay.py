@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qllm.errors import ConfigError, QueueFullError
-from qllm.metrics import RequestMetrics, Summary, percentile, request_metrics, summarize
-from qllm.trace import Arrived, Event, Parked, Token, Trace
+from qllm.record.metrics import RequestMetrics, Summary, percentile, request_metrics, summarize
+from qllm.record.trace import Arrived, Event, Parked, Token, Trace
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams, Slo
 
 if TYPE_CHECKING:
-    from qllm.handle import Handle
+    from qllm.frontend.handle import Handle
     from qllm.llm import QLLMEngine
 
 TICK_S = 0.2

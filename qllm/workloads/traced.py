@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qllm.metrics import RequestMetrics, request_metrics
-from qllm.perfetto import class_name
-from qllm.trace import Arrived, Event, Finished, Parked, Planned, Ran, Token
+from qllm.record.metrics import RequestMetrics, request_metrics
+from qllm.record.perfetto import class_name
+from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Token
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, FrameId, Priority, RequestId, Slo
 from qllm.workloads.measure import Served, Window, distribution, report
 from qllm.workloads.spec import RequestSpec

@@ -1,4 +1,4 @@
-// Consecutive ops of a program in one call: the native half of qllm/models/sweep.py, which
+// Consecutive ops of a program in one call: the native half of qllm/runner/sweep.py, which
 // mirrors these structs.
 #pragma once
 
@@ -46,7 +46,7 @@ struct Sweep {
   Unit* units;                       // room for S
 
   int64_t unit_rows;
-  double range_ns, unit_ns, row_ns;  // units of one range: see `_experts` of qllm/runner.py
+  double range_ns, unit_ns, row_ns;  // units of one range: see `_experts` of qllm/runner/runner.py
 
   // Return at the boundaries of this grain when asked: when the word at `watch` is not `seen`, or
   // when `left_ns` have passed. Without a watch every such boundary returns.

@@ -1,6 +1,6 @@
-"""Sampling on the device: one program per row, with the random numbers of `qllm.sampler`.
+"""Sampling on the device: one program per row, with the random numbers of `qllm.runner.sampler`.
 
-The order of operations is that of `qllm.sampler`: temperature, min_p, top_k, top_p, then the
+The order of operations is that of `qllm.runner.sampler`: temperature, min_p, top_k, top_p, then the
 inverse CDF in token-id order with the one number that Philox-4x32-10 gives for (seed, position).
 Everything is done by passes over the row in blocks, in one fixed order and in fp64, so the same
 logits give the same token in any batch, eager or replayed. Sums are taken block by block where

@@ -1,0 +1,124 @@
+// The whole loop as turns, with nobody beside it: what the device does between two stages.
+//
+//   turn     book the stage that ran; between two frames claim what has come; choose the next stage
+//   (fill)   Stages::clear, then Stages::write, where `fill` says so
+//
+// A turn does bounded work and leaves everything in the blocks: a launch may end after any.
+// The rules are those of the loop on the host (qllm/engine/native_loop.py). Costs are not fitted here
+// (qllm/engine/calibrate.py measures them before).
+#pragma once
+#include "server.h"
+#include "turns.h"
+
+namespace qllm {
+
+struct Loop {
+  Server server;
+  Turns<Server> turns;
+  ServerState* v;
+  State* s;
+  Lanes* now;
+  i64* latencies;
+
+  QLLM_D Loop(ServerState* serves, State* state, RankFunction rank, Lanes* lanes)
+      : server(serves, state, rank), turns(server, state, serves, lanes), v(serves), s(state),
+        now(lanes), latencies((i64*)((u8*)lanes + lanes->at_latencies)) {}
+
+  // The branch of the next stage, or NOTHING.
+  QLLM_D_CALL i32 turn(i64 now_ns) {
+    if (now->in_flight) now->longest_ns = most(now->longest_ns, now_ns - now->now_ns);
+    now->now_ns = now_ns;
+    now->num_turns++;
+    now->turns_left--;
+    v->num_events = 0;  // nobody mirrors requests
+    if (now->in_flight) book(now_ns);
+    i64 taken = s->running < 0 ? take_in(now_ns) : 0;
+    i32 branch = s->running < 0 && now->asked == STOP ? close(taken, now_ns) : choose(now_ns);
+    now->in_flight = branch >= 0;
+    now->idle = branch < 0 && !taken;
+    now->goes_on = !now->stopped && !now->pause && now->turns_left > 0;
+    return branch;
+  }
+
+  // What the stage that ran has done, and who gets tokens of it.
+  QLLM_D_CALL void book(i64 now_ns) {
+    bool looks = v->num_silent || load_acquire(&server.control()->bell) != u64(v->bell_seen);
+    i64 stop = looks ? server.arrived(now_ns) : v->word;
+    if (v->next_deadline_ns != kNone && v->next_deadline_ns <= now_ns) stop = least(stop, kControl);
+    i32 became = turns.after(now_ns, stop);
+    if (became == PARKED && now->preempted)
+      latencies[now->num_preemptions++ % kMostLatencies] = now_ns - v->lowered_ns;
+    if (became != OVER) return;
+    const Sampled* found = turns.stages.sampled;
+    for (i64 i = 0; i < now->num_sampled; i++) {
+      if (found[i].token == kBroken)
+        fail(found[i].slot, "the largest logit is not finite: the model's output is broken", now_ns);
+      else
+        server.sampled(found[i].slot, found[i].token, now_ns);
+    }
+  }
+  // Between two frames: take requests in, write what found no room. Return the records taken.
+  QLLM_D i64 take_in(i64 now_ns) {
+    s->num_effects = 0;
+    v->num_events = 0;
+    server.flush();
+    i64 taken = server.claim(now_ns);
+    now->asked = server.asked();
+    return taken;
+  }
+  QLLM_D i32 choose(i64 now_ns) {
+    i64 steps = s->next_frame_id;
+    i32 branch = turns.before(now_ns);
+    if (branch == CANNOT) rerun(now_ns);
+    if (now->failure != OK) {
+      now->num_policy_errors++;
+      now->policy_error = now->failure;
+      end_all(i32(kReasonError), why(i32(now->failure)), now_ns);
+    }
+    if (steps != s->next_frame_id || branch < 0) server.show();
+    return branch < 0 ? NOTHING : branch;
+  }
+  // The running frame fits no stage: its rows are rerun alone, those that were alone end.
+  QLLM_D void rerun(i64 now_ns) {
+    i32 count = server.failed(now->start_ns, now_ns);
+    for (i32 i = 0; i < count; i++)
+      fail(turns.stages.chosen[i], "its step is larger than every captured stage", now_ns);
+  }
+  QLLM_D static Text why(i32 failure) {
+    switch (failure) {
+      case EMPTY_PLAN: return "the policy planned nothing although requests wait";
+      case STALLS: return "the policy has waited for too long";
+      case NO_KV: return "the policy planned more than the KV holds";
+    }
+    return "an array of the scheduler's state is too small: a bug";
+  }
+  QLLM_D_CALL void fail(i32 slot, Text text, i64 now_ns) {
+    Serving& x = turns.stages.serving[slot];
+    x.num_text = 0;
+    while (text && text[x.num_text] && x.num_text < kTextBytes) {
+      x.text[x.num_text] = u8(text[x.num_text]);
+      x.num_text++;
+    }
+    server.end(slot, i32(kReasonError), now_ns);
+  }
+  QLLM_D void end_all(i32 reason, Text text, i64 now_ns) {
+    for (i32 slot = 0; slot < v->capacity; slot++) {
+      if (turns.stages.serving[slot].phase != LIVE) continue;
+      if (reason == i32(kReasonError))
+        fail(slot, text, now_ns);
+      else
+        server.end(slot, reason, now_ns);
+    }
+  }
+  // Asked to stop: everybody ends, those in the rings too, a bounded part of them per turn.
+  QLLM_D i32 close(i64 taken, i64 now_ns) {
+    now->branch = NOTHING;
+    now->fill = 0;
+    end_all(i32(kReasonCancelled), nullptr, now_ns);
+    now->stopped = !taken && !server.flush();
+    server.show();
+    return NOTHING;
+  }
+};
+
+}  // namespace qllm

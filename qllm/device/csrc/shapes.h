@@ -1,0 +1,496 @@
+// From ranks to a plan (qllm/scheduler/rank_plan.py): the closed set of shapes around a rank policy.
+#pragma once
+#include "ranking.h"
+
+namespace qllm {
+
+const i64 kMinSliceNs = kNsPerMs;
+const i64 kGoodSliceNs = 10 * kNsPerMs;
+const i64 kMinChunk = 32;
+const i64 kRideCap = 8;
+const i64 kMarginGrowth = 8;
+const i64 kMarginDecay = 512;
+
+// Rows of one step, and the seats, prefill tokens and blocks that they leave.
+struct Batch {
+  Row* rows;
+  i32 num_rows;
+  i32 num_prefills;
+  i64 seats;
+  i64 tokens;
+  i64 free_blocks;
+};
+
+// What to run: the rows of a parked frame (`frame` >= 0), or new ones.
+struct Plan {
+  Row* rows;
+  i32 num_rows;
+  i32 frame;
+  i32 grain;
+  i64 stop_below;
+  i64 slice_ns;
+};
+
+struct Shapes : Ranking {
+  i64 now_ns;
+  i64 min_slice_ns;
+  i32 num_tiers;
+  i32 num_decodes, num_prefills;
+  Row *best_rows, *joining_rows, *other_rows;
+
+  QLLM_HD Shapes(State* state, RankFunction rank, i64 now) : Ranking(state, rank), now_ns(now) {
+    min_slice_ns = least<i64>(s->max_segment_ns, 5 * kNsPerMs);
+    num_tiers = num_decodes = num_prefills = 0;
+    best_rows = plan_rows;
+    joining_rows = plan_rows + s->seats;
+    other_rows = plan_rows + 2 * s->seats;
+  }
+
+  QLLM_HD bool groups() const { return s->group_tokens > 0; }
+  QLLM_HD i32 finest_grain() const { return i32(least(s->grain, s->finest_grain)); }
+
+  // Where a tier ends in an order that is in it, or behind it, at `low`.
+  QLLM_HD i32 end_of_tier(const i32* order, i32 low, i32 high, i64 tier) const {
+    while (low < high) {
+      i32 middle = (low + high) / 2;
+      if (requests[order[middle]].tier <= tier)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  // The tiers, and per tier who decodes, prefills and waits.
+  QLLM_HD void look_around() {
+    i32 a = 0, w = 0;
+    while (a < s->num_admitted || w < s->num_waiting) {
+      Tier& t = tiers[num_tiers];
+      bool first = w >= s->num_waiting;
+      if (a < s->num_admitted && !first)
+        first = requests[admitted[a]].tier <= requests[waiting[w]].tier;
+      t.tier = requests[first ? admitted[a] : waiting[w]].tier;
+      t.decodes = num_decodes;
+      t.prefills = num_prefills;
+      t.cohort = 0;
+      for (; a < s->num_admitted && requests[admitted[a]].tier == t.tier; a++) {
+        i32 slot = admitted[a];
+        if (requests[slot].frame >= 0) continue;
+        if (is_decoding(requests[slot]))
+          decodes[num_decodes++] = slot;
+        else
+          prefills[num_prefills++] = slot;
+      }
+      t.waiting = w;
+      w = end_of_tier(waiting, w, i32(s->num_waiting), t.tier);
+      t.decodes_end = num_decodes;
+      t.prefills_end = num_prefills;
+      t.waiting_end = w;
+      t.admitted_end = a;
+      order[num_tiers] = num_tiers;
+      num_tiers++;
+    }
+  }
+
+  // -- batches
+
+  QLLM_HD Batch empty_batch(Row* rows, i64 tokens) const {
+    Batch batch = {rows, 0, 0, s->seats, tokens, s->num_free};
+    return batch;
+  }
+  QLLM_HD i64 need(const Row& row) const {
+    return most<i64>(0, blocks_for(row.hi) - requests[row.slot].num_blocks);
+  }
+  QLLM_HD void take(Batch& batch, const Row& row) const {
+    batch.rows[batch.num_rows++] = row;
+    batch.seats--;
+    batch.free_blocks -= need(row);
+  }
+  QLLM_HD void take_prefill(Batch& batch, const Row& row) const {
+    take(batch, row);
+    batch.tokens -= row.hi - row.lo;
+    batch.num_prefills++;
+  }
+
+  // Prefill tokens of a step that the decodes of these tiers share.
+  QLLM_HD_CALL i64 prefill_tokens(const i32* which, i32 count) const {
+    i64 tokens = s->max_step_tokens;
+    if (!s->step_tokens && !s->slack_min_tokens) return tokens;
+    i64 decoding = 0, due_ns = kMost;
+    for (i32 i = 0; i < count; i++) {
+      const Tier& t = tiers[which[i]];
+      for (i32 d = t.decodes; d < t.decodes_end && decoding < s->seats; d++, decoding++) {
+        const Request& r = requests[decodes[d]];
+        i64 own = deadline_ns(r);
+        if (own == kNone) {
+          i64 last = r.last_token_ns == kNone ? 0 : r.last_token_ns;
+          own = last + s->slack_tpot_ms * kNsPerMs;
+        }
+        due_ns = least(due_ns, own);
+      }
+    }
+    if (s->step_tokens) tokens = least(tokens, s->step_tokens - decoding);
+    if (s->slack_min_tokens && decoding) {
+      i64 spare = floor_div(due_ns - now_ns - decode_cost(decoding), s->prefill_token_ns);
+      tokens = least(tokens, most(spare, s->slack_min_tokens));
+    }
+    return tokens;
+  }
+
+  // Prefill tokens for a slice: where time cannot stop a step, its size has to.
+  QLLM_HD i64 slice_tokens(i64 slice_ns) const {
+    if (finest_grain() > kGrainStep) return s->max_step_tokens;
+    return least(s->max_step_tokens, most(kMinChunk, floor_div(slice_ns, s->prefill_token_ns)));
+  }
+
+  // Where a cohort stops next: after the group of layers that its last row owes.
+  QLLM_HD i32 next_cut(i64 tokens, i64 layer) const {
+    i64 num = (tokens + s->group_tokens - 1) / s->group_tokens;
+    num = most<i64>(1, least(least(num, s->max_groups), s->num_layers));
+    for (i64 i = 0; i < num; i++) {
+      i64 cut = s->num_layers * (i + 1) / num;
+      if (cut > layer) return i32(cut);
+    }
+    return i32(s->num_layers);
+  }
+
+  // Add the next group of layers of a cohort under way; return whether there is one.
+  QLLM_HD_CALL bool go_on(Batch& batch, const Tier& t) const {
+    i64 tokens = 0, least_layer = kMost;
+    bool any = false;
+    for (i32 p = t.prefills; p < t.prefills_end; p++) {
+      if (requests[prefills[p]].front_layer < 0) continue;
+      Row row = next_row(prefills[p]);
+      tokens += row.hi - row.lo;
+      least_layer = least<i64>(least_layer, row.start);
+      any = true;
+    }
+    if (!any) return false;
+    i32 cut = next_cut(tokens, least_layer);
+    for (i32 p = t.prefills; p < t.prefills_end; p++) {
+      if (requests[prefills[p]].front_layer < 0) continue;
+      Row row = next_row(prefills[p]);
+      if (batch.seats && (row.start < cut || row.start == least_layer)) {
+        row.end = cut;
+        take_prefill(batch, row);
+      }
+    }
+    return true;
+  }
+
+  QLLM_HD bool is_first(i32 slot) const {
+    return !(s->num_admitted && before(admitted[0], slot)) &&
+           !(s->num_waiting && before(waiting[0], slot));
+  }
+  // Blocks that requests of worse tiers hold.
+  QLLM_HD i64 evictable(const Tier& t) const {
+    i64 sum = 0;
+    for (i32 i = t.admitted_end; i < s->num_admitted; i++) sum += requests[admitted[i]].num_blocks;
+    return sum;
+  }
+
+  // Fill a batch with prefills of a tier, in strict order.
+  QLLM_HD_CALL void prefill(Batch& batch, const Tier& t, bool force) const {
+    i64 chunk = s->chunk_tokens ? s->chunk_tokens : s->max_step_tokens;
+    i64 worse = -1;
+    i32 begin = batch.num_rows, p = t.prefills, w = t.waiting;
+    bool blocked = false;
+    while (p < t.prefills_end || w < t.waiting_end) {
+      if (!batch.seats || batch.tokens <= 0) break;
+      bool held = p < t.prefills_end;
+      if (held && w < t.waiting_end) held = before(prefills[p], waiting[w]);
+      if (blocked && !held) {  // whoever waits is passed over
+        w = t.waiting_end;
+        continue;
+      }
+      i32 slot = held ? prefills[p++] : waiting[w++];
+      Row row = next_row(slot, least(batch.tokens, chunk));
+      i64 more = need(row);
+      if (more > batch.free_blocks) {
+        if (worse < 0) worse = evictable(t);
+        if (more > batch.free_blocks + worse) {
+          if (batch.num_rows) {
+            batch.tokens = 0;
+            break;
+          }
+          if (!held || !(force || is_first(slot))) {
+            blocked = true;
+            continue;
+          }
+        }
+      }
+      take_prefill(batch, row);
+    }
+    if (groups()) {
+      i64 tokens = 0, layer = kMost;
+      for (i32 i = begin; i < batch.num_rows; i++) {
+        tokens += batch.rows[i].hi - batch.rows[i].lo;
+        layer = least<i64>(layer, batch.rows[i].start);
+      }
+      i32 cut = next_cut(tokens, layer);
+      for (i32 i = begin; i < batch.num_rows; i++) batch.rows[i].end = cut;
+    }
+  }
+
+  // Decodes, then prefills, tier by tier. `tokens`: kNone is what the shape says. `cohort`: the
+  // tier whose prefills advance, or one of these.
+  enum { kEveryCohort = -1, kMarkedCohorts = -2, kNoCohort = -3 };
+  QLLM_HD_CALL Batch batch(const i32* which, i32 count, Row* rows, i64 tokens, i32 cohort, bool force) {
+    Batch out = empty_batch(rows, tokens == kNone ? prefill_tokens(which, count) : tokens);
+    for (i32 i = 0; i < count; i++) {
+      const Tier& t = tiers[which[i]];
+      bool advances = cohort == kEveryCohort || cohort == which[i];
+      if (cohort == kMarkedCohorts) advances = t.cohort != 0;
+      bool under_way = advances && groups() && go_on(out, t);
+      for (i32 d = t.decodes; d < t.decodes_end; d++) {
+        if (!out.seats) return out;
+        take(out, next_row(decodes[d]));
+      }
+      if (advances && !under_way) prefill(out, t, force);
+    }
+    return out;
+  }
+
+  // -- plans
+
+  QLLM_HD i64 bound_ns() const { return s->max_be_stall_ms * kNsPerMs; }
+  QLLM_HD i64 margin_ns() const {
+    if (groups()) return bound_ns() / 2;
+    i64 slice = min_slice_ns + 2 * least<i64>(s->max_segment_ns, 50 * kNsPerMs);
+    i64 slices = most((s->num_parked + 2) * slice, bound_ns() / 8);
+    return least(bound_ns() - bound_ns() / 2, slices);
+  }
+  QLLM_HD bool is_bounded(const Request& r) const {
+    return r.tier > tiers[0].tier || r.priority > kPriorityLs;
+  }
+
+  QLLM_HD_CALL Plan finish_plan(Row* rows, i32 count, i32 frame = -1) {
+    Plan plan = {rows, count, frame, finest_grain(), kNoStop, kNone};
+    if (plan.grain == kGrainStep) return plan;
+    i64 stamp = ++s->epoch;
+    plan.stop_below = requests[rows[0].slot].tier;
+    for (i32 i = 0; i < count; i++) {
+      Request& r = requests[rows[i].slot];
+      plan.stop_below = least(plan.stop_below, r.tier);
+      r.mark = stamp;
+    }
+    if (s->num_odd) plan.stop_below = kAnyArrival;
+    if (!s->max_be_stall_ms) return plan;
+    i64 left = bound_ns() - margin_ns(), due = kMost;
+    for (i32 i = 0; i < s->num_admitted; i++) {
+      const Request& r = requests[admitted[i]];
+      if (r.mark != stamp && is_bounded(r)) due = least(due, r.last_progress_ns + left);
+    }
+    if (due != kMost) plan.slice_ns = most(min_slice_ns, due - now_ns);
+    return plan;
+  }
+  QLLM_HD Plan finish(const Batch& batch) { return finish_plan(batch.rows, batch.num_rows); }
+  QLLM_HD static Plan no_plan() {
+    Plan plan = {0, 0, -1, kGrainStep, kNoStop, kNone};
+    return plan;
+  }
+  QLLM_HD i32 live_rows(i32 frame, Row* rows) const {
+    const Frame& f = frames[frame];
+    i32 count = 0;
+    for (i32 i = 0; i < f.num_rows; i++) {
+      Row row = rows_of(frame)[i];
+      if (!is_live(f, row)) continue;
+      row.start = frontier_layer(f, row);
+      rows[count++] = row;
+    }
+    return count;
+  }
+  QLLM_HD_CALL Plan resume(i32 frame, Row* rows) {
+    return finish_plan(rows, live_rows(frame, rows), frame);
+  }
+  // The first parked frame of a tier, or -1.
+  QLLM_HD_CALL i32 frame_of_tier(i64 tier) const {
+    for (i32 i = 0; i < s->num_parked; i++) {
+      const Frame& f = frames[parked[i]];
+      i64 best = kMost;
+      bool any = false;
+      for (i32 r = 0; r < f.num_rows; r++) {
+        const Row& row = rows_of(parked[i])[r];
+        if (!is_live(f, row)) continue;
+        i64 own = requests[row.slot].tier;
+        best = any ? least(best, own) : own;
+        any = true;
+      }
+      if (any && best == tier) return parked[i];
+    }
+    return -1;
+  }
+
+  // -- the stall bound
+
+  QLLM_HD bool is_due(const Request& r) const {
+    return is_bounded(r) && r.last_progress_ns + bound_ns() - margin_ns() <= now_ns;
+  }
+  // A guaranteed slice for whoever is due; it needs no seat and nobody stops it.
+  QLLM_HD Plan stalled() {
+    if (!s->max_be_stall_ms) return no_plan();
+    i32 first = -1;
+    for (i32 i = 0; i < s->num_admitted; i++) {
+      const Request& r = requests[admitted[i]];
+      if (!is_due(r)) continue;
+      if (first < 0 || r.last_progress_ns < requests[first].last_progress_ns ||
+          (r.last_progress_ns == requests[first].last_progress_ns && r.id < requests[first].id))
+        first = admitted[i];
+    }
+    if (first < 0) return no_plan();
+    const Request& f = requests[first];
+    Plan plan;
+    if (f.frame >= 0) {
+      plan = resume(f.frame, best_rows);
+    } else if (is_decoding(f)) {
+      plan = finish(due_decodes());
+    } else if (groups() && is_between_groups(f)) {
+      return finish(due_cohorts());
+    } else {
+      best_rows[0] = next_row(first, slice_tokens(min_slice_ns));
+      plan = finish_plan(best_rows, 1);
+    }
+    plan.stop_below = kNoStop;
+    plan.slice_ns = min_slice_ns;
+    return plan;
+  }
+  QLLM_HD Batch due_decodes() {
+    Batch out = empty_batch(best_rows, 0);
+    for (i32 i = 0; i < s->num_admitted && out.seats; i++) {
+      const Request& r = requests[admitted[i]];
+      if (!is_due(r) || !is_decoding(r) || r.frame >= 0) continue;
+      Row row = next_row(admitted[i]);
+      if (!out.num_rows || need(row) <= out.free_blocks) take(out, row);
+    }
+    return out;
+  }
+  QLLM_HD Batch due_cohorts() {
+    for (i32 t = 0, i = 0; t < num_tiers; t++)
+      for (; i < tiers[t].admitted_end; i++) {
+        const Request& r = requests[admitted[i]];
+        if (is_due(r) && is_between_groups(r) && !is_decoding(r)) tiers[t].cohort = 1;
+      }
+    i32 count = 0;
+    for (i32 wanted = 1; wanted >= 0; wanted--)
+      for (i32 t = 0; t < num_tiers; t++)
+        if (tiers[t].cohort == wanted) order[count++] = t;
+    return batch(order, count, best_rows, kNone, kMarkedCohorts, false);
+  }
+
+  // -- all tiers
+
+  // Decodes of every tier, and the next group of the first cohort that can advance.
+  QLLM_HD Plan layered() {
+    for (i32 force = 0; force < 2; force++) {
+      for (i32 t = 0; t < num_tiers; t++) {
+        if (!has_prefill(tiers[t])) continue;
+        Batch out = batch(order, num_tiers, best_rows, kNone, t, force != 0);
+        if (out.num_prefills) return finish(out);
+      }
+      Batch out = batch(order, num_tiers, best_rows, kNone, kNoCohort, false);
+      if (out.num_rows) return finish(out);
+    }
+    return no_plan();
+  }
+
+  QLLM_HD Plan best() {
+    look_around();
+    Plan plan = stalled();
+    if (plan.num_rows) return plan;
+    bool shared = s->ride_unbounded || groups();
+    if (shared && s->num_parked) return resume(parked[0], best_rows);
+    if (groups()) return layered();
+    if (shared) {
+      Batch out = batch(order, num_tiers, best_rows, kNone, kEveryCohort, false);
+      if (out.num_rows) return finish(out);
+    } else {
+      for (i32 t = 0; t < num_tiers; t++) {
+        i32 frame = frame_of_tier(tiers[t].tier);
+        if (frame >= 0) return resume(frame, best_rows);
+        Batch out = batch(order + t, 1, best_rows, kNone, kEveryCohort, false);
+        if (!out.num_rows) continue;
+        plan = finish(out);
+        bool rides = !out.num_prefills && s->ride_frac != 0 && !has_prefill(tiers[t]);
+        return rides ? ride_along(plan, t + 1) : plan;
+      }
+    }
+    Batch out = batch(order, num_tiers, best_rows, kNone, kEveryCohort, true);
+    return out.num_rows ? finish(out) : no_plan();
+  }
+
+  // Whether somebody of the tier owes prefill, if only for want of a seat or of KV.
+  QLLM_HD bool has_prefill(const Tier& t) const {
+    return t.prefills < t.prefills_end || t.waiting < t.waiting_end;
+  }
+  // Let the next worse tier with work use what the best tier's decodes can spare.
+  QLLM_HD Plan ride_along(const Plan& best, i32 next) {
+    i64 tpot_ns = kNone;
+    for (i32 i = 0; i < best.num_rows; i++) {
+      i64 own = requests[best.rows[i].slot].tpot_ns;
+      if (own != kNone) tpot_ns = tpot_ns == kNone ? own : least(tpot_ns, own);
+    }
+    i64 allowance = ride_allowance_ns(*this, best.num_rows, tpot_ns);
+    i64 room_ns = kNoDeadline;
+    if (tpot_ns != kNone) {  // no gap may be over the target, but each has room for one slice
+      i64 used_ns = s->ride_spent_ns ? now_ns - s->ride_best_ns : 0;
+      room_ns = allowance - s->ride_margin_ns - used_ns;
+      if (!used_ns) room_ns = most(kMinSliceNs, room_ns);
+    }
+    if (room_ns < kMinSliceNs) return best;
+    i64 slice_ns = least(s->ride_credit_ns, room_ns);
+    for (i32 t = next; t < num_tiers; t++) {
+      i32 joining = join(best.num_rows, t, room_ns);
+      Plan other = other_work(best.num_rows + joining, t, slice_ns);
+      if (!joining && !other.num_rows) continue;
+      i64 worth = joining ? extra_ns(best.num_rows, joining) : kGoodSliceNs;
+      if (s->ride_credit_ns < most(kMinSliceNs, least(worth, kRideCap * allowance))) return best;
+      if (!other.num_rows || (joining && waits_longer(joining, other))) {
+        for (i32 i = 0; i < joining; i++) best_rows[best.num_rows + i] = joining_rows[i];
+        return finish_plan(best_rows, best.num_rows + joining);
+      }
+      i64 own = other.slice_ns == kNone || !other.slice_ns ? kNoDeadline : other.slice_ns;
+      other.slice_ns = least(slice_ns, own);
+      return other;
+    }
+    return best;
+  }
+  // What more decode rows add to a step.
+  QLLM_HD i64 extra_ns(i32 num_rows, i32 num_more) const {
+    return most<i64>(0, decode_cost(num_rows + num_more) - decode_cost(num_rows));
+  }
+  // Decode rows of a worse tier for which the best tier leaves seats, KV and time.
+  QLLM_HD i32 join(i32 num_best, i32 t, i64 room_ns) const {
+    Batch out = empty_batch(joining_rows, 0);
+    i32 count = 0;
+    for (i32 d = tiers[t].decodes; d < tiers[t].decodes_end; d++) {
+      if (num_best + count + 1 > s->seats) break;
+      take(out, next_row(decodes[d]));
+      if (out.free_blocks < 0) break;
+      count++;
+    }
+    while (count && extra_ns(num_best, count) > room_ns) count--;
+    return count;
+  }
+  // A parked frame of the tier, or a prefill for which seats are left.
+  QLLM_HD Plan other_work(i32 num_taken, i32 t, i64 slice_ns) {
+    i32 frame = frame_of_tier(tiers[t].tier);
+    if (frame >= 0) return resume(frame, other_rows);
+    if (num_taken >= s->seats) return no_plan();
+    Batch out = batch(order + t, 1, other_rows, slice_tokens(slice_ns), kEveryCohort, false);
+    i32 count = 0;
+    for (i32 i = 0; i < out.num_rows; i++)
+      if (!is_decoding(requests[out.rows[i].slot])) other_rows[count++] = out.rows[i];
+    return count ? finish_plan(other_rows, count) : no_plan();
+  }
+  QLLM_HD i64 first_progress_ns(const Row* rows, i32 count) const {
+    i64 first = kMost;
+    for (i32 i = 0; i < count; i++)
+      first = least(first, requests[rows[i].slot].last_progress_ns);
+    return first;
+  }
+  QLLM_HD bool waits_longer(i32 joining, const Plan& other) const {
+    return first_progress_ns(joining_rows, joining) <
+           first_progress_ns(other.rows, other.num_rows);
+  }
+};
+
+}  // namespace qllm

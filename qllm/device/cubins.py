@@ -1,0 +1,69 @@
+"""Kernels of a policy, compiled once: cubins under the user's cache, keyed by all they come from.
+
+The sources of `csrc` ship with the package. What is compiled depends on them, on the
+policy's rank with its numbers, on the architecture and on the compilers; a change of any is
+another file. A file that is not whole is compiled anew.
+"""
+
+import hashlib
+import os
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from qllm.device.layout import HEADER
+from qllm.device.link import link_kernel
+from qllm.device.rank import rank_text
+
+COMPILERS = ("numba-cuda", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm")
+_DIGEST_BYTES = 32
+
+
+def cache_folder() -> Path:
+    """Where cubins lie: under $XDG_CACHE_HOME, else ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "qllm" / "cubins"
+
+
+def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = None) -> bytes:
+    """The scheduler's kernels with a policy's rank in them, from the cache if they are there.
+
+    Args:
+        policy: A `RankPolicy`.
+        capability: Of the device, like (9, 0).
+        folder: The cache; None is `cache_folder()`.
+
+    Raises:
+        ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.
+    """
+    folder = folder or cache_folder()
+    file = folder / f"{_key(policy, capability)}.cubin"
+    try:
+        data = file.read_bytes()
+        if hashlib.sha256(data[_DIGEST_BYTES:]).digest() == data[:_DIGEST_BYTES]:
+            return data[_DIGEST_BYTES:]
+    except OSError:
+        pass  # not compiled yet
+    cubin = link_kernel(policy, capability)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+        part.write(hashlib.sha256(cubin).digest() + cubin)
+    os.replace(part.name, file)  # whoever reads meanwhile sees all of it or nothing
+    return cubin
+
+
+def _key(policy: Any, capability: tuple[int, int]) -> str:
+    digest = hashlib.sha256(rank_text(policy).encode())
+    for source in sorted(Path(HEADER).parent.iterdir()):
+        if source.suffix in (".h", ".cu"):
+            digest.update(source.name.encode() + source.read_bytes())
+    digest.update(repr((capability, [_version(name) for name in COMPILERS])).encode())
+    return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

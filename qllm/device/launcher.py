@@ -1,0 +1,278 @@
+"""The loop on the device, put together: memory of both sides, the kernel, the graph, the watch.
+
+The host makes everything at start, launches the graph, and then reads a few words now and then.
+It touches no request and no token. Never run on a GPU (docs/gpu-status.md).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from qllm.cuda.runner import CudaRunner
+from qllm.device import serving
+from qllm.device.graph import KernelCall, LoopApi, LoopGraph, Watch, serve
+from qllm.device.loop import DeviceLoop
+from qllm.device.ring_memory import Pinned
+from qllm.device.rings import DeviceBlock, check_device, home_of
+from qllm.device.server import WHY, CutOff, address_of, attach
+from qllm.errors import ConfigError, DeviceError
+from qllm.ingress.layout import offset
+from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
+from qllm.policy import CostTable, RankPolicy
+from qllm.scheduler.decision import Limits
+
+TURN = "qllm_turn"
+"""The kernel of a turn, in `csrc/scheduler.cu`."""
+CONTROL = -1
+SERVER, STATE, LANES = range(3)
+"""Blocks, in the order in which a turn is given their addresses."""
+
+
+class OnDevice:
+    """Copies of the blocks of a loop in the device's memory, where a turn reads them fast.
+
+    The blocks hold offsets rather than pointers, so a copy is as good. The host keeps its own and
+    sees of the device's only what it asks for. All of it goes through a stream of its own, so it
+    waits for nothing, and nothing waits for it.
+
+    Args:
+        loop: Its blocks are complete.
+        device: Where the copies go.
+    """
+
+    def __init__(self, loop: DeviceLoop, device: torch.device) -> None:
+        self._lanes = loop.lanes
+        self._on_cuda = device.type == "cuda"
+        cuda: Any = torch.cuda
+        self.stream = cuda.Stream() if self._on_cuda else None
+        self._hosts = [
+            block.memory for block in (loop.server.memory, loop.server.block, loop.lanes)
+        ]
+        self._copies = [torch.from_numpy(np.array(m)).to(device) for m in self._hosts]
+        self.addresses: tuple[int, ...] = tuple(copy.data_ptr() for copy in self._copies)
+        num = self._lanes.num_cells
+        self._words = torch.zeros(num, dtype=torch.int64, pin_memory=self._on_cuda)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work for the device that does not wait for the loop; done at the end."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+        self.stream.synchronize()
+
+    def read(self, name: str) -> int:
+        """A number of the device's LANES, also while the loop runs."""
+        with self.beside():
+            self._words.copy_(self._copies[LANES][: len(self._words)], non_blocking=True)
+        return int(self._words[self._lanes.index(name)])
+
+    def write(self, **numbers: int) -> None:
+        """Change numbers of the device's LANES, also while the loop runs: each at once."""
+        head = self._copies[LANES]
+        with self.beside():
+            for name, value in numbers.items():
+                head[self._lanes.index(name)] = value
+
+    def snapshot(
+        self, which: int, start: int = 0, end: int | None = None
+    ) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The bytes [start, end) of a block (SERVER, STATE or LANES) as they are now."""
+        with self.beside():
+            found = self._copies[which].view(torch.uint8)[start:end].to("cpu", copy=True)
+        return found.numpy()
+
+    def push(self, which: int, start: int, end: int) -> None:
+        """Copy the host's bytes [start, end) of a block to the device's."""
+        ours = torch.from_numpy(self._hosts[which].view(np.uint8)[start:end])
+        with self.beside():
+            self._copies[which].view(torch.uint8)[start:end].copy_(ours)
+
+
+class DeviceEngine:
+    """One loop on the device, and the front ends whose rings it reads.
+
+    Args:
+        runner: With captured stages.
+        policy: A `RankPolicy`.
+        limits: Settings.
+        control: The engine's control block.
+        front_ends: The memory of the first ones; `attach` serves more. That of this machine is
+            page-locked; where a `DeviceBlock` lies was chosen when it was made.
+        now_ns: The engine's clock.
+        max_total_tokens: Longest request, prompt and answer.
+        api: Builds and launches graphs; None is CUDA's.
+        function: The kernel of a turn; None is compiled for the policy and this device.
+        look: Called again and again while a launch runs.
+        costs: Of steps, which the loop does not fit; None leaves the policy without.
+        settings: More of `DeviceLoop`.
+
+    Raises:
+        ConfigError: There are no captured stages; or the policy, the settings or the device are
+            not fit for it; says why.
+        ModelError: A stage holds what the body of a conditional node may not; says which.
+    """
+
+    def __init__(
+        self,
+        runner: CudaRunner,
+        policy: RankPolicy,
+        limits: Limits,
+        *,
+        control: ControlBlock,
+        front_ends: Sequence[FrontEndBlock | DeviceBlock],
+        now_ns: Callable[[], int],
+        max_total_tokens: int,
+        api: LoopApi | None = None,
+        function: Any = None,
+        look: Callable[[], None] = lambda: None,
+        costs: CostTable | None = None,
+        **settings: Any,
+    ) -> None:
+        if runner.stages is None:
+            raise ConfigError(
+                f"the loop runs captured stages, and there are none: {runner.not_captured}"
+            )
+        device = runner.parts.lm_head.weight.device
+        self.home = home_of(device, None)
+        """Where the control block and the rings of front ends of this machine lie."""
+        self._device, self._look = device, look
+        self._pinned: dict[int, Pinned] = {}
+        """Per front end of this machine its memory, and the control block's at CONTROL."""
+        self._blocks: dict[int, FrontEndBlock | DeviceBlock] = {}
+        """Kept: their memory must stay while the device may write it."""
+        self._control = control
+        if device.type == "cuda":
+            self._pin(CONTROL, control.segment)
+        settings.setdefault("max_front_ends", max(1, len(front_ends)))
+        self.loop = DeviceLoop(
+            policy, runner.stages, runner.pages, runner.shape, limits,
+            control=address_of(control.words), max_total_tokens=max_total_tokens, now_ns=now_ns,
+            **settings,
+        )  # fmt: skip
+        if costs is not None:
+            self.loop.server.costs = costs
+        for block in front_ends:
+            self._take_in(block)
+        self.memory = OnDevice(self.loop, device)
+        if api is None or function is None:
+            api, function = _of_cuda(policy, device)
+        captured = [runner.stages.captured[key] for key in self.loop.keys]
+        self._graph = LoopGraph(api, KernelCall(function, self.memory.addresses), captured)
+
+    # -- front ends, between two launches
+
+    def serves(self, number: int) -> bool:
+        """Whether a front end is attached."""
+        return number in dict(self.loop.server.indexes())
+
+    def _take_in(self, block: FrontEndBlock | DeviceBlock) -> None:
+        if isinstance(block, DeviceBlock):
+            check_device(block, self._device)
+            block.attach_to(self.loop.server)
+        else:
+            attach(self.loop.server, block)
+        self._blocks[block.number] = block
+        if self._device.type == "cuda" and isinstance(block.memory, Segment):
+            try:
+                self._pin(block.number, block.memory)
+            except DeviceError:
+                del self._blocks[block.number]
+                self.loop.server.forget(block.number)
+                raise
+
+    def _pin(self, number: int, segment: Segment) -> None:
+        self._pinned[number] = Pinned(address_of(segment.words), len(segment.bytes))
+
+    def attach(self, block: FrontEndBlock | DeviceBlock) -> None:
+        """Serve one more front end.
+
+        Raises:
+            ConfigError: See `NativeServer.attach`.
+            DeviceError: Its memory cannot be page-locked.
+        """
+        self._take_in(block)
+        server = self.loop.server
+        at = server.memory.span("front_ends", server.index_of(block.number))
+        self.memory.push(SERVER, *at)
+        self._push_word("bell_seen")
+        self._push_word("num_silent")
+
+    def _push_word(self, name: str) -> None:
+        at = 8 * self.loop.server.memory.index(name)
+        self.memory.push(SERVER, at, at + 8)
+
+    def detach(self, number: int) -> None:
+        """A front end is gone: the next turns end its requests, and `gone` tells of it."""
+        server = self.loop.server
+        index = server.index_of(number)
+        server.memory.array("front_ends")["state"][index] = serving.LEAVING
+        start, _ = server.memory.span("front_ends", index)
+        at = start + offset(serving.FRONT_END, "state")
+        self.memory.push(SERVER, at, at + 4)
+
+    def gone(self) -> list[CutOff]:
+        """The front ends that the device has detached since the last call, and why."""
+        found = []
+        block = self.loop.server.memory
+        num = len(block.array("front_ends"))
+        start, end = block.span("front_ends", 0)[0], block.span("front_ends", num - 1)[1]
+        ends = self.memory.snapshot(SERVER, start, end).view(serving.FRONT_END)
+        for number, index in self.loop.server.indexes():
+            if ends["state"][index] == serving.DETACHED:
+                self.loop.server.forget(number)
+                del self._blocks[number]
+                if (pinned := self._pinned.pop(number, None)) is not None:
+                    pinned.close()
+                found.append(CutOff(number, WHY[int(ends["why"][index])]))
+        if found:
+            self._push_word("num_silent")
+        return found
+
+    # -- the loop
+
+    def pause(self) -> None:
+        """Have the launch that runs end after the stage under way; `serve` makes another."""
+        self.memory.write(pause=1)
+
+    def serve(self, hang_s: float = 10.0, between: Callable[[], None] = lambda: None) -> int:
+        """Serve until a front end asks to stop; return how many launches it took.
+
+        Args:
+            hang_s: No turn for so long is a hang.
+            between: Called before each launch, while nothing runs.
+
+        Raises:
+            DeviceError: See `qllm.device.graph.serve`.
+        """
+
+        def prepare() -> None:
+            between()
+            self.memory.write(**self.loop.words_of_launch())
+
+        watch = Watch(
+            prepare,
+            lambda: self.memory.read("num_turns"),
+            lambda: bool(self.memory.read("stopped")),
+            self._look,
+        )
+        return serve(self._graph, watch, hang_s=hang_s)
+
+    def close(self) -> None:
+        """Give the pinned memory back."""
+        for pinned in self._pinned.values():
+            pinned.close()
+        self._pinned.clear()
+
+
+def _of_cuda(policy: RankPolicy, device: torch.device) -> tuple[LoopApi, Any]:
+    from qllm.device.cubins import kernel_of
+    from qllm.device.graph_api import CudaLoopApi
+
+    api = CudaLoopApi()
+    return api, api.load(kernel_of(policy, torch.cuda.get_device_capability(device)), TURN)

@@ -1,0 +1,191 @@
+"""Where rings lie that a device reads: in its own memory, or in page-locked memory of the host.
+
+A running kernel sees what a network card writes into the device's memory in order only where the
+device says so: CUDA's documentation promises it to calls of the host alone. Records carry their
+own proof (`qllm.ingress.ring`: a number at both ends and a checksum), so a device that does not
+promise it would lose time rather than data; still, its memory is not taken.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qllm.errors import ConfigError, DeviceError
+
+_log = logging.getLogger("qllm")
+ATTRIBUTES = {
+    "rdma": "cudaDevAttrGPUDirectRDMASupported",
+    "ordering": "cudaDevAttrGPUDirectRDMAWritesOrdering",
+    "maps_host": "cudaDevAttrCanMapHostMemory",
+    "same_pointer": "cudaDevAttrCanUseHostPointerForRegisteredMem",
+}
+"""What is asked of a device, and its name in CUDA."""
+IN_ORDER = 100
+"""cudaGPUDirectRDMAWritesOrderingOwner: the device that owns the memory sees writes in order."""
+MAPPED = 2
+"""cudaHostRegisterMapped."""
+_GPU_PAGE = 64 << 10
+"""Bytes: what GPUDirect RDMA maps at once."""
+
+
+class Home(NamedTuple):
+    """Where rings lie, and why there."""
+
+    name: str
+    """"vram" or "pinned"."""
+    why: str
+
+
+def attributes_of(device: int = 0) -> dict[str, int]:
+    """The ATTRIBUTES of a device.
+
+    Raises:
+        DeviceError: There is none.
+    """
+    from cuda.bindings import runtime
+
+    out = {}
+    for name, attribute in ATTRIBUTES.items():
+        kind = getattr(runtime.cudaDeviceAttr, attribute)
+        error, value = runtime.cudaDeviceGetAttribute(kind, device)
+        if int(error):
+            raise DeviceError(f"CUDA answered {error!r} when asked for {attribute}")
+        out[name] = int(value)
+    return out
+
+
+def choose_home(device: Mapping[str, int], profile: str | None, asked: str | None = None) -> Home:
+    """Choose, and log why.
+
+    Args:
+        device: Its ATTRIBUTES.
+        profile: How front ends write: a profile of `qllm.ingress.remote.nixl`, or None for shared
+            memory of this machine.
+        asked: "vram" or "pinned"; None takes the device's memory where it may.
+
+    Raises:
+        ConfigError: The home that was asked for, or any, is not possible here; says why.
+    """
+    if asked not in (None, "vram", "pinned"):
+        raise ConfigError(f"ring_home={asked!r} is unknown; use vram or pinned")
+    no_vram = _why_not_vram(device, profile)
+    if asked == "vram" and no_vram:
+        raise ConfigError(f"ring_home='vram': {no_vram}; use 'pinned'")
+    if not no_vram and asked != "pinned":
+        home = Home("vram", "the network card writes it, and the device sees writes in order")
+    elif device["maps_host"] and device["same_pointer"]:
+        home = Home("pinned", no_vram or "asked for")
+    else:
+        raise ConfigError(
+            "this device cannot read registered memory of the host at its own address, and "
+            f"{no_vram or 'the memory of the device was not asked for'}: no ring can be read there"
+        )
+    _log.info("rings lie in %s memory: %s", home.name, home.why)
+    return home
+
+
+def _why_not_vram(device: Mapping[str, int], profile: str | None) -> str:
+    if profile != "rdma":
+        how = "shared memory" if profile is None else f"NIXL's profile {profile!r}"
+        return f"front ends write through {how}, which is memory of the host"
+    if not device["rdma"]:
+        return "the device does not support GPUDirect RDMA"
+    if device["ordering"] < IN_ORDER:
+        return (
+            f"the device orders RDMA writes at level {device['ordering']} and a kernel that runs "
+            f"needs {IN_ORDER} (owner) or more"
+        )
+    return ""
+
+
+class Pinned:
+    """Memory of the host that the device reads and writes at the same address.
+
+    Args:
+        address: Of the first byte; a page's.
+        num_bytes: Whole pages.
+
+    Raises:
+        DeviceError: It cannot be page-locked.
+    """
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        from cuda.bindings import runtime
+
+        self._runtime: Any = runtime
+        self._address: int | None = address
+        (error,) = runtime.cudaHostRegister(address, num_bytes, MAPPED)
+        if int(error):
+            self._address = None
+            raise DeviceError(
+                f"{num_bytes} bytes of shared memory cannot be page-locked ({error!r}); see "
+                "`ulimit -l`"
+            )
+
+    def close(self) -> None:
+        """Give it back. Twice is once."""
+        if self._address is not None:
+            self._runtime.cudaHostUnregister(self._address)
+        self._address = None
+
+
+class Vram:
+    """Memory of a device, which a network card reads and writes and the host does not.
+
+    An allocation of its own (`cudaMalloc`, whole pages of GPUDirect), zeros at first.
+
+    Args:
+        num_bytes: At least so many.
+        device: Its number.
+
+    Raises:
+        DeviceError: There is none, or none left.
+    """
+
+    kind = "VRAM"
+
+    def __init__(self, num_bytes: int, device: int = 0) -> None:
+        from cuda.bindings import driver, runtime
+
+        self.device = device
+        self.num_bytes = -(-num_bytes // _GPU_PAGE) * _GPU_PAGE
+        self.address = 0
+        self._runtime: Any = runtime
+        before = self._call("cudaGetDevice")
+        self._call("cudaSetDevice", device)
+        try:
+            self.address = int(self._call("cudaMalloc", self.num_bytes))
+            # Copies of the host have ended when they return: the card sees them.
+            sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+            (error,) = driver.cuPointerSetAttribute(1, sync, self.address)
+            if int(error):
+                raise DeviceError(f"CUDA answered {error!r} to cuPointerSetAttribute")
+            self._call("cudaMemset", self.address, 0, self.num_bytes)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._call("cudaSetDevice", before)
+
+    def write(self, at: int, data: bytes) -> None:
+        """Write bytes from the host, at set-up."""
+        how = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        source = np.frombuffer(data, np.uint8)
+        self._call("cudaMemcpy", self.address + at, int(source.ctypes.data), len(data), how)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *found = getattr(self._runtime, name)(*arguments)
+        if int(error):
+            raise DeviceError(
+                f"CUDA answered {error!r} to {name}, for {self.num_bytes} bytes of rings in the "
+                f"memory of device {self.device}"
+            )
+        return found[0] if found else None
+
+    def close(self) -> None:
+        """Free it, with no kernel running: CUDA waits for those. Twice is once."""
+        if self.address:
+            self._runtime.cudaFree(self.address)
+        self.address = 0

@@ -1,0 +1,322 @@
+"""What every host runs: a model, its runner, a scheduler and the loop over them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import torch
+
+from qllm.config import EngineConfig
+from qllm.engine.loop import Deciding, EngineLoop, Sink
+from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
+from qllm.ingress import Call, Ingress, Submission
+from qllm.ingress.messages import ModelInfo
+from qllm.ingress.native import native_ends
+from qllm.ingress.ring import ENDS, Ends
+from qllm.models.loader import LoadedModel, vocabulary_of
+from qllm.plugins import load_policy
+from qllm.record.trace import Trace
+from qllm.runner.conformance import check as check_conformance
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.decision import Limits, Parked
+from qllm.scheduler.scheduler import Scheduler
+from qllm.types import NS_PER_MS, FinishReason, RequestId
+
+
+def _scheduler(config: EngineConfig) -> Callable[..., Deciding]:
+    if config.scheduler == "python":
+        return Scheduler
+    from qllm.device.scheduler import NativeScheduler  # numba is needed only here
+
+    return NativeScheduler
+
+
+def ring_ends(config: EngineConfig) -> Ends:
+    """The engine's ends of the rings: of the language that its scheduler is in."""
+    if config.scheduler == "python":
+        return ENDS
+    from qllm.device.native import load_native  # nothing else needs the extension
+
+    return native_ends(load_native())
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with `count` threads; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def set_own_torch_threads(count: int) -> None:
+    """Let torch compute with so many threads on this thread, and on no other.
+
+    A thread that is new takes the number that was set last, wherever, so that is set again.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    others = Thread(target=torch.set_num_threads, args=(before,))
+    others.start()
+    others.join()
+
+
+def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
+    """The runner for the device that a model is on.
+
+    Raises:
+        ConfigError: A setting that CUDA does not have.
+        ModelError: The model cannot be driven safely.
+    """
+    if model.device.type != "cuda":
+        return TorchRunner(
+            model,
+            max_segment_ms=config.max_segment_ms,
+            batch_invariant=config.batch_invariant,
+            kernels=config.kernels,
+            expert_weights=config.expert_weights,
+        )
+    if config.batch_invariant:
+        raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
+    if config.expert_weights != "auto":
+        raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
+    from qllm.cuda.runner import CudaRunner
+
+    return CudaRunner(
+        model,
+        num_pages=config.num_blocks,
+        page_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        max_total_tokens=config.max_kv_tokens,
+        graphs=None if config.kernels == "fast" else False,
+    )
+
+
+@contextmanager
+def naming_family(model: Any, what: str) -> Iterator[None]:
+    """Turn what an unknown model makes raise into a ModelError that names its family.
+
+    Args:
+        model: Of transformers.
+        what: What is done with it here, for the message.
+
+    Raises:
+        ModelError: Anything went wrong that is neither a setting, nor a device, nor memory.
+    """
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", None) or type(model).__name__
+    start = f"model {family!r}"
+    try:
+        yield
+    except (ConfigError, DeviceError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except ModelError as error:
+        if str(error).startswith(start):
+            raise
+        raise ModelError(f"{start} cannot be driven: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"{start} cannot be driven: {what} raised {type(error).__name__}: {error}. "
+            "Report the family"
+        ) from error
+
+
+class Prepared:
+    """A model ready to compute, and what is told of it: the same for every kind of loop.
+
+    Args:
+        loaded: The model.
+        policy: A policy object.
+        config: Settings.
+        threads: Threads torch computes with; None leaves torch's choice.
+
+    Raises:
+        ConfigError: A setting that the device does not have.
+        ModelError: The model cannot be driven safely.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
+    ) -> None:
+        self.config, self.threads = config, threads
+        with torch_threads(threads):
+            with naming_family(loaded.model, "finding its parts"):
+                self.runner = make_runner(loaded.model, config)
+            if config.conformance:
+                drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))
+                try:
+                    with naming_family(loaded.model, f"the start-up check (drivers: {drivers})"):
+                        check_conformance(loaded.model, self.runner)
+                except BaseException:
+                    self.runner.close()  # the model is the caller's, as it was
+                    raise
+        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
+        self.limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            grain=config.grain,
+            max_segment_ns=int(segment_ns),
+            batch_invariant=config.batch_invariant,
+            capabilities=self.runner.capabilities,
+        )
+        meta = {"model": loaded.name, "policy": repr(policy)}
+        self.trace = Trace(meta=meta)
+        self.info = ModelInfo(
+            name=loaded.name,
+            shape=self.runner.shape,
+            eos_token_ids=loaded.eos_token_ids,
+            sampling_defaults=loaded.generation_defaults,
+            drivers=tuple(str(driver) for driver in self.runner.drivers),
+            kernels={**self.runner.names, "weights": loaded.expanded or "as they were stored"},
+            vocabulary=vocabulary_of(loaded.tokenizer),
+        )
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest request, prompt and answer."""
+        return min(self.config.max_kv_tokens, self.info.shape.max_position)
+
+    def run(self, serve: Callable[[], object]) -> BaseException | None:
+        """Serve on this thread until the loop is closed; return what it crashed with."""
+        # OpenMP's threads spin for milliseconds after every operator, beside our own
+        count = 1 if self._is_native else self.threads
+        if count is not None:
+            set_own_torch_threads(count)
+        try:
+            serve()
+        except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
+            return error
+        return None
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether layers are left to torch nowhere."""
+        runner = self.runner
+        return isinstance(runner, TorchRunner) and runner.sweep.num_layers == len(runner.drivers)
+
+    def stats_of(self, loop: Any, decider: Any) -> dict[str, Any]:
+        """Numbers of the run so far that every loop on the host has. Callable from any thread.
+
+        Args:
+            loop: An `EngineLoop` or a `NativeLoop`; its thread counts on meanwhile.
+            decider: Who decides: knows the frame that runs, and those that are parked.
+        """
+        segments = self.runner.segments
+        kind = segments.longest_op
+        running = decider.running
+        frames = [] if running is None else [self._frame(running, "running")]
+        frames += [self._frame(frame, "parked") for frame in list(decider.frames.values())]
+        return {
+            "longest_segment_ms": segments.longest_ns / NS_PER_MS,
+            "longest_segment_kind": None if kind is None else kind.name,
+            "max_segment_ms": self.config.max_segment_ms,
+            "expert_bytes": self.runner.expert_bytes,
+            "kv_blocks": self.config.num_blocks,
+            "frames": frames,
+            "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],
+            "num_preemptions": loop.num_preemptions,
+            "policy_errors": list(loop.policy_errors),
+            "longest_plan_ms": loop.longest_plan_ns / NS_PER_MS,
+        }
+
+    def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
+        """A frame as statistics show it. Of one that runs the place is where it last began to."""
+        program, index = parked.program, parked.index
+        held = self.runner.frames.get(program.frame_id)
+        op = program.ops[min(index.op, len(program.ops) - 1)]
+        return {
+            "state": state,
+            "layer": op.layer,
+            "num_layers": program.num_layers,
+            "op": op.kind.name,
+            "units_done": index.pos,
+            "rows": len(program.rows),
+            "tokens": program.num_tokens,
+            "bytes": 0 if held is None else held.num_bytes(),
+        }
+
+
+class Core(Prepared):
+    """One engine with the loop of the host, ready to serve.
+
+    Args:
+        loaded: The model.
+        policy: A policy object.
+        config: Settings.
+        ingress: Where requests come from.
+        sink: Where tokens go.
+        now_ns: The engine's clock.
+        threads: Threads torch computes with; None leaves torch's choice.
+        decided: See `EngineLoop`.
+
+    Raises:
+        ConfigError: A setting that the device does not have.
+        ModelError: The model cannot be driven safely.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        policy: Any,
+        config: EngineConfig,
+        *,
+        ingress: Ingress,
+        sink: Sink,
+        now_ns: Callable[[], int],
+        threads: int | None,
+        decided: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__(loaded, policy, config, threads)
+        try:
+            self.loop = EngineLoop(
+                ingress,
+                _scheduler(config)(policy, self.runner.shape, self.runner.cuts, self.limits),
+                self.runner,
+                sink,
+                now_ns,
+                record=self.trace if config.record else None,
+                fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+                decided=decided,
+            )
+        except BaseException:
+            self.runner.close()  # the model is the caller's, as it was
+            raise
+
+    def serve(self) -> BaseException | None:
+        """Serve on this thread until the loop is closed; return what it crashed with."""
+        return self.run(self.loop.serve)
+
+    def end_all(self, open_requests: Iterable[RequestId], crash: BaseException | None) -> None:
+        """Whatever is still open ends now: the loop will not come back."""
+        reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
+        text = None if crash is None else crash_text(crash)
+        open_ids = dict.fromkeys(open_requests)
+        for item in (*self.loop.pending, *self.loop.ingress.drain()):
+            if isinstance(item, Call):
+                item.answer(None, EngineClosedError("the engine was closed; make a new one"))
+            elif isinstance(item, Submission):
+                self.loop.meet(item)
+                open_ids[item.request_id] = None
+        for request_id in open_ids:
+            self.loop.end(request_id, reason, text)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the run so far. Callable from any thread."""
+        loop = self.loop
+        return {
+            **self.stats_of(loop, loop.scheduler),
+            "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
+            "num_live": len(loop.live),
+        }
+
+
+def crash_text(crash: BaseException) -> str:
+    """How a crash of the loop is told to those who wait."""
+    return f"{CRASHED}: {type(crash).__name__}: {crash}"

@@ -1,0 +1,69 @@
+"""What steps cost, measured before an engine serves: for a loop that does not fit costs itself."""
+
+from collections.abc import Callable
+
+from qllm.engine.costs import COST_LEVELS, Costs
+from qllm.ingress.inproc import StopWord
+from qllm.plan import ANY_ARRIVAL, Plan, Row
+from qllm.policy import CostTable
+from qllm.runner.protocol import Runner
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.program import START, Program
+from qllm.types import FrameId, Grain, RequestId, SamplingParams
+
+PROMPT = 32
+"""Tokens of each request that decodes here."""
+ROUNDS = 3
+GREEDY = SamplingParams(temperature=0, seed=0)
+
+
+def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> CostTable:
+    """Prefill, then decode 1, 2, 4 ... requests at once, and fit the table from what it took.
+
+    Args:
+        runner: With no request in it; it has none afterwards.
+        limits: As many requests, tokens and blocks are used as they allow.
+        now_ns: A clock that has seen the work of `runner.run` when it returned.
+    """
+    costs, stop = Costs(), StopWord(now_ns)  # nobody lowers it
+    fits = limits.num_blocks * limits.block_size // (PROMPT + ROUNDS + limits.block_size)
+    most = max(1, min(limits.max_num_seqs, fits, 1 << (COST_LEVELS - 1)))
+    prompt = max(1, min(PROMPT, limits.max_step_tokens))
+    sizes = [1 << level for level in range(COST_LEVELS) if 1 << level <= most]
+    frame_id = FrameId(1 << 40)
+
+    def run(rows: list[Row]) -> None:
+        nonlocal frame_id
+        program = _program(runner, limits, frame_id, rows)
+        frame_id = FrameId(frame_id + 1)
+        start_ns = now_ns()
+        runner.accept(program)
+        runner.run(program, START, stop)
+        runner.finish(program)
+        costs.observe(program, now_ns() - start_ns)
+
+    for i in range(sizes[-1]):
+        runner.add(RequestId(i), [1] * prompt, GREEDY, prompt, prompt + ROUNDS * len(sizes) + 1)
+        run([Row(RequestId(i), 0, prompt, 0, runner.shape.num_layers)])
+    length = dict.fromkeys(range(sizes[-1]), prompt)
+    for size in sizes:
+        for _ in range(ROUNDS):
+            layers = runner.shape.num_layers
+            run([Row(RequestId(i), length[i], length[i] + 1, 0, layers) for i in range(size)])
+            for i in range(size):
+                length[i] += 1
+    for i in range(sizes[-1]):
+        runner.remove(RequestId(i))
+    return costs.table()
+
+
+def _program(runner: Runner, limits: Limits, frame_id: FrameId, rows: list[Row]) -> Program:
+    return compile_program(
+        Plan(rows=tuple(rows), grain=Grain.STEP, stop_below=ANY_ARRIVAL),
+        frame_id=frame_id,
+        samples=[True] * len(rows),
+        shape=runner.shape,
+        cuts=runner.cuts,
+        one_query_from=[PROMPT] * len(rows) if limits.batch_invariant else None,
+    )

@@ -1,0 +1,265 @@
+"""Checkpoints: the unfinished requests of one engine, finished in another process.
+
+A snapshot lives in the runner, beside the KV it needs. Its portable form is everything: parked
+frames with their programs and activations, KV, sampling positions and counters, in one file.
+Both functions run on the engine's thread, between two programs.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from qllm.engine import archive
+from qllm.engine.loop import EngineLoop, Live
+from qllm.errors import CheckpointError
+from qllm.ingress import Submission
+from qllm.plan import Row
+from qllm.record import trace
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.decision import Parked
+from qllm.scheduler.program import Index, Op, OpKind, Program
+from qllm.scheduler.request import Request
+from qllm.types import Frontier, Grain, RequestId, Sampled, SamplingParams, Slo
+
+COUNTERS = ("num_tokens", "num_computed_tokens", "served_ns", "evictions", "preemptions")
+T = TypeVar("T")
+
+
+class Adopted(Protocol):
+    """What stands for a restored request where it is waited for: a handle, or its stand-in."""
+
+    @property
+    def number(self) -> RequestId:
+        """Its id in this engine."""
+        ...
+
+    def on_token(self, sampled: Sampled) -> bool:
+        """Take one of the tokens that it had already."""
+        ...
+
+
+H = TypeVar("H", bound=Adopted)
+Adopt = Callable[[str, tuple[int, ...], SamplingParams], H]
+
+
+def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
+    """Write every unfinished request to `path`; they go on here too.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    tensors: dict[str, Any] = {}
+    requests, frames = [], []
+    for number, live in loop.live.items():
+        state, meta = runner.export_request(number)
+        requests.append({**_request_meta(live), "runner": meta})
+        tensors.update(_prefixed(f"request.{number}.", state))
+    for frame_id, parked in loop.scheduler.frames.items():
+        frames.append(_frame_meta(parked))
+        state = runner.export_frame(parked.program, parked.index)
+        tensors.update(_prefixed(f"frame.{frame_id}.", state))
+    document = {
+        "model": runner.fingerprint(),
+        "settings": _settings(loop, runner),
+        "requests": requests,
+        "frames": frames,
+    }
+    archive.write(os.fspath(path), document, tensors)
+    return len(requests)
+
+
+def load(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    path: str | os.PathLike[str],
+    adopt: Adopt[H],
+    now_ns: int,
+) -> list[H]:
+    """Take over the requests of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is truncated, foreign, of another version or model, or its KV
+            does not fit.
+    """
+    document, tensors = archive.read(os.fspath(path))
+    try:
+        return _load(loop, runner, document, tensors, adopt, now_ns)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error!r}") from error
+
+
+def _load(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    adopt: Adopt[H],
+    now_ns: int,
+) -> list[H]:
+    if document["model"] != runner.fingerprint():
+        raise CheckpointError("the checkpoint belongs to another model or other weights")
+    pool = loop.scheduler.pool
+    settings = _settings(loop, runner)
+    if document["settings"] != settings:
+        raise CheckpointError(
+            f"the checkpoint was made with settings {document['settings']}, this engine has "
+            f"{settings}; use the same exactness and max_segment_ms"
+        )
+    need = sum(pool.blocks_for(_reach(meta)) for meta in document["requests"])
+    if need > pool.num_free:
+        raise CheckpointError(
+            f"the checkpoint needs {need} KV blocks, {pool.num_free} are free; raise "
+            "max_kv_tokens or let other requests finish"
+        )
+    handles: list[H] = []
+    number_of: dict[RequestId, RequestId] = {}
+
+    def adopt_and_keep(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> H:
+        handles.append(adopt(name, prompt, sampling))
+        return handles[-1]
+
+    try:
+        for meta in document["requests"]:
+            handle = _load_request(loop, runner, meta, tensors, adopt_and_keep, now_ns)
+            number_of[meta["number"]] = handle.number
+        for meta in document["frames"]:
+            _load_frame(loop, runner, meta, tensors, number_of, now_ns)
+    except Exception:
+        for handle in handles:
+            loop.disown(handle.number)
+        raise
+    return handles
+
+
+def _settings(loop: EngineLoop, runner: TorchRunner) -> dict[str, Any]:
+    """What the ops of a program and its bits depend on, beside the model."""
+    return {
+        "batch_invariant": loop.scheduler.limits.batch_invariant,
+        "max_segment_ns": loop.scheduler.limits.max_segment_ns,
+        "cuts": [repr(x) for x in runner.cuts],
+    }
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _unprefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _request_meta(live: Live) -> dict[str, Any]:
+    submission, request = live
+    return {
+        "number": submission.request_id,
+        "name": submission.name,
+        "priority": submission.priority,
+        "sampling": trace.sampling_to_dict(submission.sampling),
+        "stop_ids": sorted(submission.stop_ids),
+        "max_tokens": submission.max_tokens,
+        "slo": list(submission.slo),
+        "counters": {name: getattr(request, name) for name in COUNTERS},
+        "frontier": request.frontier,
+    }
+
+
+def _reach(meta: Mapping[str, Any]) -> int:
+    front = meta["frontier"]
+    return int(meta["counters"]["num_computed_tokens"] if front is None else front[1])
+
+
+def _frame_meta(parked: Parked) -> dict[str, Any]:
+    program = parked.program
+    return {
+        "frame_id": program.frame_id,
+        "rows": program.rows,
+        "groups": program.groups,
+        "ops": tuple(program.ops),
+        "grain": program.grain,
+        "stop_below": program.stop_below,
+        "samples": program.samples,
+        "num_layers": program.num_layers,
+        "row_blocks": program.row_blocks,
+        "index": parked.index,
+        "dead": sorted(parked.dead),
+    }
+
+
+def _load_request(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    adopt: Adopt[H],
+    now_ns: int,
+) -> H:
+    sampling = trace.sampling_from_dict(meta["sampling"])
+    ids = tuple(meta["runner"]["token_ids"])
+    num_prompt = meta["runner"]["num_prompt_tokens"]
+    handle = adopt(meta["name"], ids[:num_prompt], sampling)
+    number = handle.number
+    request = Request(
+        request_id=number,
+        priority=meta["priority"],
+        arrival_ns=now_ns,
+        num_prompt_tokens=num_prompt,
+        max_tokens=meta["max_tokens"],
+        slo=Slo(*meta["slo"]),
+        last_progress_ns=now_ns,
+        **meta["counters"],
+    )
+    if meta["frontier"] is not None:
+        request.frontier = Frontier(*meta["frontier"])
+    submission = Submission(
+        request_id=number,
+        name=meta["name"],
+        priority=meta["priority"],
+        token_ids=ids[:num_prompt],
+        sampling=sampling,
+        stop_ids=frozenset(meta["stop_ids"]),
+        max_tokens=meta["max_tokens"],
+        slo=request.slo,
+        arrival_ns=now_ns,
+        deadline_ns=None,
+    )
+    state = _unprefixed(f"request.{meta['number']}.", tensors)
+    runner.import_request(number, sampling, state, dict(meta["runner"]))
+    loop.restored(submission, request)
+    for token in ids[num_prompt:]:
+        handle.on_token(Sampled(number, token))
+    return handle
+
+
+def _load_frame(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    number_of: Mapping[RequestId, RequestId],
+    now_ns: int,
+) -> None:
+    dead = set(meta["dead"])
+    rows = []
+    for r, row in enumerate(meta["rows"]):
+        number = -1 - r if row[0] in dead else number_of[row[0]]
+        rows.append(Row(number, *row[1:]))
+    program = Program(
+        frame_id=loop.scheduler.new_frame_id(),
+        rows=tuple(rows),
+        groups=tuple(tuple(group) for group in meta["groups"]),
+        ops=tuple(Op(OpKind(kind), *rest) for kind, *rest in meta["ops"]),
+        grain=Grain(meta["grain"]),
+        stop_below=meta["stop_below"],
+        samples=tuple(meta["samples"]),
+        num_layers=meta["num_layers"],
+        row_blocks=tuple(tuple(marks) for marks in meta["row_blocks"]),
+    )
+    index = Index(*meta["index"])
+    state = _unprefixed(f"frame.{meta['frame_id']}.", tensors)
+    runner.import_frame(program, index, state)
+    gone = {row.request_id for row in rows if row.request_id < 0}
+    for number in gone:
+        runner.kill(program, number)
+    loop.restored_frame(program, index, gone, now_ns)

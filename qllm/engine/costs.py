@@ -1,0 +1,56 @@
+"""The cost table of the view, fitted from what runs took."""
+
+from qllm.policy import CostTable
+from qllm.scheduler.program import Program
+
+SAMPLES_PER_COST = 4
+"""Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""
+COST_LEVELS = 9
+"""Decode costs are kept for 1, 2, 4, ... 256 rows."""
+
+
+class Costs:
+    """Fits the cost table of the view from measured runs."""
+
+    def __init__(self) -> None:
+        self._decode_ns: dict[int, int] = {}
+        self._prefill_token_ns = 0
+
+    def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
+        """Learn from a program that ran from its start to its end at one go."""
+        decodes = sum(1 for row in program.rows if row.num_tokens == 1)
+        tokens = program.num_tokens - decodes
+        layers = program.num_layers
+        if any(row.start_layer or row.end_layer != layers for row in program.rows):
+            return None
+        if not tokens:
+            level = max(0, min(COST_LEVELS - 1, (decodes * 3 // 2).bit_length() - 1))
+            self._decode_ns[level] = _blend(
+                self._decode_ns.get(level, 0),
+                elapsed_ns * (1 << level) // decodes if decodes < (1 << level) else elapsed_ns,
+            )
+        else:
+            rest = elapsed_ns - (self.table().decode(decodes) if decodes else 0)
+            if rest <= 0:
+                return None
+            self._prefill_token_ns = _blend(self._prefill_token_ns, rest // tokens)
+        return self.table()
+
+    def table(self) -> CostTable:
+        """The table as it is known now; unknown sizes follow from their neighbours."""
+        known = self._decode_ns or {0: 1_000_000}
+        values: list[int] = []
+        for level in range(COST_LEVELS):
+            if level in known:
+                value = known[level]
+            elif values:
+                value = values[-1] * 8 // 5
+            else:
+                first = min(known)
+                value = known[first] * 5**first // 8**first
+            values.append(max(value, values[-1] if values else 1))
+        return CostTable(tuple(values), self._prefill_token_ns or max(1, values[0] // 8))
+
+
+def _blend(old: int, seen: int) -> int:
+    return (old * (SAMPLES_PER_COST - 1) + seen) // SAMPLES_PER_COST if old else seen

@@ -1,0 +1,193 @@
+"""Where an engine lets front ends of other hosts in.
+
+Each has a TCP connection of its own (`transports.meeting`) for what is rare, and rings over NIXL
+for requests and tokens. When its connection ends or is silent, it is gone.
+"""
+
+import base64
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+from qllm.errors import ConfigError, QllmError
+from qllm.ingress.memory import Memory
+from qllm.ingress.messages import Card
+from qllm.ingress.remote.meeting import Meeting, MeetingError, Wire
+from qllm.ingress.remote.nixl import KINDS, Link, Peer
+
+MAX_STRANGERS = 8
+"""Connections that have not proved themselves yet; one more is closed at once."""
+ACCEPT_AGAIN_S = 0.1
+MAX_LATENCIES = 1000
+"""Latencies that one answer lists."""
+
+
+class Block(Protocol):
+    """The memory of a front end: a `FrontEndBlock`, or a `qllm.device.rings.DeviceBlock`."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def capacities(self) -> tuple[int, ...]: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def is_pulled(self) -> bool: ...
+
+
+class Guest(NamedTuple):
+    """A front end of another host that has met us."""
+
+    number: int
+    block: Any
+    """What `make_block` of the door has made."""
+    link: Link
+    wire: Wire
+
+
+class Door:
+    """Listens, and serves each front end on a thread of its own.
+
+    Args:
+        meeting: Where, and who may.
+        make_block: Makes the memory of one more front end; a `ConfigError` turns it away.
+        enter: Told of a front end that is ready: attach it.
+        leave: Told of a front end that is gone.
+        answer: Answers an operation of a front end by name.
+
+    Raises:
+        ConfigError: The address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        make_block: Callable[[], Block],
+        enter: Callable[[Guest], None],
+        leave: Callable[[Guest], None],
+        answer: Callable[[str, list[Any]], Any],
+    ) -> None:
+        self._meeting = meeting
+        self._make_block, self._enter, self._leave = make_block, enter, leave
+        self._answer = answer
+        self._card: Card | None = None
+        self._strangers = threading.Semaphore(MAX_STRANGERS)
+        self._listener = socket.socket(meeting.address.family)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind(tuple(meeting.address))
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(f"cannot listen on {meeting.address}: {error}") from error
+        host, port = self._listener.getsockname()[:2]
+        self.address = meeting.address._replace(host=host, port=port)
+
+    def listen(self) -> None:
+        """Let front ends connect; they wait until the door is opened."""
+        self._listener.listen()
+
+    def open(self, card: Card) -> None:
+        """Let front ends in from now on."""
+        self._card = card
+        threading.Thread(target=self._listen, name="qllm-door", daemon=True).start()
+        sys.stderr.write(f"qllm: front ends of other hosts meet the engine at {self.address}\n")
+        sys.stderr.flush()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, (host, *_) = self._listener.accept()
+            except OSError as error:  # it left already, or there are no descriptors left
+                sys.stderr.write(f"qllm: a front end could not be let in: {error}\n")
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._receive, args=(Wire(sock), host), daemon=True).start()
+
+    def _receive(self, wire: Wire, host: str) -> None:
+        try:
+            guest = self._meet(wire)
+        except (QllmError, KeyError, TypeError, ValueError) as error:
+            sys.stderr.write(f"qllm: a front end at {host} was turned away: {error}\n")
+            with suppress(MeetingError):
+                wire.send({"error": str(error)})
+            wire.close()
+            return
+        finally:
+            self._strangers.release()
+        try:
+            self._enter(guest)
+            while True:
+                wire.send(self._reply(wire.receive()))
+        except MeetingError:
+            pass
+        finally:
+            self._leave(guest)
+            wire.close()
+
+    def _meet(self, wire: Wire) -> Guest:
+        assert self._card is not None
+        wire.be_engine(self._meeting.secret)
+        asked = wire.receive()
+        if asked["profile"] != self._meeting.profile:
+            raise ConfigError(
+                f"profile={asked['profile']!r:.20} meets an engine with profile="
+                f"{self._meeting.profile!r}; give both sides the same"
+            )
+        block = self._make_block()
+        name = f"engine-{block.number}-{os.urandom(4).hex()}"
+        try:
+            link = Link(name, self._meeting.profile, block.memory, is_pulled=block.is_pulled)
+        except BaseException:
+            block.memory.close()
+            raise
+        try:
+            told = {"number": block.number, "capacities": block.capacities}
+            wire.send({**self._card.to_json(), **told})
+            link.connect(peer_from(wire.receive()))
+            wire.send(offer(link))
+        except BaseException:
+            link.close()
+            block.memory.close()
+            raise
+        return Guest(block.number, block, link, wire)
+
+    def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"ok": self._answer(str(message["op"]), list(message["args"]))}
+        except (QllmError, KeyError, TypeError, ValueError) as error:
+            return {"error": str(error)}
+
+
+def offer(link: Link) -> dict[str, Any]:
+    """What the other side needs, as a message."""
+    peer = link.offer._asdict()
+    return {**peer, "metadata": base64.b64encode(peer["metadata"]).decode()}
+
+
+def peer_from(message: dict[str, Any]) -> Peer:
+    """What the other side offers.
+
+    Raises:
+        MeetingError: It offers nothing; its reason is in the text.
+        ValueError: It is no offer.
+    """
+    if "error" in message:
+        raise MeetingError(str(message["error"]))
+    kind, is_pulled = message["kind"], message["is_pulled"]
+    if kind not in KINDS or not isinstance(is_pulled, bool):
+        raise ValueError(f"an offer of {kind!r:.20} memory, is_pulled={is_pulled!r:.20}")
+    metadata = base64.b64decode(message["metadata"])
+    return Peer(metadata, int(message["address"]), kind, int(message["device"]), is_pulled)
+
+
+def short(stats: dict[str, Any]) -> dict[str, Any]:
+    """Statistics small enough to be asked for again and again."""
+    return {**stats, "preempt_latencies_ms": stats["preempt_latencies_ms"][-MAX_LATENCIES:]}

@@ -1,0 +1,213 @@
+"""The engine whose loop is on the device: this process launches it, watches, and tells of it.
+
+Front ends come and go between two launches; a word in the device's memory ends the one that runs.
+Statistics are read from copies of the device's blocks, made while it works on.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from qllm.config import EngineConfig
+from qllm.cuda.runner import CudaRunner
+from qllm.device import lanes, layout
+from qllm.device.launcher import LANES, STATE, DeviceEngine
+from qllm.device.ring_memory import Home
+from qllm.device.rings import DeviceBlock, home_of
+from qllm.device.server import sizes_of, statuses_in
+from qllm.engine.build import Prepared
+from qllm.engine.calibrate import measure_costs
+from qllm.engine.served import RingEngine, Seat, check_compilable
+from qllm.errors import QllmError
+from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.remote.nixl import Link
+from qllm.ingress.remote.pull import LinkDriver
+from qllm.ingress.shm import Doorbell
+from qllm.models.loader import LoadedModel
+from qllm.types import NS_PER_MS, RequestId, RequestStatus
+
+LOOK_S = 0.1
+"""The front ends that the device has cut off are looked for this often."""
+POLICY_ERRORS = {
+    layout.EMPTY_PLAN: "planned nothing although requests wait",
+    layout.STALLS: "has waited for too long",
+    layout.NO_KV: "planned more than the KV holds",
+}
+
+
+class GpuEngine(RingEngine):
+    """The loop on the device."""
+
+    @staticmethod
+    def check(policy: Any, config: EngineConfig) -> None:
+        check_compilable(policy)
+
+    def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
+        super().__init__(loaded, policy, config, seat)
+        self.prepared = prepared = Prepared(loaded, policy, config, seat.threads)
+        runner = prepared.runner
+        assert isinstance(runner, CudaRunner)  # `EngineConfig.check_place` has seen the device
+        self._seat, self._calls = seat, deque[Callable[[], None]]()
+        self._leaving: set[int] = set()
+        self._far: dict[int, DeviceBlock] = {}
+        self._looked_s = 0.0
+        self._device = runner.parts.lm_head.weight.device
+        self._links: LinkDriver | None = None
+        self._far_home: Home | None = None
+        if seat.profile is not None:
+            self._far_home = home_of(self._device, seat.profile)
+            self._links = LinkDriver(seat.profile, seat.broken)
+        costs = measure_costs(runner, prepared.limits, time.perf_counter_ns)
+        self._engine = DeviceEngine(
+            runner, policy, prepared.limits,
+            control=seat.control, front_ends=(), now_ns=seat.now_ns, costs=costs,
+            max_total_tokens=prepared.max_total_tokens, look=self._look, **sizes_of(config),
+        )  # fmt: skip
+
+    # -- the engine's thread
+
+    def serve(self) -> BaseException | None:
+        return self.prepared.run(lambda: self._engine.serve(between=self._between))
+
+    def _between(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+        self._follow()
+
+    def _look(self) -> None:
+        if self._calls:
+            self._engine.pause()
+        if time.monotonic() - self._looked_s > LOOK_S:
+            self._looked_s = time.monotonic()
+            self._follow()
+
+    def _follow(self) -> None:
+        """See which front ends the device has let go."""
+        for number, why in self._engine.gone():
+            self._forget(number)
+            if number in self._leaving:
+                self._leaving.remove(number)
+            else:
+                self._seat.broken(number, why)
+
+    def _forget(self, number: int) -> None:
+        """Close the link of a front end at once, and its memory while nothing runs."""
+        if self._links is not None:
+            self._links.remove(number)
+        if (block := self._far.pop(number, None)) is not None:
+            self.post(block.close)
+
+    def end(self, crash: BaseException | None) -> None:
+        """Nothing: the device has ended all requests, or its context is lost and nobody can."""
+
+    def flush(self) -> bool:
+        return False
+
+    # -- front ends
+
+    def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+        def attach() -> None:
+            doorbell.close()  # the device rings none: its front ends look by themselves
+            try:
+                self._engine.attach(block)
+            except QllmError as error:
+                self._seat.broken(block.number, str(error))
+
+        self.post(attach)
+
+    def far_block(self, number: int, capacities: tuple[int, int, int, int]) -> DeviceBlock:
+        assert self._far_home is not None
+        return DeviceBlock(number, capacities, self._far_home, self._device)
+
+    def attach_over(self, block: DeviceBlock, link: Link) -> None:
+        def attach() -> None:
+            self._far[block.number] = block
+            try:
+                self._engine.attach(block)
+            except QllmError as error:
+                self._seat.broken(block.number, str(error))
+
+        assert self._links is not None
+        self._links.add(block.number, link)
+        self.post(attach)
+
+    def leave(self, number: int) -> None:
+        def detach() -> None:
+            if self._engine.serves(number):
+                self._leaving.add(number)
+                self._engine.detach(number)
+            else:
+                self._forget(number)
+
+        self.post(detach)
+
+    def close(self) -> None:
+        self._seat.control.stop = True
+
+    def post(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+
+    # -- what front ends may ask
+
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus | None]:
+        block = self._engine.loop.server.block
+        requests = block.view("requests", self._engine.memory.snapshot(STATE))
+        found = statuses_in(requests)
+        return [found.get(request_id) for request_id in request_ids]
+
+    def stats(self) -> dict[str, Any]:
+        memory, loop = self._engine.memory, self._engine.loop
+        copy, config = memory.snapshot(LANES), self.prepared.config
+        now, latest = loop.lanes.head(copy), loop.lanes.view("latencies", copy)
+        num, most = now["num_preemptions"], lanes.MOST_LATENCIES
+        latencies = np.roll(latest, -(num % most))[-min(num, most) :] if num else latest[:0]
+        state = memory.snapshot(STATE)
+        head, errors = loop.server.block.head(state), []
+        if now["num_policy_errors"]:
+            what = POLICY_ERRORS.get(now["policy_error"], "broke the scheduler's state")
+            errors = [f"the policy {what} ({now['num_policy_errors']} times)"]
+        with memory.beside():
+            expert_bytes = self.prepared.runner.expert_bytes
+        return {
+            "longest_segment_ms": now["longest_ns"] / NS_PER_MS,
+            "longest_segment_kind": "STAGE" if now["longest_ns"] else None,
+            "max_segment_ms": config.max_segment_ms,
+            "preempt_latencies_ms": [int(ns) / NS_PER_MS for ns in latencies],
+            "expert_bytes": expert_bytes,
+            "num_preemptions": num,
+            "kv_blocks_used": config.num_blocks - head["num_free"],
+            "kv_blocks": config.num_blocks,
+            "policy_errors": errors,
+            "longest_plan_ms": 0.0,
+            "num_live": head["num_live"],
+            "frames": self._frames(state, head),
+        }
+
+    def _frames(self, state: Any, head: dict[str, int]) -> list[dict[str, Any]]:
+        """What runs and what is parked, of a copy of the scheduler's state."""
+        block, shape = self._engine.loop.server.block, self.prepared.info.shape
+        frames, rows = block.view("frames", state), block.view("frame_rows", state)
+        parked = block.view("parked", state)[: head["num_parked"]].tolist()
+        running = [] if head["running"] < 0 else [head["running"]]
+        hidden = self.prepared.runner.parts.lm_head.weight
+        found = []
+        for slot in (*running, *parked):
+            frame, seats = frames[slot], block.sizes["seats"]
+            its = rows[slot * seats : slot * seats + int(frame["num_rows"])]
+            tokens = int((its["hi"] - its["lo"]).sum())
+            found.append(
+                {
+                    "state": "running" if slot in running else "parked",
+                    "layer": int(frame["layer"]),
+                    "num_layers": shape.num_layers,
+                    "op": "STAGE",
+                    "units_done": 0,
+                    "rows": len(its),
+                    "tokens": tokens,
+                    "bytes": tokens * hidden.shape[1] * hidden.element_size(),
+                }
+            )
+        return found

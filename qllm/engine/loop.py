@@ -1,0 +1,508 @@
+"""The engine loop: rings -> scheduler -> runner -> tokens. There is one, and everything runs it.
+
+take what arrived -> decide -> effects -> run a program until its end or a boundary
+     ^                                                              |
+     +------------- tokens out, requests finished <-----------------+
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, Protocol
+
+from qllm.engine.costs import Costs
+from qllm.errors import PolicyError
+from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
+from qllm.ingress.admission import refusal
+from qllm.policy import CostTable
+from qllm.record import trace
+from qllm.record.metrics import MetricsBuilder, RequestMetrics
+from qllm.runner.protocol import Runner
+from qllm.scheduler.blame import Blame
+from qllm.scheduler.decision import (
+    Accept,
+    Decision,
+    Drop,
+    Effect,
+    EvictKv,
+    Kill,
+    Limits,
+    Parked,
+    Split,
+)
+from qllm.scheduler.program import Index, Program
+from qllm.scheduler.request import Request
+from qllm.scheduler.rules import Pool
+from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
+
+MAX_POLICY_ERRORS = 1000
+"""Errors of the policy that are kept for statistics: the latest."""
+
+
+class Sink(Protocol):
+    """Where tokens go. Called on the loop's thread: be quick."""
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Take one token; return True if the answer is complete (a stop string)."""
+        ...
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """The request ended; called exactly once per request."""
+        ...
+
+
+class Deciding(Protocol):
+    """What the loop asks of a scheduler: `Scheduler`, or the native one."""
+
+    policy: Any
+    costs: CostTable
+    limits: Limits
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def running(self) -> Parked | None: ...
+    @property
+    def frames(self) -> dict[FrameId, Parked]: ...
+    @property
+    def requests(self) -> dict[RequestId, Request]: ...
+    def add(self, request: Request, now_ns: int) -> None: ...
+    def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]: ...
+    def adopt(self, request: Request) -> None: ...
+    def adopt_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None: ...
+    def new_frame_id(self) -> FrameId: ...
+    def decide(self, now_ns: int) -> Decision: ...
+    def blame(self, error: PolicyError, now_ns: int) -> Blame: ...
+    def done(
+        self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
+    ) -> None: ...
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None: ...
+    def failed(self) -> tuple[list[Effect], list[Request]]: ...
+    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]: ...
+    def check(self) -> None: ...
+
+
+class Live(NamedTuple):
+    """What the loop keeps of a request beside the scheduler's counters."""
+
+    submission: Submission
+    request: Request
+
+
+class EngineLoop:
+    """Runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
+
+    Args:
+        ingress: Where submissions come from.
+        scheduler: State and decisions.
+        runner: Executes programs.
+        sink: Where tokens go.
+        now_ns: The engine's clock.
+        record: Takes every event, or None.
+        fallback: A policy for when the chosen one breaks, or None to fail its requests.
+        decided: Told after every decision how many requests live, and how many of them wait.
+    """
+
+    def __init__(
+        self,
+        ingress: Ingress,
+        scheduler: Deciding,
+        runner: Runner,
+        sink: Sink,
+        now_ns: Callable[[], int],
+        record: trace.Trace | None = None,
+        fallback: Any = None,
+        decided: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.ingress = ingress
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sink = sink
+        self.now_ns = now_ns
+        self.record = record
+        self.fallback = fallback
+        self.decided = decided
+        self.metrics = MetricsBuilder()
+        self.costs = Costs()
+        self.live: dict[RequestId, Live] = {}
+        self._expiries: list[tuple[int, RequestId]] = []
+        """A heap of when requests time out, of those that have ended too."""
+        self.pending: deque[Item] = deque()
+        """Drained from the ingress and not looked at yet."""
+        self.closing = False
+        self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
+        self.num_preemptions = 0
+        """Latencies measured so far, those that the deque has forgotten included."""
+        self.policy_errors: deque[str] = deque(maxlen=MAX_POLICY_ERRORS)
+        self.longest_plan_ns = 0
+
+    # -- the loop
+
+    def serve(self) -> None:
+        """Serve until `close` was called."""
+        while not self.closing:
+            self.step()
+
+    def step(self) -> bool:
+        """Take what arrived, run one program; return whether anything ran."""
+        self._take()
+        now = self.now_ns()
+        self._expire(now)
+        if self.closing:
+            return False
+        try:
+            decision = self.scheduler.decide(now)
+        except PolicyError as error:
+            self._policy_broke(error)
+            return False
+        start_ns = self.now_ns()
+        self.longest_plan_ns = max(self.longest_plan_ns, start_ns - now)
+        try:
+            for effect in decision.effects:
+                self._apply(effect)
+        except Exception as error:
+            if decision.program is None:
+                raise
+            self._failed(decision.program, decision.start, start_ns, error)
+            return False
+        if self.decided is not None:
+            self.decided(len(self.live), self.num_waiting)
+        if decision.program is None:
+            self._idle(decision)
+            return False
+        self._run(decision)
+        return True
+
+    def close(self) -> None:
+        """End every request with `cancelled` and stop serving. Called on the loop's thread."""
+        self.closing = True
+        for request_id in list(self.live):
+            self._finish(request_id, FinishReason.CANCELLED)
+        self._emit(trace.EngineClosed(at_ns=self.now_ns()))
+
+    def _take(self) -> None:
+        self.pending.extend(self.ingress.drain())
+        while self.pending:
+            item = self.pending.popleft()
+            if isinstance(item, Submission):
+                self._take_in(item)
+            elif isinstance(item, Cancel):
+                self._finish(item.request_id, item.reason)
+            else:
+                self._call(item)
+
+    def _take_in(self, item: Submission) -> None:
+        """Admit a request, or end it: whatever is in it, the loop goes on."""
+        limits = self.scheduler.limits
+        text = refusal(item, self.runner.shape, limits.num_blocks * limits.block_size)
+        try:
+            if text is None:
+                self.admit(item)
+                return
+            self.meet(item)
+        except Exception as error:  # noqa: BLE001 - fails this request, not the engine
+            text = f"{type(error).__name__}: {error}"
+        if item.request_id in self.live:
+            self._finish(item.request_id, FinishReason.ERROR, text)
+        else:
+            self.end(item.request_id, FinishReason.ERROR, text)
+
+    def _call(self, call: Call) -> None:
+        try:
+            result = call.function()
+        except Exception as error:  # noqa: BLE001 - belongs to the caller, who gets it
+            call.answer(None, error)
+        else:
+            call.answer(result, None)
+
+    def admit(self, item: Submission) -> Request:
+        """Start to know a request."""
+        self.meet(item)
+        request = Request(
+            request_id=item.request_id,
+            priority=item.priority,
+            arrival_ns=item.arrival_ns,
+            num_prompt_tokens=item.num_prompt_tokens,
+            num_tokens=len(item.token_ids),
+            max_tokens=item.max_tokens,
+            slo=item.slo,
+        )
+        self.runner.add(
+            item.request_id,
+            item.token_ids,
+            item.sampling,
+            item.num_prompt_tokens,
+            request.max_total_tokens,
+        )
+        self._know(item, request)
+        self.scheduler.add(request, self.now_ns())
+        return request
+
+    def restored(self, item: Submission, request: Request) -> None:
+        """Take over a request of a checkpoint, which the runner knows already."""
+        self.meet(item)
+        self._know(item, request)
+        self.scheduler.adopt(request)
+
+    def disown(self, request_id: RequestId) -> None:
+        """Undo `restored`, or what came before it, of a checkpoint that was not whole."""
+        text = "its checkpoint is not whole"
+        if request_id in self.live:
+            self._finish(request_id, FinishReason.ERROR, text)
+        else:
+            self.runner.remove(request_id)
+            self.end(request_id, FinishReason.ERROR, text)
+
+    def restored_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None:
+        """Take over a parked frame of a checkpoint, which the runner knows already."""
+        self.scheduler.adopt_frame(program, index, dead, now_ns)
+        self._emit(trace.planned(program, (), now_ns))
+        self._emit(trace.parked(program, index, now_ns, None))
+
+    def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
+        """End a request without a word to the runner: the loop will not come back."""
+        self.live.pop(request_id, None)
+        finished = trace.Finished(
+            at_ns=self.now_ns(), request_id=request_id, reason=reason, error=error
+        )
+        self.sink.on_finish(request_id, reason, error, self._emit(finished))
+
+    def meet(self, item: Submission) -> None:
+        """Put a submission on record."""
+        prompt = item.token_ids[: item.num_prompt_tokens]
+        self._emit(
+            trace.Arrived(
+                at_ns=item.arrival_ns,
+                request_id=item.request_id,
+                priority=item.priority,
+                num_prompt_tokens=item.num_prompt_tokens,
+                max_tokens=item.max_tokens,
+                name=item.name,
+                token_ids=prompt if self.record is not None else None,
+                sampling=trace.sampling_to_dict(item.sampling) if self.record is not None else None,
+            )
+        )
+
+    def _know(self, item: Submission, request: Request) -> None:
+        self.live[item.request_id] = Live(item, request)
+        request.scores_prompt = item.sampling.prompt_logprobs is not None
+        if item.deadline_ns is not None:
+            heappush(self._expiries, (item.deadline_ns, item.request_id))
+
+    def _expire(self, now: int) -> None:
+        while (expiry_ns := self._next_expiry_ns()) is not None and expiry_ns <= now:
+            self._finish(self._expiries[0][1], FinishReason.TIMEOUT)
+
+    def _next_expiry_ns(self) -> int | None:
+        expiries = self._expiries
+        while expiries and expiries[0][1] not in self.live:
+            heappop(expiries)
+        return expiries[0][0] if expiries else None
+
+    def _idle(self, decision: Decision) -> None:
+        until = [t for t in (decision.wait_until_ns, self._next_expiry_ns()) if t is not None]
+        self.ingress.wait(min(until) - self.now_ns() if until else None)
+
+    # -- one program
+
+    def _run(self, decision: Decision) -> None:
+        program = decision.program
+        assert program is not None
+        stop = self.ingress.stop
+        start_ns = self.now_ns()
+        if decision.resumed:
+            self._emit(trace.Resumed(at_ns=start_ns, frame_id=program.frame_id))
+        ends = [self._next_expiry_ns()] if program.grain > Grain.STEP else []
+        if decision.slice_ns is not None:
+            ends.append(start_ns + decision.slice_ns)
+        stop.stop_at_ns = min((t for t in ends if t is not None), default=None)
+        limited = program if decision.limit is None else program.until(decision.limit)
+        try:
+            end = self.runner.run(limited, decision.start, stop)
+            is_done = end == program.end
+            sampled = self.runner.finish(program) if is_done else []
+        except Exception as error:  # noqa: BLE001 - fails its requests, not the engine
+            self._failed(program, decision.start, start_ns, error)
+            return
+        end_ns = self.now_ns()
+        by_word = not is_done and CONTROL < stop.word < program.stop_below
+        self._emit(
+            trace.Ran(
+                start_ns=start_ns,
+                at_ns=end_ns,
+                frame_id=program.frame_id,
+                start=decision.start,
+                end=end,
+                why="done" if is_done else "stopped" if by_word else "slice",
+                segments=max(1, end.op - decision.start.op),
+            )
+        )
+        if is_done:
+            self._done(program, decision, sampled, start_ns, end_ns)
+        else:
+            self._parked(program, end, start_ns, end_ns, by_word)
+
+    def _done(
+        self,
+        program: Program,
+        decision: Decision,
+        sampled: Sequence[Sampled],
+        start_ns: int,
+        end_ns: int,
+    ) -> None:
+        ids = [s.request_id for s in sampled]
+        self.scheduler.done(program.end, ids, start_ns, end_ns)
+        for token in sampled:
+            self._token(token, end_ns)
+        self._evict_outgrown(ids)
+        if decision.start == (0, 0) and all(s.prompt is None for s in sampled):
+            table = self.costs.observe(program, end_ns - start_ns)
+            if table is not None and table != self.scheduler.costs:
+                self.scheduler.costs = table
+                self._emit(trace.CostsUpdated(at_ns=end_ns, table=table._asdict()))
+
+    def _evict_outgrown(self, sampled: Sequence[RequestId]) -> None:
+        """Let requests start over that have just outgrown their KV (`ModelShape`)."""
+        above = self.runner.shape.recompute_above
+        if above is None:
+            return
+        for request_id in sampled:
+            live = self.live.get(request_id)
+            if live and live.request.num_computed_tokens <= above < live.request.num_tokens:
+                for effect in self.scheduler.evict(request_id, request_id):
+                    self._apply(effect)
+
+    def _parked(
+        self, program: Program, end: Index, start_ns: int, end_ns: int, by_word: bool
+    ) -> None:
+        lowered_ns = self.ingress.stop.lowered_ns
+        self.scheduler.stopped(end, start_ns, end_ns, preempted=by_word)
+        at_ns = self.now_ns()
+        if by_word:
+            self.preempt_latencies_ns.append(at_ns - lowered_ns)
+            self.num_preemptions += 1
+        self._emit(trace.parked(program, end, at_ns, lowered_ns if by_word else None))
+
+    def _token(self, sampled: Sampled, at_ns: int) -> None:
+        live = self.live.get(sampled.request_id)
+        if live is None:
+            return
+        logprob = sampled.logprobs.chosen if sampled.logprobs else None
+        self._emit(
+            trace.Token(
+                at_ns=at_ns,
+                request_id=sampled.request_id,
+                token_id=sampled.token_id,
+                logprob=logprob,
+            )
+        )
+        try:
+            stopped = self.sink.on_token(sampled, at_ns)
+        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the engine
+            text = f"{type(error).__name__}: {error}"
+            self._finish(sampled.request_id, FinishReason.ERROR, text)
+            return
+        if stopped or sampled.token_id in live.submission.stop_ids:
+            self._finish(sampled.request_id, FinishReason.STOP)
+        elif live.request.num_output_tokens >= live.request.max_tokens:
+            self._finish(sampled.request_id, FinishReason.LENGTH)
+
+    def _failed(self, program: Program, start: Index, start_ns: int, error: Exception) -> None:
+        end_ns = self.now_ns()
+        self._emit(
+            trace.Ran(
+                start_ns=start_ns,
+                at_ns=end_ns,
+                frame_id=program.frame_id,
+                start=start,
+                end=start,
+                why="error",
+                segments=1,
+            )
+        )
+        effects, hopeless = self.scheduler.failed()
+        for effect in effects:
+            self._apply(effect, reason="error")
+        text = f"{type(error).__name__}: {error}"
+        for request in hopeless:
+            self._finish(request.request_id, FinishReason.ERROR, text)
+
+    def _policy_broke(self, error: PolicyError) -> None:
+        """End the requests to blame; if there is a fallback, it takes over a broken policy."""
+        self.policy_errors.append(str(error))
+        found = self.scheduler.blame(error, self.now_ns())
+        can_fall_back = self.fallback is not None and self.scheduler.policy is not self.fallback
+        if can_fall_back and not found.others_go_on:
+            self.scheduler.policy = self.fallback
+            return
+        for request_id in found.request_ids:
+            self._finish(request_id, FinishReason.ERROR, str(error))
+
+    # -- effects and ends
+
+    def _finish(
+        self, request_id: RequestId, reason: FinishReason, error: str | None = None
+    ) -> None:
+        live = self.live.pop(request_id, None)
+        if live is None:
+            return
+        now = self.now_ns()
+        for effect in self.scheduler.remove(request_id, now):
+            self._apply(effect)
+        self.runner.remove(request_id)
+        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
+        self.sink.on_finish(request_id, reason, error, self._emit(finished))
+
+    def _apply(self, effect: Effect, reason: str = "dead") -> None:
+        now = self.now_ns()
+        if isinstance(effect, Accept):
+            program = effect.program
+            self.runner.accept(program)
+            for old in effect.from_frames:
+                self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
+            self._emit(trace.planned(program, effect.from_frames, now))
+        elif isinstance(effect, Split):
+            self.runner.split(effect.program, effect.at)
+            self._emit(trace.Split(at_ns=now, frame_id=effect.program.frame_id, index=effect.at))
+        elif isinstance(effect, Kill):
+            self.runner.kill(effect.program, effect.request_id)
+            self._emit(
+                trace.Killed(
+                    at_ns=now, frame_id=effect.program.frame_id, request_id=effect.request_id
+                )
+            )
+        elif isinstance(effect, Drop):
+            self.runner.drop(effect.program)
+            self._emit(trace.Dropped(at_ns=now, frame_id=effect.program.frame_id, reason=reason))
+        elif isinstance(effect, EvictKv):
+            self.runner.evict(effect.request_id)
+            self._emit(
+                trace.Evicted(
+                    at_ns=now,
+                    request_id=effect.request_id,
+                    num_tokens_lost=effect.num_tokens_lost,
+                    for_request=effect.for_request,
+                )
+            )
+
+    def _emit(self, event: trace.Event) -> RequestMetrics | None:
+        if self.record is not None:
+            self.record.append(event)
+        return self.metrics.feed(event)
+
+    # -- what the outside may read
+
+    @property
+    def num_waiting(self) -> int:
+        """Known requests that hold no KV."""
+        return sum(1 for live in list(self.live.values()) if not live.request.is_admitted)

@@ -1,0 +1,417 @@
+"""The engine's process, as the process host starts it.
+
+The loop runs on the main thread; a thread per front end answers what is rare. Requests and tokens
+go through rings alone. The connection to a front end carries start-up, checkpoints, statistics
+and the trace; when it breaks, the front end is gone and its requests are freed. The first front
+end owns the engine: without it the engine ends.
+"""
+
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from qllm.config import EngineConfig
+from qllm.cores import freeze_garbage
+from qllm.engine.build import crash_text
+from qllm.engine.door import Door, Guest, short
+from qllm.engine.served import HostEngine, RingEngine, Seat
+from qllm.errors import ConfigError, EngineClosedError, QllmError
+from qllm.ingress.front_end import ring_bytes
+from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.messages import Card, Hello, Restored, Start
+from qllm.ingress.remote.meeting import Wire
+from qllm.ingress.remote.nixl import check_profile
+from qllm.ingress.shm import Doorbell
+from qllm.models.aliases import ALIASES
+from qllm.models.loader import load
+from qllm.plugins import load_policy
+from qllm.record.trace import Event
+from qllm.types import RequestId, RequestStatus
+
+OWNER = 0
+GRACE_S = 5.0
+"""How long an engine without its owner, or with tokens that nobody takes, goes on."""
+
+
+def main(fd: int) -> None:
+    """Run an engine for the front end at the other end of a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    owner = Connection(fd)
+    try:
+        start: Start = owner.recv()
+    except EOFError:
+        os._exit(1)
+    engine = EngineProcess(owner, start)
+    code = engine.run()
+    os._exit(code)  # torch's threads may not survive the interpreter's end
+
+
+class EngineProcess:
+    """One engine and its front ends."""
+
+    def __init__(self, owner: Connection, start: Start) -> None:
+        self._owner = owner
+        self._start = start
+        self._zero_ns = time.monotonic_ns()
+        self._control = ControlBlock.create(self._zero_ns)
+        self._doorbell = Doorbell.create()
+        self._engine: RingEngine | None = None
+        self._num_front_ends = 0
+        self._front_end_lock = threading.Lock()
+        self._connections: dict[int, Connection | Wire] = {OWNER: owner}
+
+    def _now_ns(self) -> int:
+        return time.monotonic_ns() - self._zero_ns
+
+    @property
+    def engine(self) -> RingEngine:
+        """The engine, once it is loaded."""
+        if self._engine is None:
+            raise EngineClosedError("the engine has not loaded its model yet")
+        return self._engine
+
+    # -- the main thread
+
+    def run(self) -> int:
+        """Load, serve until closed, and return the exit code."""
+        attendant = self._attend(self._owner, OWNER)
+        try:
+            listener = _listener(self._start.listen)
+            door = self._door()
+        except ConfigError as error:
+            self._owner.send(("failed", error))
+            return 1
+        try:
+            self._engine = engine = self._load()
+        except Exception as error:  # noqa: BLE001 - raised again in the front end
+            self._unlink()
+            self._owner.send(("failed", portable_error(error)))
+            return 1
+        freeze_garbage()
+        if door is not None:
+            door.listen()  # whoever started us may tell others at once
+        self._welcome(self._owner)
+        if listener is not None:
+            threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        if door is not None:
+            model = _found_anywhere(self._start.model)
+            prepared = engine.prepared
+            door.open(Card(prepared.info, self._start.config, prepared.trace.meta, model))
+        crash = engine.serve()
+        if crash is not None:
+            self._control.error = crash_text(crash)
+            traceback.print_exception(crash)
+        engine.end(crash)
+        self._unlink()
+        self._send_rest(engine)
+        engine.ended.set()
+        if crash is None:
+            attendant.join(GRACE_S)
+        return 0 if crash is None else 1
+
+    def _unlink(self) -> None:
+        """Nobody else attaches."""
+        if self._start.listen is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._start.listen)
+
+    def _load(self) -> RingEngine:
+        start = self._start
+        if start.quiet:
+            warnings.simplefilter("ignore")
+            disable_progress_bar()  # type: ignore[no-untyped-call]
+        if isinstance(start.policy, bytes):
+            policy = _unpickled_policy(start.policy)
+        else:
+            policy = load_policy(start.policy, start.policy_settings)
+        seat = Seat(
+            control=self._control,
+            doorbell=self._doorbell,
+            now_ns=self._now_ns,
+            broken=self._broken,
+            profile=None if start.meeting is None else start.meeting.profile,
+            threads=start.threads,
+        )
+        kind = _kind_of(start.config)
+        kind.check(policy, start.config)
+        return kind(load(start.model, **start.load), policy, start.config, seat)
+
+    def _send_rest(self, engine: RingEngine) -> None:
+        """Wait until slow front ends have room for the last records."""
+        deadline = time.monotonic() + GRACE_S
+        while engine.flush():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+
+    # -- front ends
+
+    def _welcome(self, connection: Connection) -> int:
+        """Make a front end's rings, tell it where they are and serve it; its number."""
+        prepared = self.engine.prepared
+        block, doorbell = self._new_block(), Doorbell.create()
+        hello = Hello(
+            prepared.info,
+            self._start.config,
+            prepared.trace.meta,
+            _found_anywhere(self._start.model),
+            bool(self._start.load.get("trust_remote_code")),
+        )
+        control, engine = self._control.segment, self._doorbell
+        try:
+            connection.send(("hello", hello))
+            with socket.socket(fileno=os.dup(connection.fileno())) as link:
+                fds = [control.fd, block.segment.fd, engine.fd, doorbell.fd]
+                socket.send_fds(link, [b"f"], fds)
+        except OSError:
+            doorbell.close()
+            raise
+        finally:
+            block.segment.close_fd()
+        self._connections[block.number] = connection
+        self.engine.attach(block, doorbell)
+        return block.number
+
+    def _new_block(self) -> FrontEndBlock:
+        """The memory of one more front end of this machine."""
+        return FrontEndBlock.create(*self._place())
+
+    def _place(self) -> tuple[int, tuple[int, int, int, int]]:
+        """The number of one more front end, and the bytes of its rings."""
+        with self._front_end_lock:
+            number = self._num_front_ends
+            self._num_front_ends += 1
+        shape = self.engine.prepared.info.shape
+        max_prompt = min(self._start.config.max_kv_tokens, shape.max_position)
+        return number, ring_bytes(max_prompt, shape.vocab_size)
+
+    def _listen(self, listener: socket.socket) -> None:
+        while not self.engine.ended.is_set():
+            link, _ = listener.accept()
+            if _peer(link)[1] != os.getuid():
+                link.close()
+                continue
+            connection = Connection(link.detach())
+            try:
+                number = self._welcome(connection)
+            except OSError:  # it left already
+                connection.close()
+                continue
+            self._attend(connection, number)
+
+    def _attend(self, connection: Connection, number: int) -> threading.Thread:
+        thread = threading.Thread(target=self._serve_front_end, args=(connection, number))
+        thread.daemon = True
+        thread.start()
+        return thread
+
+    def _serve_front_end(self, connection: Connection, number: int) -> None:
+        """Answer what a front end asks until it is gone."""
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        with socket.socket(fileno=os.dup(connection.fileno())) as link:
+            pidfd = _pidfd(_peer(link)[0])
+        if pidfd is not None:
+            poll.register(pidfd, select.POLLIN)
+        try:
+            while connection.fileno() in dict(poll.poll()):
+                op, args = connection.recv()
+                self._answer(connection, op, args)
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._left(number)
+            self._connections.pop(number).close()
+            if pidfd is not None:
+                os.close(pidfd)
+
+    def _answer(self, connection: Connection, op: str, args: tuple[Any, ...]) -> None:
+        try:
+            answer = ("ok", getattr(self, f"_op_{op}")(*args))
+        except Exception as error:  # noqa: BLE001 - raised again in the front end
+            answer = ("error", portable_error(error))
+        try:
+            connection.send(answer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            text = f"the answer of {op} cannot leave the engine's process: {error}; {THREAD}"
+            connection.send(("error", ConfigError(text)))
+
+    def _broken(self, number: int, why: str) -> None:
+        """The rings of a front end make no sense: it is told so by the end of its connection."""
+        sys.stderr.write(f"qllm: front end {number} is cut off: {why}\n")
+        if number == OWNER:
+            self._control.error = why
+        connection = self._connections.get(number)
+        if connection is None:  # it has left
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)
+
+    def _left(self, number: int) -> None:
+        """A front end is gone: nobody waits for its requests."""
+        if number != OWNER:
+            self.engine.leave(number)
+        elif self._engine is None:
+            os._exit(1)
+        else:
+            timer = threading.Timer(GRACE_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
+            self._engine.close()
+
+    # -- front ends of other hosts
+
+    def _door(self) -> Door | None:
+        if (meeting := self._start.meeting) is None:
+            return None
+        check_profile(meeting.profile)
+        return Door(meeting, self._far_block, self._enter, self._leave, self._answer_far)
+
+    def _far_block(self) -> Any:
+        return self.engine.far_block(*self._place())
+
+    def _enter(self, guest: Guest) -> None:
+        self._connections[guest.number] = guest.wire
+        self.engine.attach_over(guest.block, guest.link)
+
+    def _leave(self, guest: Guest) -> None:
+        self._connections.pop(guest.number)
+        self.engine.leave(guest.number)
+
+    def _answer_far(self, op: str, args: list[Any]) -> Any:
+        """What a front end of another host may ask; the rest needs this machine."""
+        if op == "beat":
+            control = self._control
+            said = {"draining": control.draining, "error": control.error}
+            return {"now_ns": self._now_ns(), **said}
+        if op == "stats":
+            return short(self._op_stats())
+        if op == "statuses":
+            return self._op_statuses([int(i) for i in args[0]])
+        raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
+
+    # -- what front ends may ask, on their threads
+
+    def _op_statuses(self, request_ids: list[RequestId]) -> list[RequestStatus | None]:
+        return self.engine.statuses(request_ids)
+
+    def _op_stats(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+    def _op_events(self, since: int) -> list[Event]:
+        return self.engine.events(since)
+
+    def _op_last_events(self, since: int) -> list[Event]:
+        self.engine.ended.wait()
+        return self.engine.events(since)
+
+    def _op_call(self, function: bytes) -> Any:
+        return self.engine.on_loop(pickle.loads(function))
+
+    def _op_checkpoint(self, path: str) -> int:
+        return self.engine.checkpoint(path)
+
+    def _op_restore(self, path: str, first: RequestId) -> list[Restored]:
+        return self.engine.restore(path, first)
+
+
+THREAD = "with host='thread' nothing has to be pickled"
+
+
+def portable_error(error: Exception) -> Exception:
+    """The error if it survives the way to another process, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its pickling does
+        return QllmError(f"{type(error).__name__}: {error}")
+    error.add_note(f"In the engine's process:\n{''.join(traceback.format_exception(error))}")
+    return error
+
+
+def _found_anywhere(model: str) -> str:
+    """The name of a model for a process that may have another working directory."""
+    is_folder = model not in ("tiny", *ALIASES) and os.path.isdir(model)
+    return os.path.abspath(model) if is_folder else model
+
+
+def _listener(path: str | None) -> socket.socket | None:
+    if path is None:
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"listen={path!r} cannot be used: {error}; give a path that does not exist yet, in a "
+            "folder that does"
+        ) from error
+    return listener
+
+
+def pickled_policy(policy: Any) -> bytes:
+    """Make a policy object ready for the engine's process.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
+    try:
+        return pickle.dumps(policy)
+    except Exception as error:
+        raise ConfigError(
+            f"policy {policy!r} cannot be pickled ({error}), so it cannot reach the engine's "
+            "process; pass host='thread', or give it a name (see docs/policies.md)"
+        ) from error
+
+
+def _unpickled_policy(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ConfigError(
+            f"the policy object cannot be made again in the engine's process ({error!r}); put its "
+            f"class into a module that can be imported there, or pass host='thread'"
+        ) from error
+
+
+def _peer(link: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", data)
+    return pid, uid
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that is readable once the process is gone; None where it cannot be seen."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _kind_of(config: EngineConfig) -> type[RingEngine]:
+    """The kind of engine that the setting `loop` asks for. All take the same arguments."""
+    if config.loop == "host":
+        return HostEngine
+    if config.loop == "native":
+        from qllm.engine.native import NativeEngine  # numba is needed only here
+
+        return NativeEngine
+    from qllm.engine.gpu import GpuEngine  # cuda-bindings are needed only here
+
+    return GpuEngine

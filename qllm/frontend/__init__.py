@@ -1,0 +1,1 @@
+"""The caller's side: handles, prompts, and the clients that reach an engine."""

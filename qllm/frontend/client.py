@@ -1,0 +1,215 @@
+"""Where the engine loop lives, as `QLLMEngine` sees it.
+
+The thread host runs it on a thread of this process, the process host in a process of its own.
+Both do the same; whoever waits for a request holds a `Handle`, and a host ends every handle it
+was given, whatever happens to the loop.
+"""
+
+import _thread
+import atexit
+import itertools
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qllm.errors import ConfigError, EngineClosedError
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import Open
+from qllm.ingress import Submission
+from qllm.ingress.messages import ModelInfo
+from qllm.record.trace import Trace
+from qllm.types import RequestId, RequestStatus, SamplingParams
+
+MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], Handle]
+
+
+class Host(ABC):
+    """Runs one engine. Every method may be called from any thread."""
+
+    info: ModelInfo
+
+    def __init__(self) -> None:
+        self.door = threading.RLock()
+        """Held while a request enters, so that none enters a host that has ended."""
+        self.handles: dict[RequestId, Handle] = {}
+        """Who waits."""
+        self.is_leaving = False
+        """It is being closed, or will be: no engine is left to ask for anything."""
+        self._numbers = itertools.count()
+        self._pid = os.getpid()
+
+    # -- how it ends
+
+    def _register(self) -> None:
+        """Close it at the end of this process. A subclass calls this once it serves."""
+        _OPEN.add(self)
+
+    def _unregister(self) -> None:
+        """Nothing is left to close."""
+        _OPEN.discard(self)
+
+    def close(self) -> None:
+        """End the loop and wait until it is gone. Twice is once.
+
+        In a child of `os.fork` it does nothing: the engine is the parent's, and a model on a
+        thread stays as the engine had it.
+        """
+        if not self._is_inherited:
+            self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End the loop and wait until it is gone, in the process that made it."""
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process is a child that was forked from the one that made the host."""
+        return os.getpid() != self._pid
+
+    def _whose(self) -> str:
+        return (
+            f"the engine belongs to process {self._pid}, from which this one was forked; make an "
+            "engine here, or attach to one that listens"
+        )
+
+    def disown(self) -> None:
+        """Called in a child of `os.fork`: the engine, its rings and its threads are the parent's.
+
+        Other threads of the parent may have held the locks.
+        """
+        self.door = threading.RLock()
+        for handle in list(self.handles.values()):
+            handle.disown(self._whose())
+        self.handles.clear()
+
+    def new_number(self) -> RequestId:
+        """The id of the next request. The caller holds the door."""
+        return next(self._numbers)
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """The engine's clock: nanoseconds since it was made."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Why the loop ended by itself; None while it serves, and after `close`."""
+
+    def raise_if_closed(self) -> None:
+        """Refuse work for a loop that has ended.
+
+        Raises:
+            EngineClosedError: The engine was closed or has crashed, or is that of the process
+                from which this one was forked.
+        """
+        if self._is_inherited:
+            raise EngineClosedError(self._whose())
+        self._raise_if_closed()
+
+    @abstractmethod
+    def _raise_if_closed(self) -> None:
+        """The same, in the process that made the host."""
+
+    @abstractmethod
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        """Hand over a request. The caller holds the door.
+
+        Raises:
+            QueueFullError: There is no room for it now.
+        """
+
+    def replay(self, entry: Open) -> None:
+        """Go on with a request that another engine has left unfinished.
+
+        Raises:
+            ConfigError: This host takes over no requests.
+            EngineClosedError: The engine has ended too.
+            QueueFullError: There is no room for it now.
+        """
+        raise ConfigError("an engine of this process takes over no requests")
+
+    @abstractmethod
+    def cancel(self, request_id: RequestId) -> None:
+        """Tell the engine that nobody wants this request. Returns at once."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Requests that hold no KV yet."""
+
+    @abstractmethod
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        """Where requests are that have not ended."""
+
+    def status(self, request_id: RequestId) -> RequestStatus:
+        """Where a request is that has not ended."""
+        return self.statuses([request_id])[0]
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the run so far."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> Trace:
+        """Events of the run, kept if the engine was made with `record=True`."""
+
+    @abstractmethod
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the loop's thread, between two programs, and return its result."""
+
+    @abstractmethod
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        """Write every unfinished request to a file; return how many."""
+
+    @abstractmethod
+    def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
+        """Take over the requests of a checkpoint."""
+
+    def end_if_stuck(self, after_s: float) -> None:
+        """End an engine that has work and does not come round for so long.
+
+        Raises:
+            ConfigError: It is not ours to end: it runs in this process, or is another's.
+        """
+        raise ConfigError("only an engine in a process of its own, made here, can be ended")
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Take no new requests from now on.
+
+        Raises:
+            EngineClosedError: The engine is that of the process from which this one was forked.
+        """
+
+
+_OPEN: set[Host] = set()
+"""Hosts of this process that serve."""
+
+
+def close_collected(host: Host) -> None:
+    """Close a host whose `QLLMEngine` was collected without `close`; returns at once.
+
+    A collection may interrupt a thread that holds any lock, so nothing is waited for here, and
+    not even `threading` may be asked for a thread.
+    """
+    if host in _OPEN:
+        _thread.start_new_thread(host.close, ())
+        host.is_leaving = True
+
+
+def _close_all() -> None:
+    for host in list(_OPEN):
+        host.close()
+
+
+def _disown_all() -> None:
+    for host in list(_OPEN):
+        host.disown()
+    _OPEN.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)

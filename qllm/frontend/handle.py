@@ -1,0 +1,336 @@
+"""A request in the caller's hands: iterate it, await it, or ask for the result.
+
+Tokens arrive on the engine's thread; text is made from them on the caller's, except for a
+request with stop strings, whose text decides when it ends.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from qllm.errors import RequestFailedError
+from qllm.frontend.detokenizer import Detokenizer
+from qllm.record.metrics import RequestMetrics
+from qllm.types import (
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    RequestId,
+    RequestStatus,
+    Sampled,
+)
+
+
+class Piece(NamedTuple):
+    """What one or more new tokens add to the answer."""
+
+    text: str
+    """May be empty: a token can be part of a character, or of a stop string."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    """One per token if asked for, else empty."""
+    prompt: PromptLogprobs | None = None
+    """Log-probabilities of the prompt's tokens but its first, if asked for; in the first piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A finished request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Output, the id that ended it included."""
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[Logprobs, ...] | None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None
+    """One per token of the prompt, None for the first, if asked for with `prompt_logprobs`."""
+    metrics: RequestMetrics
+
+
+class Keeps(Protocol):
+    """Keeps requests whose engine has died; `qllm.frontend.replay.RequestLog` does.
+
+    Its entries are `qllm.frontend.open.Open`, which know their handle.
+    """
+
+    def take(self, entry: Any, engine_ns: int, why: str) -> None:
+        """Keep a request of an engine that is gone, or end it."""
+        ...
+
+    def heard_of(self, entry: Any) -> None:
+        """Note that a request has a token, or has ended."""
+        ...
+
+
+class Handle:
+    """One submitted request. Safe to use from any thread.
+
+    Iterating yields `Piece`s as they come; `async for` and `await` do the same on an event loop
+    (`await handle` gives the `Result`).
+    """
+
+    def __init__(
+        self,
+        *,
+        number: RequestId,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        detokenizer: Detokenizer | None,
+        stop_on_text: bool,
+        cancel: Callable[[RequestId], None],
+        status: Callable[[RequestId], RequestStatus],
+    ) -> None:
+        self.number = number
+        self.request_id = request_id
+        """The caller's id, or one made for it."""
+        self.prompt_token_ids = prompt_token_ids
+        self._detokenizer = detokenizer
+        self._stop_on_text = stop_on_text
+        self._cancel = cancel
+        self._status = status
+        self.log: Keeps | None = None
+        """Where the request goes when its engine dies; None ends it in `error` then."""
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._sampled: list[Sampled] = []
+        self._prompt: PromptLogprobs | None = None
+        self._pieces: list[Piece] = []
+        self._num_read = 0
+        """Tokens that are in `_pieces`."""
+        self._reason: FinishReason | None = None
+        self._error: str | None = None
+        self._metrics: RequestMetrics | None = None
+        self._ended = False
+        """The engine is done with it; after `cancel` that is a moment later."""
+
+    def __repr__(self) -> str:
+        return f"Handle({self.request_id!r}, {self.status.value}, tokens={len(self._sampled)})"
+
+    # -- called by the engine
+
+    def on_token(self, sampled: Sampled) -> bool:
+        """Take one token; True if a stop string has ended the answer."""
+        with self._changed:
+            if self._reason is not None:
+                return False
+            if sampled.prompt is not None:
+                self._prompt = sampled.prompt
+            self._sampled.append(sampled)
+            stopped = self._stop_on_text and self._read()
+            self._tell()
+        return stopped
+
+    def on_prompt(self, first: int, part: PromptLogprobs) -> None:
+        """Take log-probabilities of the prompt, in order, before the first token.
+
+        An engine that takes over from one that died begins again at the first.
+        """
+        with self._changed:
+            if first == 0 or self._prompt is None:
+                self._prompt = part
+            else:
+                self._prompt.extend(part)
+
+    def on_finish(
+        self, reason: FinishReason, error: str | None, metrics: RequestMetrics | None
+    ) -> None:
+        """The request ended."""
+        with self._changed:
+            self._metrics, self._ended = metrics, True
+            if self._reason is None:
+                self._reason, self._error = reason, error
+            self._tell()
+
+    def move(
+        self,
+        number: RequestId,
+        cancel: Callable[[RequestId], None],
+        status: Callable[[RequestId], RequestStatus],
+    ) -> None:
+        """Somebody else has the request from now on; a cancel before this has not reached them."""
+        with self._changed:
+            self.number, self._cancel, self._status = number, cancel, status
+
+    def disown(self, error: str) -> None:
+        """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
+        self._changed = threading.Condition()  # another thread of the parent may have held it
+        if not self._ended:
+            self._reason, self._error, self._ended = FinishReason.ERROR, error, True
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def _read(self) -> bool:
+        """Turn new tokens into a piece; True if a stop string has ended the answer."""
+        new = self._sampled[self._num_read :]
+        if not new:
+            return False
+        prompt = None if self._num_read else self._prompt
+        self._num_read = len(self._sampled)
+        text, stopped = "", False
+        ids = tuple(s.token_id for s in new)
+        if self._detokenizer is not None:
+            text, stopped = self._detokenizer.push(ids)
+        self._pieces.append(
+            Piece(text, ids, tuple(s.logprobs for s in new if s.logprobs is not None), prompt)
+        )
+        return stopped
+
+    # -- called by the caller
+
+    @property
+    def status(self) -> RequestStatus:
+        """Where the request is."""
+        if self._reason is not None:
+            return RequestStatus.FINISHED
+        return self._status(self.number)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output so far."""
+        with self._changed:
+            return tuple(s.token_id for s in self._sampled)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs."""
+        return self._reason
+
+    def cancel(self) -> None:
+        """End the request at once; its tokens so far stay readable. Twice is once."""
+        with self._changed:
+            if self._reason is not None:
+                return
+            self._reason = FinishReason.CANCELLED
+            self._tell()
+            cancel, number = self._cancel, self.number
+        cancel(number)
+
+    def _next(self, position: int) -> Piece | None:
+        """The piece at `position` if there is one now. Caller holds the lock."""
+        if position >= len(self._pieces):
+            self._read()
+        if position < len(self._pieces):
+            return self._pieces[position]
+        if self._reason is not None and self._detokenizer is not None:
+            rest = self._detokenizer.finish()
+            if rest:
+                self._pieces.append(Piece(rest, (), ()))
+                return self._pieces[position]
+        return None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield pieces until the request ends.
+
+        Raises:
+            RequestFailedError: It ended in `error`.
+        """
+        position = 0
+        while True:
+            with self._changed:
+                while (piece := self._next(position)) is None and self._reason is None:
+                    self._changed.wait()
+            if piece is None:
+                self._raise_if_failed()
+                return
+            position += 1
+            yield piece
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Yield pieces on the running event loop."""
+        position = 0
+        with _Listener(self) as listener:
+            while True:
+                with self._changed:
+                    listener.event.clear()
+                    piece = self._next(position)
+                    ended = self._reason is not None
+                if piece is not None:
+                    position += 1
+                    yield piece
+                elif ended:
+                    self._raise_if_failed()
+                    return
+                else:
+                    await listener.event.wait()
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        """Wait for the result on the running event loop."""
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Result:
+        with _Listener(self) as listener:
+            while True:
+                with self._changed:
+                    listener.event.clear()
+                    ended = self._ended
+                if ended:
+                    return self.result(timeout=0)
+                await listener.event.wait()
+
+    def _raise_if_failed(self) -> None:
+        if self._reason is FinishReason.ERROR:
+            raise RequestFailedError(f"request {self.request_id}: {self._error}")
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end of the request.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever. The request goes on after it.
+
+        Raises:
+            TimeoutError: It did not end in time.
+            RequestFailedError: It ended in `error`.
+        """
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._ended, timeout)
+            if not done:
+                raise TimeoutError(
+                    f"request {self.request_id} is {self.status.value} after {timeout} s"
+                )
+            self._raise_if_failed()
+            while self._next(len(self._pieces)) is not None:
+                pass
+            assert self._metrics is not None
+            assert self._reason is not None
+            logprobs = tuple(x for piece in self._pieces for x in piece.logprobs)
+            prompt = None if self._prompt is None else (None, *self._prompt.tokens())
+            return Result(
+                request_id=self.request_id,
+                prompt_token_ids=self.prompt_token_ids,
+                token_ids=tuple(s.token_id for s in self._sampled),
+                text="".join(piece.text for piece in self._pieces),
+                finish_reason=self._reason,
+                logprobs=logprobs or None,
+                prompt_logprobs=prompt,
+                metrics=self._metrics,
+            )
+
+
+class _Listener:
+    """Wakes an event loop when the handle changes."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self.event = asyncio.Event()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the event loop was closed: nobody waits
+            self._loop.call_soon_threadsafe(self.event.set)
+
+    def __enter__(self) -> "_Listener":
+        with self._handle._changed:
+            self._handle._listeners.append(self._wake)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._handle._changed:
+            self._handle._listeners.remove(self._wake)

@@ -1,0 +1,79 @@
+"""An open request as a front end keeps it: its handle, and what it takes to submit it again."""
+
+from dataclasses import replace
+
+from qllm.frontend.handle import Handle
+from qllm.ingress import Submission
+from qllm.ingress.codec import EngineMetrics
+from qllm.types import FinishReason, RequestId
+
+End = tuple[FinishReason, str | None]
+
+
+class Open:
+    """An open request: its handle, and what it takes to submit it again.
+
+    Args:
+        handle: Who waits; it has the output so far.
+        arrival_ns: Of the request.
+        priority: Its class.
+        submission: As it was sent first; None if it came out of a checkpoint.
+    """
+
+    def __init__(
+        self, handle: Handle, arrival_ns: int, priority: int, submission: Submission | None = None
+    ) -> None:
+        self.handle = handle
+        self.submission = submission
+        self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
+        self.token_ns: list[int] = []
+        self.ended: End | None = None
+        """Set once its text ended it, before the engine knew."""
+        self.num_replays = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smallest first."""
+        return self.unknown.priority, self.unknown.arrival_ns
+
+    def shift(self, by_ns: int) -> None:
+        """Move its times to another clock."""
+        self.unknown = replace(self.unknown, arrival_ns=self.unknown.arrival_ns + by_ns)
+        self.token_ns[:] = [at_ns + by_ns for at_ns in self.token_ns]
+        if (item := self.submission) is not None:
+            deadline_ns = None if item.deadline_ns is None else item.deadline_ns + by_ns
+            arrival_ns = item.arrival_ns + by_ns
+            self.submission = replace(item, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
+
+    def rest(self, number: RequestId) -> Submission:
+        """What is left to do, as a request of its own."""
+        assert self.submission is not None
+        done = self.handle.token_ids
+        token_ids = (*self.submission.token_ids, *done)
+        return replace(
+            self.submission, request_id=number, token_ids=token_ids, num_output_tokens=len(done)
+        )
+
+    def is_late(self, now_ns: int) -> bool:
+        """Whether its deadline has passed."""
+        deadline_ns = None if self.submission is None else self.submission.deadline_ns
+        return deadline_ns is not None and deadline_ns <= now_ns
+
+    def end(self) -> End | None:
+        """How it ended, if it did before its engine could say so."""
+        item, done = self.submission, self.handle.token_ids
+        if self.ended is not None or item is None:
+            return self.ended
+        if self.handle.finish_reason is not None:
+            return self.handle.finish_reason, None
+        if done and done[-1] in item.stop_ids:
+            return FinishReason.STOP, None
+        return (FinishReason.LENGTH, None) if len(done) >= item.max_tokens else None
+
+    def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
+        """Tell who waits, with what the engine said of it if it could."""
+        known = known or self.unknown
+        if self.num_replays:  # the engine that planned it first took that along
+            known = replace(known, queue_ms=None)
+        metrics = known.complete(number, self.handle.request_id, end[0], self.token_ns)
+        self.handle.on_finish(*end, metrics)

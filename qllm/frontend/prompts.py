@@ -1,0 +1,174 @@
+"""From what a caller passes to `submit` to checked token ids and sampling."""
+
+import inspect
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from qllm.errors import InvalidRequestError, shown
+from qllm.frontend.checks import is_int
+from qllm.types import Prompt, SamplingParams, check_text
+
+MOST_STOP_IDS = 8
+"""Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
+
+
+def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> None:
+    """Return if an engine with this loop samples as asked (`EngineConfig.loop`).
+
+    Raises:
+        InvalidRequestError: It does not; says what it lacks.
+    """
+    if loop == "host":
+        return
+    lacks = {
+        "logprobs": sampling.logprobs is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "logit_bias": bool(sampling.logit_bias),
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+    }
+    asked = [name for name, is_asked in lacks.items() if is_asked]
+    if num_stop_ids > MOST_STOP_IDS:
+        asked.append(f"{num_stop_ids} stop ids (at most {MOST_STOP_IDS})")
+    if asked:
+        raise InvalidRequestError(
+            f"{', '.join(asked)}: not served by an engine with loop={loop!r}; leave it out, or use "
+            "loop='host'"
+        )
+
+
+def to_sampling(
+    sampling: SamplingParams | None, stop: str | Sequence[str] | None, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """Complete how a request is sampled: defaults, stop strings, and a seed if there is none.
+
+    Args:
+        sampling: As it was asked for; None is greedy but for `defaults`.
+        stop: Strings that end the answer, beside those in `sampling`.
+        defaults: Keywords of SamplingParams, from the model's generation config.
+
+    Raises:
+        InvalidRequestError: One of them is of another type, or no text.
+    """
+    if sampling is None:
+        sampling = SamplingParams(**{"temperature": 0.0, **defaults})
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequestError(f"sampling={shown(sampling)} must be SamplingParams, or None")
+    changes: dict[str, Any] = {}
+    if stop is not None:
+        if not isinstance(stop, str | Sequence):
+            raise InvalidRequestError(f"stop={shown(stop)} must be a string or a list of them")
+        changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
+    if sampling.seed is None:
+        changes["seed"] = secrets.randbits(62)
+    return replace(sampling, **changes) if changes else sampling
+
+
+def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """Encode text, render chat messages with the model's template, or check ids.
+
+    Args:
+        prompt: Text, a list of messages (`role`, `content`), or a list of token ids.
+        tokenizer: A transformers tokenizer, or None if the model came without one.
+        vocab_size: Ids must be in [0, vocab_size).
+
+    Raises:
+        InvalidRequestError: The prompt is empty, of another shape, no text, or holds an unknown
+            id.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; pass at least one character")
+        check_text("the prompt", prompt)
+        ids = list(_needed(tokenizer)(prompt)["input_ids"])
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
+        first = prompt[0]
+        ids = render_chat(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)
+    else:
+        raise InvalidRequestError(
+            f"prompt={shown(prompt):.80} must be a non-empty string, list of messages or list of "
+            "token ids"
+        )
+    if not ids:
+        raise InvalidRequestError("the prompt has no tokens; pass some text")
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"token id {shown(wrong)} must be in [0, {vocab_size}), the vocabulary"
+        )
+    return tuple(ids)
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise InvalidRequestError("the model came without a tokenizer; pass a list of token ids")
+    return tokenizer
+
+
+def _checked(prompt: Sequence[Any]) -> list[int]:
+    for item in prompt:
+        if not is_int(item):
+            raise InvalidRequestError(
+                f"prompt holds {shown(item):.60}; a list must hold only token ids, or only "
+                "messages with role and content"
+            )
+    return [int(item) for item in prompt]
+
+
+def render_chat(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Render messages with the model's chat template and encode them.
+
+    Args:
+        messages: Mappings with `role` and `content`.
+        tokenizer: A transformers tokenizer, or None if the model came without one.
+        tools: JSON schemas of functions, for templates that know tools.
+        variables: Further variables of the template.
+
+    Raises:
+        InvalidRequestError: A message has another shape or is no text, or the template refuses
+            them.
+    """
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise InvalidRequestError(
+                f"message {shown(message):.80} must be a mapping with role and content"
+            )
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not (
+            isinstance(content, str | list) or (content is None and message.get("tool_calls"))
+        ):
+            raise InvalidRequestError(
+                f"message {shown(message):.80} must have a string as role, and a string or a list "
+                "of parts as content"
+            )
+    for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
+        check_text(name, value)
+    if _needed(tokenizer).chat_template is None:
+        raise InvalidRequestError(
+            "the model's tokenizer has no chat template; pass a string or token ids"
+        )
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    wrong = next((name for name in variables or () if name in known), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"{wrong!r} is no variable of a chat template; leave it out")
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages),
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **(variables or {}),
+        )
+    except Exception as error:
+        raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    return list(rendered["input_ids"])

@@ -1,0 +1,164 @@
+"""What a front end keeps of open requests, so that they outlive their engine.
+
+    engine dies -> `take` -> waits -> `go_on` -> `QLLMEngine.replay` of the new engine
+                               |
+                               `-> timeout, cancelled, or `error` without a further engine
+
+A replayed request is its prompt and the output that the front end has, as after an eviction: what
+was delivered is computed again and not sampled again, so no token comes twice. Times are on
+CLOCK_MONOTONIC while a request is here, since every engine has a clock of its own.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from qllm.errors import EngineClosedError, QllmError, QueueFullError
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import End, Open
+from qllm.types import FinishReason, RequestId, RequestStatus
+
+
+class RequestLog:
+    """Requests whose engine has died. They wait here for the next one. Callable from any thread.
+
+    They are replayed by class and arrival, each when the one before has got a token or ended: when
+    an engine dies again, the request that was to show itself ends in `error`, and no other.
+
+    Args:
+        max_replays: Most times that one request is carried over; 0 keeps none.
+        on_replay: Called for each that was replayed.
+    """
+
+    def __init__(self, max_replays: int, on_replay: Callable[[], None]) -> None:
+        self.max_replays = max_replays
+        self._on_replay = on_replay
+        self._lock = threading.RLock()
+        self._waiting: dict[RequestId, Open] = {}
+        """In the order in which they go on."""
+        self._numbers = itertools.count()
+        self._replay: Callable[[Open], None] | None = None
+        """Submits one to the engine that is there; None while there is none."""
+        self._trial: Open | None = None
+        """Replayed, and not heard of since."""
+        self._over: str | None = None
+
+    def keep(self, handle: Handle) -> None:
+        """Carry its request over if its engine dies from now on."""
+        if self.max_replays:
+            handle.log = self
+
+    def holds(self, handle: Handle) -> bool:
+        """Whether its request waits here."""
+        with self._lock:
+            entry = self._waiting.get(handle.number)
+            return entry is not None and entry.handle is handle
+
+    # -- an engine has died
+
+    def take(self, entry: Open, engine_ns: int, why: str) -> None:
+        """Keep a request of an engine that is gone, or end it.
+
+        Args:
+            entry: The request.
+            engine_ns: What that engine's clock would say now.
+            why: It is gone.
+        """
+        entry.shift(time.monotonic_ns() - engine_ns)
+        with self._lock:
+            self._replay = None
+            was_trial = self._trial is entry
+            if was_trial:
+                self._trial = None
+            end = entry.end() or self._hopeless(entry, was_trial, why)
+            number = next(self._numbers)
+            if end is None:
+                self._waiting[number] = entry
+                entry.handle.move(number, self.cancel, lambda _: RequestStatus.WAITING)
+        if end is not None:
+            entry.finish(number, end)
+        elif entry.handle.finish_reason is not None:  # cancelled before it was moved
+            self.cancel(number)
+
+    def _hopeless(self, entry: Open, was_trial: bool, why: str) -> End | None:
+        if self._over is not None or entry.submission is None:
+            return FinishReason.ERROR, self._over or why
+        if was_trial or entry.num_replays >= self.max_replays:
+            text = f"{why}; {entry.num_replays + 1} engines died while they had this request"
+            return FinishReason.ERROR, text
+        return None
+
+    # -- a new one
+
+    def go_on(self, replay: Callable[[Open], None]) -> None:
+        """Replay what waits, with `QLLMEngine.replay` of the new engine."""
+        with self._lock:
+            self._replay = replay
+            ranked = sorted(self._waiting.items(), key=lambda item: item[1].rank)
+            self._waiting = dict(ranked)
+        self._next()
+
+    def heard_of(self, entry: Open) -> None:
+        """A request that was replayed has a token, or has ended."""
+        if self._trial is entry:
+            with self._lock:
+                self._trial = None
+            self._next()
+
+    def _next(self) -> None:
+        while True:
+            with self._lock:
+                replay = self._replay
+                if replay is None or self._trial is not None or not self._waiting:
+                    return
+                number = next(iter(self._waiting))
+                self._trial = entry = self._waiting.pop(number)
+                entry.num_replays += 1
+            try:
+                replay(entry)
+            except (EngineClosedError, QueueFullError):  # the next engine, or the next look
+                self._put_back(number, entry)
+                return
+            except QllmError as error:
+                self._trial = None
+                entry.finish(number, (FinishReason.ERROR, str(error)))
+            else:
+                self._on_replay()
+
+    def _put_back(self, number: RequestId, entry: Open) -> None:
+        with self._lock:
+            self._trial = None
+            entry.num_replays -= 1
+            self._waiting = {number: entry, **self._waiting}
+        if entry.handle.finish_reason is not None:
+            self.cancel(number)
+
+    # -- while they wait
+
+    def look(self) -> None:
+        """End what is past its deadline, and try again what found no room. Call it regularly."""
+        now = time.monotonic_ns()
+        with self._lock:
+            late = [n for n, entry in self._waiting.items() if entry.is_late(now)]
+        for number in late:
+            self._end(number, FinishReason.TIMEOUT, None)
+        self._next()
+
+    def cancel(self, number: RequestId) -> None:
+        """Nobody wants this request any more."""
+        self._end(number, FinishReason.CANCELLED, None)
+
+    def end_all(self, why: str) -> None:
+        """There is no further engine: what waits ends in `error`, and what is taken from now on."""
+        with self._lock:
+            self._over = why
+            waiting = list(self._waiting)
+        for number in waiting:
+            self._end(number, FinishReason.ERROR, why)
+
+    def _end(self, number: RequestId, reason: FinishReason, error: str | None) -> None:
+        with self._lock:
+            entry = self._waiting.pop(number, None)
+        if entry is not None:
+            entry.finish(number, (reason, error))

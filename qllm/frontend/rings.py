@@ -1,0 +1,189 @@
+"""What every host over rings does with tokens and ends, wherever its engine is."""
+
+import itertools
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from qllm.errors import CRASHED, EngineClosedError, QueueFullError
+from qllm.frontend.client import Host
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import Open
+from qllm.ingress import Cancel, Submission
+from qllm.ingress.codec import End, PromptPart
+from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
+from qllm.ingress.layout import NUMBER_BITS
+from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
+
+CLOSE_S = 30.0
+"""An engine that is told to end and has not after this is killed or left."""
+
+
+class RingHost(Host):
+    """The front end of an engine elsewhere: handles here, rings between.
+
+    A subclass makes `_front_end`, calls `_take` on one thread, `_end_all` at the end, and asks.
+    """
+
+    def __init__(self, front_end: FrontEndRings) -> None:
+        super().__init__()
+        self._front_end = front_end
+        self._closing = False
+        self._over: str | None = None
+        """Why nothing more comes from the engine."""
+        self._numbers = itertools.count(front_end.number << NUMBER_BITS)
+        self._open: dict[RequestId, Open] = {}
+
+    # -- the receiver's thread
+
+    def _take(self) -> None:
+        for item in self._front_end.receive():
+            if isinstance(item, End):
+                self._on_finish(item)
+            elif isinstance(item, PromptPart):
+                entry = self._entry(item.request_id)
+                if entry is not None:
+                    entry.handle.on_prompt(item.first, item.logprobs)
+            else:
+                self._on_token(item.sampled, item.at_ns)
+
+    def _entry(self, request_id: RequestId) -> Open | None:
+        entry = self._open.get(request_id)
+        if entry is None:
+            with self.door:  # it may be one that `restore` is about to register
+                entry = self._open.get(request_id)
+        return entry
+
+    def _on_token(self, sampled: Sampled, at_ns: int) -> None:
+        entry = self._entry(sampled.request_id)
+        if entry is None or entry.ended is not None:
+            return
+        entry.token_ns.append(at_ns)
+        try:
+            if entry.handle.on_token(sampled):
+                entry.ended = FinishReason.STOP, None
+        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the host
+            entry.ended = FinishReason.ERROR, f"{type(error).__name__}: {error}"
+        if entry.ended is not None:
+            self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
+        if entry.handle.log is not None:
+            entry.handle.log.heard_of(entry)
+
+    def _on_finish(self, end: End) -> None:
+        entry = self._entry(end.request_id)
+        if entry is None:
+            return
+        log = entry.handle.log
+        if log is not None and end.error is not None and end.error.startswith(CRASHED):
+            return  # its connection ends next, then `_end_all` sees to it
+        self._forget(end.request_id)
+        entry.finish(end.request_id, entry.ended or (end.reason, end.error), end.metrics)
+        if log is not None:
+            log.heard_of(entry)
+
+    def _forget(self, request_id: RequestId) -> None:
+        del self._open[request_id]
+        del self.handles[request_id]
+
+    def disown(self) -> None:
+        super().disown()
+        self._open.clear()
+        self._closing, self._over = True, self._whose()
+
+    def _end_all(self, why: str) -> None:
+        """The engine is gone: what is left waits for another one, or ends."""
+        with self.door:
+            self._over = why
+        end = (FinishReason.CANCELLED, None) if self._closing else (FinishReason.ERROR, why)
+        for request_id, entry in list(self._open.items()):
+            self._forget(request_id)
+            if entry.handle.log is not None:
+                entry.handle.log.take(entry, self.now_ns(), why)
+            else:
+                entry.finish(request_id, entry.ended or end)
+
+    # -- host
+
+    @property
+    @abstractmethod
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+
+    @abstractmethod
+    def _ask(self, op: str, *args: Any) -> Any:
+        """Ask the engine's process.
+
+        Raises:
+            EngineClosedError: It is gone.
+        """
+
+    def _raise_if_closed(self) -> None:
+        if self._closing:
+            raise EngineClosedError("the engine was closed; make a new one")
+        if self.failure is not None:
+            raise EngineClosedError(f"{self.failure}; make a new one")
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        if self.draining:
+            raise EngineClosedError("the engine drains: it takes no new requests")
+        self._put(Open(handle, submission.arrival_ns, submission.priority, submission), submission)
+
+    def replay(self, entry: Open) -> None:
+        with self.door:
+            self.raise_if_closed()
+            by_ns = self.now_ns() - time.monotonic_ns()
+            entry.shift(by_ns)
+            number = self.new_number()
+            try:
+                self._put(entry, entry.rest(number))
+            except BaseException:
+                entry.shift(-by_ns)
+                raise
+        entry.handle.move(number, self.cancel, self.status)
+        if entry.handle.finish_reason is not None:  # cancelled before it was moved
+            self.cancel(number)
+
+    def _put(self, entry: Open, submission: Submission) -> None:
+        if len(self._open) >= MAX_OPEN:
+            raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
+        request_id = submission.request_id
+        self._open[request_id], self.handles[request_id] = entry, entry.handle
+        try:
+            self._front_end.submit(submission)
+        except BaseException:
+            self._forget(request_id)
+            raise
+
+    def cancel(self, request_id: RequestId) -> None:
+        if self._over is None:
+            self._front_end.cancel(Cancel(request_id))
+
+    @property
+    def num_waiting(self) -> int:
+        return self._front_end.num_waiting
+
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        try:
+            told: list[str | None] = self._ask("statuses", list(request_ids))
+        except EngineClosedError:
+            return [RequestStatus.FINISHED] * len(request_ids)
+        pairs = zip(request_ids, told, strict=True)
+        return [self._unseen(i) if status is None else RequestStatus(status) for i, status in pairs]
+
+    def _unseen(self, request_id: RequestId) -> RequestStatus:
+        """A request that the engine does not hold is not seen yet, or its end is on the way."""
+        entry = self._open.get(request_id)
+        is_new = entry is not None and not entry.token_ns
+        return RequestStatus.WAITING if is_new else RequestStatus.FINISHED
+
+    def stats(self) -> dict[str, Any]:
+        ours = {"num_waiting": self.num_waiting, "ring_use": self._front_end.ring_use()}
+        return {**self._ask("stats"), **ours}
+
+    def _leave(self) -> None:
+        for handle in list(self.handles.values()):
+            handle.cancel()
+        deadline = time.monotonic() + CLOSE_S
+        while self.handles and time.monotonic() < deadline and self._over is None:
+            time.sleep(0.001)

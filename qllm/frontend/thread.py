@@ -1,0 +1,220 @@
+"""The engine loop on a thread of the caller's process."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qllm.config import EngineConfig
+from qllm.cores import freeze_garbage
+from qllm.engine import checkpoint
+from qllm.engine.build import Core, crash_text
+from qllm.errors import EngineClosedError, ModelError
+from qllm.frontend.client import Host, MakeHandle
+from qllm.frontend.handle import Handle
+from qllm.ingress import Call, Cancel, InprocIngress, Submission
+from qllm.models.discover import base_model
+from qllm.models.loader import LoadedModel
+from qllm.record.metrics import RequestMetrics
+from qllm.record.trace import Trace
+from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, SamplingParams
+
+
+class ThreadHost(Host):
+    """Runs a loop on a thread of its own. A model object has one such host at a time.
+
+    Args:
+        loaded: The model.
+        policy: A policy object.
+        config: Settings.
+        threads: Threads torch computes with; None leaves torch's choice.
+
+    Raises:
+        ConfigError: A setting that the device does not have.
+        ModelError: Another engine serves this model, or it cannot be driven safely.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
+    ) -> None:
+        super().__init__()
+        config.check_place("thread", "cpu", has_meeting=False)
+        self._zero_ns = time.monotonic_ns()
+        self.ingress = InprocIngress(self.now_ns)
+        self._closed = self._draining = False
+        self._crash: BaseException | None = None
+        self._ending = threading.RLock()
+        """Held while the loop is ended and the model given back, which happens once."""
+        self._model_key = id(base_model(loaded.model))
+        self._take_model()
+        try:
+            self._core = Core(
+                loaded,
+                policy,
+                config,
+                ingress=self.ingress,
+                sink=self,
+                now_ns=self.now_ns,
+                threads=threads,
+            )
+        except BaseException:
+            del _SERVED[self._model_key]
+            raise
+        self.info = self._core.info
+        self.loop, self.runner = self._core.loop, self._core.runner
+        self._thread = threading.Thread(target=self._serve, name="qllm-engine", daemon=True)
+        try:
+            freeze_garbage()
+            self._thread.start()
+            self._register()  # torch aborts when a thread of it outlives the interpreter
+        except BaseException:
+            self._close()
+            raise
+
+    def _take_model(self) -> None:
+        """Become the host of the model; wait for one that is being closed.
+
+        A runner changes the model's modules, and so does its start-up check: a second one would
+        compute with the changes of the first, and lose its own when the first is closed.
+
+        Raises:
+            ModelError: Another engine serves it.
+        """
+        while (other := _SERVED.setdefault(self._model_key, self)) is not self:
+            if not other.is_leaving:
+                gc.collect()  # its engine may be garbage
+            if other.is_leaving or other.failure is not None:
+                other.close()
+            if _SERVED.get(self._model_key) is other:
+                raise ModelError(
+                    "another engine serves this model object, and a model serves one engine at a "
+                    "time; close that engine first (`engine.close()`), or load the model once more"
+                )
+
+    def _serve(self) -> None:
+        self._crash = self._core.serve()
+        with self.door:
+            self._closed = True
+        self._core.end_all(self.handles, self._crash)
+
+    # -- sink of the loop
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Called by the loop."""
+        return self.handles[sampled.request_id].on_token(sampled)
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """Called by the loop."""
+        self.handles.pop(request_id).on_finish(reason, error, metrics)
+
+    # -- host
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() - self._zero_ns
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._crash is None else crash_text(self._crash)
+
+    def _raise_if_closed(self) -> None:
+        if self._crash is not None:
+            raise EngineClosedError(
+                f"the engine crashed ({type(self._crash).__name__}); make a new one"
+            ) from self._crash
+        if self._closed:
+            raise EngineClosedError("the engine was closed; make a new one")
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        if self._draining:
+            raise EngineClosedError("the engine drains: it takes no new requests")
+        self.handles[submission.request_id] = handle
+        self.ingress.put(submission)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.ingress.put(Cancel(request_id))
+
+    @property
+    def num_waiting(self) -> int:
+        known = self.loop.live
+        unseen = sum(1 for number in list(self.handles) if number not in known)
+        return unseen + self.loop.num_waiting
+
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        found = map(self.loop.live.get, request_ids)
+        return [RequestStatus.WAITING if x is None else x.request.status for x in found]
+
+    @property
+    def trace(self) -> Trace:
+        return self._core.trace
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._core.stats(), "num_waiting": self.num_waiting}
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        self.raise_if_closed()
+        done = threading.Event()
+        box: list[Any] = [None, EngineClosedError("the engine was closed; make a new one")]
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            box[:] = [result, error]
+            done.set()
+
+        self.ingress.put(Call(function, answer))
+        while not done.wait(0.2) and self._thread.is_alive():
+            pass
+        if box[1] is not None:
+            self.raise_if_closed()
+            raise box[1]
+        return box[0]
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        return int(self.call(lambda: checkpoint.save(self.loop, self.runner, path)))
+
+    def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
+        def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
+            with self.door:
+                number = self.new_number()
+                handle = make(number, name, prompt, sampling)
+                self.handles[number] = handle
+            return handle
+
+        return list(
+            self.call(lambda: checkpoint.load(self.loop, self.runner, path, adopt, self.now_ns()))
+        )
+
+    def drain(self) -> None:
+        self.raise_if_closed()
+        self._draining = True
+
+    def _close(self) -> None:
+        if threading.current_thread() is self._thread:
+            self._closed = True
+            self.runner.close()
+            return
+        self.is_leaving = True
+        with self._ending:
+            if self._thread.is_alive():
+                self.ingress.put(Call(self.loop.close, lambda *_: None))
+                self._thread.join()
+                gc.unfreeze()
+            self._closed = True
+            if _SERVED.get(self._model_key) is self:  # afterwards it may be another's
+                self.runner.close()
+                self._unregister()
+                del _SERVED[self._model_key]
+
+    def disown(self) -> None:
+        super().disown()
+        _SERVED.pop(self._model_key, None)
+
+
+_SERVED: dict[int, ThreadHost] = {}
+"""Who serves a model, by the id of its decoder; changed by single operations, without a lock."""

@@ -1,0 +1,467 @@
+"""Rings over RDMA WRITE, through NIXL and UCX: a front end on another machine, or another card.
+
+Both sides hold a copy of a front end's block. Each writes its own part of its own copy, as over
+shared memory, and pushes what it wrote to the same place in the other's copy:
+
+    front end   LS, BE and cancel rings, token tail   ── WRITE ──>   engine
+    engine      token ring, request tails, progress   ── WRITE ──>   front end
+
+One WRITE per direction is under way at a time, because WRITEs may overtake each other and each
+also zeroes the word behind its records. Nothing else is assumed of their order: a record counts
+when it is whole (`qllm.ingress.ring`), so no notification is needed and none is sent. Where a
+device writes the token ring nobody pushes it: `qllm.ingress.remote.pull`.
+
+NIXL's progress thread stays off (on two cores it took round trips from 25 us to 68 ms), so
+whoever polls drives progress. Over tcp that copies the data: the engine's core is in the path.
+"""
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qllm.errors import ConfigError, QllmError
+from qllm.ingress.front_end import FrontEndRings, Heard
+from qllm.ingress.layout import FRONT_END, cell
+from qllm.ingress.memory import ControlBlock, FrontEndBlock, Memory
+from qllm.ingress.protocol import Cancel, Item, Submission
+from qllm.ingress.ring import Writer
+from qllm.ingress.shm import BEAT_NS, Doorbell, Lane, ShmIngress, ShmStop
+from qllm.types import NS_PER_S
+
+NAP_NS = 200_000
+"""An engine with front ends over NIXL cannot sleep on a doorbell; idle, it looks this often."""
+
+
+class Profile(NamedTuple):
+    """What UCX may use."""
+
+    says: str
+    """What this means for the CPU."""
+    environment: dict[str, str]
+
+
+PROFILES = {
+    "rdma": Profile(
+        "RDMA by a network card, no CPU on the path",
+        {"UCX_TLS": "rc,self", "UCX_PROTO_EMULATION_ENABLE": "n"},
+    ),
+    "shm": Profile(
+        "UCX over shared memory of one machine: the writer's CPU copies",
+        {"UCX_TLS": "tcp,sm,self,cma", "UCX_PROTO_EMULATION_ENABLE": "y"},
+    ),
+    "tcp": Profile(
+        "UCX over tcp: the target's CPU copies, in its progress calls",
+        {"UCX_TLS": "tcp,self", "UCX_PROTO_EMULATION_ENABLE": "y"},
+    ),
+}
+_STUCK: list["Link"] = []
+"""With a transfer that could not be cancelled."""
+SETTLE_S = 0.1
+"""A link that is closed waits so long for a READ."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
+KINDS = ("DRAM", "VRAM")
+"""Kinds of memory, as NIXL calls them."""
+
+
+class NixlError(QllmError):
+    """A transfer failed: the other side, or the way to it, is gone."""
+
+
+class Peer(NamedTuple):
+    """What the other side must know to write here; plain values, to be sent in any way."""
+
+    metadata: bytes
+    address: int
+    """Address of the block that the other side mirrors."""
+    kind: str = "DRAM"
+    """Kind of the memory that the block lies in, one of KINDS."""
+    device: int = 0
+    """Number of the device whose memory that is."""
+    is_pulled: bool = False
+    """Whether nobody pushes what is written there: the other side has to fetch it."""
+
+
+def check_profile(profile: str) -> None:
+    """Return if links of this profile can be made here.
+
+    Raises:
+        ConfigError: NIXL is not installed, the profile is unknown, or it needs a card that is
+            not there.
+    """
+    if profile not in PROFILES:
+        raise ConfigError(f"profile={profile!r} is unknown; use one of {', '.join(PROFILES)}")
+    if profile == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
+        raise ConfigError(
+            f"profile='rdma' needs an RDMA device and {RDMA_DEVICES} lists none; use 'shm' "
+            "or 'tcp', which emulate it in software"
+        )
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would write to our stdout
+    try:
+        import nixl._api  # noqa: F401 - loaded now rather than while an engine serves
+    except ImportError as error:
+        raise ConfigError("NIXL is not installed; pip install 'qllm-runtime[rdma]'") from error
+
+
+class Link:
+    """One NIXL agent and the block it offers.
+
+    Args:
+        name: Unique among the agents that meet.
+        profile: "rdma", "shm" or "tcp". "rdma" refuses every emulation in software.
+        memory: What the other side may write and read.
+        is_pulled: See `Peer`.
+
+    Raises:
+        ConfigError: See `check_profile`.
+        NixlError: The memory cannot be registered.
+    """
+
+    def __init__(self, name: str, profile: str, memory: Memory, *, is_pulled: bool = False) -> None:
+        check_profile(profile)
+        self.profile = PROFILES[profile]
+        os.environ.update(self.profile.environment)  # read by UCX when an agent is made
+        if memory.kind == "VRAM":  # UCX takes it for the host's without
+            os.environ["UCX_TLS"] += ",cuda_copy"
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent: Any = nixl_agent(name, config)
+        self._place, self._is_pulled = memory, is_pulled
+        self.address = memory.address
+        with self._told(f"registering {memory.num_bytes} bytes of {memory.kind}"):
+            self._memory: Any = self._agent.register_memory(
+                [(self.address, memory.num_bytes, memory.device, "")], memory.kind
+            )
+        self._remote: str | None = None
+        self._under_way: list[Any] = []
+        self._reads: list[Any] = []
+        """The READs among them."""
+
+    @property
+    def offer(self) -> Peer:
+        """What the other side needs."""
+        place = self._place
+        metadata = self._agent.get_agent_metadata()
+        return Peer(metadata, self.address, place.kind, place.device, self._is_pulled)
+
+    def connect(self, peer: Peer) -> None:
+        """Meet the other side.
+
+        Raises:
+            NixlError: It cannot be reached.
+        """
+        with self._told("meeting the other side"):
+            self._remote = self._agent.add_remote_agent(peer.metadata)
+        self._peer = peer
+
+    def drive(self) -> None:
+        """Let UCX make progress: where the target's CPU copies, it copies here."""
+        with self._told("driving the link"):
+            self._agent.get_new_notifs()
+
+    def post(self, ranges: Sequence[tuple[int, int]]) -> Any:
+        """Begin to write ranges (offset, length) of our block to the other's; the transfer."""
+        return self._begin("WRITE", [(at, at, size) for at, size in ranges])
+
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> Any:
+        """Begin to read ranges (our offset, the other's, length) of its block; the transfer."""
+        return self._begin("READ", ranges)
+
+    def _begin(self, what: str, ranges: Sequence[tuple[int, int, int]]) -> Any:
+        place, peer = self._place, self._peer
+        ours = [(place.address + at, size, place.device) for at, _, size in ranges]
+        theirs = [(peer.address + at, size, peer.device) for _, at, size in ranges]
+        with self._told(f"a {what}"):
+            transfer = self._agent.initialize_xfer(
+                what,
+                self._agent.get_xfer_descs(ours, place.kind),
+                self._agent.get_xfer_descs(theirs, peer.kind),
+                self._remote,
+            )
+            self._under_way.append(transfer)
+            if what == "READ":
+                self._reads.append(transfer)
+            self._agent.transfer(transfer)
+        return transfer
+
+    def is_done(self, transfer: Any) -> bool:
+        """Whether a transfer has ended; it is released then.
+
+        Raises:
+            NixlError: It failed.
+        """
+        with self._told("a transfer"):
+            state = self._agent.check_xfer_state(transfer)
+            if state == "PROC":
+                return False
+            self._agent.release_xfer_handle(transfer)
+            self._under_way.remove(transfer)
+            if transfer in self._reads:
+                self._reads.remove(transfer)
+        if state != "DONE":
+            raise NixlError(f"a transfer over NIXL ended in {state}: {self.profile.says}")
+        return True
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """NIXL's errors have no base of their own but Exception."""
+        try:
+            yield
+        except Exception as error:
+            raise NixlError(
+                f"{what} over NIXL failed: {type(error).__name__}: {error} ({self.profile.says})"
+            ) from error
+
+    def close(self) -> None:
+        """Give the memory back. Twice is once.
+
+        NIXL frees what a transfer uses together with the remote agent, so those under way are
+        cancelled first. One that cannot be keeps its link, and both stay until the process ends.
+        So does a READ that does not end soon: cancelled, it could land in memory given back.
+        """
+        if self._memory is None:
+            return
+        memory, self._memory = self._memory, None
+        try:
+            self._end_reads()
+            for transfer in self._under_way:
+                self._agent.release_xfer_handle(transfer)
+        except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
+            _STUCK.append(self)
+            return
+        self._under_way.clear()
+        if self._remote is not None:
+            self._agent.remove_remote_agent(self._remote)
+        self._agent.deregister_memory(memory)
+        self._agent = None  # on this thread, which used it: on another one it crashed
+
+    def _end_reads(self) -> None:
+        limit = time.monotonic() + SETTLE_S
+        for transfer in self._under_way:
+            while transfer in self._reads and self._agent.check_xfer_state(transfer) == "PROC":
+                if time.monotonic() > limit:
+                    raise NixlError("a READ does not end")
+                self.drive()
+
+
+class Mirror:
+    """Pushes what one side writes of a block to the other side's copy. One thread at a time.
+
+    Args:
+        link: Connected.
+        block: Our copy.
+        words: Names of our words.
+    """
+
+    def __init__(self, link: Link, block: FrontEndBlock, words: Sequence[str]) -> None:
+        self._link, self._block, self._words = link, block, block.segment.words
+        self._rings: list[tuple[Writer, int, int]] = []
+        self._pushed: list[int] = []
+        self._cells = [cell(FRONT_END, name) for name in words]
+        self._values = [0] * len(words)
+        self._transfer: Any = None
+        self._failure: NixlError | None = None
+
+    def add_ring(self, name: str, writer: Writer) -> None:
+        """Push what this writer writes, too."""
+        capacity = len(self._block.rings[name][0])
+        self._rings.append((writer, self._block.offsets[name], capacity))
+        self._pushed.append(0)
+
+    def pump(self) -> bool:
+        """Push what is new if no push is under way; whether all has arrived.
+
+        Raises:
+            NixlError: A push failed, now or before.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._pump()
+        except NixlError as error:
+            self._failure = error
+            raise
+
+    def _pump(self) -> bool:
+        self._link.drive()
+        if self._transfer is not None:
+            if not self._link.is_done(self._transfer):
+                return False
+            self._transfer = None
+        ranges = [*self._new_bytes(), *self._new_words()]
+        if ranges:
+            self._transfer = self._link.post(ranges)
+        return not ranges
+
+    def _new_bytes(self) -> Iterator[tuple[int, int]]:
+        for i, (writer, offset, capacity) in enumerate(self._rings):
+            start, end = self._pushed[i], writer.head
+            if start == end:
+                continue
+            at, size = start % capacity, end - start + 8  # with the zero behind the last record
+            first = min(size, capacity - at)
+            yield offset + at, first
+            if first < size:
+                yield offset, size - first
+            self._pushed[i] = end
+
+    def _new_words(self) -> Iterator[tuple[int, int]]:
+        for i, index in enumerate(self._cells):
+            value = self._words[index]
+            if value != self._values[i]:
+                self._values[i] = value
+                yield 8 * index, 8
+
+    def ring(self) -> None:
+        """Push what is new (`Announcer`). A failure is left to the next `pump`."""
+        with suppress(NixlError):
+            self.pump()
+
+    def close(self) -> None:
+        """Nothing is pushed any more."""
+
+
+class NixlFrontEnd(FrontEndRings):
+    """A front end whose engine is at the other end of a link."""
+
+    nap_s = NAP_NS / NS_PER_S
+    """How long to wait before the next `receive` while requests are open."""
+
+    def __init__(self, block: FrontEndBlock, link: Link) -> None:
+        super().__init__(block)
+        self._link, self._is_closed = link, False
+        self._mirror = Mirror(link, block, ("token_tail",))
+        self._mirror.add_ring("ls", self.ls)
+        self._mirror.add_ring("be", self.be)
+        self._mirror.add_ring("cancel", self.cancels)
+
+    def _ring(self) -> None:
+        if not self._is_closed:
+            self._mirror.ring()
+
+    def receive(self) -> Iterator[Heard]:
+        """Take what is in the token ring; call it again and again: it also drives the link."""
+        with self._lock:
+            if not self._is_closed:
+                self._mirror.pump()
+        yield from super().receive()
+
+    def close(self) -> None:
+        """Let go of the link. Nothing is sent or received any more."""
+        with self._lock:
+            self._is_closed = True
+            self._link.close()
+
+
+class FarLane(Lane):
+    """A lane whose front end has another clock: no request arrives later than it is seen."""
+
+    def __init__(self, block: FrontEndBlock, mirror: Mirror, now_ns: Callable[[], int]) -> None:
+        super().__init__(block, mirror)
+        self._now_ns = now_ns
+
+    def take(self) -> tuple[list[Submission], list[Cancel]]:
+        """Take what is in the rings (`Lane.take`)."""
+        submissions, cancels = super().take()
+        now_ns = self._now_ns()
+        return [replace(s, arrival_ns=min(s.arrival_ns, now_ns)) for s in submissions], cancels
+
+
+class NixlStop(ShmStop):
+    """The stop word where front ends have no bell: the first word of every ring is looked at."""
+
+    __slots__ = ("has_news",)
+
+    has_news: Callable[[], bool]
+
+    def watch(self) -> None:
+        """There is no such word: links move only while somebody drives them."""
+
+    @property
+    def word(self) -> int:
+        """Smallest priority that has arrived and was not drained."""
+        if self._bell[0] != self.seen or self.has_news():
+            self._look()
+        return self.value
+
+    @word.setter
+    def word(self, value: int) -> None:
+        self.value = value
+
+
+class NixlIngress(ShmIngress):
+    """The engine's end with front ends over links, beside those over shared memory.
+
+    The arguments are those of `ShmIngress`. A poll drives every link and looks at the first word
+    of its rings, so it costs microseconds where UCX emulates.
+    """
+
+    def __init__(
+        self,
+        control: ControlBlock,
+        doorbell: Doorbell,
+        now_ns: Callable[[], int],
+        close: Callable[[], None],
+        broken: Callable[[int, str], None],
+    ) -> None:
+        super().__init__(control, doorbell, now_ns, close, broken)
+        stop = NixlStop(self._bell, self._look, now_ns)
+        stop.has_news = self._has_news
+        self.stop = stop
+        self._mirrors: dict[int, Mirror] = {}
+
+    def attach_over(self, block: FrontEndBlock, link: Link) -> None:
+        """Serve a front end at the other end of a connected link."""
+        mirror = Mirror(link, block, ("ls_tail", "be_tail", "cancel_tail", "progress"))
+        lane = FarLane(block, mirror, self._now_ns)
+        mirror.add_ring("token", lane.tokens)
+        self._mirrors[lane.number] = mirror
+        self.attach(lane)
+
+    def detach(self, number: int) -> None:
+        super().detach(number)
+        self._mirrors.pop(number, None)
+
+    def drain(self) -> list[Item]:
+        items = super().drain()  # its `flush` drives the links first
+        self._pump()  # the places of what was taken
+        return items
+
+    def wait(self, timeout_ns: int | None) -> None:
+        """Sleep in short naps: nobody rings a doorbell from afar."""
+        if not self._mirrors:
+            super().wait(timeout_ns)
+            return
+        limit_ns = BEAT_NS if timeout_ns is None else min(BEAT_NS, max(0, timeout_ns))
+        end_ns = time.monotonic_ns() + limit_ns
+        self.flush()
+        while self._bell[0] == self.stop.seen and not self._has_news():
+            left_ns = end_ns - time.monotonic_ns()
+            if left_ns <= 0:
+                return
+            select.select((self.doorbell.fd,), (), (), min(left_ns, NAP_NS) / NS_PER_S)
+        self.doorbell.clear()
+
+    def _has_news(self) -> bool:
+        self._pump()
+        return any(self.lanes[number].has_news for number in self._mirrors)
+
+    def flush(self) -> bool:
+        backlog = super().flush()
+        return not self._pump() or backlog
+
+    def _pump(self) -> bool:
+        """Push what is new over every link; whether all has arrived."""
+        is_done = True
+        for number, mirror in list(self._mirrors.items()):
+            try:
+                is_done &= mirror.pump()
+            except NixlError as error:
+                self.detach(number)
+                self._broken(number, str(error))
+        return is_done

@@ -1,0 +1,210 @@
+"""A front end that fetches what a device wrote: nobody on the engine's host sends it a token.
+
+    front end   LS, BE and cancel rings, token tail   ── WRITE ──>   the engine's block
+    front end   token ring, request tails, progress   <── READ ───   the engine's block
+
+The engine's block lies where a device writes it (`qllm.device.rings`). The front end reads at its
+own pace: the engine's words, and a bounded window of the token ring from its own place on. No
+word says how far that ring is written. Records prove themselves, and one READ is not of one
+moment: a record may be half there, and is read again then. The word behind a record may be older
+than the record; a record of an earlier lap is not taken for the next one, as its number is lower.
+Words of eight bytes are read whole.
+
+With a card nobody else takes part. Where UCX emulates, the engine's host copies: `LinkDriver`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from qllm.ingress.front_end import Heard
+from qllm.ingress.layout import FRONT_END, cell, offset
+from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.remote.nixl import NAP_NS, PROFILES, Link, NixlError, NixlFrontEnd
+from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, Writer
+from qllm.types import NS_PER_S
+
+MIN_WINDOW = 1 << 10
+"""Bytes of the token ring that one READ fetches, 16 tokens; twice as many after each READ that
+found its window full, at most the ring."""
+MIN_NAP_NS = 20_000
+"""Between two looks while tokens come; twice as long after each that found nothing, to NAP_NS."""
+WIRE_UP_NS = 10_000_000
+"""With a card the engine's host is needed only until both sides have met: it looks this often."""
+_TAILS = ("ls_tail", "be_tail", "cancel_tail")
+_TOKEN_TAIL = cell(FRONT_END, "token_tail")
+_WORDS_AT = offset(FRONT_END, "ls_tail")
+_NUM_WORDS = len(_TAILS) + 1
+_LANDING = 2048
+"""Where the engine's words land in our block: behind the header, before the rings."""
+assert cell(FRONT_END, "progress") == _WORDS_AT // 8 + len(_TAILS)
+
+
+class Puller:
+    """Fetches into our copy of a block what a device writes of its own. One thread at a time.
+
+    Args:
+        link: Connected.
+        block: Our copy.
+        writers: Of the LS, BE and cancel rings.
+    """
+
+    def __init__(self, link: Link, block: FrontEndBlock, writers: Sequence[Writer]) -> None:
+        self._link, self._words, self._writers = link, block.segment.words, writers
+        self._ring_at, self._capacity = block.offsets["token"], len(block.rings["token"][0])
+        self._transfer: Any = None
+        self._wrong_since_ns: int | None = None
+        self._start = 0
+        self.window = min(MIN_WINDOW, self._capacity)
+        """Bytes that the next READ fetches of the ring."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a READ is: the ring must not be looked at."""
+        return self._transfer is not None
+
+    def pull(self) -> bool:
+        """Begin a READ if none is under way; whether one has ended.
+
+        Raises:
+            NixlError: It failed.
+            RingError: The engine's words make no sense.
+        """
+        self._link.drive()
+        if self._transfer is None:
+            self._start = self._words[_TOKEN_TAIL]
+            self._transfer = self._link.fetch(self._ranges())
+        if not self._link.is_done(self._transfer):
+            return False
+        self._transfer = None
+        self._take_words()
+        return True
+
+    def _ranges(self) -> list[tuple[int, int, int]]:
+        at = self._start % self._capacity
+        first = min(self.window, self._capacity - at)
+        parts = [(self._ring_at + at, first), (self._ring_at, self.window - first)]
+        words = (_LANDING, _WORDS_AT, 8 * _NUM_WORDS)
+        return [words, *((at, at, size) for at, size in parts if size)]
+
+    def _take_words(self) -> None:
+        """Take a tail that can be one: an own writer must never be told of too much room."""
+        first, landed = _WORDS_AT // 8, _LANDING // 8
+        wrong = False
+        for i, writer in enumerate(self._writers):
+            tail = self._words[landed + i]
+            if self._words[first + i] <= tail <= writer.head:
+                self._words[first + i] = tail
+            else:
+                wrong = True
+        self._words[first + len(_TAILS)] = self._words[landed + len(_TAILS)]
+        now_ns = time.monotonic_ns()
+        if not wrong:
+            self._wrong_since_ns = None
+        elif self._wrong_since_ns is None:
+            self._wrong_since_ns = now_ns
+        elif now_ns - self._wrong_since_ns > BROKEN_AFTER_NS:
+            raise RingError(
+                "the engine says that it took more of a ring than was put, or less than before: "
+                "its memory was overwritten"
+            )
+
+    def adapt(self, has_more: bool) -> bool:
+        """Choose the next window after what came was taken; whether anything came.
+
+        Args:
+            has_more: The beginning of a further record is there.
+        """
+        num_taken = self._words[_TOKEN_TAIL] - self._start
+        if has_more or num_taken == self.window:
+            self.window = min(2 * self.window, self._capacity)
+        elif num_taken < self.window // 4:
+            self.window = max(self.window // 2, min(MIN_WINDOW, self._capacity))
+        return num_taken > 0
+
+
+class PullingFrontEnd(NixlFrontEnd):
+    """A front end whose engine's block only a device writes."""
+
+    def __init__(self, block: FrontEndBlock, link: Link) -> None:
+        super().__init__(block, link)
+        self._puller = Puller(link, block, (self.ls, self.be, self.cancels))
+        self._nap_ns = MIN_NAP_NS
+
+    @property
+    def nap_s(self) -> float:  # type: ignore[override]
+        """How long to wait before the next `receive` while requests are open."""
+        nap_ns = MIN_NAP_NS if self._puller.is_under_way else self._nap_ns
+        return nap_ns / NS_PER_S
+
+    def receive(self) -> Iterator[Heard]:
+        """Take what has come; call it again and again: it also drives the link and fetches."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._mirror.pump()
+            if not self._puller.pull():
+                return
+        yield from self._records()
+        if self._puller.adapt(self._tokens.has_news):
+            self._nap_ns = MIN_NAP_NS
+        else:
+            self._nap_ns = min(2 * self._nap_ns, NAP_NS)
+
+
+class LinkDriver:
+    """Lets UCX make progress for front ends that pull, on a thread of the engine's process.
+
+    Where UCX emulates, that thread copies every record. With a card it is needed until both sides
+    have met; it posts nothing and touches no record.
+
+    Args:
+        profile: Of the links.
+        broken: Told the number of a front end whose link failed, and why.
+    """
+
+    def __init__(self, profile: str, broken: Callable[[int, str], None]) -> None:
+        assert profile in PROFILES
+        self._nap_s = (WIRE_UP_NS if profile == "rdma" else NAP_NS) / NS_PER_S
+        self._broken = broken
+        self._links: dict[int, Link] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qllm-links", daemon=True)
+        self._thread.start()
+
+    def add(self, number: int, link: Link) -> None:
+        """Drive one more link. From any thread."""
+        with self._lock:
+            self._links[number] = link
+
+    def remove(self, number: int) -> None:
+        """Drive it no more, and close it; twice is once. From any thread."""
+        with self._lock:
+            link = self._links.pop(number, None)
+            if link is not None:
+                link.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._nap_s):
+            for number, why in self._drive():
+                self.remove(number)
+                self._broken(number, why)
+
+    def _drive(self) -> list[tuple[int, str]]:
+        failed = []
+        with self._lock:
+            for number, link in self._links.items():
+                try:
+                    link.drive()
+                except NixlError as error:
+                    failed.append((number, str(error)))
+        return failed
+
+    def close(self) -> None:
+        """Close all links and end the thread."""
+        self._ended.set()
+        self._thread.join()
+        for number in list(self._links):
+            self.remove(number)

@@ -1,0 +1,1 @@
+"""What a run leaves behind: traces, metrics, timelines for Perfetto."""

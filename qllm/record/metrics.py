@@ -1,0 +1,500 @@
+"""Metrics as functions of events: per request while it lives, per class for a whole trace.
+
+`MetricsBuilder` takes events one by one. The engine feeds it as it emits and gets the
+`RequestMetrics` of a request with its `Finished`; `summarize` feeds it a trace. There is
+no other code that computes a metric.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from qllm.plan import Row
+from qllm.record.trace import (
+    Arrived,
+    Dropped,
+    Event,
+    Evicted,
+    Finished,
+    Killed,
+    Parked,
+    Planned,
+    Ran,
+    Replaced,
+    Resumed,
+    Segment,
+    Split,
+    Token,
+)
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, FrameId, RequestId, Slo
+
+
+def percentile(values: Iterable[float], p: float) -> float:
+    """The p-th percentile, linear between the two closest ranks (as numpy's default).
+
+    Raises:
+        ValueError: No values, or `p` is not in [0, 100].
+    """
+    ordered = sorted(values)
+    if not ordered or not 0 <= p <= 100:
+        raise ValueError(f"p={p} of {len(ordered)} values: p must be in [0, 100], of at least one")
+    at = (len(ordered) - 1) * p / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """What one request experienced, in milliseconds; None is "did not happen (yet)"."""
+
+    request_id: RequestId
+    name: str
+    priority: int
+    arrival_ns: int
+    num_prompt_tokens: int
+    num_prefilled_tokens: int
+    """Prompt tokens that are computed; those in part of the layers count as that part."""
+    num_output_tokens: int
+    queue_ms: float | None
+    """Arrival to the first program that contains the request."""
+    ttft_ms: float | None
+    """First token minus arrival, queueing included."""
+    tpot_ms: float | None
+    """(Last token - first token) / (tokens - 1); None for one token."""
+    itl_ms: tuple[float, ...]
+    """Every gap between consecutive tokens."""
+    e2e_ms: float | None
+    """Last token minus arrival."""
+    preemptions: int
+    """Times its frame was stopped for another request. Ends of slices are not counted."""
+    parked_ms: float
+    """Time in parked frames, for whatever reason."""
+    max_stall_ms: float
+    """Longest time, while admitted, in which the runner did not work on a frame of it."""
+    evictions: int
+    evict_recomputed_tokens: int
+    """Tokens planned again because an eviction lost them."""
+    retry_recomputed_tokens: int
+    """Tokens planned again because their frame was dropped for an error."""
+    preempt_recomputed_tokens: int
+    """Tokens planned again for neither reason. Preempting keeps work, so always 0."""
+    reason: FinishReason | None
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether the request completed and met all targets. One token has no TPOT to miss."""
+        if self.reason not in (FinishReason.STOP, FinishReason.LENGTH) or self.ttft_ms is None:
+            return False
+        if slo.ttft_ms is not None and self.ttft_ms > slo.ttft_ms:
+            return False
+        return slo.tpot_ms is None or self.tpot_ms is None or self.tpot_ms <= slo.tpot_ms
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A live frame: the rows that are not dead, and since when it is parked."""
+
+    rows: dict[RequestId, Row]
+    parked_ns: int | None = None
+    ran: bool = False
+
+
+class _Cause(enum.IntEnum):
+    """Why tokens are computed again."""
+
+    EVICTED = 0
+    RETRIED = 1
+    PREEMPTED = 2
+
+
+class _Meter:
+    """The running values of one request."""
+
+    def __init__(self, arrived: Arrived) -> None:
+        self.arrived = arrived
+        self.finished: Finished | None = None
+        self.frames: set[FrameId] = set()
+        self.token_ns: list[int] = []
+        self.planned_ns: int | None = None
+        self.last_ran_ns: int | None = None
+        """End of the last work on it; None while it is not admitted."""
+        self.stall_ns = 0
+        self.parked_ns = 0
+        self.preemptions = 0
+        self.evictions = 0
+        self.lo = self.hi = self.depth = 0
+        """Tokens [0, lo) are computed, tokens [lo, hi) through layers [0, depth)."""
+        self.lost: dict[_Cause, tuple[int, int]] = {}
+        """Per cause: tokens [a, b) that were computed and are not yet planned again."""
+        self.num_recomputed = [0] * len(_Cause)
+
+    def planned(self, row: Row, at_ns: int) -> None:
+        if self.planned_ns is None:
+            self.planned_ns = at_ns
+        if self.last_ran_ns is None:
+            self.last_ran_ns = at_ns
+        if row.lo < (self.hi if row.start_layer < self.depth else self.lo):
+            self.lose(_Cause.PREEMPTED, row.lo, self.hi)
+        for cause, (a, b) in self.lost.items():
+            num_again = min(row.hi, b) - max(row.lo, a)
+            if num_again > 0:
+                self.num_recomputed[cause] += num_again
+                self.lost[cause] = (row.hi, b)
+
+    def reached(self, row: Row, layer: int) -> None:
+        """The row did the layers below `layer`."""
+        if layer > row.start_layer:
+            self.lo, self.hi, self.depth = row.lo, row.hi, layer
+
+    def lose(self, cause: _Cause, lo: int, hi: int) -> None:
+        """Tokens [lo, hi), and with them all that is computed from `lo` on, are gone."""
+        hi = max(hi, self.hi)
+        a, b = self.lost.get(cause, (0, 0))
+        self.lost[cause] = (min(a, lo), max(b, hi)) if a < b else (lo, hi)
+        self.lo = self.hi = min(lo, self.hi)
+        self.depth = 0
+
+    def evict(self, at_ns: int) -> None:
+        self.left(at_ns)
+        self.evictions += 1
+        ends = [b for a, b in self.lost.values() if a < b]
+        self.lost = {}
+        self.lose(_Cause.EVICTED, 0, max(ends, default=0))
+
+    def worked(self, start_ns: int, at_ns: int) -> None:
+        if self.last_ran_ns is not None:
+            self.stall_ns = max(self.stall_ns, start_ns - self.last_ran_ns)
+            self.last_ran_ns = at_ns
+
+    def left(self, at_ns: int) -> None:
+        """It is not admitted from here on."""
+        if self.last_ran_ns is not None:
+            self.stall_ns = max(self.stall_ns, at_ns - self.last_ran_ns)
+            self.last_ran_ns = None
+
+    def metrics(self, num_layers: int) -> RequestMetrics:
+        arrived, finished, at = self.arrived, self.finished, self.token_ns
+        start = arrived.at_ns
+        prompt = arrived.num_prompt_tokens
+        whole, part = min(prompt, self.lo), min(prompt, self.hi) - min(prompt, self.lo)
+        tpot = (at[-1] - at[0]) / (len(at) - 1) / NS_PER_MS if len(at) > 1 else None
+        return RequestMetrics(
+            request_id=arrived.request_id,
+            name=arrived.name,
+            priority=arrived.priority,
+            arrival_ns=start,
+            num_prompt_tokens=prompt,
+            num_prefilled_tokens=whole + part * self.depth // max(1, num_layers),
+            num_output_tokens=len(at),
+            queue_ms=None if self.planned_ns is None else (self.planned_ns - start) / NS_PER_MS,
+            ttft_ms=(at[0] - start) / NS_PER_MS if at else None,
+            tpot_ms=tpot,
+            itl_ms=tuple((b - a) / NS_PER_MS for a, b in pairwise(at)),
+            e2e_ms=(at[-1] - start) / NS_PER_MS if at else None,
+            preemptions=self.preemptions,
+            parked_ms=self.parked_ns / NS_PER_MS,
+            max_stall_ms=self.stall_ns / NS_PER_MS,
+            evictions=self.evictions,
+            evict_recomputed_tokens=self.num_recomputed[_Cause.EVICTED],
+            retry_recomputed_tokens=self.num_recomputed[_Cause.RETRIED],
+            preempt_recomputed_tokens=self.num_recomputed[_Cause.PREEMPTED],
+            reason=None if finished is None else finished.reason,
+        )
+
+
+class MetricsBuilder:
+    """Takes events one by one; holds what it needs of live requests and frames, no more.
+
+    Depth is counted in whole layers: a layer redone in part is not a recomputed token.
+    """
+
+    def __init__(self) -> None:
+        self._meters: dict[RequestId, _Meter] = {}
+        self._frames: dict[FrameId, _Frame] = {}
+        self._num_layers = 0
+
+    def feed(self, event: Event) -> RequestMetrics | None:
+        """Take one event. Returns the metrics of the request that it finished, if any."""
+        match event:
+            case Token():
+                if meter := self._meters.get(event.request_id):
+                    meter.token_ns.append(event.at_ns)
+            case Ran():
+                self._ran(event)
+            case Planned():
+                self._planned(event)
+            case Arrived():
+                self._meters[event.request_id] = _Meter(event)
+            case Finished():
+                return self._finished(event)
+            case Evicted():
+                if meter := self._meters.get(event.request_id):
+                    self._leave_frames(meter, event.at_ns)
+                    meter.evict(event.at_ns)
+            case _:
+                self._frame_event(event)
+        return None
+
+    def live(self) -> list[RequestMetrics]:
+        """The metrics so far of the requests that did not finish, in order of arrival."""
+        return [meter.metrics(self._num_layers) for meter in self._meters.values()]
+
+    def live_request(self, request_id: RequestId) -> RequestMetrics | None:
+        """The metrics so far of one request; None if it is unknown or finished."""
+        meter = self._meters.get(request_id)
+        return meter.metrics(self._num_layers) if meter else None
+
+    def _frame_event(self, event: Event) -> None:
+        match event:
+            case Parked():
+                self._parked(event)
+            case Resumed():
+                if frame := self._frames.get(event.frame_id):
+                    self._unpark(frame, event.at_ns)
+            case Split() | Replaced():
+                self._let_go(event.frame_id, event.at_ns)
+            case Killed():
+                meter = self._meters.get(event.request_id)
+                frame = self._frames.get(event.frame_id)
+                if meter and frame:
+                    self._leave(meter, event.frame_id, frame, event.at_ns)
+            case Dropped():
+                self._dropped(event)
+            case _:
+                pass
+
+    def _planned(self, event: Planned) -> None:
+        rows = {row.request_id: row for row in event.rows}
+        self._frames[event.frame_id] = _Frame(rows)
+        for row in event.rows:
+            self._num_layers = max(self._num_layers, row.end_layer)
+            if meter := self._meters.get(row.request_id):
+                meter.planned(row, event.at_ns)
+                meter.frames.add(event.frame_id)
+
+    def _ran(self, event: Ran) -> None:
+        frame = self._frames.get(event.frame_id)
+        if frame is None:
+            return
+        self._unpark(frame, event.start_ns)
+        frame.ran = True
+        done = event.why == "done"
+        for row in frame.rows.values():
+            if meter := self._meters.get(row.request_id):
+                meter.worked(event.start_ns, event.at_ns)
+                if done:
+                    meter.reached(row, row.end_layer)
+        if done:
+            self._let_go(event.frame_id, event.at_ns)
+
+    def _parked(self, event: Parked) -> None:
+        frame = self._frames.get(event.frame_id)
+        if frame is None:
+            return
+        self._unpark(frame, event.at_ns)
+        frame.parked_ns = event.at_ns
+        for row in frame.rows.values():
+            if meter := self._meters.get(row.request_id):
+                meter.preemptions += event.preempted
+                meter.reached(row, min(event.layer, row.end_layer))
+
+    def _dropped(self, event: Dropped) -> None:
+        frame = self._frames.get(event.frame_id)
+        if frame and frame.ran and event.reason == "error":
+            for row in frame.rows.values():
+                if meter := self._meters.get(row.request_id):
+                    meter.lose(_Cause.RETRIED, row.lo, row.hi)
+        self._let_go(event.frame_id, event.at_ns)
+
+    def _finished(self, event: Finished) -> RequestMetrics | None:
+        meter = self._meters.pop(event.request_id, None)
+        if meter is None:
+            return None
+        self._leave_frames(meter, event.at_ns)
+        meter.left(event.at_ns)
+        meter.finished = event
+        return meter.metrics(self._num_layers)
+
+    def _unpark(self, frame: _Frame, at_ns: int) -> None:
+        if frame.parked_ns is None or frame.parked_ns > at_ns:
+            return
+        for request_id in frame.rows:
+            if meter := self._meters.get(request_id):
+                meter.parked_ns += at_ns - frame.parked_ns
+        frame.parked_ns = None
+
+    def _leave(self, meter: _Meter, frame_id: FrameId, frame: _Frame, at_ns: int) -> None:
+        if frame.rows.pop(meter.arrived.request_id, None) and frame.parked_ns is not None:
+            meter.parked_ns += at_ns - frame.parked_ns
+        meter.frames.discard(frame_id)
+
+    def _leave_frames(self, meter: _Meter, at_ns: int) -> None:
+        for frame_id in tuple(meter.frames):
+            self._leave(meter, frame_id, self._frames[frame_id], at_ns)
+
+    def _let_go(self, frame_id: FrameId, at_ns: int) -> None:
+        frame = self._frames.pop(frame_id, None)
+        if frame is None:
+            return
+        self._unpark(frame, at_ns)
+        for request_id in frame.rows:
+            if meter := self._meters.get(request_id):
+                meter.frames.discard(frame_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Summary of one quantity's samples, in milliseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Distribution | None":
+        """None when there are no values."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        return cls(
+            count=len(values),
+            mean=sum(values) / len(values),
+            p50=percentile(ordered, 50),
+            p90=percentile(ordered, 90),
+            p99=percentile(ordered, 99),
+            max=ordered[-1],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassMetrics:
+    """The requests of one priority class."""
+
+    priority: int
+    arrived: int
+    finished: dict[str, int]
+    """Requests per `FinishReason` value; who did not finish is in none."""
+    ttft_ms: Distribution | None
+    tpot_ms: Distribution | None
+    itl_ms: Distribution | None
+    e2e_ms: Distribution | None
+    queue_ms: Distribution | None
+    prefill_tokens_per_s: float
+    output_tokens_per_s: float
+    slo: Slo | None
+    slo_attainment: float | None
+    """Requests that met all targets over those that arrived and were not cancelled."""
+    goodput_per_s: float | None
+    """Requests that met all targets, per second."""
+    preemptions: int
+    parked_ms: float
+    max_stall_ms: float
+    evictions: int
+    evict_recomputed_tokens: int
+    retry_recomputed_tokens: int
+    preempt_recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A whole trace."""
+
+    duration_s: float
+    """First arrival to last event: the denominator of every rate."""
+    classes: dict[int, ClassMetrics]
+    """By priority."""
+    preempt_latency_ms: Distribution | None
+    """Stop word lowered to frame parked."""
+    frames: int
+    frames_parked: int
+    """Times that a frame was parked, for whatever reason."""
+    longest_segment_ms: float | None
+    """None if segments were not recorded."""
+    longest_segment_kind: str | None
+    requests: tuple[RequestMetrics, ...] = field(repr=False)
+    """In order of arrival, the live ones included."""
+
+
+def request_metrics(events: Iterable[Event]) -> list[RequestMetrics]:
+    """The metrics of every request, in order of arrival; unfinished ones as they stand."""
+    builder = MetricsBuilder()
+    order: dict[RequestId, RequestMetrics | None] = {}
+    for event in events:
+        if isinstance(event, Arrived):
+            order[event.request_id] = None
+        if done := builder.feed(event):
+            order[done.request_id] = done
+    order.update((m.request_id, m) for m in builder.live())
+    return [metrics for metrics in order.values() if metrics is not None]
+
+
+def _class_metrics(
+    priority: int, requests: Sequence[RequestMetrics], slo: Slo | None, duration_s: float
+) -> ClassMetrics:
+    reasons = [str(r.reason) for r in requests if r.reason is not None]
+    met = None if slo is None else sum(r.meets(slo) for r in requests)
+    judged = sum(r.reason is not FinishReason.CANCELLED for r in requests)
+
+    def rate(count: int) -> float:
+        return count / duration_s if duration_s else 0.0
+
+    return ClassMetrics(
+        priority=priority,
+        arrived=len(requests),
+        finished={reason: reasons.count(reason) for reason in sorted(set(reasons))},
+        ttft_ms=Distribution.of([r.ttft_ms for r in requests if r.ttft_ms is not None]),
+        tpot_ms=Distribution.of([r.tpot_ms for r in requests if r.tpot_ms is not None]),
+        itl_ms=Distribution.of([gap for r in requests for gap in r.itl_ms]),
+        e2e_ms=Distribution.of([r.e2e_ms for r in requests if r.e2e_ms is not None]),
+        queue_ms=Distribution.of([r.queue_ms for r in requests if r.queue_ms is not None]),
+        prefill_tokens_per_s=rate(sum(r.num_prefilled_tokens for r in requests)),
+        output_tokens_per_s=rate(sum(r.num_output_tokens for r in requests)),
+        slo=slo,
+        slo_attainment=None if met is None or not judged else met / judged,
+        goodput_per_s=None if met is None else rate(met),
+        preemptions=sum(r.preemptions for r in requests),
+        parked_ms=sum(r.parked_ms for r in requests),
+        max_stall_ms=max((r.max_stall_ms for r in requests), default=0.0),
+        evictions=sum(r.evictions for r in requests),
+        evict_recomputed_tokens=sum(r.evict_recomputed_tokens for r in requests),
+        retry_recomputed_tokens=sum(r.retry_recomputed_tokens for r in requests),
+        preempt_recomputed_tokens=sum(r.preempt_recomputed_tokens for r in requests),
+    )
+
+
+def summarize(events: Iterable[Event], slos: Mapping[int, Slo] | None = None) -> Summary:
+    """The metrics of a trace, per class.
+
+    Args:
+        events: All events of a run, in order; a `Trace` will do.
+        slos: Targets by priority; a class without an entry has no attainment.
+    """
+    events = tuple(events)
+    requests = request_metrics(events)
+    first = min((r.arrival_ns for r in requests), default=0)
+    duration_s = max(0, max((e.at_ns for e in events), default=0) - first) / NS_PER_S
+    by_class: dict[int, list[RequestMetrics]] = {}
+    for r in requests:
+        by_class.setdefault(r.priority, []).append(r)
+    parked = [e for e in events if isinstance(e, Parked)]
+    segments = [e for e in events if isinstance(e, Segment)]
+    longest = max(segments, key=lambda s: s.at_ns - s.start_ns, default=None)
+    return Summary(
+        duration_s=duration_s,
+        classes={
+            p: _class_metrics(p, rs, (slos or {}).get(p), duration_s)
+            for p, rs in sorted(by_class.items())
+        },
+        preempt_latency_ms=Distribution.of(
+            [(e.at_ns - e.arrival_ns) / NS_PER_MS for e in parked if e.arrival_ns is not None]
+        ),
+        frames=sum(isinstance(e, Planned) for e in events),
+        frames_parked=len(parked),
+        longest_segment_ms=(longest.at_ns - longest.start_ns) / NS_PER_MS if longest else None,
+        longest_segment_kind=longest.kind if longest else None,
+        requests=tuple(requests),
+    )

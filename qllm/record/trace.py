@@ -1,0 +1,387 @@
+"""Events and their sequence, the trace, from which metrics are computed and a run is replayed.
+
+An event is one fact with `at_ns`, the engine's clock. The engine emits; `qllm.record.metrics` and
+`qllm.record.perfetto` are functions of what it emitted. A file is JSON lines, the first a header:
+
+    {"qllm_trace": 2, "num_events": 2, "meta": {}}
+    {"event": "Arrived", "at_ns": 0, "request_id": 1, ...}
+    {"event": "Finished", "at_ns": 0, "request_id": 1, ...}
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+from qllm.errors import QllmError
+from qllm.plan import Row
+from qllm.scheduler.program import Index, Program
+from qllm.types import FinishReason, FrameId, Grain, RequestId, SamplingParams
+
+if TYPE_CHECKING:  # pydantic reads files; it is slow to import and the engine only appends
+    from pydantic import TypeAdapter
+
+VERSION = 2
+"""Version of the file format. A file of another version is refused."""
+
+
+class TraceError(QllmError, ValueError):
+    """A trace file is truncated, foreign or of another version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A request was admitted to the waiting queue."""
+
+    at_ns: int
+    """When it was submitted, not when the loop saw it."""
+    request_id: RequestId
+    priority: int
+    num_prompt_tokens: int
+    max_tokens: int
+    name: str
+    """The request id the user gave or was given."""
+    token_ids: tuple[int, ...] | None = None
+    """The prompt, if prompts are recorded."""
+    sampling: dict[str, Any] | None = None
+    """What `sampling_to_dict` returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A new program was accepted."""
+
+    at_ns: int
+    frame_id: FrameId
+    rows: tuple[Row, ...]
+    grain: Grain
+    stop_below: int
+    from_frames: tuple[FrameId, ...] = ()
+    """Parked frames that this one replaces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """The runner worked on a frame from `start_ns` to `at_ns`."""
+
+    start_ns: int
+    at_ns: int
+    """The end."""
+    frame_id: FrameId
+    start: Index
+    end: Index
+    why: Literal["done", "stopped", "slice", "error"]
+    """"done" is the end of the program, never of a layer alone."""
+    segments: int
+    """Pieces of work between two boundaries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Optional detail of a `Ran`: the work between two boundaries, `start_ns` to `at_ns`."""
+
+    start_ns: int
+    at_ns: int
+    """The end."""
+    frame_id: FrameId
+    kind: str
+    """Name of the `OpKind`."""
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """A frame stopped at a boundary and keeps what it needs to continue."""
+
+    at_ns: int
+    frame_id: FrameId
+    request_ids: tuple[RequestId, ...]
+    layer: int
+    """First layer not finished."""
+    inside_layer: bool
+    for_request: RequestId | None = None
+    """The request that stopped it, where the engine knows."""
+    arrival_ns: int | None = None
+    """When that request lowered the stop word. Preempt latency is `at_ns - arrival_ns`."""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a request stopped it. The end of a slice is no preemption."""
+        return self.for_request is not None or self.arrival_ns is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A parked frame is about to continue, unchanged."""
+
+    at_ns: int
+    frame_id: FrameId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """The rows of a parked frame go on in another frame; the last event of the old one."""
+
+    at_ns: int
+    frame_id: FrameId
+    by_frame_id: FrameId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A parked frame was let go; its rows kept their hidden states."""
+
+    at_ns: int
+    frame_id: FrameId
+    index: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """One row of a parked frame is dead."""
+
+    at_ns: int
+    frame_id: FrameId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A frame was let go without committing anything."""
+
+    at_ns: int
+    frame_id: FrameId
+    reason: str
+    """"error" (its live rows are retried), "dead" (no live row), "evicted" or "closed"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A request produced a token."""
+
+    at_ns: int
+    request_id: RequestId
+    token_id: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """A request lost its KV and will recompute it."""
+
+    at_ns: int
+    request_id: RequestId
+    num_tokens_lost: int
+    for_request: RequestId | None = None
+    """The request that needed the blocks; None if the policy dropped it unasked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A request ended. Every request has exactly one (I13)."""
+
+    at_ns: int
+    request_id: RequestId
+    reason: FinishReason
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostsUpdated:
+    """The engine refitted the cost table that policies see."""
+
+    at_ns: int
+    table: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineClosed:
+    """The loop ended."""
+
+    at_ns: int
+
+
+Event = (
+    Arrived
+    | Planned
+    | Ran
+    | Segment
+    | Parked
+    | Resumed
+    | Replaced
+    | Split
+    | Killed
+    | Dropped
+    | Token
+    | Evicted
+    | Finished
+    | CostsUpdated
+    | EngineClosed
+)
+"""Any of the events."""
+
+EVENT_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
+"""Event classes by name, as in a file."""
+_FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in EVENT_TYPES.items()}
+
+
+def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
+    """The values of `params` that JSON keeps as they are, for `Arrived.sampling`."""
+    out = asdict(params)
+    out["stop"] = list(params.stop)
+    out["stop_token_ids"] = list(params.stop_token_ids)
+    out["logit_bias"] = [[k, v] for k, v in sorted(params.logit_bias.items())]
+    return out
+
+
+def sampling_from_dict(values: Mapping[str, Any]) -> SamplingParams:
+    """The inverse of `sampling_to_dict`."""
+    return SamplingParams(**{**values, "logit_bias": dict(values.get("logit_bias", ()))})
+
+
+def event_to_dict(event: Event) -> dict[str, Any]:
+    """The event as a line of a trace file has it, before JSON."""
+    name = type(event).__name__
+    out: dict[str, Any] = {"event": name}
+    for f in _FIELDS[name]:
+        out[f] = getattr(event, f)
+    return out
+
+
+@cache
+def _adapter(name: str) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(EVENT_TYPES[name])
+
+
+def event_from_dict(values: Mapping[str, Any]) -> Event:
+    """The inverse of `event_to_dict`.
+
+    Raises:
+        TraceError: Not an event, or one with missing, unknown or mistyped fields.
+    """
+    from pydantic import ValidationError
+
+    name = values.get("event")
+    if name not in EVENT_TYPES:
+        raise TraceError(f"event={name!r} must be one of {', '.join(EVENT_TYPES)}")
+    rest = {key: value for key, value in values.items() if key != "event"}
+    if unknown := rest.keys() - set(_FIELDS[name]):
+        raise TraceError(f"{name} has no field {sorted(unknown)}; it has {list(_FIELDS[name])}")
+    try:
+        event: Event = _adapter(name).validate_python(rest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise TraceError(f"{name}.{where}: {first['msg']}") from error
+    return event
+
+
+@dataclass(slots=True)
+class Trace:
+    """The events of a run, in the order in which the engine emitted them.
+
+    A `Ran` or a `Segment` is emitted at its end, so `at_ns` does not decrease, but for
+    `Arrived`, whose `at_ns` may lie before the event emitted before it.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What ran: model, policy, settings. Anything JSON can hold."""
+
+    def append(self, event: Event) -> None:
+        """Add one event."""
+        self.events.append(event)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def write_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Write a header and one line per event."""
+        events = tuple(self.events)  # the engine may still append
+        header = {"qllm_trace": VERSION, "num_events": len(events), "meta": self.meta}
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(header) + "\n")
+            for event in events:
+                file.write(json.dumps(event_to_dict(event), separators=(",", ":")) + "\n")
+
+    @classmethod
+    def read_jsonl(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `write_jsonl` wrote.
+
+        Raises:
+            TraceError: The file is truncated, foreign or of another version.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls._read(os.fspath(path), file)
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{os.fspath(path)}: not a qllm trace: {error}") from error
+
+    @classmethod
+    def _read(cls, path: str, lines: Iterable[str]) -> Self:
+        rows = iter(lines)
+        num_events, meta = _read_header(path, next(rows, ""))
+        events: list[Event] = []
+        for number, line in enumerate(rows, start=2):
+            if not line.endswith("\n"):
+                break  # cut in the middle of a line: the count below tells
+            try:
+                values = json.loads(line)
+                if not isinstance(values, dict):
+                    raise TraceError(f"expected an object, got {type(values).__name__}")
+                events.append(event_from_dict(values))
+            except (json.JSONDecodeError, TraceError) as error:
+                raise TraceError(f"{path}:{number}: {error}") from error
+        if len(events) != num_events:
+            raise TraceError(
+                f"{path}: its header promises {num_events} events and it has {len(events)} whole "
+                "ones; the file is truncated or was edited, record the run again"
+            )
+        return cls(events, meta)
+
+
+def _read_header(path: str, line: str) -> tuple[int, dict[str, Any]]:
+    try:
+        header = json.loads(line)
+    except json.JSONDecodeError:
+        header = None
+    if not isinstance(header, dict) or "qllm_trace" not in header:
+        raise TraceError(f"{path}: not a qllm trace (its first line is no header of one)")
+    version = header["qllm_trace"]
+    if version != VERSION:
+        raise TraceError(f"{path}: version={version!r} must be {VERSION}; record the run again")
+    num_events, meta = header.get("num_events"), header.get("meta", {})
+    if not isinstance(num_events, int) or not isinstance(meta, dict):
+        raise TraceError(f"{path}: its header is damaged: num_events={num_events!r}")
+    return num_events, meta
+
+
+def planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> Planned:
+    """The event of a program that has got its frame."""
+    return Planned(
+        at_ns=at_ns,
+        frame_id=program.frame_id,
+        rows=program.rows,
+        grain=program.grain,
+        stop_below=program.stop_below,
+        from_frames=from_frames,
+    )
+
+
+def parked(program: Program, index: Index, at_ns: int, arrival_ns: int | None) -> Parked:
+    """The event of a program that has stopped at a boundary."""
+    return Parked(
+        at_ns=at_ns,
+        frame_id=program.frame_id,
+        request_ids=program.request_ids,
+        layer=program.layer_at(index),
+        inside_layer=program.inside_layer(index),
+        arrival_ns=arrival_ns,
+    )

@@ -1,0 +1,204 @@
+"""Who computes: the drivers, experts, products and head of one runner, chosen once.
+
+    fast        our CPU kernels where they are made for a part (bf16); else torch. Last bits may
+                differ from transformers'.
+    reference   transformers' own modules: the bits of `model.forward`.
+
+Level L2 asks for rows that do not depend on each other. Our kernels are made so; for what torch
+multiplies a rule is found at start (`models.linear`).
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.discover import LayerParts, ModelParts
+from qllm.runner.invariance import find_invariance
+from qllm.runner.layers.drivers import FastDriver, LayerDriver, ReplayDriver
+from qllm.runner.layers.experts import expert_banks
+from qllm.runner.layers.linears import Head, Linears
+from qllm.runner.layers.native import NativeDriver, is_usable
+from qllm.runner.layers.native_experts import is_covered
+from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
+from qllm.runner.layers.work import Bank
+from qllm.runner.sweep import Sweep
+from qllm.scheduler.program import Op, OpKind
+from qllm.types import Driver
+
+RunOp = Callable[[Any, Op, int], int]
+"""Runs one op of a frame from a position; returns the next position, 0 when it is done."""
+_log = logging.getLogger("qllm")
+
+
+class Compute:
+    """What a runner computes with.
+
+    Args:
+        model: The model, on one device.
+        parts: Its parts.
+        kind: "fast" or "reference".
+        batch_invariant: Level L2.
+        expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
+        max_packed_bytes: Linear modules (the head) are copied for our kernels when the copies take
+            at most this; weights changed afterwards are not seen. Experts are packed in place,
+            whatever their size.
+
+    Raises:
+        ModelError: Level L2 is not possible here.
+        ConfigError: The format of experts is not possible here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: ModelParts,
+        kind: str,
+        *,
+        batch_invariant: bool = False,
+        expert_weights: str = "auto",
+        max_packed_bytes: int = 0,
+    ) -> None:
+        sizes, arena = _sizes(parts), cpu.Arena()
+        native = kind == "fast" and cpu.MISSING is None
+        if kind == "fast" and cpu.MISSING is not None:
+            _log.warning("torch computes in place of our CPU kernels: %s", cpu.MISSING)
+        self._native = {
+            name: native and 0 < size <= max_packed_bytes for name, size in sizes.items()
+        }
+        self._native["experts"] = native
+        self.drivers = tuple(
+            driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
+        )
+        self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
+        """Greedy rows keep the best of their logits alone (`models.heads`)."""
+        covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
+        rule, self._enters_rule = PLAIN, False
+        if batch_invariant:
+            ours = self._ours(parts, covered)
+            rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
+        self.rule: RowRule = rule
+        self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights)
+        self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
+        """Runs what it covers of a program in one call."""
+        self._held = tuple(bank for bank in self.banks if bank is not None)
+        # A runner that is dropped, not closed, gives the weights back when it is collected.
+        weakref.finalize(self, _leave, self._held).atexit = False
+        self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
+        self.head = Head(parts.lm_head, rule, self._native["head"], arena)
+
+    def enter(self) -> None:
+        """Make the model's modules compute our way; the weights of our experts are packed."""
+        try:
+            for bank in self._held:
+                bank.enter()
+        except BaseException:
+            self.leave()
+            raise
+        self.sweep.enter()
+        self._linears.do()
+
+    def leave(self) -> None:
+        """Give the modules back what they had; not while the loop runs."""
+        self._linears.undo()
+        self.sweep.leave()
+        _leave(self._held)
+
+    def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
+        """Run those ops under the rule that call glue of the model; the others follow it anyway."""
+        if not self._enters_rule:
+            return
+
+        def ruled(run: RunOp) -> RunOp:
+            def call(frame: Any, op: Op, pos: int) -> int:
+                with RowBlocks(self.rule):
+                    return run(frame, op, pos)
+
+            return call
+
+        replays = any(driver.kind is Driver.REPLAY for driver in self.drivers)
+        for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if replays else ())):
+            ops[kind] = ruled(ops[kind])
+
+    def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
+        """Addresses of the weights that our kernels multiply."""
+        weights: list[Any] = [m.weight for m in covered]
+        if self._native["linears"]:
+            modules = [m for layer in parts.layers for m in layer.layer.modules()]
+            weights += [m.weight for m in modules if type(m) is nn.Linear]
+        if self._native["experts"]:
+            for layer in parts.layers:
+                if layer.experts is not None and is_covered(layer.experts):
+                    weights += layer.experts.parameters()
+        if self._native["head"]:
+            weights.append(parts.lm_head.weight)
+        return {w.data_ptr() for w in weights if is_usable(w)}
+
+    @property
+    def stops_between_keys(self) -> bool:
+        """Whether every layer's attention can stop between two blocks of keys."""
+        native = [d for d in self.drivers if isinstance(d, NativeDriver)]
+        return sum("attention" in driver.names for driver in native) == len(self.drivers)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What computes what, for results."""
+        native = [d for d in self.drivers if isinstance(d, NativeDriver)]
+        fused = Counter(part for driver in native for part in driver.names)
+        sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
+        ours = f"qllm {cpu.kind()}" if native else ""
+        total = len(self.drivers)
+
+        def attends(torch_name: str) -> str:
+            kernel = f"{ours} ({fused['attention']} of {total} layers)"
+            rest = [torch_name] if fused["attention"] < total else []
+            return ", ".join([kernel, *rest] if fused["attention"] else rest)
+
+        mlp = {"mlp": f"{ours} ({fused['mlp']} of {total} layers)"} if fused["mlp"] else {}
+        return mlp | {
+            "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
+            "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
+            "linear": _listed(self._linears.kernels.elements()) or "in attention",
+            "head": self.head.kernel,
+            "attention": attends(sdpa),
+            "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
+            "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
+            "missing": cpu.MISSING or "none",
+        }
+
+
+def _leave(banks: Iterable[Bank]) -> None:
+    for bank in banks:
+        bank.leave()
+
+
+def _listed(names: Any) -> str:
+    counts = Counter(names)
+    return ", ".join(f"{name} ({num})" for name, num in sorted(counts.items()))
+
+
+def _sizes(parts: ModelParts) -> dict[str, int]:
+    """Bytes of what may be packed."""
+    experts = [m for layer in parts.layers if layer.experts for m in layer.experts.parameters()]
+    modules = [m for layer in parts.layers for m in layer.layer.modules()]
+    linears = [m.weight for m in modules if type(m) is nn.Linear]
+    found: dict[str, list[Tensor]] = {
+        "experts": [*experts],
+        "linears": [*linears],
+        "head": [parts.lm_head.weight],
+    }
+    return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
+
+
+def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
+    """The driver that `discover` chose for a layer; with our kernels if an arena is given.
+
+    A dense layer of unknown glue is replayed.
+    """
+    if parts.input_layernorm is None:
+        return ReplayDriver(parts)
+    return FastDriver(parts) if arena is None else NativeDriver(parts, arena)

@@ -1,0 +1,341 @@
+"""Start-up conformance: a runner against its model's own forward, and against itself.
+
+Against `model.forward`, layer by layer, in a prefill and in a decode step:
+
+    every part of a layer (attention, router, the rest) gets the input that the model's own part
+    had, so that errors neither grow nor change the experts; what comes out differs by no more
+    than rounding explains (`models.reference` measures on the model itself how much that is).
+
+Bits are not compared there: the same product has other bits in blocks of other sizes, with
+another number of threads, and in our kernels. Against itself, bit by bit, with the tokens free:
+
+    A   prefill uncut        decode while B is parked inside a layer
+    B            prefill, parked at every boundary          decode, parked at every boundary
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+from qllm.models.discover import base_model, discover
+from qllm.plan import NO_STOP, Plan, Row
+from qllm.runner import reference
+from qllm.runner.reference import LayerPass, Pass, by_expert, pinned, unit
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import START, Index, OpKind, Program
+from qllm.types import Grain, RequestId, SamplingParams
+
+if TYPE_CHECKING:
+    from qllm.runner.runner import TorchRunner
+
+NUM_PROMPT = 24
+BEYOND_WINDOW = 8
+"""Tokens of the prompt beyond a sliding window, if it is no longer than `MAX_PROMPT`."""
+MAX_PROMPT = 512
+BOUND = {torch.float32: 64.0}
+"""Largest difference that rounding explains, in spreads (`models.reference`); 8 in 16 bits, whose
+sums are in fp32. Most seen, in small models of eight families and some 1,024 wide: 7.8 and 2.6."""
+UNCLEAR = 24
+"""One in so many tokens whose choice of experts seemed clear, at least one, may be routed another
+way all the same; so the prefill judges a router, not the decode step."""
+_A, _B, _C = -1, -2, -3
+
+
+class _Always:
+    """Stops at every boundary."""
+
+    word = NO_STOP
+    stop_at_ns: int | None = None
+
+    def now_ns(self) -> int:
+        return 0
+
+
+def check(model: nn.Module, runner: "TorchRunner") -> None:
+    """Compare a runner without requests with the forward of its model.
+
+    Raises:
+        ModelError: They differ, or a layer cannot be driven; names family, layer and driver.
+    """
+    tokens = _tokens(model, runner)
+    with torch.inference_mode():
+        with runner.as_reference(), pinned(model):
+            parts = discover(model)
+            split = [tokens[:-1], tokens[-1:]]
+            found = [reference.record(model, parts, split, quiet=quiet) for quiet in (False, True)]
+        for passes in found:
+            with _probing(model, runner) as probe:
+                probe.follow(tokens, passes)
+        with _probing(model, runner) as probe:
+            probe.compare_parked(tokens[:-1])
+
+
+def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
+    """A prompt and one more token, seeded; longer than a sliding window if that is short.
+
+    The config is asked, not the parts of the runner: a window that these miss must show.
+    """
+    window = getattr(base_model(model).config, "sliding_window", None)
+    beyond = [window + BEYOND_WINDOW] if isinstance(window, int) else []
+    most = min(MAX_PROMPT, runner.shape.max_position - 2)
+    length = max([n for n in (NUM_PROMPT, *beyond) if n <= most], default=most)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(runner.shape.vocab_size, (length + 1,), generator=generator).tolist()
+
+
+@contextmanager
+def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
+    """A probe; afterwards the runner is as it was."""
+    probe = _Probe(model, runner)
+    before = runner.on_logits, runner.on_segment
+    segments = runner.segments
+    longest = segments.longest_ns, segments.longest_op
+    runner.on_logits, runner.on_segment = probe.take, probe.passed
+    try:
+        yield probe
+    finally:
+        runner.on_logits, runner.on_segment = before
+        segments.longest_ns, segments.longest_op = longest
+        for program in probe.programs:
+            runner.drop(program)
+        for request_id in (_A, _B, _C):
+            runner.remove(request_id)
+
+
+class _Probe:
+    """Runs programs and compares what they give."""
+
+    def __init__(self, model: nn.Module, runner: "TorchRunner") -> None:
+        self.model = model
+        self.runner = runner
+        self.programs: list[Program] = []
+        self.logits: dict[tuple[RequestId, int], Tensor] = {}
+        self._last: tuple[Program, Index] | None = None
+        dtype = runner.parts.lm_head.weight.dtype
+        self._unit, self._bound = unit(dtype), BOUND.get(dtype, 8.0)
+
+    def take(self, request_id: RequestId, num_tokens: int, logits_V: Tensor) -> None:
+        """Keep the logits after a request's first `num_tokens` tokens."""
+        self.logits[request_id, num_tokens] = logits_V
+
+    def passed(self, program: Program, index: Index, begin_ns: int, end_ns: int) -> None:
+        """Remember what ran last, to say what failed."""
+        self._last = program, index
+
+    # -- against the model
+
+    def follow(self, tokens: list[int], passes: list[Pass]) -> None:
+        """Run the passes of the model, each layer on the model's own input, and compare."""
+        self._add(_C, tokens, len(tokens) - 1)
+        for (lo, hi), expected in zip(
+            ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))), passes, strict=True
+        ):
+            program = self._begin(_C, lo, hi, Grain.EXPERT)
+            index = self._run(program, START)
+            while index != program.end:
+                self._meet(program, index, expected)
+                index = self._run(program, index)
+            self.runner.finish(program)
+            assert expected.logits_V is not None
+            spread = torch.tensor([expected.logits_spread])
+            logits = self.logits[_C, hi]
+            self._require(logits[None], expected.logits_V[None], spread, self._layer(None))
+
+    def _meet(self, program: Program, index: Index, expected: Pass) -> None:
+        """At a boundary: compare what came out last, and go on from what the model has there."""
+        op = program.ops[index.op]
+        if index.pos or program.ops[index.op - 1].kind is op.kind:
+            return
+        before = program.ops[index.op - 1].kind
+        if before is OpKind.ATTN:
+            change = self._meet_attention
+        elif op.kind is OpKind.EXPERTS:
+            change = self._meet_routing
+        elif op.kind in (OpKind.ATTN, OpKind.HEAD):
+            change = self._meet_layer
+        else:
+            return
+        tensors = self.runner.export_frame(program, index)
+        change(tensors, op.layer, expected)
+        self.runner.import_frame(program, index, tensors)
+
+    def _meet_layer(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
+        """The layer before ended, or the embedding."""
+        x_TD, num = tensors["x"], len(expected.layers)
+        assert expected.embedded_TD is not None
+        if layer == 0:
+            spread_T = expected.embedded_TD.float().norm(dim=-1) * self._unit
+            self._require(x_TD, expected.embedded_TD, spread_T, "the embedding")
+        else:
+            before = expected.layers[layer - 1]
+            assert before.out_TD is not None
+            assert before.spread_T is not None
+            self._require(x_TD, before.out_TD, before.spread_T, self._layer(layer - 1))
+        following = expected.last_TD if layer == num else expected.layers[layer].x_TD
+        assert following is not None
+        tensors["x"] = following.clone()
+
+    def _meet_attention(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
+        """The attention of a layer ended: `mid` is its output, or the sum of it and the input."""
+        seen, parts = expected.layers[layer], self.runner.parts.layers[layer]
+        assert seen.attn_TD is not None
+        assert seen.given_TD is not None
+        assert seen.attn_spread_T is not None
+        where, scale = f"the attention of {self._layer(layer)}", parts.residual_multiplier or 1.0
+        if parts.input_layernorm is None:  # replayed
+            self._require(tensors["mid"], seen.attn_TD, seen.attn_spread_T, where)
+            tensors["mid"] = seen.given_TD.clone()
+            return
+        spread_T = scale * seen.attn_spread_T + seen.x_TD.float().norm(dim=-1) * self._unit
+        self._require(tensors["mid"], seen.x_TD + seen.attn_TD * scale, spread_T, where)
+        tensors["mid"] = seen.x_TD + seen.given_TD * scale
+
+    def _meet_routing(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
+        """The router of a layer chose."""
+        routing = expected.layers[layer].routing
+        where = f"the router of {self._layer(layer)}"
+        if routing is None:
+            raise ModelError(self._message(f"{where}, which model.forward does not run"))
+        starts = sorted(int(n.split(".")[1]) for n in tensors if n.endswith(".ids") and n[0] == "r")
+        ids, weights = (
+            torch.cat([tensors[f"routed.{lo}.{name}"] for lo in starts])
+            for name in ("ids", "weights")
+        )
+        if ids.shape != routing.ids_TK.shape:
+            text = f"{where}: {ids.shape[1]} experts per token, not {routing.ids_TK.shape[1]}"
+            raise ModelError(self._message(text))
+        self._compare_routing(ids, weights, expected.layers[layer], where)
+        for lo in starts:
+            rows = slice(lo, lo + len(tensors[f"routed.{lo}.ids"]))
+            for name, right in (("ids", routing.ids_TK), ("weights", routing.weights_TK)):
+                tensors[f"routed.{lo}.{name}"] = right[rows].to(tensors[f"routed.{lo}.{name}"])
+
+    def _compare_routing(
+        self, ids_TK: Tensor, weights_TK: Tensor, layer: LayerPass, where: str
+    ) -> None:
+        """A near tie may be decided either way; few tokens are near one."""
+        routing = layer.routing
+        assert routing is not None
+        ids, weights = by_expert(ids_TK, weights_TK)
+        right_ids, right = by_expert(routing.ids_TK, routing.weights_TK)
+        same = (ids == right_ids).all(-1)
+        off = (weights - right).norm(dim=-1)
+        allowed = self._bound * (routing.spread_T + right.norm(dim=-1) * self._unit)
+        wrong = routing.clear_T & ~(same & (off <= allowed))
+        if int(wrong.sum()) > max(1, len(wrong) // UNCLEAR):
+            num = f"{int(wrong.sum())} of {len(wrong)}"
+            text = f"{where}: other experts or weights for {num} tokens with a clear choice"
+            raise ModelError(self._message(text))
+
+    def _require(self, found: Tensor, expected: Tensor, spread_T: Tensor, where: str) -> None:
+        """Rows [T, .] differ by no more than rounding explains."""
+        error = (found.float() - expected.float()).norm(dim=-1)
+        floor = expected.float().norm(dim=-1) * self._unit
+        units = error / torch.maximum(spread_T.to(error), floor).clamp_min(1e-30)
+        worst = float(units.max()) if bool(torch.isfinite(units).all()) else float("inf")
+        if worst > self._bound:
+            text = f"{where}: {worst:.3g} times what one rounding changes (at most {self._bound:g})"
+            raise ModelError(self._message(text))
+
+    # -- against itself
+
+    def compare_parked(self, prompt: list[int]) -> None:
+        """Run A and B as the module says."""
+        length = len(prompt)
+        for request_id in (_A, _B):
+            self._add(request_id, prompt, length)
+        self._step(_A, 0, length)
+        parked = self._begin(_B, 0, length, Grain.EXPERT)
+        index, half = START, self.runner.shape.num_layers // 2
+        while index != parked.end:
+            index = self._run(parked, index)
+            inside = parked.inside_layer(index) and parked.layer_at(index) >= half
+            if inside and (_A, length + 1) not in self.logits:
+                self._step(_A, length, length + 1)
+        self._end(parked)
+        self._same(length, "a prefill that was parked at every boundary")
+        if (_A, length + 1) not in self.logits:
+            self._step(_A, length, length + 1)
+        self._step(_B, length, length + 1, Grain.EXPERT)
+        self._same(length + 1, "a decode step: one beside a parked request, one parked itself")
+
+    def _same(self, length: int, what: str) -> None:
+        uncut, parked = self.logits[_A, length], self.logits[_B, length]
+        if not torch.equal(uncut, parked):
+            error = (uncut.float() - parked.float()).abs().max()
+            raise ModelError(
+                f"{self._family()}: the logits of {what} differ from those of an uncut pass "
+                f"(largest difference {error:.3g}); {_REPORT}"
+            )
+
+    def _step(self, request_id: RequestId, lo: int, hi: int, grain: Grain = Grain.STEP) -> None:
+        program = self._begin(request_id, lo, hi, grain)
+        index = START
+        while index != program.end:
+            index = self._run(program, index)
+        self._end(program)
+
+    def _end(self, program: Program) -> None:
+        """Finish a program, whose token is the best of its logits."""
+        sampled = self.runner.finish(program)
+        row = program.rows[0]
+        best = int(self.logits[row.request_id, row.hi].argmax())
+        if [s.token_id for s in sampled] != [best]:
+            raise ModelError(f"{self._family()} sampled {sampled}, not token {best}")
+
+    # -- programs
+
+    def _add(self, request_id: RequestId, tokens: list[int], num_prompt: int) -> None:
+        greedy = SamplingParams(temperature=0)
+        self.runner.add(request_id, tokens, greedy, num_prompt, num_prompt + 3)
+
+    def _begin(self, request_id: RequestId, lo: int, hi: int, grain: Grain) -> Program:
+        """A program of one pass over tokens [lo, hi)."""
+        row = Row(request_id, lo, hi, 0, self.runner.shape.num_layers)
+        program = compile_program(
+            Plan(rows=(row,), grain=grain, stop_below=0),
+            frame_id=-1 - len(self.programs),
+            samples=[True],
+            shape=self.runner.shape,
+            cuts=self.runner.cuts,
+        )
+        self._last = None
+        self.runner.accept(program)
+        self.programs.append(program)
+        return program
+
+    def _run(self, program: Program, start: Index) -> Index:
+        try:
+            return self.runner.run(program, start, _Always())
+        except Exception as error:
+            at = start.op
+            if self._last is not None and self._last[0] is program:
+                at = min(self._last[1].op + 1, len(program.ops) - 1)
+            op = program.ops[at]
+            raise ModelError(
+                f"{self._family()} cannot be driven: {op.kind.name} of {self._layer(op.layer)} "
+                f"raised {type(error).__name__}: {error}"
+            ) from error
+
+    # -- words
+
+    def _family(self) -> str:
+        return f"model {base_model(self.model).config.model_type!r}"
+
+    def _layer(self, layer: int | None) -> str:
+        if layer is None or layer == self.runner.shape.num_layers:
+            return "the output head"
+        return f"layer {layer} (driver {self.runner.drivers[layer].value!r})"
+
+    def _message(self, where: str) -> str:
+        return (
+            f"{self._family()}: the results differ from model.forward by more than rounding "
+            f"explains; first different: {where}. {_REPORT}"
+        )
+
+
+_REPORT = "Report the family, or set conformance=False to serve it all the same"

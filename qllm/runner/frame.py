@@ -1,0 +1,392 @@
+"""The tensors that travel with one program: residual streams, and the layer it is inside.
+
+master_TD   all rows; holds a row whenever the active group does not
+x_TD        rows of the active group, packed; the input of the layer that runs
+layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qllm.errors import InvariantError
+from qllm.kernels.cpu.attention import Begun
+from qllm.runner.heads import HeadState
+from qllm.runner.kv import RequestKV
+from qllm.runner.layers.attention import Step
+from qllm.runner.layers.drivers import Kept as Parts
+from qllm.runner.layers.drivers import Rope, Routed
+from qllm.runner.layers.work import Work
+from qllm.runner.scores import NO_SCORES, Score, Scores
+from qllm.scheduler.program import Index, Program
+from qllm.types import RequestId, Sampled
+
+NewStep = Callable[["Frame", int, int, int], Step]
+"""Finds what an ATTN op attends; the runner knows where KV is."""
+
+
+@dataclass(slots=True)
+class LayerState:
+    """What a layer has done so far. Freed when its last COMBINE op ends."""
+
+    mid_TD: Tensor | None = None
+    begun: Begun | None = None
+    """The ATTN op that stopped between two blocks of keys."""
+    routed: dict[int, Routed] = field(default_factory=dict)
+    """By first token of the ROUTE op."""
+    work: Work | None = None
+    experts_x_TD: Tensor | None = None
+    weights_TK: Tensor | None = None
+    next_TD: Tensor | None = None
+    space: Any = None
+    """`models.sweep.Space` whose tensors these are, if one call ran them all."""
+
+    def gather(self) -> Tensor:
+        """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
+        parts = [self.routed[lo] for lo in sorted(self.routed)]
+        one = len(parts) == 1
+        self.experts_x_TD = parts[0].x_TD if one else torch.cat([p.x_TD for p in parts])
+        self.weights_TK = parts[0].weights_TK if one else torch.cat([p.weights_TK for p in parts])
+        return parts[0].ids_TK if one else torch.cat([p.ids_TK for p in parts])
+
+    def tensors(self) -> list[Tensor | None]:
+        """All it holds."""
+        held = [self.mid_TD, self.next_TD, self.experts_x_TD, self.weights_TK]
+        held += self.begun or ()
+        for routed in list(self.routed.values()):
+            held += [routed.x_TD, routed.ids_TK, routed.weights_TK]
+        return [*held, None if self.work is None else self.work.slots_SD]
+
+
+@dataclass(slots=True)
+class Kept:
+    """Hidden states of a row that left below the last layer."""
+
+    lo: int
+    hi: int
+    layer: int
+    """First layer not finished."""
+    x_TD: Tensor
+
+
+@dataclass(slots=True)
+class Held:
+    """What the runner mirrors of a request."""
+
+    ids: list[int]
+    num_prompt_tokens: int
+    kv: RequestKV
+    num_top: int | None = None
+    """Alternatives per token of the prompt, if its log-probabilities are asked for."""
+    kept: Kept | None = None
+    hidden: list[Tensor] = field(default_factory=list)
+    """Last hidden states of the committed tokens, while `owes_prompt`."""
+
+    @property
+    def owes_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for and still to be reported."""
+        return self.num_top is not None and len(self.ids) == self.num_prompt_tokens
+
+    def evict(self) -> None:
+        """Forget what was computed."""
+        self.kv.clear()
+        self.kept = None
+        self.hidden = []
+
+    def take(self, token_id: int) -> None:
+        """Append a token of the output; the prompt's log-probabilities went out with the first."""
+        self.ids.append(token_id)
+        self.hidden = []
+
+    def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and the JSON that describes them."""
+        tensors = dict(self.kv.export())
+        if self.kept is not None:
+            tensors["hidden"] = self.kept.x_TD.clone()
+        if self.hidden:
+            tensors["last_hidden"] = torch.cat(self.hidden)
+        meta = {
+            "token_ids": list(self.ids),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "max_total_tokens": self.kv.capacity,
+            "committed": self.kv.committed,
+            "kept": None if self.kept is None else [self.kept.lo, self.kept.hi, self.kept.layer],
+        }
+        return tensors, meta
+
+    def restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Take up what `export` gave."""
+        for name in tensors:
+            if name.startswith("k."):
+                layer = int(name[2:])
+                self.kv.restore(layer, tensors[name], tensors[f"v.{layer}"])
+        self.kv.committed = meta["committed"]
+        if meta["kept"] is not None:
+            lo, hi, layer = meta["kept"]
+            self.kept = Kept(lo, hi, layer, tensors["hidden"])
+        self.hidden = [tensors[name] for name in ("last_hidden",) if name in tensors]
+
+
+class Frame:
+    """State of one program. Made by `accept`, parked with its index, freed by `finish`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.dead: set[RequestId] = set()
+        self.group: int | None = None
+        """The group whose rows `x_TD` holds."""
+        self.x_TD: Tensor | None = None
+        self.master_TD: Tensor | None = None
+        self.layer = LayerState()
+        self.head: HeadState | None = None
+        self.sampled: list[Sampled] = []
+        self.slots_done = 0
+        """(token, layer, expert slot) triples executed, for I1."""
+        self.rope: Rope | None = None
+        self._ropes: dict[tuple[int, int, int], Rope] = {}
+        self._steps: dict[tuple[int, int, int], Step] = {}
+        self._tokens: dict[int, Tensor | None] = {}
+        self.ahead: dict[tuple[int, bool], Any] = {}
+        """Per group, of layers with experts and of dense ones: `models.sweep.Ahead`."""
+
+    def tokens(self, group: int) -> Tensor | None:
+        """Packed positions of a group's tokens; None if they are all tokens."""
+        if group not in self._tokens:
+            program = self.program
+            members = program.groups[group]
+            found = None
+            if len(members) != len(program.rows):
+                at = program.offsets
+                found = torch.cat([torch.arange(at[r], at[r + 1]) for r in members])
+            self._tokens[group] = found
+        return self._tokens[group]
+
+    def num_bytes(self) -> int:
+        """Bytes of the activations it holds: residual streams, and the layer or head it is in.
+
+        Callable from any thread: of a frame that runs it is a moment's value.
+        """
+        layer, head = self.layer, self.head
+        held = [self.x_TD, self.master_TD]
+        held += layer.tensors() if layer.space is None else layer.space.tensors()
+        held += [] if head is None else head.tensors()
+        return sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
+
+    def flush(self) -> None:
+        """Put the active rows back into `master_TD`."""
+        if self.group is None or self.x_TD is None:
+            return
+        index = self.tokens(self.group)
+        if index is None:
+            self.master_TD = self.x_TD
+        else:
+            if self.master_TD is None:
+                shape = (self.program.num_tokens, self.x_TD.shape[1])
+                self.master_TD = self.x_TD.new_zeros(shape)
+            elif self.master_TD is self.x_TD:
+                self.master_TD = self.x_TD.clone()
+            self.master_TD = self.master_TD.index_copy(0, index.to(self.x_TD.device), self.x_TD)
+        self.group = self.x_TD = None
+
+    def activate(self, group: int) -> Tensor:
+        """Make `x_TD` hold the rows of a group."""
+        if self.group != group or self.x_TD is None:
+            self.flush()
+            assert self.master_TD is not None
+            index = self.tokens(group)
+            x = self.master_TD
+            self.x_TD = x if index is None else x.index_select(0, index.to(x.device))
+            self.group = group
+        return self.x_TD
+
+    def rope_of(self, group: int, lo: int, hi: int) -> Rope:
+        """Cos and sin of tokens [lo, hi) of a group."""
+        key = (group, lo, hi)
+        found = self._ropes.get(key)
+        if found is None:
+            assert self.rope is not None
+            cos, sin = self.rope
+            index = self.tokens(group)
+            if index is not None:
+                cos, sin = (t.index_select(1, index.to(t.device)) for t in (cos, sin))
+            if hi - lo != cos.shape[1]:
+                cos, sin = cos[:, lo:hi], sin[:, lo:hi]
+            found = self._ropes[key] = (cos, sin)
+        return found
+
+    def take_back(self, requests: Mapping[RequestId, Held], like: Tensor) -> None:
+        """Rows that start above layer 0 go on from what their requests kept.
+
+        Args:
+            requests: Of the rows, by id.
+            like: Dtype, device and width [.., D] of the residual stream.
+
+        Raises:
+            InvariantError: A row does not start at its frontier (I2).
+        """
+        program = self.program
+        late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
+        if not late:
+            return
+        self.master_TD = like.new_zeros((program.num_tokens, like.shape[-1]))
+        for r in late:
+            row = program.rows[r]
+            kept = requests[row.request_id].kept
+            if kept is None or (kept.lo, kept.hi, kept.layer) != row[1:4]:
+                raise InvariantError(f"{row} does not start at its frontier (I2)")
+            self.master_TD[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
+
+    def give_back(self, requests: Mapping[RequestId, Held], index: Index) -> None:
+        """Rows that are not at the end at `index` leave their requests their hidden states."""
+        program = self.program
+        done = index == program.end
+        for r, row in enumerate(program.rows):
+            if row.request_id in self.dead:
+                continue
+            request = requests[row.request_id]
+            layer = program.frontier_layer(r, index)
+            request.kept = None
+            if layer == 0 or (done and layer == program.num_layers):
+                continue
+            self.flush()
+            assert self.master_TD is not None
+            x = self.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
+            request.kept = Kept(row.lo, row.hi, layer, x)
+
+    def commit(self, requests: Mapping[RequestId, Held]) -> None:
+        """Count the KV of rows that ran through the last layer; keep prompts that are asked about.
+
+        Args:
+            requests: Of the rows, by id.
+        """
+        program = self.program
+        ended = [
+            (r, row.hi, requests[row.request_id])
+            for r, row in enumerate(program.rows)
+            if row.request_id not in self.dead and row.end_layer == program.num_layers
+        ]
+        kept: list[tuple[Held, Tensor]] = []
+        for r, hi, request in ended:
+            if request.owes_prompt and hi < request.num_prompt_tokens:
+                self.flush()
+                assert self.master_TD is not None
+                x_TD = self.master_TD[program.offsets[r] : program.offsets[r + 1]]
+                kept.append((request, x_TD.clone()))
+        for _, hi, request in ended:  # from here on nothing can fail
+            request.kv.committed = hi
+        for request, x_TD in kept:
+            request.hidden.append(x_TD)
+
+    def scores_of(
+        self, requests: Mapping[RequestId, Held], members: Sequence[int], shape: tuple[int, int]
+    ) -> Scores:
+        """Prompts that end in HEAD, of which the active rows are, and that are asked about.
+
+        Args:
+            requests: Of the rows, by id.
+            members: The rows of HEAD.
+            shape: Blocks of the vocabulary, and positions that are computed together.
+        """
+        found, at = [], 0
+        for i, r in enumerate(members):
+            row, begin = self.program.rows[r], at
+            at += row.num_tokens
+            if self.is_dead(r) or not (request := requests[row.request_id]).owes_prompt:
+                continue
+            assert self.x_TD is not None
+            assert request.num_top is not None
+            chunks = [*request.hidden, self.x_TD[begin:at]]
+            found.append(Score(i, chunks, request.ids[1:], request.num_top, shape))
+        return Scores(found) if found else NO_SCORES
+
+    def is_dead(self, row: int) -> bool:
+        """Whether a row of the program was killed."""
+        return self.program.rows[row].request_id in self.dead
+
+    def forget_steps(self) -> None:
+        """Rows died: the spans of ATTN ops are made anew."""
+        self._steps.clear()
+        self.ahead.clear()
+
+    def step_of(self, group: int, lo: int, hi: int, new_step: NewStep) -> Step:
+        """What the ATTN op over tokens [lo, hi) of a group attends."""
+        key = (group, lo, hi)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = new_step(self, group, lo, hi)
+        return found
+
+    def export(self) -> dict[str, Tensor]:
+        """Named tensors from which `restore` makes the same frame; dead rows are not in them."""
+        layer = self.layer
+        out: dict[str, Tensor] = {}
+        named = {
+            "master": self.master_TD,
+            "x": self.x_TD,
+            "mid": layer.mid_TD,
+            "next": layer.next_TD,
+            "experts_x": layer.experts_x_TD,
+            "weights": layer.weights_TK,
+        }
+        out.update({name: t.clone() for name, t in named.items() if t is not None})
+        if layer.begun is not None:
+            out.update({f"begun.{n}": t.clone() for n, t in layer.begun._asdict().items()})
+        for lo, routed in layer.routed.items():
+            parts: dict[str, Parts | None] = {
+                "x": routed.x_TD,
+                "ids": routed.ids_TK,
+                "weights": routed.weights_TK,
+            }
+            parts.update({f"kept.{name}": t for name, t in (routed.kept or {}).items()})
+            for name, kept in parts.items():
+                out.update(_flat(f"routed.{lo}.{name}", kept))
+        if layer.work is not None:
+            out["work.ids"] = layer.work.ids_TK.clone()
+            out["work.slots"] = layer.work.slots_SD.clone()
+            out["work.done"] = torch.tensor(list(layer.work.done), dtype=torch.uint8)
+        if self.head is not None:
+            out.update(self.head.export())
+        group = -1 if self.group is None else self.group
+        out["numbers"] = torch.tensor([group, self.slots_done])
+        return out
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take up what `export` gave, except the expert work, which needs its bank."""
+        group, self.slots_done = tensors["numbers"].tolist()
+        self.group = None if group < 0 else group
+        self.master_TD, self.x_TD = tensors.get("master"), tensors.get("x")
+        layer = self.layer
+        layer.mid_TD, layer.next_TD = tensors.get("mid"), tensors.get("next")
+        layer.experts_x_TD, layer.weights_TK = tensors.get("experts_x"), tensors.get("weights")
+        if "begun.q" in tensors:
+            layer.begun = Begun(*(tensors[f"begun.{name}"] for name in Begun._fields))
+        starts = sorted({int(n.split(".")[1]) for n in tensors if n.startswith("routed.")})
+        for lo in starts:
+            prefix = f"routed.{lo}."
+            parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            kept = _deep({n[5:]: t for n, t in parts.items() if n.startswith("kept.")})
+            layer.routed[lo] = Routed(parts["x"], parts["ids"], parts["weights"], kept or None)
+        if "head.x" in tensors:
+            self.head = HeadState.restored(tensors)
+
+
+def _flat(name: str, kept: Parts | None) -> dict[str, Tensor]:
+    if isinstance(kept, tuple):
+        return {f"{name}#{i}": t.clone() for i, t in enumerate(kept) if t is not None}
+    return {} if kept is None else {name: kept.clone()}
+
+
+def _deep(flat: dict[str, Tensor]) -> dict[str, Parts]:
+    """Undo `_flat`; a tuple keeps its places."""
+    out: dict[str, Parts] = {n: t for n, t in flat.items() if "#" not in n}
+    places: dict[str, dict[int, Tensor]] = {}
+    for name, t in flat.items():
+        if "#" in name:
+            whole, _, place = name.rpartition("#")
+            places.setdefault(whole, {})[int(place)] = t
+    for name, found in places.items():
+        out[name] = tuple(found.get(i) for i in range(max(found) + 1))
+    return out

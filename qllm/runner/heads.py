@@ -1,0 +1,96 @@
+"""HEAD, block by block of the vocabulary: greedy rows keep their best logit, the others all."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qllm.runner.layers.linears import HEAD_BLOCK, Head
+from qllm.runner.scores import NO_SCORES, Scores
+
+
+def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The last token of each of the rows that x_TD holds one after the other."""
+    if len(lengths) == len(x_TD):
+        return x_TD
+    ends = [end - 1 for end in accumulate(lengths)]
+    return x_TD[ends] if len(ends) > 1 else x_TD[ends[0] : ends[0] + 1]
+
+
+class HeadState:
+    """What the vocabulary blocks done so far gave.
+
+    Args:
+        x_BD: The normed last tokens.
+        greedy: Rows of them whose answer is the lowest id of the largest logit.
+        scores: What is asked about their prompts.
+    """
+
+    def __init__(self, x_BD: Tensor, greedy: Sequence[int], scores: Scores = NO_SCORES) -> None:
+        self.x_BD = x_BD
+        self.scores = scores
+        self.greedy = tuple(greedy)
+        self.rest = tuple(sorted(set(range(len(x_BD))) - set(greedy)))
+        self.peaks_G = torch.full((len(self.greedy),), -torch.inf)
+        self.ids_G = torch.zeros(len(self.greedy), dtype=torch.int64)
+        """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
+        self.blocks: list[Tensor] = []
+        """Logits of the rest, [R, up to HEAD_BLOCK] each."""
+
+    def run(self, head: Head, start: int, stop: int, scaling: float | None) -> None:
+        """Do blocks [start, stop); greedy rows see logits divided by `scaling`."""
+        alone = not self.rest and scaling is None
+        if alone and head.best(self.x_BD, start, stop, self.peaks_G, self.ids_G):
+            return
+        for block in range(start, stop):
+            logits_BV = head(self.x_BD, block)
+            if self.rest:
+                rest = logits_BV[list(self.rest)] if self.greedy else logits_BV
+                self.blocks.append(rest)
+            if self.greedy:
+                mine = logits_BV[list(self.greedy)] if self.rest else logits_BV
+                self._see(mine if scaling is None else mine / scaling, block * HEAD_BLOCK)
+
+    def _see(self, logits_GV: Tensor, first: int) -> None:
+        x_GV, peaks_G, ids_G = logits_GV.float().numpy(), self.peaks_G.numpy(), self.ids_G.numpy()
+        at_G = x_GV.argmax(axis=1)
+        peak_G = x_GV[np.arange(len(x_GV)), at_G]
+        wins_G = (peak_G > peaks_G) | (np.isnan(peak_G) & ~np.isnan(peaks_G))
+        peaks_G[wins_G], ids_G[wins_G] = peak_G[wins_G], first + at_G[wins_G]
+
+    def answers(self) -> Iterator[tuple[int, int, float]]:
+        """Row, id and logit of the greedy rows."""
+        return zip(self.greedy, self.ids_G.tolist(), self.peaks_G.tolist(), strict=True)
+
+    def logits(self) -> Tensor:
+        """Logits [R, V] of the rest."""
+        return self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks, 1)
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds."""
+        return [self.x_BD, self.peaks_G, self.ids_G, *self.blocks, *self.scores.tensors()]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Named copies, from which `restored` makes the same."""
+        yield "head.x", self.x_BD.clone()
+        if self.greedy:
+            yield "head.greedy", torch.tensor(self.greedy)
+            yield "head.peaks", self.peaks_G.clone()
+            yield "head.ids", self.ids_G.clone()
+        for i, block in enumerate(self.blocks):
+            yield f"head.{i}", block.clone()
+        yield from self.scores.export()
+
+    @classmethod
+    def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
+        """Take up what `export` gave."""
+        greedy = tensors.get("head.greedy")
+        ids = () if greedy is None else greedy.tolist()
+        head = cls(tensors["head.x"], ids, Scores.restored(tensors))
+        if greedy is not None:
+            head.peaks_G, head.ids_G = tensors["head.peaks"], tensors["head.ids"]
+        num = sum(name.startswith("head.") and name[5:].isdigit() for name in tensors)
+        head.blocks = [tensors[f"head.{i}"] for i in range(num)]
+        return head

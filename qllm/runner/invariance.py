@@ -1,0 +1,89 @@
+"""The start-up self-test of level L2, on the model's own weights and glue."""
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+from qllm.models.discover import ModelParts
+from qllm.runner.layers.drivers import LayerDriver
+from qllm.runner.layers.rows import PLAIN, VECTOR, RowBlocks, RowRule, find_rule, matrices
+from qllm.types import Driver
+
+ROWS = 37
+
+
+def find_invariance(
+    model: nn.Module,
+    parts: ModelParts,
+    drivers: Sequence[LayerDriver],
+    ours: Container[int] = (),
+) -> tuple[RowRule, bool]:
+    """Find the rule for products, then check routers, norms, sums and gates under it.
+
+    Layers under replay are checked by their matrices only.
+
+    Args:
+        model: The model.
+        parts: Its parts.
+        drivers: Who runs each layer.
+        ours: Addresses of weights that kernels multiply whose rows are independent anyway.
+
+    Returns:
+        The rule, and whether `RowBlocks` must be entered: not if products are invariant as they
+        are and every curve ends on a whole vector.
+
+    Raises:
+        ModelError: No rule holds on this machine, or the glue of a layer breaks it.
+    """
+    with torch.inference_mode():
+        rule = find_rule(w for w in matrices(model) if w.data_ptr() not in ours)
+        mode = RowBlocks(rule)
+        odd = any(_odd_gate(layer.experts) for layer in parts.layers)
+        replay = any(layer.driver is Driver.REPLAY for layer in parts.layers)
+        with mode:
+            for layer, driver in zip(parts.layers, drivers, strict=True):
+                if layer.driver is not Driver.REPLAY:
+                    glue = _glue(parts, driver, layer.is_moe)
+                    check_rows(f"layer {layer.index}", glue, parts.lm_head.in_features)
+    return rule, rule is not PLAIN or mode.padded or odd or replay
+
+
+def _odd_gate(experts: Any) -> bool:
+    if experts is None:
+        return False
+    width = experts.down_proj.shape[1 if experts.is_transposed else 2]
+    return bool(width % VECTOR)
+
+
+def _glue(parts: ModelParts, driver: LayerDriver, is_moe: bool) -> Callable[[Tensor], list[Tensor]]:
+    weight = parts.lm_head.weight
+
+    def glue(x_TD: Tensor) -> list[Tensor]:
+        x = x_TD.to(weight.device, weight.dtype)
+        if not is_moe:
+            return [driver.dense(x, x)]
+        routed = driver.route(x, x)
+        out = driver.combine(x, x, routed, x)
+        return [routed.x_TD, routed.ids_TK, routed.weights_TK, out, parts.norm(x)]
+
+    return glue
+
+
+def check_rows(name: str, function: Callable[[Tensor], Sequence[Tensor]], width: int) -> None:
+    """Compare a row-wise function of many rows with its rows alone.
+
+    Raises:
+        ModelError: A row depends on the others.
+    """
+    x_TD = torch.randn((ROWS, width), generator=torch.Generator().manual_seed(0))
+    together = function(x_TD)
+    for row in range(0, ROWS, 4):
+        for whole, one in zip(together, function(x_TD[row : row + 1]), strict=True):
+            if not torch.equal(whole[row : row + 1], one):
+                raise ModelError(
+                    f"batch-invariant results are not possible here: {name} of a row depends on "
+                    "the rows beside it; use exactness='order'"
+                )

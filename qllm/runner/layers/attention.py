@@ -1,0 +1,327 @@
+"""Our attention: per-sequence SDPA on KV slabs, inside the model's own attention modules.
+
+The modules are told to call it by a config of their own: a shallow copy of the model's config
+whose attention implementation is "qllm". The model's config is not touched, so
+`model.forward` still builds its masks as before; a call without a `Step` is passed on to the
+implementation that the model's config names *at that moment*. Nothing is switched while
+driving, which makes this safe when another thread uses the model.
+
+A `Step` is both the `past_key_values` that the module writes through and the context that rides
+along in the keyword arguments.
+"""
+
+import copy
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qllm.kernels.cpu.attention import KEY_BLOCK
+from qllm.runner.kv import RequestKV
+
+NAME = "qllm"
+KV = tuple[Tensor, Tensor]
+"""Keys and values, [1, G, S, H] each."""
+
+
+class Span(NamedTuple):
+    """Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op."""
+
+    kv: RequestKV
+    at: int
+    lo: int
+    hi: int
+
+
+class SpanAddresses:
+    """Spans as our kernels read them: 6 integers each (`Span` of kernels/cpu/kernels.h)."""
+
+    def __init__(self, spans: Sequence[Span], slab: tuple[int, int, int], like: Tensor) -> None:
+        self._values = array("q")
+        for kv, at, lo, hi in spans:
+            k, v = kv.base(slab, like)
+            self._values.extend((k, v, kv.capacity, at, lo, hi))
+        self.address = self._values.buffer_info()[0]
+
+
+class Step:
+    """What one ATTN op attends: spans in packed order, and their masks once they are made.
+
+    Spans of one request follow each other. A step without spans for some of its tokens (dead
+    rows) leaves zeros there.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_reached",
+        "latent",
+        "masks",
+        "num_attended",
+        "num_tokens",
+        "single",
+        "spans",
+    )
+
+    def __init__(self, spans: Sequence[Span], num_tokens: int, latent: bool) -> None:
+        self.spans = tuple(spans)
+        self.num_tokens = num_tokens
+        self.latent = latent
+        """The cache holds MLA latents, which the module expands after `update`."""
+        self.single = len(self.spans) == num_tokens > 1
+        """Every token is a sequence of its own: a decode batch."""
+        self.num_attended = sum(span.hi - span.lo for span in self.spans)
+        """Tokens that a span covers; the others are dead."""
+        self._addresses: SpanAddresses | None = None
+        self._reached = False
+        self.masks: dict[tuple[int, int, int, int], Tensor] = {}
+
+    def update(
+        self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values; give back what the module shall attend to."""
+        if self.single:
+            tokens = zip(torch.split(k_1GTH, 1, 2), torch.split(v_1GTH, 1, 2), strict=True)
+            for span, (k, v) in zip(self.spans, tokens, strict=True):
+                span.kv.write(layer_idx, k, v, span.lo)
+        for kv, at, lo, hi in () if self.single else self.spans:
+            n = hi - lo
+            if n == self.num_tokens:
+                kv.write(layer_idx, k_1GTH, v_1GTH, lo)
+            else:
+                kv.write(layer_idx, k_1GTH[:, :, at : at + n], v_1GTH[:, :, at : at + n], lo)
+        if not self.latent:
+            return k_1GTH, v_1GTH
+        parts = [kv.read(layer_idx, 0, hi) for kv, hi in self.sequences()]
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return k_1GTH[:, :, :0], v_1GTH[:, :, :0]
+        return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def addresses(self, slab: tuple[int, int, int], like: Tensor) -> SpanAddresses:
+        """The spans for our kernels; the KV of new requests is reserved (see `RequestKV.base`).
+
+        Who lets a kernel write there calls `reach`.
+        """
+        if self._addresses is None:
+            self._addresses = SpanAddresses(self.spans, slab, like)
+        return self._addresses
+
+    def reach(self) -> None:
+        """The positions of the spans are written, or will be before they are read."""
+        if not self._reached:
+            for kv, _, _, hi in self.spans:
+                kv.reach(hi)
+            self._reached = True
+
+    @property
+    def num_keys(self) -> int:
+        """Position after the last key of any span."""
+        return max((span.hi for span in self.spans), default=0)
+
+    def first_key(self, window: int | None) -> int:
+        """Position of a block of keys at or before the first that a span sees."""
+        if window is None or not self.spans:
+            return 0
+        return max(0, min(span.lo for span in self.spans) + 1 - window) // KEY_BLOCK * KEY_BLOCK
+
+    def sequences(self) -> list[tuple[RequestKV, int]]:
+        """The requests of the spans and how far each is attended, in order."""
+        last: dict[int, tuple[RequestKV, int]] = {}
+        for span in self.spans:
+            last[id(span.kv)] = (span.kv, span.hi)
+        return list(last.values())
+
+    def keys(self, layer_idx: int, k_1GTH: Tensor, v_1GTH: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per span, the keys and values of positions [0, hi)."""
+        if not self.latent:
+            return [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
+        start, at = {}, 0
+        for kv, hi in self.sequences():
+            start[id(kv)] = at
+            at += hi
+        out = []
+        for kv, _, _, hi in self.spans:
+            a = start[id(kv)]
+            out.append((k_1GTH[:, :, a : a + hi], v_1GTH[:, :, a : a + hi]))
+        return out
+
+    def mask(self, q_TH: Tensor, first: int, lo: int, hi: int, window: int | None) -> Tensor:
+        """Additive mask of queries [lo, hi) over keys [first, hi); made once per step."""
+        key = (first, lo, hi, window or 0)
+        mask = self.masks.get(key)
+        if mask is None:
+            q = torch.arange(lo, hi, device=q_TH.device)[:, None]
+            k = torch.arange(first, hi, device=q_TH.device)[None, :]
+            hidden = k > q if window is None else (k > q) | (k <= q - window)
+            mask = torch.zeros(hidden.shape, dtype=q_TH.dtype, device=q_TH.device)
+            mask.masked_fill_(hidden, float("-inf"))
+            self.masks[key] = mask
+        return mask
+
+
+class OwnStep(Protocol):
+    """A step that attends by itself, over KV that is not in slabs."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        q_1NTH: Tensor,
+        scaling: float | None,
+        window: int | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """Attention of all queries over the KV written so far: [1, T, N, H]."""
+        ...
+
+
+Attend = Callable[..., tuple[Tensor, Any]]
+
+
+def _family_eager(module: nn.Module) -> Attend:
+    """The eager attention function that the module's own file defines."""
+    found: Attend = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return found
+
+
+def _visible(span: Span, kv: KV, window: int | None) -> tuple[int, KV, int | None]:
+    """First key in sight, the keys and values from there, and the window if it still hides some."""
+    if window is None or span.hi <= window:
+        return 0, kv, None
+    first = max(0, span.lo - window + 1)
+    if first:
+        kv = (kv[0][:, :, first:], kv[1][:, :, first:])
+    return first, kv, window
+
+
+def _one(
+    module: nn.Module,
+    step: Step,
+    q_1NTH: Tensor,
+    kv: KV,
+    span: Span,
+    scaling: float | None,
+    window: int | None,
+    eager: Attend | None,
+) -> Tensor:
+    """Attention of one span: out[1, T, N, H]."""
+    lo, hi = span.lo, span.hi
+    one_query = hi - lo == 1
+    if eager is not None:
+        first, (k, v), window = _visible(span, kv, window)
+        mask = None if one_query else step.mask(q_1NTH, first, lo, hi, window)
+        out: Tensor = eager(module, q_1NTH, k, v, mask, scaling=scaling)[0]
+        return out
+    return _attend_span(q_1NTH, kv, span, step, scaling, window)
+
+
+def _attend_span(
+    q_1NTH: Tensor, kv: KV, span: Span, step: Step, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention of the queries of one span by torch: out[1, T, N, H].
+
+    Args:
+        q_1NTH: Queries of the span.
+        kv: Keys and values of positions [0, span.hi).
+        span: Where the queries are.
+        step: Keeps the masks.
+        scaling: Of the scores; None is 1 / sqrt(H).
+        window: Of a sliding attention.
+    """
+    lo, hi = span.lo, span.hi
+    first, (k, v), window = _visible(span, kv, window)
+    one_query = hi - lo == 1
+    causal = not one_query and lo == 0 and window is None
+    mask = None if one_query or causal else step.mask(q_1NTH, first, lo, hi, window)
+    out = F.scaled_dot_product_attention(
+        q_1NTH,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=k.shape[1] != q_1NTH.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    qllm_step: Step | OwnStep | None = None,
+    qllm_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """The function behind the name "qllm" in transformers' attention interface.
+
+    The window is the driver's: the families state it in the mask, not always in the call.
+    """
+    if qllm_step is None:
+        fallback = _configured(module)
+        return fallback(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    step, window = qllm_step, qllm_window
+    if not isinstance(step, Step):
+        return step.attend(module, query, scaling, window, kwargs.get("s_aux")), None
+    eager = _family_eager(module) if kwargs.get("s_aux") is not None else None
+    pairs = step.keys(module.layer_idx, key, value)  # type: ignore[arg-type]
+    if len(pairs) == 1 and step.spans[0].hi - step.spans[0].lo == step.num_tokens:
+        span = step.spans[0]
+        return _one(module, step, query, pairs[0], span, scaling, window, eager), None
+    outs = []
+    at = 0
+    for span, pair in zip(step.spans, pairs, strict=True):
+        if span.at > at:
+            outs.append(_dead(query, value, span.at - at))
+        at = span.at + span.hi - span.lo
+        q = query[:, :, span.at : at]
+        outs.append(_one(module, step, q, pair, span, scaling, window, eager))
+    if at < step.num_tokens:
+        outs.append(_dead(query, value, step.num_tokens - at))
+    return torch.cat(outs, 1), None
+
+
+def _dead(query: Tensor, value: Tensor, num_tokens: int) -> Tensor:
+    return query.new_zeros((1, num_tokens, query.shape[1], value.shape[3]))
+
+
+def _configured(module: nn.Module) -> Attend:
+    """What the model's own config asks for now."""
+    own: Any = module.config
+    config = getattr(own, "qllm_original", own)
+    found: Attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        config._attn_implementation, _family_eager(module)
+    )
+    return found
+
+
+def install(modules: Sequence[nn.Module]) -> None:
+    """Make attention modules call `attend`; calling it twice changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    copies: dict[int, Any] = {}
+    for module in modules:
+        config: Any = module.config
+        if hasattr(config, "qllm_original"):
+            continue
+        if id(config) not in copies:
+            own = copy.copy(config)
+            own._attn_implementation = NAME
+            own.qllm_original = config
+            copies[id(config)] = own
+        module.config = copies[id(config)]
+
+
+def uninstall(modules: Sequence[nn.Module]) -> None:
+    """Give the modules back the config they had."""
+    for module in modules:
+        config: Any = module.config
+        module.config = getattr(config, "qllm_original", config)

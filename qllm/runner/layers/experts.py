@@ -1,0 +1,133 @@
+"""The experts of every layer, with torch or with our kernels.
+
+`TorchBank` is equal to transformers' `grouped_mm` experts: it multiplies the same rows by the same
+matrices and sums in the same order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ConfigError
+from qllm.kernels import cpu
+from qllm.models.discover import ModelParts
+from qllm.runner.layers.native_experts import NativeBank, is_covered
+from qllm.runner.layers.rows import PLAIN, RowRule
+from qllm.runner.layers.work import Bank, Unit, Work
+
+
+class TorchBank:
+    """Weights of one layer's experts, as one [in, out] view per expert."""
+
+    def __init__(self, experts: nn.Module, rule: RowRule, *, in_place: bool) -> None:
+        module: Any = experts
+        gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+        if not module.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self.up = gate_up.unbind(0)
+        self.down = down.unbind(0)
+        self.up_bias = module.gate_up_proj_bias.detach().unbind(0) if module.has_bias else None
+        self.down_bias = module.down_proj_bias.detach().unbind(0) if module.has_bias else None
+        self.gate = module._apply_gate
+        self.num_experts = len(self.up)
+        own = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
+        self._by_row = own and down.shape[1] % 64 != 0
+        """A gate over rows that merge: vector and scalar code differ in the last bit at the end
+        of a tensor, so odd widths go row by row."""
+        self.up_width = gate_up.shape[2]
+        self.out_width = down.shape[2]
+        self.dtype = gate_up.dtype
+        self._rule = rule
+        self._in_place = in_place and rule is PLAIN
+        """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
+        self.kernel = "torch mm"
+        self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
+
+    def _matmul(
+        self,
+        x_SD: Tensor,
+        weights: Sequence[Tensor],
+        bias: tuple[Tensor, ...] | None,
+        units: list[Unit],
+        out_SF: Tensor,
+    ) -> None:
+        """Rows of `x_SD` and `out_SF` start at the first unit's."""
+        base = units[0].lo
+        for expert, lo, hi in units:
+            x, out = x_SD[lo - base : hi - base], out_SF[lo - base : hi - base]
+            if self._in_place:
+                torch.mm(x, weights[expert], out=out)
+            else:
+                out.copy_(self._rule.linear(x, weights[expert].t()))
+            if bias is not None:
+                out.add_(bias[expert])
+
+    def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
+        units = work.units[start:stop]
+        lo, hi = units[0].lo, units[-1].hi
+        x_SD = x_TD.index_select(0, work.token_S[lo:hi])
+        h_SF = x_SD.new_empty((hi - lo, self.up_width), dtype=self.dtype)
+        self._matmul(x_SD, self.up, self.up_bias, units, h_SF)
+        if self._by_row:
+            h_SF = torch.cat([self.gate(row) for row in torch.split(h_SF, 1)])
+        else:
+            h_SF = self.gate(h_SF)
+        out_SD = work.slots_SD[lo:hi]
+        self._matmul(h_SF, self.down, self.down_bias, units, out_SD)
+
+    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum over k of weight times slot."""
+        num_tokens, top_k = weights_TK.shape
+        weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
+        return weighted.view(num_tokens, top_k, -1).sum(dim=1)
+
+    def enter(self) -> None:
+        """Nothing: the weights stay where they are."""
+
+    def leave(self) -> None:
+        """Nothing was taken."""
+
+
+def expert_banks(
+    parts: ModelParts, rule: RowRule, native: bool, expert_weights: str = "auto"
+) -> tuple[Bank | None, ...]:
+    """The experts of every layer.
+
+    Args:
+        parts: Of the model.
+        rule: In which blocks torch multiplies.
+        native: Our kernels, for experts that they are made for.
+        expert_weights: Their format: see `EngineConfig.expert_weights`.
+
+    Raises:
+        ConfigError: The format is not "auto" and a layer is not for our kernels.
+    """
+    modules = [layer.experts for layer in parts.layers]
+    if expert_weights != "auto":
+        _refuse_others(modules, native, expert_weights)
+    weights = [w for m in modules if m is not None for w in m.parameters()]
+    in_place = bool(weights) and weights[0].dtype is torch.bfloat16
+
+    def bank(module: nn.Module) -> Bank:
+        if native and is_covered(module):
+            return NativeBank(module, expert_weights)
+        return TorchBank(module, rule, in_place=in_place)
+
+    return tuple(None if m is None else bank(m) for m in modules)
+
+
+def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_weights: str) -> None:
+    for layer, module in enumerate(modules):
+        if module is None or (native and is_covered(module)):
+            continue
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        why = f"layer {layer} has {type(module).__name__} in {dtype}"
+        if not native:
+            why = cpu.MISSING or "kernels='reference' has no others"
+        raise ConfigError(
+            f"expert_weights={expert_weights!r} needs bfloat16 experts that our CPU kernels run: "
+            f"{why}; use 'auto'"
+        )

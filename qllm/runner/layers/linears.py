@@ -1,0 +1,107 @@
+"""The linear modules and the head: multiplied by our kernels where they can read the weights."""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Container
+from functools import partial
+
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.discover import ModelParts
+from qllm.runner.layers.native import is_usable
+from qllm.runner.layers.rows import PLAIN, RowRule
+
+Linear = Callable[[Tensor], Tensor]
+
+HEAD_BLOCK = 2048
+"""Ids per vocabulary block; a multiple of 64 keeps the bits of the whole product."""
+
+
+class Linears:
+    """The `nn.Linear`s of the layers, ours or following the row rule, between `do` and `undo`.
+
+    Only instances are changed.
+
+    Args:
+        parts: Of the model.
+        rule: In which blocks torch multiplies.
+        native: Copy weights for our kernels, where they can read them.
+        covered: Modules that are never called.
+        arena: Where weights for our kernels lie.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        rule: RowRule,
+        native: bool,
+        covered: Container[nn.Module],
+        arena: cpu.Arena,
+    ) -> None:
+        self._forwards: list[tuple[nn.Linear, Linear]] = []
+        self.kernels: Counter[str] = Counter()
+        modules = [m for layer in parts.layers for m in layer.layer.modules()]
+        linears = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
+        for module in linears:
+            if module in covered:
+                continue
+            weight = module.weight.detach()
+            bias = None if module.bias is None else module.bias.detach()
+            kernel = "torch linear"
+            forward: Linear | None = None
+            if native and is_usable(weight):
+                kernel, forward = f"qllm {cpu.kind()}", cpu.Matrix([weight], [bias], arena).linear
+            elif rule is not PLAIN:
+                forward = partial(rule.linear, weight=weight, bias=bias)
+            self.kernels[kernel] += 1
+            if forward is not None:
+                self._forwards.append((module, forward))
+
+    def do(self) -> None:
+        """Give the modules our forward."""
+        for module, forward in self._forwards:
+            module.forward = forward  # type: ignore[assignment, method-assign]
+
+    def undo(self) -> None:
+        """Give the modules back their own."""
+        for module, _ in self._forwards:
+            vars(module).pop("forward", None)
+
+
+class Head:
+    """The output head as vocabulary blocks, so that a segment can be a part of it."""
+
+    def __init__(self, lm_head: nn.Linear, rule: RowRule, native: bool, arena: cpu.Arena) -> None:
+        self._rule = rule
+        weight = lm_head.weight.detach()
+        bias = None if lm_head.bias is None else lm_head.bias.detach()
+        vocab = weight.shape[0]
+        starts = range(0, vocab, HEAD_BLOCK)
+        self._weights = [weight[a : a + HEAD_BLOCK] for a in starts]
+        self._biases = [None if bias is None else bias[a : a + HEAD_BLOCK] for a in starts]
+        self.num_blocks = len(self._weights)
+        self.kernel = "torch linear"
+        self._native: list[cpu.Matrix] | None = None
+        if native and is_usable(weight):
+            pairs = zip(self._weights, self._biases, strict=True)
+            self._native = [cpu.Matrix([w], [b], arena) for w, b in pairs]
+            self._addresses = array("q", [matrix.address for matrix in self._native])
+            self.kernel = f"qllm {cpu.kind()}"
+
+    def best(self, x_BD: Tensor, start: int, stop: int, peaks_B: Tensor, ids_B: Tensor) -> bool:
+        """Let blocks [start, stop) raise each row's largest logit and its id; False if not ours."""
+        if self._native is None:
+            return False
+        x_BD = x_BD.contiguous()
+        addresses = peaks_B.data_ptr(), ids_B.data_ptr(), x_BD.data_ptr()
+        cpu.native.head(
+            *addresses, len(x_BD), self._addresses.buffer_info()[0], start, stop, HEAD_BLOCK
+        )
+        return True
+
+    def __call__(self, x_BD: Tensor, block: int) -> Tensor:
+        """Logits [B, up to HEAD_BLOCK] of one block."""
+        if self._native is not None:
+            return self._native[block].linear(x_BD)
+        return self._rule.linear(x_BD, self._weights[block], self._biases[block])

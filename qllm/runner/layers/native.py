@@ -1,0 +1,350 @@
+"""The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
+
+A part that is not in the tables of `known`, or whose shape the kernels are not made for, stays
+with torch. Results round where the modules round and differ from theirs only by the order of
+fp32 sums.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
+from qllm.kernels.cpu.experts import Mlp
+from qllm.kernels.cpu.norms import Norm
+from qllm.kernels.cpu.routers import MAX_TOP_K, Router
+from qllm.models.discover import LayerParts
+from qllm.models.fingerprints import (
+    attention_kind,
+    is_latents,
+    is_swiglu,
+    latent_linears,
+    norm_kind,
+    router_kind,
+)
+from qllm.runner.cuts import Costs
+from qllm.runner.layers.attention import Step
+from qllm.runner.layers.drivers import FastDriver, Kept, LayerDriver, Rope, Routed
+
+
+def is_usable(tensor: Tensor) -> bool:
+    """Whether the kernels can read a weight."""
+    in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
+    return in_memory and tensor.shape[-1] % 2 == 0 and cpu.MISSING is None
+
+
+def _is_norm(module: Any) -> bool:
+    """Whether the kernels know a norm; one that rounds once may have a weight in fp32."""
+    kind = norm_kind(module)
+    weight = None if kind is None else module.weight
+    return weight is not None and is_usable(weight.bfloat16() if kind == "rms_wide" else weight)
+
+
+def _norm(module: Any) -> Norm:
+    eps = getattr(module, "variance_epsilon", None)
+    bias = getattr(module, "bias", None)
+    return Norm(module.weight, module.eps if eps is None else eps, str(norm_kind(module)), bias)
+
+
+def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
+    """Linear modules of one input, on top of each other."""
+    biases = [x.bias for x in linears]
+    if any(b is not None for b in biases):
+        given = zip(linears, biases, strict=True)
+        biases = [x.weight.new_zeros(x.out_features) if b is None else b for x, b in given]
+    return cpu.Matrix([x.weight.detach() for x in linears], biases, arena)
+
+
+class NativeLayer(NamedTuple):
+    """A layer of which all but the experts is ours (kernels/cpu/sweep.h)."""
+
+    attention: Attention | Latents
+    out: cpu.Matrix
+    router: Router | None
+    """None in a dense layer."""
+    mlp: Mlp | None
+    """Shared experts, or all of a dense layer."""
+    norm: Norm | None
+    """Before it in a dense layer."""
+    number: int
+    """Number of the layer."""
+    window: int | None
+    scale: float
+    """Factor of what is added to the residual stream."""
+    slab: tuple[int, int, int]
+    """See `Attention`."""
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return 0 if self.router is None else self.router.top_k
+
+    @property
+    def weights(self) -> torch.dtype:
+        """Dtype of the experts' weights, as the router gives them."""
+        return torch.bfloat16 if self.router is None else self.router.dtype
+
+    def fits(self, others: "Iterable[NativeLayer]") -> bool:
+        """Whether it can run in one call with them."""
+        return all(
+            self.slab == x.slab
+            and (
+                None in (self.router, x.router)
+                or (self.weights, self.mlp is None) == (x.weights, x.mlp is None)
+            )
+            for x in others
+        )
+
+
+class NativeDriver(FastDriver):
+    """A layer of known glue; each part with our kernels if it can be."""
+
+    def __init__(self, parts: LayerParts, arena: cpu.Arena) -> None:
+        super().__init__(parts)
+        self._arena = arena
+        self._attention: Attention | Latents | None = None
+        self._router_kernel: Router | None = None
+        self._mlp_kernel: Mlp | None = None
+        self._mlp_norm: Norm | None = None
+        self.covered: tuple[nn.Module, ...] = ()
+        """Linear modules and routers that are never called."""
+        attn: Any = parts.self_attn
+        if self._knows_attention(attn):
+            self._make_attention(attn)
+        elif self._knows_latents(attn):
+            self._make_latents(attn)
+        if parts.router is not None and self._knows_router(parts.router):
+            self._make_router(parts.router)
+        if parts.shared is not None and self._knows_mlp(parts.shared, parts.shared_gate):
+            self._make_mlp(parts.shared, parts.shared_gate)
+        elif not parts.is_moe and _is_norm(self._post_norm) and self._knows_mlp(parts.mlp, None):
+            self._make_mlp(parts.mlp, None)
+
+    # -- what is known
+
+    def _knows_attention(self, attn: Any) -> bool:
+        kind = attention_kind(attn)
+        return (
+            kind is not None
+            and attn.head_dim % HEAD_MULTIPLE == 0
+            and all(is_usable(getattr(attn, f"{x}_proj").weight) for x in "qkvo")
+            and _is_norm(self._norm)
+            and ("norm" not in kind or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
+        )
+
+    def _knows_latents(self, attn: Any) -> bool:
+        return (
+            is_latents(attn)
+            and attn.kv_lora_rank % HEAD_MULTIPLE == 0
+            and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
+            and attn.qk_rope_head_dim <= MAX_ROTATED
+            and attn.qk_nope_head_dim % 2 == 0
+            and all(is_usable(x.weight) for x in latent_linears(attn))
+            and all(_is_norm(x) for x in (self._norm, attn.kv_a_layernorm))
+            and (attn.q_lora_rank is None or _is_norm(attn.q_a_layernorm))
+        )
+
+    def _knows_router(self, router: Any) -> bool:
+        kind = router_kind(router)
+        return (
+            kind is not None
+            and is_usable(router.weight)
+            and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
+            and _is_norm(self._post_norm)
+        )
+
+    def _knows_mlp(self, mlp: Any, gate: Any) -> bool:
+        return (
+            is_swiglu(mlp)
+            and all(is_usable(getattr(mlp, f"{x}_proj").weight) for x in ("gate", "up", "down"))
+            and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
+            and (gate is None or is_usable(gate.weight))
+        )
+
+    def _make_mlp(self, mlp: Any, gate: Any) -> None:
+        linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        gate_FD, up_FD, down_DF = (x.weight.detach() for x in linears)
+        share = None if gate is None else gate.weight.detach()
+        self._mlp_kernel = Mlp(gate_FD, up_FD, down_DF, share)
+        self._mlp_norm = None if self._parts.is_moe else _norm(self._post_norm)
+        self.covered += (*linears, *([] if gate is None else [gate]))
+
+    def _make_attention(self, attn: Any) -> None:
+        qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
+        kind = str(attention_kind(attn))
+        self._attention = Attention(
+            _matrix(qkv, self._arena),
+            _norm(self._norm),
+            num_heads=attn.q_proj.out_features // attn.head_dim,
+            num_kv_heads=attn.k_proj.out_features // attn.head_dim,
+            head_dim=attn.head_dim,
+            scale=attn.scaling,
+            qk_norm=(_norm(attn.q_norm), _norm(attn.k_norm)) if "norm" in kind else None,
+            sinks_N=attn.sinks if kind == "sinks" else None,
+            clip=getattr(attn.config, "clip_qkv", None),
+            half_table=kind == "sinks",
+        )
+        self._finish_attention(attn, qkv)
+
+    def _make_latents(self, attn: Any) -> None:
+        linears = latent_linears(attn)
+        up = None
+        if attn.q_lora_rank is not None:
+            up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
+        expand = attn.kv_b_proj.weight.detach().view(attn.num_heads, -1, attn.kv_lora_rank)
+        self._attention = Latents(
+            _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
+            up,
+            _norm(self._norm),
+            _norm(attn.kv_a_layernorm),
+            expand,
+            num_rotated=attn.qk_rope_head_dim,
+            value_dim=attn.v_head_dim,
+            scale=attn.scaling,
+            interleaved=attn.config.rope_interleave,
+            arena=self._arena,
+        )
+        self._finish_attention(attn, linears[:-1])
+
+    def _finish_attention(self, attn: Any, covered: list[nn.Module]) -> None:
+        self._out = _matrix([attn.o_proj], self._arena)
+        self._index = attn.layer_idx
+        self.covered += (*covered, attn.o_proj)
+
+    def _make_router(self, router: Any) -> None:
+        kind = router_kind(router)
+        settings: dict[str, Any] = {"renormalise": True, "wide": kind == "wide"}
+        if kind == "flag":
+            settings["renormalise"] = router.norm_topk_prob
+        elif kind == "chosen":
+            settings["bias_E"] = getattr(router, "bias", None)
+        elif kind == "sigmoid":
+            settings = {
+                "kind": kind,
+                "renormalise": router.norm_topk_prob,
+                "wide": True,
+                "correction_E": router.e_score_correction_bias,
+                "groups": router.num_group,
+                "top_groups": router.topk_group,
+                "scaling": router.routed_scaling_factor,
+            }
+        elif kind == "sparse_mixer":
+            jitter = torch.tensor(2 * router.router_jitter_noise).bfloat16()  # as it is compared
+            settings = {"kind": kind, "renormalise": False, "wide": False, "jitter": float(jitter)}
+        norm = _norm(self._post_norm)
+        weight = router.weight.detach()
+        self._router_kernel = Router(weight, norm, top_k=router.top_k, **settings)
+        self.covered += (router,)
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The parts that run with our kernels."""
+        if self._attention is not None:
+            yield "attention"
+        if self._router_kernel is not None:
+            yield "router"
+        if self._mlp_kernel is not None:
+            yield "mlp"
+
+    @property
+    def whole(self) -> NativeLayer | None:
+        """What one call over several layers needs of this one; None if a part is not ours."""
+        attention, router, mlp = self._attention, self._router_kernel, self._mlp_kernel
+        parts = self._parts
+        has_mlp = parts.shared is not None or not parts.is_moe
+        if attention is None or (parts.is_moe and router is None) or (has_mlp and mlp is None):
+            return None
+        return NativeLayer(
+            attention,
+            self._out,
+            router,
+            mlp,
+            self._mlp_norm,
+            self._index,
+            parts.window,
+            1.0 if self._scale is None else self._scale,
+            attention.slab,
+        )
+
+    # -- what runs
+
+    def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
+        if self._attention is None:
+            return super().attend(x_TD, rope, step)
+        mid, _, _ = self.attend_some(x_TD, rope, step, 0, None, 1 << 62)
+        assert mid is not None
+        return mid
+
+    def attend_some(
+        self, x_TD: Tensor, rope: Rope, step: Step, pos: int, begun: Begun | None, num_keys: int
+    ) -> tuple[Tensor | None, Begun | None, int]:
+        """As the function `attend_some`, over so many keys, a multiple of KEY_BLOCK."""
+        kernel, window = self._attention, self._parts.window
+        if kernel is None:
+            return super().attend(x_TD, rope, step), None, 0
+        spans = step.addresses(kernel.slab, x_TD)
+        step.reach()
+        op = self._index, window, spans.address, len(step.spans)
+        begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
+        stop = begin + num_keys
+        if pos == 0:
+            q = kernel.enter(x_TD, *rope, self._index, spans.address, len(step.spans))
+            if stop < end:
+                begun = kernel.begin(q)
+        if begun is not None and stop < end:
+            kernel.attend_some(begun.q, *op, begun.part(begin, stop, pos == 0, False))
+            return None, begun, stop
+        whole = step.num_attended == step.num_tokens
+        if begun is None:
+            out = kernel.attend(q, *op, whole)
+        else:
+            out = kernel.attend(begun.q, *op, whole, begun.part(begin, end, False, True))
+        return self._add(x_TD, self._out.linear(out)), None, 0
+
+    def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
+        if self._router_kernel is None:
+            return super().route(x_TD, mid_TD)
+        x, ids_TK, weights_TK = self._router_kernel(mid_TD)
+        return Routed(x, ids_TK, weights_TK, self._shared(x))
+
+    def _shared(self, x_TD: Tensor) -> dict[str, Kept] | None:
+        kernel = self._mlp_kernel
+        return super()._shared(x_TD) if kernel is None else {"shared": kernel(x_TD)}
+
+    def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
+        kernel, norm = self._mlp_kernel, self._mlp_norm
+        if kernel is None or norm is None:
+            return super().dense(x_TD, mid_TD)
+        return self._add(mid_TD, kernel(norm(mid_TD)))
+
+
+def attend_some(
+    driver: LayerDriver,
+    x_TD: Tensor,
+    rope: Rope,
+    step: Step,
+    pos: int,
+    begun: Begun | None,
+    costs: Costs,
+) -> tuple[Tensor | None, Begun | None, int]:
+    """`driver.attend`; where our kernels attend, over as many keys as a segment may take.
+
+    Args:
+        driver: Of the layer.
+        x_TD: As of `attend`.
+        rope: As of `attend`.
+        step: As of `attend`.
+        pos: First key not seen; 0 begins.
+        begun: What the call before gave.
+        costs: Of the model.
+
+    Returns:
+        `mid`, or what to go on with and the next `pos`.
+    """
+    if isinstance(driver, NativeDriver):
+        num_keys = costs.keys(step.num_tokens, len(step.spans), step.num_keys - pos)
+        return driver.attend_some(x_TD, rope, step, pos, begun, num_keys)
+    return driver.attend(x_TD, rope, step), None, 0

@@ -1,0 +1,162 @@
+"""Experts with our CPU kernels, their weights packed in place of the module's.
+
+    enter     layer by layer: pack into new memory on huge pages, free the module's
+    leave     layer by layer: allocate, put every bit back, free the packed
+
+int8 is not undone: what comes back are the rounded weights.
+
+The experts are in memory once, and one layer of them twice while it is packed. Packing into
+the module's own memory would save that layer, but that memory is on pages of 4 KiB, where a
+product with one row runs at half of the speed (see `cpu.huge_empty`). Meanwhile the module's
+parameters keep shape and dtype on the meta device, and its forward raises.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import InvariantError, ModelError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.experts import Clamp, Experts
+from qllm.models.discover import PACKED, source_digest
+from qllm.runner.layers.native import is_usable
+from qllm.runner.layers.work import Work
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
+"""Format of expert weights -> inputs per scale: None is bf16, 0 all inputs."""
+CLAMPED = "7bcc81175575"
+"""Digest of gpt_oss's `_apply_gate`: gate and up in turn, clamped."""
+
+
+def is_covered(experts: Any) -> bool:
+    """Whether our kernels are made for experts: SwiGLU, or gpt_oss's clamped gate."""
+    weights = [getattr(experts, name) for name in WEIGHTS]
+    return (
+        (_is_swiglu(experts) or _is_clamped(experts))
+        and all(is_usable(w) and w.shape[1] % 2 == 0 for w in weights)
+        and (not experts.has_bias or is_usable(experts.gate_up_proj_bias))
+    )
+
+
+def _is_swiglu(experts: Any) -> bool:
+    default = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+    silu = type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
+    return default and silu and bool(experts.is_concatenated)
+
+
+def _is_clamped(experts: Any) -> bool:
+    return not experts.is_concatenated and source_digest(type(experts)._apply_gate) == CLAMPED
+
+
+class NativeBank:
+    """The experts of one layer; they compute between `enter` and `leave`.
+
+    Args:
+        experts: A module that `is_covered`.
+        weights: "auto", "int8" or "int8-g64": see `EngineConfig.expert_weights`.
+    """
+
+    def __init__(self, experts: Any, weights: str = "auto") -> None:
+        self._module = experts
+        self._packed: Experts | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        """The module's own, without their memory while the weights are packed."""
+        up, down = experts.gate_up_proj, experts.down_proj
+        self._group = GROUPS[weights]
+        self.kernel = f"qllm {cpu.kind()}" + ("" if weights == "auto" else f" {weights}")
+        self.num_experts, self.dtype = up.shape[0], up.dtype
+        self._width, self.out_width = down.shape[1:] if experts.is_transposed else down[0].t().shape
+        self._clamp = Clamp(experts.alpha, experts.limit) if _is_clamped(experts) else None
+        self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
+
+    def enter(self) -> None:
+        """Pack the weights and free the module's."""
+        if self._packed is not None:
+            return
+        module = self._module
+        with torch.inference_mode(mode=module.down_proj.is_inference()):
+            shape = self.num_experts, self._width, self.out_width
+            packed = Experts(*shape, self._group, self._biases(), self._clamp)
+            up, down = (getattr(module, name).detach() for name in WEIGHTS)
+            for e in range(self.num_experts):
+                packed.pack(e, self._gate_first(self._outputs(up[e])), self._outputs(down[e]))
+            del up, down
+            for name in WEIGHTS:
+                own = module._parameters[name]
+                kept = torch.empty_like(own, device="meta")
+                module._parameters[name] = nn.Parameter(kept, requires_grad=own.requires_grad)
+                own.data = own.data.new_empty(0)
+                self._parameters[name] = own
+        self._packed, self.unit_bytes = packed, packed.num_bytes
+        module.forward = self._refuse  # holds the bank, so the weights outlive the runner
+        setattr(module, PACKED, True)
+
+    def leave(self) -> None:
+        """Give the module its weights back."""
+        packed, module = self._packed, self._module
+        if packed is None:
+            return
+        self._packed = None
+        with torch.inference_mode(mode=module.down_proj.is_inference()):
+            up, down = (_memory_of(module._parameters[name]) for name in WEIGHTS)
+            for e in range(self.num_experts):
+                gates, out = self._outputs(up[e]), self._outputs(down[e])
+                if module.is_concatenated:
+                    packed.unpack(e, gates, out)
+                else:
+                    first = torch.empty(gates.shape, dtype=gates.dtype)
+                    packed.unpack(e, first, out)
+                    gates[0::2], gates[1::2] = first.chunk(2)
+            for name, weight in zip(WEIGHTS, (up, down), strict=True):
+                own = self._parameters.pop(name)
+                own.data = weight
+                module._parameters[name] = own
+        vars(module).pop("forward", None)
+        delattr(module, PACKED)
+
+    def _outputs(self, weight: Tensor) -> Tensor:
+        """A view with a row per output."""
+        return weight.t() if self._module.is_transposed else weight
+
+    def _gate_first(self, rows: Tensor) -> Tensor:
+        """[2F, ...] with the gate's rows before those of up."""
+        return rows if self._module.is_concatenated else torch.cat([rows[0::2], rows[1::2]])
+
+    def _biases(self) -> tuple[Tensor, Tensor] | None:
+        module = self._module
+        if not module.has_bias:
+            return None
+        up, down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+        return self._gate_first(up.t()).t().contiguous(), down.contiguous()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ModelError(
+            "the experts of this model are packed for the runner that serves it, so its own "
+            "forward cannot run; close that runner (or its engine) first, or serve with "
+            "kernels='reference'"
+        )
+
+    @property
+    def address(self) -> int:
+        """Address of `Experts` in kernels.h; until `leave`."""
+        return self._entered().address
+
+    def _entered(self) -> Experts:
+        if self._packed is None:
+            raise InvariantError("these experts were given back to their module")
+        return self._packed
+
+    def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
+        """Run units [start, stop) into their slots."""
+        units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
+        self._entered().run(x_TD, work.token_S, units, stop - start, work.slots_SD)
+
+    def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sum over k of weight times slot."""
+        return cpu.combine(slots_SD, inverse_S, weights_TK)
+
+
+def _memory_of(kept: Tensor) -> Tensor:
+    return torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device="cpu")

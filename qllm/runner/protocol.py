@@ -1,0 +1,120 @@
+"""What the engine asks of a runner, and how a runner is stopped."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from qllm.plan import CutRule, ModelShape
+from qllm.scheduler.program import Index, OpKind, Program
+from qllm.types import RequestId, Sampled, SamplingParams
+
+
+class Watch(NamedTuple):
+    """A 64-bit word that changes when a stop word may have gone down."""
+
+    address: int
+    seen: int
+    """While the word is this, the stop word is what it was at the next reading of it."""
+
+
+class Stop(Protocol):
+    """What a runner polls at a boundary. Reading `word` is one load.
+
+    A stop on the monotonic clock may have a method `watch() -> Watch`, for code that polls without
+    Python: it reads `watch()`, then `word`, and looks again when the watched word has changed.
+    """
+
+    stop_at_ns: int | None
+    """Engine time at which a slice ends."""
+
+    @property
+    def word(self) -> int:
+        """Smallest priority among requests that arrived and were not yet seen by the scheduler."""
+        ...
+
+    def now_ns(self) -> int:
+        """The engine's clock, read only when a slice was given."""
+        ...
+
+
+class Segments(Protocol):
+    """Lengths of the work between boundaries, as the runner saw them."""
+
+    longest_ns: int
+    longest_op: OpKind | None
+
+
+@dataclass(slots=True)
+class Longest:
+    """The longest segment so far: what most runners keep as `Segments`."""
+
+    longest_ns: int = 0
+    longest_op: OpKind | None = None
+
+
+class Runner(Protocol):
+    """Executes programs. All tensors live here; the engine keeps (program, index) pairs.
+
+    The runner mirrors, per request, the token ids and how far KV is committed. It is called
+    from one thread.
+    """
+
+    shape: ModelShape
+    cuts: CutRule
+    segments: Segments
+
+    def add(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+        max_total_tokens: int,
+    ) -> None:
+        """Register a request. `token_ids` may hold output already (a restored request)."""
+        ...
+
+    def remove(self, request_id: RequestId) -> None:
+        """Forget a request that is in no frame, and free its KV."""
+        ...
+
+    def evict(self, request_id: RequestId) -> None:
+        """Free the KV of a request that is in no frame; its tokens stay."""
+        ...
+
+    def accept(self, program: Program) -> None:
+        """Make the frame of a program.
+
+        Rows that start above layer 0 continue from the hidden states that `split` or `finish`
+        kept for their request.
+        """
+        ...
+
+    def run(self, program: Program, start: Index, stop: Stop) -> Index:
+        """Execute ops from `start` until done or stopped; return the first op not done.
+
+        It polls at the boundaries that `program.grain` allows, *after* doing at least one op or
+        unit, and stops if `stop.word < program.stop_below` or `stop.stop_at_ns` has passed.
+        An exception leaves the frame unusable: `drop` it.
+        """
+        ...
+
+    def finish(self, program: Program) -> list[Sampled]:
+        """Commit a program that ran to its end and let go of its frame.
+
+        Rows that reached the last layer commit their KV up to `hi`, and sampled tokens are
+        appended to the request's ids; rows that left earlier keep their hidden states.
+        """
+        ...
+
+    def split(self, program: Program, index: Index) -> None:
+        """Let go of a frame parked between layers; each live row keeps its hidden states."""
+        ...
+
+    def kill(self, program: Program, request_id: RequestId) -> None:
+        """Mark a row of a parked frame dead: it is skipped from now on and samples nothing."""
+        ...
+
+    def drop(self, program: Program) -> None:
+        """Let go of a frame without committing anything. Unknown frames are ignored."""
+        ...

@@ -1,0 +1,198 @@
+"""Log-probabilities of prompts: what HEAD does before it samples, for requests that ask for them.
+
+A unit is one block of the vocabulary for a block of positions, or one row of logits read:
+
+    positions   [0, R)                          [R, 2R)
+    units       vocabulary 0 .. V-1, rows       vocabulary 0 .. V-1, rows       ...
+
+So a segment stays within its bound, and no more than R rows of logits exist at once.
+"""
+
+from array import array
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qllm.models.discover import ModelParts
+from qllm.runner.sampler import logprobs_of
+from qllm.types import Logprobs, PromptLogprobs, Sampled
+
+
+class Head(Protocol):
+    """The output head as vocabulary blocks (`models.packed.Head`)."""
+
+    num_blocks: int
+
+    def __call__(self, x_BD: Tensor, block: int) -> Tensor: ...
+
+
+class Costs(Protocol):
+    """How much fits into a segment (`models.cuts.Costs`)."""
+
+    def head_blocks(self, num_rows: int, num_blocks: int) -> int: ...
+    def rows_to_read(self, vocab_size: int) -> int: ...
+
+
+class Score:
+    """The log-probabilities of one prompt, and how far they are.
+
+    Args:
+        member: Which row of HEAD the request is.
+        chunks: Last hidden states of the prompt, not normed, in as many pieces as it came.
+        targets: The tokens that follow them.
+        num_top: Alternatives to report.
+        shape: Blocks of the vocabulary, and positions per block.
+    """
+
+    def __init__(
+        self,
+        member: int,
+        chunks: Sequence[Tensor],
+        targets: Sequence[int],
+        num_top: int,
+        shape: tuple[int, int],
+    ) -> None:
+        self.member, self.num_top = member, num_top
+        self.targets = list(targets)
+        self.found = PromptLogprobs.empty(num_top)
+        self.blocks: list[Tensor] = []
+        """Logits of the present block of positions, [R, up to HEAD_BLOCK] each."""
+        self._chunks = list(chunks)
+        self._num_blocks, self._rows = shape
+        self._normed_RD: Tensor | None = None
+        full, rest = divmod(len(self.targets), self._rows)
+        per_block = self._num_blocks + self._rows
+        self.num_units = full * per_block + (self._num_blocks + rest) * (rest > 0)
+
+    def run(self, head: Head, parts: ModelParts, costs: Costs, unit: int) -> int:
+        """Do some units from `unit` on; return the first one not done."""
+        block, at = divmod(unit, self._num_blocks + self._rows)
+        first = block * self._rows
+        rows = min(self._rows, len(self.targets) - first)
+        if at < self._num_blocks:
+            if self._normed_RD is None:
+                self._normed_RD = parts.norm(self._hidden(first, first + rows))
+            stop = min(self._num_blocks, at + costs.head_blocks(rows, self._num_blocks))
+            self.blocks += [head(self._normed_RD, i) for i in range(at, stop)]
+            return unit + stop - at
+        at -= self._num_blocks
+        vocab = sum(x.shape[1] for x in self.blocks)
+        stop = min(rows, at + costs.rows_to_read(vocab))
+        for r in range(at, stop):
+            self.found.add(self._read(r, self.targets[first + r], parts.logits_scaling))
+        if stop == rows:
+            self.blocks, self._normed_RD = [], None
+        return unit + stop - at
+
+    def _hidden(self, start: int, stop: int) -> Tensor:
+        """Hidden states of the tokens [start, stop); copies no others."""
+        found, at = [], 0
+        for chunk in self._chunks:
+            if at < stop and start < at + len(chunk):
+                found.append(chunk[max(0, start - at) : stop - at])
+            at += len(chunk)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _read(self, row: int, target: int, scaling: float | None) -> Logprobs:
+        logits_V = torch.cat([block[row] for block in self.blocks])
+        if scaling is not None:
+            logits_V = logits_V / scaling
+        found = logprobs_of(logits_V.float().cpu().numpy(), target, self.num_top)
+        if found.chosen != found.chosen:
+            raise ValueError(
+                f"the log-probability of prompt token {len(self.found.chosen) + 1} is not a "
+                "number; the model's output is broken"
+            )
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds."""
+        normed = [] if self._normed_RD is None else [self._normed_RD]
+        return [*self._chunks, *self.blocks, *normed]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Named copies, from which `restored` makes the same."""
+        numbers = [self.member, self.num_top, self._num_blocks, self._rows]
+        yield "numbers", torch.tensor(numbers)
+        yield "targets", torch.tensor(self.targets, dtype=torch.int64)
+        yield "x", torch.cat(self._chunks)
+        yield "chosen", torch.tensor(self.found.chosen, dtype=torch.float32)
+        yield "top", torch.tensor(self.found.top, dtype=torch.float32)
+        yield "top_ids", torch.tensor(self.found.top_ids, dtype=torch.int64)
+        for i, block in enumerate(self.blocks):
+            yield f"block.{i}", block.clone()
+
+    @classmethod
+    def restored(cls, tensors: dict[str, Tensor]) -> "Score":
+        """Restore from what `export` gave."""
+        member, num_top, num_blocks, rows = tensors["numbers"].tolist()
+        score = cls(
+            member, [tensors["x"]], tensors["targets"].tolist(), num_top, (num_blocks, rows)
+        )
+        score.found = PromptLogprobs(
+            num_top,
+            array("f", tensors["chosen"].tolist()),
+            array("f", tensors["top"].tolist()),
+            array("I", tensors["top_ids"].tolist()),
+        )
+        num = sum(name.startswith("block.") for name in tensors)
+        score.blocks = [tensors[f"block.{i}"] for i in range(num)]
+        return score
+
+
+class Scores:
+    """The prompts of one HEAD, one after the other."""
+
+    def __init__(self, each: Sequence[Score] = ()) -> None:
+        self.each = tuple(each)
+        self.num_units = sum(score.num_units for score in each)
+
+    def run(
+        self,
+        head: Head,
+        parts: ModelParts,
+        costs: Costs,
+        unit: int,
+        dead: Container[int],
+    ) -> int:
+        """Do some units from `unit` on; return the first one not done. Dead rows are skipped."""
+        before = 0
+        for score in self.each:
+            if unit < before + score.num_units:
+                if score.member in dead:
+                    return before + score.num_units
+                return before + score.run(head, parts, costs, unit - before)
+            before += score.num_units
+        return unit
+
+    def add_to(self, member: int, sampled: Sampled) -> Sampled:
+        """Give the first token of a row what was asked about its prompt."""
+        for score in self.each:
+            if score.member == member:
+                return sampled._replace(prompt=score.found)
+        return sampled
+
+    def tensors(self) -> list[Tensor]:
+        """All they hold."""
+        return [x for score in self.each for x in score.tensors()]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Named copies, from which `restored` makes the same."""
+        for i, score in enumerate(self.each):
+            for name, x in score.export():
+                yield f"score.{i}.{name}", x
+
+    @classmethod
+    def restored(cls, tensors: dict[str, Tensor]) -> "Scores":
+        """Restore from what `export` gave."""
+        parts: dict[int, dict[str, Any]] = {}
+        for name, x in tensors.items():
+            if name.startswith("score."):
+                _, i, rest = name.split(".", 2)
+                parts.setdefault(int(i), {})[rest] = x
+        return cls([Score.restored(parts[i]) for i in sorted(parts)])
+
+
+NO_SCORES = Scores()

@@ -1,0 +1,498 @@
+"""Consecutive ops of a program in one native call, where every part of the layers is ours.
+
+A call starts at any boundary and runs until the ops change, a layer has a part that is not ours,
+or somebody may have asked to stop. What the frame holds then is what the ops one by one in
+`qllm.runner.runner` leave there. The loop itself is kernels/cpu/sweep.cpp, whose structs are these.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.errors import InvariantError, ModelError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.attention import Latents
+from qllm.runner.cuts import Costs
+from qllm.runner.frame import Frame, LayerState, NewStep
+from qllm.runner.layers.attention import Step
+from qllm.runner.layers.drivers import Kept, LayerDriver, Routed
+from qllm.runner.layers.native import NativeDriver, NativeLayer
+from qllm.runner.layers.native_experts import NativeBank
+from qllm.runner.layers.work import Bank, Unit, Work
+from qllm.runner.protocol import Stop, Watch
+from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
+from qllm.types import Grain
+
+FOREVER = 1 << 62
+"""Nanoseconds."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("attention", c_void_p),
+        ("latents", c_void_p),
+        ("out", c_void_p),
+        ("router", c_void_p),
+        ("experts", c_void_p),
+        ("mlp", c_void_p),
+        ("norm", c_void_p),
+        ("index", c_int64),
+        ("window", c_int64),
+        ("expert_bytes", c_int64),
+        ("scale", c_float),
+    )
+
+
+class _LayerOp(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int64),
+        ("lo", c_int64),
+        ("hi", c_int64),
+        ("spans", c_void_p),
+        ("num_spans", c_int64),
+        ("whole", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
+class _Sweep(ctypes.Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("parts", c_void_p),
+        ("num_parts", c_int64),
+        ("end_layer", c_int64),
+        ("tokens", c_int64),
+        ("width", c_int64),
+        ("top_k", c_int64),
+        ("wide", c_int64),
+        ("x", c_void_p),
+        ("next", c_void_p),
+        ("other", c_void_p),
+        ("mid", c_void_p),
+        ("normed", c_void_p),
+        ("shared", c_void_p),
+        ("weights", c_void_p),
+        ("slots", c_void_p),
+        ("ids", c_void_p),
+        ("token", c_void_p),
+        ("inverse", c_void_p),
+        ("units", c_void_p),
+        ("unit_rows", c_int64),
+        ("range_ns", c_double),
+        ("unit_ns", c_double),
+        ("row_ns", c_double),
+        ("grain", c_int64),
+        ("watch", c_void_p),
+        ("seen", c_int64),
+        ("left_ns", c_int64),
+        ("single", c_int64),
+        ("layer", c_int64),
+        ("part", c_int64),
+        ("pos", c_int64),
+        ("num_units", c_int64),
+        ("num_layers", c_int64),
+        ("num_segments", c_int64),
+        ("longest_ns", c_int64),
+        ("longest_kind", c_int64),
+        ("slots_done", c_int64),
+        ("expert_bytes", c_int64),
+        ("failed", c_int64),
+    )
+
+
+class Sizes(NamedTuple):
+    """How much is done at once."""
+
+    costs: Costs
+    """How large a range of expert units is."""
+    unit_rows: int
+    """Most rows of one expert unit."""
+    single: bool
+    """Return after the first op or range."""
+
+
+class Swept(NamedTuple):
+    """What one call did."""
+
+    at: Index
+    """The first op not done."""
+    num_segments: int
+    longest_ns: int
+    longest_op: OpKind
+    expert_bytes: int
+    """Weights of the experts that had a unit."""
+
+
+class Space:
+    """Tensors of the layer that a call is in; a frame keeps them while it is parked there."""
+
+    __slots__ = (
+        "ids_TK",
+        "ints",
+        "mid_TD",
+        "next_TD",
+        "normed_TD",
+        "shared_TD",
+        "slots_SD",
+        "units",
+        "weights_TK",
+    )
+
+    def __init__(self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int) -> None:
+        tokens, top_k, weights = x_TD.shape[0], layer.top_k, layer.weights
+        num = tokens * top_k
+        self.mid_TD, self.normed_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        self.next_TD = torch.empty_like(x_TD)
+        has_shared = layer.router is not None and layer.mlp is not None
+        self.shared_TD = torch.empty_like(x_TD) if has_shared else None
+        self.weights_TK = torch.empty((tokens, top_k), dtype=weights)
+        self.slots_SD = x_TD.new_empty((num, out_width))
+        whole = torch.empty(3 * (num + num_units), dtype=torch.int64)
+        self.ids_TK = whole[:num].view(tokens, top_k)
+        self.ints = whole[num : 3 * num]
+        """token_S and inverse_S of `Work`."""
+        self.units = whole[3 * num :]
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds, whether it is in use or not."""
+        held = [getattr(self, name) for name in self.__slots__]
+        return [tensor for tensor in held if tensor is not None]
+
+    def take_up(self, state: LayerState) -> None:
+        """Copy what ops one by one, or a restored frame, have left in a layer."""
+        assert state.mid_TD is not None
+        self.mid_TD.copy_(state.mid_TD)
+        for lo, routed in state.routed.items():
+            hi = lo + routed.x_TD.shape[0]
+            self.normed_TD[lo:hi] = routed.x_TD
+            self.ids_TK[lo:hi] = routed.ids_TK
+            self.weights_TK[lo:hi] = routed.weights_TK
+            if self.shared_TD is not None and routed.kept is not None:
+                shared = routed.kept["shared"]
+                assert isinstance(shared, Tensor)
+                self.shared_TD[lo:hi] = shared
+        work = state.work
+        if work is not None:
+            self.slots_SD.copy_(work.slots_SD)
+            self.ints.copy_(torch.cat((work.token_S, work.inverse_S)))
+            self.units[: len(work.flat)] = torch.tensor(work.flat)
+        if state.next_TD is not None:
+            self.next_TD.copy_(state.next_TD)
+
+    def show(self, s: _Sweep) -> None:
+        """Say where the tensors are."""
+        tokens, width = self.mid_TD.shape
+        s.tokens, s.width, s.top_k = tokens, width, self.ids_TK.shape[1]
+        s.wide = self.weights_TK.dtype is torch.float32
+        s.next, s.mid = self.next_TD.data_ptr(), self.mid_TD.data_ptr()
+        s.normed, s.weights = self.normed_TD.data_ptr(), self.weights_TK.data_ptr()
+        s.shared = None if self.shared_TD is None else self.shared_TD.data_ptr()
+        s.slots, s.ids = self.slots_SD.data_ptr(), self.ids_TK.data_ptr()
+        token = self.ints.data_ptr()
+        s.token, s.inverse = token, token + self.ints.nbytes // 2
+        s.units = self.units.data_ptr()
+
+    def leave(
+        self, state: LayerState, bank: Bank | None, parts: Sequence[Op], at: Index, num_units: int
+    ) -> None:
+        """Show in the frame what is done of a layer.
+
+        Args:
+            state: Of the frame.
+            bank: The layer's experts; a dense layer has none.
+            parts: The ops of the layer.
+            at: Place in `parts`, and units of it that are done.
+            num_units: Units of the layer, once its experts have begun.
+        """
+        state.space, state.mid_TD = self, self.mid_TD
+        for kind, _, _, lo, hi in parts[: at.op]:
+            if kind is OpKind.ROUTE:
+                shared: dict[str, Kept] | None = None
+                if self.shared_TD is not None:
+                    shared = {"shared": self.shared_TD[lo:hi]}
+                state.routed[lo] = Routed(
+                    self.normed_TD[lo:hi], self.ids_TK[lo:hi], self.weights_TK[lo:hi], shared
+                )
+        combine = [part.kind for part in parts].index(OpKind.COMBINE)
+        if bank is not None and (at.op, at.pos) > (combine - 1, 0):
+            if state.work is None:
+                units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
+                state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
+            done = at.pos or num_units
+            state.work.done[:done] = b"\1" * done
+            state.weights_TK = self.weights_TK
+            state.experts_x_TD = self.normed_TD if at.pos else None
+        if at.op > combine:
+            state.next_TD = self.next_TD
+
+
+class Ahead(NamedTuple):
+    """The ops of one layer as a call reads them."""
+
+    ops: tuple[Op, ...]
+    structs: "ctypes.Array[_LayerOp]"
+    steps: list[Step]
+    """What the ATTN ops attend, which come first."""
+    held: list[Tensor]
+    stops: bool
+    """An attention stops between keys; such ATTN ops run one by one."""
+
+
+class Sweep:
+    """The layers of one model that run this way.
+
+    Args:
+        drivers: Of every layer.
+        banks: The experts of every layer.
+        top_k: Experts per token.
+    """
+
+    def __init__(
+        self, drivers: Sequence[LayerDriver], banks: Sequence[Bank | None], top_k: int
+    ) -> None:
+        self._banks = tuple(banks)
+        found: list[NativeLayer] = []
+        """Layers that run in one call."""
+        self._layers: list[NativeLayer | None] = []
+        for driver, bank in zip(drivers, banks, strict=True):
+            layer = _native_layer(driver, bank, top_k)
+            fits = layer is not None and layer.fits(found)
+            self._layers.append(layer if fits else None)
+            found += [layer] if layer is not None and fits else []
+        self._structs: Any = None
+
+    def enter(self) -> None:
+        """Take up where the weights are; those of the experts are packed."""
+        self._structs = (_Layer * len(self._layers))()
+        for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
+            if layer is None:
+                continue
+            kind = "latents" if isinstance(layer.attention, Latents) else "attention"
+            experts = bank if isinstance(bank, NativeBank) else None
+            self._structs[i] = _Layer(
+                **{kind: layer.attention.address},
+                out=layer.out.address,
+                router=None if layer.router is None else layer.router.address,
+                experts=None if experts is None else experts.address,
+                mlp=None if layer.mlp is None else layer.mlp.address,
+                norm=None if layer.norm is None else ctypes.addressof(layer.norm.struct),
+                index=layer.number,
+                window=layer.window or 0,
+                expert_bytes=0 if experts is None else experts.unit_bytes,
+                scale=layer.scale,
+            )
+
+    def leave(self) -> None:
+        """Run no more until `enter`: experts give their memory back."""
+        self._structs = None
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers run this way."""
+        return sum(layer is not None for layer in self._layers)
+
+    def covers(self, op: Op) -> bool:
+        """Whether a call may start at an op."""
+        inside = op.kind is not OpKind.EMBED and op.layer < len(self._layers)
+        return inside and self._layers[op.layer] is not None
+
+    def run(
+        self,
+        frame: Frame,
+        program: Program,
+        at: Index,
+        stop: Stop,
+        new_step: NewStep,
+        sizes: Sizes,
+    ) -> Swept | None:
+        """Run ops from `at`, at least one op or range of expert units.
+
+        Args:
+            frame: Of the program.
+            program: The frame's, or one with the first of its ops.
+            at: An op that is covered.
+            stop: Who may ask to stop. One without `watch` is looked at by the caller, so the call
+                returns at every boundary of the program's grain.
+            new_step: Finds what an ATTN op attends.
+            sizes: How much is done at once.
+
+        Returns:
+            What was done. None for an ATTN op of a layer whose attention stops between keys, which
+            runs by itself.
+
+        Raises:
+            InvariantError: Expert units ran out of order (I1), or it was left.
+            ModelError: A router gave an id that is no expert's.
+        """
+        if self._structs is None:
+            raise InvariantError("these experts were given back to their module")
+        stretch, first = _stretch_of(program.ops, at.op)
+        num = stretch.num_ops
+        nth, part = divmod(at.op - first, num)
+        layer = stretch.start + nth
+        x = frame.activate(stretch.group).contiguous()
+        ahead = self._look_ahead(frame, stretch, layer, x, new_step, sizes.costs)
+        if program.ops[at.op].kind is OpKind.ATTN and (ahead.stops or at.pos):
+            return None
+        work = frame.layer.work
+        _check_units(work, ahead.ops[part], at.pos)
+        space = self._space(frame, layer, x, sizes.unit_rows, part > 0 or at.pos > 0)
+        other = torch.empty_like(x)
+        s = _Sweep(
+            layers=ctypes.addressof(self._structs),
+            parts=ctypes.addressof(ahead.structs),
+            num_parts=num,
+            end_layer=self._end(layer, layer + 1 if ahead.stops else stretch.end),
+            x=x.data_ptr(),
+            other=other.data_ptr(),
+            unit_rows=sizes.unit_rows,
+            range_ns=sizes.costs.range_ns,
+            unit_ns=sizes.costs.unit_ns,
+            row_ns=sizes.costs.row_ns,
+            grain=program.grain,
+            single=sizes.single,
+            layer=layer,
+            part=part,
+            pos=at.pos,
+            num_units=0 if work is None else len(work.units),
+        )
+        space.show(s)
+        if program.grain is not Grain.STEP:
+            _watch(s, stop, program.stop_below)
+        cpu.native.sweep(ctypes.addressof(s))
+        if s.failed:
+            raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
+        self._leave(frame, s, space, other, ahead)
+        index = Index(first + (s.layer - stretch.start) * num + s.part, s.pos)
+        longest = OpKind(s.longest_kind)
+        return Swept(index, s.num_segments, s.longest_ns, longest, s.expert_bytes)
+
+    def _end(self, start: int, end: int) -> int:
+        """The first layer of [start, end] where a call that starts at `start` cannot go on."""
+        return next((i for i in range(start, end) if self._layers[i] is None), end)
+
+    def _look_ahead(
+        self,
+        frame: Frame,
+        stretch: Stretch,
+        layer: int,
+        x_TD: Tensor,
+        new_step: NewStep,
+        costs: Costs,
+    ) -> Ahead:
+        native = self._layers[layer]
+        assert native is not None
+        key = stretch.group, native.router is None
+        found: Ahead | None = frame.ahead.get(key)
+        if found is None:
+            found = _ahead(frame, stretch.in_layer(layer), native, x_TD, new_step, costs)
+            frame.ahead[key] = found
+        return found
+
+    def _space(self, frame: Frame, layer: int, x_TD: Tensor, unit_rows: int, inside: bool) -> Space:
+        """Where the layer that runs first puts what it computes."""
+        state, native, bank = frame.layer, self._layers[layer], self._banks[layer]
+        held: Space | None = state.space
+        if held is not None:
+            return held
+        assert native is not None
+        num_slots, num_experts, width = x_TD.shape[0] * native.top_k, 0, x_TD.shape[1]
+        if bank is not None:
+            num_experts, width = bank.num_experts, bank.out_width
+        num_units = min(num_slots, num_experts + num_slots // unit_rows)
+        space = Space(x_TD, native, width, num_units)
+        if inside:
+            space.take_up(state)
+            frame.layer = LayerState()
+        return space
+
+    def _leave(self, frame: Frame, s: _Sweep, space: Space, other: Tensor, ahead: Ahead) -> None:
+        """Let the frame hold what it would after the same ops one by one."""
+        frame.slots_done += s.slots_done
+        for step in ahead.steps if s.num_layers else ahead.steps[: s.part]:
+            step.reach()
+        if s.num_layers:
+            given = (space.next_TD, other)
+            frame.x_TD, space.next_TD = given if s.num_layers % 2 else given[::-1]
+            frame.layer = LayerState()
+        if s.part or s.pos:
+            bank = self._banks[s.layer]
+            space.leave(frame.layer, bank, ahead.ops, Index(s.part, s.pos), s.num_units)
+
+
+def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeLayer | None:
+    """What a call needs of a layer; None if a part of it is not ours."""
+    layer = driver.whole if isinstance(driver, NativeDriver) else None
+    if layer is None or layer.router is None:
+        return layer
+    return layer if isinstance(bank, NativeBank) and layer.top_k == top_k else None
+
+
+def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
+    """The stretch that an op lies in and where it begins; of bare ops, the op's layer."""
+    if isinstance(ops, Ops):
+        return ops.stretch_of(index)
+    same = ops[index].layer, ops[index].group
+    first, end = index, index + 1
+    while first and ops[first - 1][1:3] == same and ops[first - 1].kind is not OpKind.EMBED:
+        first -= 1
+    while end < len(ops) and ops[end][1:3] == same:
+        end += 1
+    parts = tuple((op.kind, ((op.lo, op.hi),)) for op in ops[first:end])
+    return Stretch(same[0], same[0] + 1, same[1], parts), first
+
+
+def _ahead(
+    frame: Frame,
+    ops: tuple[Op, ...],
+    layer: NativeLayer,
+    x_TD: Tensor,
+    new_step: NewStep,
+    costs: Costs,
+) -> Ahead:
+    structs, steps, held = (_LayerOp * len(ops))(), [], []
+    for i, (kind, _, group, lo, hi) in enumerate(ops):
+        structs[i] = _LayerOp(kind=kind, lo=lo, hi=hi)
+        if kind is not OpKind.ATTN:
+            continue
+        step = frame.step_of(group, lo, hi, new_step)
+        cos, sin = (t.contiguous() for t in frame.rope_of(group, lo, hi))
+        part = structs[i]
+        part.spans = step.addresses(layer.slab, x_TD).address
+        part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
+        part.cos, part.sin = cos.data_ptr(), sin.data_ptr()
+        steps.append(step)
+        held += [cos, sin]
+    stops = any(costs.keys(s.num_tokens, len(s.spans), s.num_keys) < s.num_keys for s in steps)
+    return Ahead(ops, structs, steps, held, stops)
+
+
+def _check_units(work: Work | None, op: Op, pos: int) -> None:
+    """Before an op: the units before `pos` are done and no others; all of them before COMBINE."""
+    if work is None:
+        return
+    if op.kind is OpKind.COMBINE:
+        if 0 in work.done:
+            raise InvariantError(f"layer {op.layer} combines before all its experts ran (I1)")
+    elif 0 in work.done[:pos] or 1 in work.done[pos:]:
+        raise InvariantError(f"units of layer {op.layer} ran out of order (I1)")
+
+
+def _watch(s: _Sweep, stop: Stop, below: int) -> None:
+    """Let a call poll by itself, if that can be and nobody has asked already."""
+    look = getattr(stop, "watch", None)
+    watch: Watch | None = None if look is None else look()
+    if watch is None or stop.word < below:
+        return
+    late_ns = stop.stop_at_ns
+    s.watch, s.seen = watch
+    s.left_ns = FOREVER if late_ns is None else late_ns - stop.now_ns()
+
+
+NOTHING = Sweep((), (), 0)
+"""Covers no layer."""

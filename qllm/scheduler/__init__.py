@@ -1,0 +1,1 @@
+"""Who runs, when and with which KV: pure decisions, no torch, no clock, no randomness."""

@@ -1,0 +1,304 @@
+"""Which request ends when a policy raises or breaks a rule: the one it breaks on, and no other.
+
+No content of one request may end another's. Where the policy was asked about one request (`rank`,
+`on_arrival`), that one is to blame. Else it is found by trials: copies of the scheduler's state
+in which some requests have ended, with a copy of the policy that was told so, have to decide.
+Of two requests that break it only together, the newer one ends. A policy that breaks on every
+request it is tried on is broken: all end, or the fallback takes over.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
+
+from qllm.errors import PolicyError
+from qllm.plan import Plan
+from qllm.policy import RankPolicy, StepReport, View, next_row
+from qllm.scheduler.blocks import BlockPool
+from qllm.scheduler.compile import align_rows
+from qllm.scheduler.decision import Decision, Parked
+from qllm.scheduler.request import Request
+from qllm.types import FrameId, RequestId
+
+Works = Callable[[Collection[RequestId]], bool]
+"""Whether a policy does what it has to once these requests have ended."""
+
+
+class State(Protocol):
+    """What is asked of a scheduler and its copies; `qllm.scheduler.scheduler.Scheduler` has it."""
+
+    policy: Any
+    pool: BlockPool
+    requests: dict[RequestId, Request]
+    frames: dict[FrameId, Parked]
+
+    @property
+    def hook_errors(self) -> Iterable[tuple[Any, PolicyError]]:
+        """What hooks raised that no decision has raised yet."""
+        ...
+
+    def view(self, now_ns: int) -> View:
+        """What a policy is shown."""
+        ...
+
+    def decide(self, now_ns: int) -> Decision:
+        """What to run next; raises what is wrong with the policy."""
+        ...
+
+    def empty(self, policy: Any) -> Self:
+        """One like it, with this policy, that knows no request."""
+        ...
+
+
+class Blame(NamedTuple):
+    """What has to become of the requests after an error of the policy."""
+
+    request_ids: tuple[RequestId, ...]
+    """Those to end; none if the error was about a request that has ended."""
+    others_go_on: bool
+    """Whether the policy is known to work without them."""
+
+
+class HookError(PolicyError):
+    """A hook raised.
+
+    Args:
+        message: What it raised.
+        hook: Its name.
+        request_ids: The requests that it raised on.
+        others_go_on: Whether it is known not to raise on others.
+    """
+
+    def __init__(
+        self, message: str, hook: str, request_ids: tuple[RequestId, ...], others_go_on: bool
+    ) -> None:
+        super().__init__(message)
+        self.hook, self.request_ids, self.others_go_on = hook, request_ids, others_go_on
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A state of the scheduler to try a policy on, which stays as it is.
+
+    Args:
+        scheduler: The state.
+        now_ns: The engine's clock.
+        report: The step to tell `on_step_done` of; None asks for a decision.
+    """
+
+    scheduler: State
+    now_ns: int
+    report: StepReport | None = None
+
+    def without(self, gone: Collection[RequestId]) -> "Trial":
+        """The trial once these requests have ended, and their rows are in no report."""
+        report = self.report
+        if report is not None:
+            report = report._replace(
+                rows=tuple(row for row in report.rows if row.request_id not in gone),
+                sampled=tuple(i for i in report.sampled if i not in gone),
+            )
+        return Trial(without(self.scheduler, gone, self.now_ns), self.now_ns, report)
+
+    def works(self, gone: Collection[RequestId]) -> bool:
+        """Whether the policy does what it has to once these requests have ended."""
+        trial = self.without(gone)
+        twin = trial.scheduler
+        if trial.report is None:
+            try:
+                twin.decide(self.now_ns)
+            except PolicyError:
+                return False
+            return True
+        try:
+            twin.policy.on_step_done(twin.view(self.now_ns), trial.report)
+        except Exception:  # noqa: BLE001 - that is the question
+            return False
+        return True
+
+
+def blame(scheduler: State, error: PolicyError, now_ns: int) -> Blame:
+    """Find the requests that a policy has raised on. Nothing changes.
+
+    Args:
+        scheduler: Its state after the error.
+        error: What `decide` raised.
+        now_ns: The engine's clock.
+    """
+    trial = Trial(scheduler, now_ns)
+    if isinstance(error, HookError):
+        return _blame_of_hook(trial, error)
+    if error.request_id is None:
+        order = list(reversed(scheduler.requests))
+        if isinstance(scheduler.policy, RankPolicy):
+            # No rank was asked: its shape failed, as the scheduler in C++ does alike.
+            return Blame(tuple(order), False)
+        return _blame_of(trial, order)
+    if error.request_id not in scheduler.requests:
+        return Blame((), True)
+    ended = (error.request_id,)
+    return Blame(ended, len(scheduler.requests) > 1 and trial.works(ended))
+
+
+def _blame_of_hook(trial: Trial, error: HookError) -> Blame:
+    requests = trial.scheduler.requests
+    ended = tuple(i for i in error.request_ids if i in requests)
+    if not ended:
+        return Blame((), error.others_go_on)
+    goes_on = error.others_go_on and len(requests) > len(ended) and trial.works(ended)
+    if goes_on and error.hook == "on_arrival":
+        goes_on = _accepts_another(trial, ended)
+    return Blame(ended, goes_on)
+
+
+def _accepts_another(trial: Trial, ended: tuple[RequestId, ...]) -> bool:
+    """Whether `on_arrival` does not raise on the newest request that it has not raised on yet."""
+    raised_on = {i for _, e in trial.scheduler.hook_errors for i in getattr(e, "request_ids", ())}
+    twin = trial.without(ended).scheduler
+    others = [request for i, request in twin.requests.items() if i not in raised_on]
+    if not others:
+        return False
+    if twin.policy is trial.scheduler.policy:
+        return True  # it is no copy: what it is told now, it would remember
+    view = twin.view(trial.now_ns)
+    if hook := getattr(twin.policy, "on_finish", None):
+        with suppress(Exception):  # so that the arrival is not its second
+            hook(view, others[-1])
+    try:
+        twin.policy.on_arrival(view, others[-1])
+    except Exception:  # noqa: BLE001 - that is the question
+        return False
+    return True
+
+
+def _blame_of(trial: Trial, order: Sequence[RequestId]) -> Blame:
+    """Find by trials whose end lets a policy work again.
+
+    Args:
+        trial: What it broke on.
+        order: The requests to find them among, newest first.
+    """
+    first = newest_needed(order, trial.works)
+    rest = [i for i in order if i != first]
+    if not rest:
+        return Blame((first,), trial.report is not None and trial.works((first,)))
+    if trial.works((first,)):
+        return Blame((first,), True)
+    ended = (first, *breaking(trial.without((first,)), rest))
+    return Blame(ended, len(ended) < len(order) and trial.works(ended))
+
+
+def breaking(trial: Trial, group: Sequence[RequestId]) -> list[RequestId]:
+    """Find the requests on which a policy breaks also without all others of a group.
+
+    The group is halved until it works. Each half starts from the state in which the other half
+    has ended already, so that the policy is told of O(n log n) ends in all, not O(n^2).
+
+    Args:
+        trial: A state with the group and, of the requests to blame, no others.
+        group: n requests with which it does not work.
+    """
+    if len(group) == 1:
+        return list(group)
+    middle = len(group) // 2
+    found: list[RequestId] = []
+    for half, other in ((group[:middle], group[middle:]), (group[middle:], group[:middle])):
+        if not trial.works(other):
+            found += breaking(trial.without(other), half)
+    return found
+
+
+def newest_needed(order: Sequence[RequestId], works: Works) -> RequestId:
+    """The request whose end, after the end of all newer ones, lets a policy work again.
+
+    Args:
+        order: Requests, newest first, with which it does not work.
+        works: Tells it of the first of these. It is taken to be true of all.
+    """
+    low, high = 0, len(order)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if works(order[:middle]):
+            high = middle
+        else:
+            low = middle
+    return order[high - 1]
+
+
+def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
+    """A plan of one request alone, as far as KV is free, to see whether it fails by itself.
+
+    Args:
+        suspects: Requests of a frame that raised.
+        view: The state.
+
+    Returns:
+        None if there is no KV for any of them.
+    """
+    for request in suspects:
+        row = next_row(request, view, view.max_step_tokens)
+        room = (len(request.block_table) + view.num_free_blocks) * view.block_size
+        if request.frame_id is None and row.lo < room:
+            row = row._replace(hi=min(row.hi, room))
+            (row,) = align_rows([row], {request.request_id: request}, view.cuts)
+            if row.hi <= room:
+                return Plan(rows=(row,))
+    return None
+
+
+def call_hook(
+    scheduler: State, name: str, subject: Request | StepReport, now_ns: int
+) -> PolicyError | None:
+    """Tell a policy of something, if it wants to know; return what it raised on, if it did.
+
+    Args:
+        scheduler: Its state.
+        name: Of the hook.
+        subject: What it is told of.
+        now_ns: The engine's clock.
+    """
+    hook = getattr(scheduler.policy, name, None)
+    if hook is None:
+        return None
+    try:
+        hook(scheduler.view(now_ns), subject)
+    except Exception as error:  # noqa: BLE001 - a decision raises it
+        kind = type(scheduler.policy).__name__
+        text = f"policy {kind} raised in {name}: {type(error).__name__}: {error}"
+        if isinstance(subject, Request):
+            return HookError(text, name, (subject.request_id,), True)
+        order = sorted({row.request_id for row in subject.rows}, reverse=True)
+        found = _blame_of(Trial(scheduler, now_ns, subject), order)
+        return HookError(text, name, *found)
+    return None
+
+
+def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State:
+    """A copy of a scheduler's state in which some requests have ended.
+
+    It has no suspects: they would be planned without asking the policy. A policy that cannot be
+    copied is used as it is, and not told of their end.
+    """
+    ended = set(gone)
+    policy, is_copy = scheduler.policy, True
+    try:
+        policy = copy.deepcopy(policy)
+    except Exception:  # noqa: BLE001 - it holds a lock, a file: `plan` is pure all the same
+        is_copy = False
+    twin = scheduler.empty(policy)
+    for request_id, request in scheduler.requests.items():
+        if request_id not in ended:
+            mine = copy.copy(request)
+            mine.block_table = twin.pool.take(request_id, len(request.block_table))
+            twin.requests[request_id] = mine
+    for frame_id, parked in scheduler.frames.items():
+        mine_parked = replace(parked, dead=parked.dead | ended)
+        if mine_parked.held_rows():
+            twin.frames[frame_id] = mine_parked
+    for request_id in gone if is_copy else ():
+        if request_id in scheduler.requests and (hook := getattr(policy, "on_finish", None)):
+            with suppress(Exception):  # that would be blamed on the request that ends
+                hook(twin.view(now_ns), scheduler.requests[request_id])
+    return twin

@@ -1,0 +1,153 @@
+"""Plan -> program: rows to ops, cut where the configuration says. Pure, and without tensors.
+
+The price of a decision matters (a policy decides between any two steps), so work is
+proportional to rows and cuts, never to layers: what repeats layer by layer is one `Stretch`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from qllm.plan import CutRule, ModelShape, Plan, Row, chunk_end, row_blocks
+from qllm.scheduler.program import OpKind, Ops, Program, Stretch
+from qllm.scheduler.request import Request
+from qllm.types import FrameId, RequestId
+
+
+def align_rows(
+    rows: Sequence[Row], requests: Mapping[RequestId, Request], cuts: CutRule | None
+) -> list[Row]:
+    """End chunks where level L2 lets them end.
+
+    Args:
+        rows: Planned rows.
+        requests: Whose rows they are.
+        cuts: The cut rule; None leaves every row as it is.
+    """
+    if cuts is None:
+        return list(rows)
+    out = []
+    for row in rows:
+        request = requests[row.request_id]
+        if request.frontier is None and row.hi < request.num_tokens:
+            alone = request.num_prompt_tokens
+            row = row._replace(hi=chunk_end(row, request.num_tokens, cuts, alone))
+        out.append(row)
+    return out
+
+
+def _attn_cuts(
+    group: Sequence[int], costs: Sequence[Sequence[tuple[int, float]]], max_cost: float
+) -> list[tuple[int, int]]:
+    """Pack the blocks of a group's rows, in order, into as few ops as `max_cost` allows.
+
+    Args:
+        group: Rows.
+        costs: Per row, tokens and cost of each of its blocks.
+        max_cost: Most per op.
+    """
+    spans: list[tuple[int, int]] = []
+    begin = at = 0
+    total = 0.0
+    for r in group:
+        for num, cost in costs[r]:
+            if total + cost > max_cost and at > begin:
+                spans.append((begin, at))
+                begin, total = at, 0.0
+            at += num
+            total += cost
+    spans.append((begin, at))
+    return spans
+
+
+def _even_cuts(num_tokens: int, block: int) -> list[tuple[int, int]]:
+    return [(a, min(a + block, num_tokens)) for a in range(0, num_tokens, block)]
+
+
+def _alike(is_moe: Sequence[bool], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbouring layers of one kind."""
+    while start < end:
+        last = start + 1
+        while last < end and is_moe[last] == is_moe[start]:
+            last += 1
+        yield start, last
+        start = last
+
+
+def _stretch(
+    start: int, end: int, group: int, attn: Sequence[tuple[int, int]], is_moe: bool, cuts: CutRule
+) -> Stretch:
+    total = attn[-1][1]
+    glue = _even_cuts(total, cuts.glue_block if is_moe else cuts.dense_block)
+    if not is_moe:
+        return Stretch(start, end, group, ((OpKind.ATTN, attn), (OpKind.COMBINE, glue)))
+    experts = ((OpKind.ROUTE, glue), (OpKind.EXPERTS, ((0, total),)), (OpKind.COMBINE, glue))
+    return Stretch(start, end, group, ((OpKind.ATTN, attn), *experts))
+
+
+def compile_program(
+    plan: Plan,
+    *,
+    frame_id: FrameId,
+    samples: Sequence[bool],
+    shape: ModelShape,
+    cuts: CutRule,
+    one_query_from: Sequence[int] | None = None,
+) -> Program:
+    """Turn validated rows into ops. Pure: the same plan gives the same program.
+
+    Args:
+        plan: Rows whose ranges the scheduler has checked.
+        frame_id: Id of the new frame.
+        samples: Per row, whether it completes the request's known tokens.
+        shape: Layers of the model.
+        cuts: Where ops are cut by rows.
+        one_query_from: Per row, the position from which every token is a block of its own
+            (level L2: what was decoded one by one is recomputed one by one).
+    """
+    rows = plan.rows
+    num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv
+    alone = one_query_from or [row.hi for row in rows]
+    blocks: list[tuple[int, ...]] = []
+    costs: list[Sequence[tuple[int, float]]] = []
+    for (_, lo, hi, _, _), a in zip(rows, alone, strict=True):
+        if hi - lo == 1:
+            blocks.append((lo, hi))
+            costs.append(((1, 1.0 + per_kv * hi),))
+        else:
+            marks, priced = row_blocks(lo, hi, cuts, a)
+            blocks.append(tuple(marks))
+            costs.append(priced)
+    starts, ends = [row.start_layer for row in rows], [row.end_layer for row in rows]
+    groups: dict[tuple[int, ...], int] = {}
+    spans: dict[int, list[tuple[int, int]]] = {}
+    stretches: list[Stretch] = []
+
+    def one_op(kind: OpKind, layer: int, members: tuple[int, ...]) -> None:
+        if members:
+            total = sum([hi - lo for _, lo, hi, _, _ in map(rows.__getitem__, members)])
+            g = groups.setdefault(members, len(groups))
+            stretches.append(Stretch(layer, layer + 1, g, ((kind, ((0, total),)),)))
+
+    one_op(OpKind.EMBED, 0, tuple([r for r, start in enumerate(starts) if start == 0]))
+    for start, end in pairwise(sorted({*starts, *ends})):
+        both = enumerate(zip(starts, ends, strict=True))
+        members = tuple([r for r, (a, b) in both if a <= start and b >= end])
+        if members:
+            g = groups.setdefault(members, len(groups))
+            if g not in spans:
+                spans[g] = _attn_cuts(members, costs, cuts.max_cost)
+            for first, last in _alike(shape.is_moe, start, end):
+                stretches.append(_stretch(first, last, g, spans[g], shape.is_moe[first], cuts))
+    complete = [r for r, end in enumerate(ends) if end == num_layers and samples[r]]
+    one_op(OpKind.HEAD, num_layers, tuple(complete))
+    return Program(
+        frame_id=frame_id,
+        rows=rows,
+        groups=tuple(groups),
+        ops=Ops(stretches),
+        grain=plan.grain,
+        stop_below=plan.stop_below,
+        samples=tuple(samples),
+        num_layers=num_layers,
+        row_blocks=tuple(blocks),
+    )

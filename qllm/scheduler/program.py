@@ -1,0 +1,259 @@
+"""Program: a plan as ops in order, each on a fixed row set.
+
+A runner executes `run(program, start, stop) -> Index`, the first op it has not done. Nothing
+here touches a tensor, so the same program drives every runner.
+
+    rows    A [0, 6) layers [0, 3)      B [4, 5) layers [0, 3)      C [0, 9) layers [1, 3)
+    ops     EMBED AB | layer 0: ATTN AB, ROUTE AB, EXPERTS AB, COMBINE AB
+                     | layer 1: ATTN ABC, ROUTE ABC, EXPERTS ABC, COMBINE ABC | ... | HEAD ABC
+"""
+
+import enum
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, overload
+
+from qllm.plan import Row
+from qllm.types import FrameId, Grain, RequestId
+
+
+class OpKind(enum.IntEnum):
+    """What an op does to its rows. The residual stream x_TD is the state between layers."""
+
+    EMBED = 0
+    """Token ids -> x. First op of rows that start at layer 0."""
+    ATTN = 1
+    """x += attention(norm(x)); writes KV at the rows' positions."""
+    ROUTE = 2
+    """norm(x) -> top-k expert ids and weights, sorted work units; shared experts."""
+    EXPERTS = 3
+    """Work units of the layer, one (expert, row block) each, into output slots."""
+    COMBINE = 4
+    """x += weighted sum of the slots (a dense layer: x += mlp(norm(x)))."""
+    HEAD = 5
+    """Last norm, logits and sampling for the rows that complete their known tokens."""
+
+
+class Op(NamedTuple):
+    """One op. `lo` and `hi` are tokens [lo, hi) in the packed order of its group."""
+
+    kind: OpKind
+    layer: int
+    """Layer index; 0 for EMBED, the number of layers for HEAD."""
+    group: int
+    """Index into `Program.groups`."""
+    lo: int
+    hi: int
+
+
+class Stretch(NamedTuple):
+    """The same ops in each of the layers [start, end)."""
+
+    start: int
+    end: int
+    group: int
+    parts: tuple[tuple[OpKind, Sequence[tuple[int, int]]], ...]
+    """The kinds of ops of one layer in order, each with the token ranges it is cut into."""
+
+    @property
+    def num_ops(self) -> int:
+        """Ops of one layer."""
+        return sum([len(spans) for _, spans in self.parts])
+
+    def in_layer(self, layer: int) -> tuple[Op, ...]:
+        """Spell out one of its layers."""
+        group = self.group
+        return tuple(
+            [Op(kind, layer, group, lo, hi) for kind, spans in self.parts for lo, hi in spans]
+        )
+
+
+class Ops(Sequence[Op]):
+    """The ops of a program in order: a sequence that knows what repeats layer by layer.
+
+    A sweep over 48 layers is thousands of ops and a few stretches, so it is made and kept as
+    stretches, and a layer is spelled out when it is looked at.
+    """
+
+    __slots__ = ("_ends", "_seen", "stretches")
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self.stretches = tuple(stretches)
+        self._ends = list(accumulate(s.num_ops * (s.end - s.start) for s in stretches))
+        """Per stretch, the index after its last op."""
+        self._seen: tuple[int, int, tuple[Op, ...]] = (0, 0, ())
+        """The layer looked at last: the indexes it spans, and its ops."""
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Op, ...]: ...
+    def __getitem__(self, index: int | slice) -> Op | tuple[Op, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        first, end, ops = self._seen
+        if not first <= index < end:
+            first, _, ops = self._seen = self._layer_of(index + len(self) if index < 0 else index)
+            index = index + len(self) if index < 0 else index
+        return ops[index - first]
+
+    def stretch_of(self, index: int) -> tuple[Stretch, int]:
+        """The stretch that an op lies in, and the index of the stretch's first op."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"op {index} of {len(self)}")
+        at = bisect_right(self._ends, index)
+        return self.stretches[at], self._ends[at - 1] if at else 0
+
+    def _layer_of(self, index: int) -> tuple[int, int, tuple[Op, ...]]:
+        stretch, begin = self.stretch_of(index)
+        num = stretch.num_ops
+        nth = (index - begin) // num
+        first = begin + nth * num
+        return first, first + num, stretch.in_layer(stretch.start + nth)
+
+    def __iter__(self) -> Iterator[Op]:
+        for stretch in self.stretches:
+            for layer in range(stretch.start, stretch.end):
+                yield from stretch.in_layer(layer)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Ops) and self.stretches == other.stretches:
+            return True
+        return isinstance(other, Ops | tuple) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Ops({self.stretches!r})"
+
+
+class Index(NamedTuple):
+    """A boundary: the first op not done, and how many of its work units are done."""
+
+    op: int = 0
+    pos: int = 0
+
+
+START = Index(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Ops in order over fixed row sets; what travels together is a frame.
+
+    `rows` are packed in plan order: row r owns tokens [offsets[r], offsets[r + 1]) of x_TD.
+    """
+
+    frame_id: FrameId
+    rows: tuple[Row, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Row sets; an op runs on the rows of its group, packed in this order."""
+    ops: Sequence[Op]
+    grain: Grain
+    stop_below: int
+    samples: tuple[bool, ...]
+    """Per row: whether its last token completes what is known, so that a token is sampled."""
+    num_layers: int
+    row_blocks: tuple[tuple[int, ...], ...] = field(default=())
+    """Per row: absolute positions where its queries are cut, `lo` and `hi` included."""
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Start of each row in the packed order, and the total T at the end."""
+        out = [0]
+        for row in self.rows:
+            out.append(out[-1] + row.num_tokens)
+        return tuple(out)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of all rows."""
+        return self.offsets[-1]
+
+    @cached_property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """The requests of the rows, in row order."""
+        return tuple(row.request_id for row in self.rows)
+
+    def tokens_of(self, kind: OpKind) -> int:
+        """Tokens of all ops of a kind, layer by layer."""
+        if not isinstance(self.ops, Ops):
+            return sum(op.hi - op.lo for op in self.ops if op.kind is kind)
+        return sum(
+            (stretch.end - stretch.start) * (hi - lo)
+            for stretch in self.ops.stretches
+            for found, spans in stretch.parts
+            if found is kind
+            for lo, hi in spans
+        )
+
+    @property
+    def end(self) -> Index:
+        """The index at which nothing is left to do."""
+        return Index(len(self.ops), 0)
+
+    def until(self, index: Index) -> "Program":
+        """The same frame, its ops only up to a boundary between layers."""
+        return replace(self, ops=self.ops[: index.op])
+
+    def layer_at(self, index: Index) -> int:
+        """First layer not finished at `index` (the number of layers when only HEAD is left)."""
+        return self.ops[index.op].layer if index.op < len(self.ops) else self.num_layers
+
+    def inside_layer(self, index: Index) -> bool:
+        """Whether a layer is begun and not finished at `index`."""
+        if index.op >= len(self.ops):
+            return False
+        if index.pos:
+            return True
+        op = self.ops[index.op]
+        if op.kind in (OpKind.EMBED, OpKind.HEAD):
+            return False
+        return op.kind is not OpKind.ATTN or op.lo > 0
+
+    def layer_end(self, index: Index) -> Index:
+        """The first boundary between layers at or after `index`."""
+        op = index.op
+        if not self.inside_layer(index):
+            return index
+        layer = self.ops[op].layer
+        while op < len(self.ops) and self.ops[op].layer == layer:
+            op += 1
+        return Index(op, 0)
+
+    def layer_start(self, index: Index) -> Index:
+        """The last boundary between layers at or before `index`."""
+        op = index.op
+        if not self.inside_layer(index):
+            return index
+        layer = self.ops[op].layer
+        while op and self.ops[op - 1].layer == layer and self.ops[op - 1].kind is not OpKind.EMBED:
+            op -= 1
+        return Index(op, 0)
+
+    def rows_between(self, start: Index, stop: Index) -> list[Row]:
+        """The rows of the ops from `start` to `stop`, a begun op included."""
+        last = stop.op if stop.pos else stop.op - 1
+        if last < start.op:
+            return []
+        low, high = self.ops[start.op].layer, self.ops[last].layer
+        return [
+            row
+            for row, sampled in zip(self.rows, self.samples, strict=True)
+            if row.start_layer <= high
+            and (row.end_layer > low or (sampled and row.end_layer == low))
+        ]
+
+    def frontier_layer(self, row: int, index: Index) -> int:
+        """First layer that row number `row` still owes at `index`."""
+        r = self.rows[row]
+        if index == START:
+            return r.start_layer
+        return min(max(self.layer_at(index), r.start_layer), r.end_layer)

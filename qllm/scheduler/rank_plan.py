@@ -1,0 +1,460 @@
+"""From ranks to plans: the closed set of shapes around a `RankPolicy`.
+
+Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of
+it first, else its decodes and prefills in one program; while it only decodes, worse tiers get
+slices paid from the ride credit. Prefill is whole, a chunk (of a request, of what a step or the
+slack of its decodes leaves), or layered: a cohort of prompts advances by groups of layers.
+
+Whoever is admitted and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice
+before anyone else. Everything is integer arithmetic on the view, nothing is remembered between
+two plans, so a device scheduler can do the same.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cached_property
+from heapq import merge
+
+from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
+from qllm.policy import (
+    NO_DEADLINE,
+    FrameView,
+    Groups,
+    RankPolicy,
+    RequestView,
+    View,
+    next_row,
+)
+from qllm.scheduler.ranking import Ranked, Ranking
+from qllm.scheduler.ride import RIDE_CAP, ride_allowance_ns, tpot_target_ns
+from qllm.scheduler.turns import scores
+from qllm.types import NS_PER_MS, Grain, Priority, RequestId
+
+MIN_SLICE_NS = NS_PER_MS
+"""A slice shorter than this is not worth a switch."""
+GOOD_SLICE_NS = 10 * NS_PER_MS
+"""Credit is saved up to this before it is spent on a slice: switching to one and back takes about
+a millisecond."""
+MIN_CHUNK = 32
+"""Tokens of the smallest prefill step made to fit a slice."""
+
+
+class _Batch:
+    """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
+
+    def __init__(self, view: View, tokens: int) -> None:
+        self.block_size = view.block_size
+        self.rows: list[Row] = []
+        self.seats = view.max_num_seqs
+        self.tokens = tokens
+        self.free_blocks = view.num_free_blocks
+        self.num_prefills = 0
+
+    def need(self, request: RequestView, row: Row) -> int:
+        """Blocks that the row takes beyond those its request holds."""
+        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
+
+    def take(self, request: RequestView, row: Row) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        self.seats -= 1
+        need = -(-row.hi // self.block_size) - len(request.block_table)
+        if need > 0:
+            self.free_blocks -= need
+
+    def take_prefill(self, request: RequestView, row: Row) -> None:
+        """Add a row that pays with tokens."""
+        self.take(request, row)
+        self.tokens -= row.num_tokens
+        self.num_prefills += 1
+
+
+class _Shaper:
+    """One call of `shape_plan`."""
+
+    def __init__(self, view: View, policy: RankPolicy, ranking: Ranking) -> None:
+        self.view = view
+        self.policy = policy
+        self.ranking = ranking
+        self.tiers = ranking.tiers
+        self.tier_of = {x.request_id: x.tier for x in ranking.admitted}
+        """Tiers of requests that hold KV, and of the others once they are planned."""
+        self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
+        self.decodes: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
+        self.prefills: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
+        """Both per tier, of those who hold KV and are in no frame."""
+        for x in ranking.admitted:
+            r = x.request
+            if r.frame_id is None:
+                (self.decodes if r.is_decoding else self.prefills)[x.tier].append(x)
+
+    def frame_tier(self, frame: FrameView) -> int:
+        return min(self.tier_of[row.request_id] for row in frame.rows)
+
+    def resume(self, frame: FrameView) -> Plan:
+        return self.finish_plan(frame.rows)
+
+    def finish_plan(self, rows: Sequence[Row], slice_ns: int | None = None) -> Plan:
+        """Add grain, stop threshold and slice to rows."""
+        grain = min(self.policy.grain, self.view.finest_grain)
+        stop = NO_STOP
+        if grain > Grain.STEP:
+            stop = self.stop_below(rows)
+            due = self.next_due_ns({row.request_id for row in rows})
+            if due is not None:
+                left = max(self.min_slice_ns, due - self.view.now_ns)
+                slice_ns = left if slice_ns is None else min(slice_ns, left)
+        return Plan(
+            rows=tuple(rows),
+            grain=grain,
+            stop_below=stop,
+            slice_ns=slice_ns,
+        )
+
+    def stop_below(self, rows: Sequence[Row]) -> int:
+        """Whose arrival stops these rows.
+
+        The stop word carries priorities: where tiers are not priorities, any arrival stops
+        them, and a false alarm resumes them.
+        """
+        if self.ranking.num_own_tiers:
+            return ANY_ARRIVAL
+        return min([self.tier_of[row.request_id] for row in rows])
+
+    # -- the stall bound (I14)
+
+    def margin_ns(self, bound_ns: int) -> int:
+        """What may pass between falling due and running.
+
+        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses
+        now and then), at most the half; a group of layers has no slice that could end it, so
+        there it is the half.
+        """
+        if self.policy.groups is not None:
+            return bound_ns // 2
+        turns = len(self.view.frames) + 2
+        slices = turns * (self.min_slice_ns + 2 * min(self.view.max_segment_ns, 50 * NS_PER_MS))
+        return min(bound_ns - bound_ns // 2, max(slices, bound_ns // 8))
+
+    @cached_property
+    def bounded(self) -> list[tuple[int, RequestView]]:
+        """When the admitted requests that the stall bound protects fall due."""
+        if self.policy.max_be_stall_ms is None:
+            return []
+        best = self.tiers[0]
+        bound_ns = self.policy.max_be_stall_ms * NS_PER_MS
+        left_ns = bound_ns - self.margin_ns(bound_ns)
+        return [
+            (x.request.last_progress_ns + left_ns, x.request)
+            for x in self.ranking.admitted
+            if x.tier > best or x.request.priority > Priority.LS
+        ]
+
+    def next_due_ns(self, running: set[RequestId]) -> int | None:
+        others = [due for due, request in self.bounded if request.request_id not in running]
+        return min(others, default=None)
+
+    def stalled(self) -> Plan | None:
+        """A guaranteed slice for whoever is due; it needs no seat and nobody stops it."""
+        waiting = [request for due, request in self.bounded if due <= self.view.now_ns]
+        if not waiting:
+            return None
+        first = min(waiting, key=lambda r: (r.last_progress_ns, r.request_id))
+        frame = next((f for f in self.view.frames if f.frame_id == first.frame_id), None)
+        if frame is not None:
+            rows: list[Row] = list(frame.rows)
+        elif first.is_decoding:
+            batch = _Batch(self.view, 0)
+            for r in waiting:
+                if batch.seats and r.is_decoding and r.frame_id is None:
+                    row = next_row(r, self.view)
+                    if not batch.rows or batch.need(r, row) <= batch.free_blocks:
+                        batch.take(r, row)
+            rows = batch.rows
+        elif self.is_under_way(first):
+            due = {self.tier_of[r.request_id] for r in waiting if self.is_under_way(r)}
+            order = sorted(self.tiers, key=lambda tier: tier not in due)
+            return self.finish_plan(self.batch(order, cohorts=due).rows)
+        else:
+            rows = [next_row(first, self.view, self.slice_tokens(self.min_slice_ns))]
+        plan = self.finish_plan(rows)
+        return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns)
+
+    def slice_tokens(self, slice_ns: int) -> int:
+        """Prefill tokens for a slice: where time cannot stop a step, its size has to."""
+        most = self.view.max_step_tokens
+        if min(self.policy.grain, self.view.finest_grain) > Grain.STEP:
+            return most
+        return min(most, max(MIN_CHUNK, slice_ns // self.view.costs.prefill_token_ns))
+
+    # -- one step
+
+    def evictable(self, tier: int) -> int:
+        """Blocks that requests of worse tiers hold."""
+        return sum(len(x.request.block_table) for x in self.ranking.admitted if x.tier > tier)
+
+    def prefill_tokens(self, tiers: Collection[int]) -> int:
+        """Prefill tokens of a step that the decodes of these tiers share."""
+        view, policy = self.view, self.policy
+        tokens = view.max_step_tokens
+        if policy.step_tokens is None and policy.slack is None:
+            return tokens
+        decoding = [x.request for tier in tiers for x in self.decodes[tier]][: view.max_num_seqs]
+        if policy.step_tokens is not None:
+            tokens = min(tokens, policy.step_tokens - len(decoding))
+        if policy.slack is not None and decoding:
+            slack_ns = self.first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
+            spare = (slack_ns - view.costs.decode(len(decoding))) // view.costs.prefill_token_ns
+            tokens = min(tokens, max(spare, policy.slack.min_tokens))
+        return tokens
+
+    def first_due_ns(self, decoding: Sequence[RequestView], tpot_ms: int) -> int:
+        """When the first of these decodes is due, by its own target or else by this one."""
+        return min(
+            (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
+            for r in decoding
+        )
+
+    def batch(
+        self,
+        tiers: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        cohorts: Collection[int] | None = None,
+        force: bool = False,
+        num_others: int = 0,
+    ) -> _Batch:
+        """Decodes, then prefills, tier by tier; decodes are outside the prefill token budget.
+
+        Args:
+            tiers: Whose rows, in the order in which they get seats.
+            max_tokens: Prefill tokens, if not what the shape says.
+            cohorts: The tiers whose prefills advance; all by default. Where prefill is layered
+                and a cohort of such a tier is under way, that goes on and nobody joins it.
+            force: Let those who hold blocks prefill though blocks are short for a better one.
+            num_others: Seats that others take.
+        """
+        groups = self.policy.groups
+        batch = _Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
+        batch.seats = max(0, batch.seats - num_others)
+        for tier in tiers:
+            advances = cohorts is None or tier in cohorts
+            under_way = advances and groups is not None and self.go_on(batch, groups, tier)
+            for x in self.decodes[tier]:
+                if not batch.seats:
+                    return batch
+                batch.take(x.request, next_row(x.request, self.view))
+            if advances and not under_way:
+                self.prefill(batch, tier, force)
+        return batch
+
+    def prefill(self, batch: _Batch, tier: int, force: bool) -> None:
+        """Fill a batch with prefills of a tier.
+
+        Order is strict: a prefill without room ends the walk, because whoever came next would
+        take the blocks it is waiting for; but if nothing else runs, those who hold blocks go on.
+        """
+        view, chunk = self.view, self.policy.chunk_tokens or self.view.max_step_tokens
+        begin = len(batch.rows)
+        blocked = False
+        for x in merge(self.prefills[tier], self.ranking.waiting_of(tier)):
+            if not batch.seats or batch.tokens <= 0:
+                break
+            r = x.request
+            if blocked and not r.is_admitted:
+                continue
+            row = next_row(r, view, min(batch.tokens, chunk))
+            if batch.need(r, row) > batch.free_blocks + self.evictable(tier):
+                if batch.rows:
+                    batch.tokens = 0
+                    break
+                if not r.is_admitted or not (force or self.is_first(x)):
+                    blocked = True
+                    continue
+            batch.take_prefill(r, row)
+            self.tier_of[x.request_id] = tier
+        if self.policy.groups is not None:
+            new = batch.rows[begin:]
+            cut = self.next_cut(self.policy.groups, new)
+            batch.rows[begin:] = [row._replace(end_layer=cut) for row in new]
+
+    def is_first(self, x: Ranked) -> bool:
+        """Whether nobody ranks before it."""
+        return x == min(*self.ranking.admitted[:1], *self.ranking.waiting[:1], x)
+
+    # -- layered prefill
+
+    def is_under_way(self, request: RequestView) -> bool:
+        """Whether it is a member of a cohort that left the sweep at a cut between layers."""
+        return (
+            self.policy.groups is not None
+            and request.frontier is not None
+            and request.frame_id is None
+            and not request.is_decoding
+        )
+
+    def next_cut(self, groups: Groups, rows: Sequence[Row]) -> int:
+        """Where the cohort of these rows stops next: after the group that its last row owes."""
+        return groups.next_cut(
+            sum(row.num_tokens for row in rows),
+            min((row.start_layer for row in rows), default=0),
+            self.view.shape.num_layers,
+        )
+
+    def go_on(self, batch: _Batch, groups: Groups, tier: int) -> bool:
+        """Add the next group of layers of a cohort under way; return whether there is one.
+
+        It holds all the KV it needs and keeps the size it started with. Members that were left
+        behind (a seat was missing) catch up first.
+        """
+        members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
+        rows = [next_row(r, self.view) for r in members]
+        cut, least = self.next_cut(groups, rows), min((row.start_layer for row in rows), default=0)
+        for r, row in zip(members, rows, strict=True):
+            if batch.seats and (row.start_layer < cut or row.start_layer == least):
+                batch.take_prefill(r, row._replace(end_layer=cut))
+        return bool(members)
+
+    def layered(self) -> Plan:
+        """Decodes of every tier, and the next group of the first cohort that can advance."""
+        prefilling = [tier for tier in self.tiers if self.has_prefill(tier)]
+        for force in (False, True):
+            for tier in prefilling:
+                batch = self.batch(self.tiers, cohorts=(tier,), force=force)
+                if batch.num_prefills:
+                    return self.finish_plan(batch.rows)
+            decodes = self.batch(self.tiers, cohorts=()).rows
+            if decodes:
+                return self.finish_plan(decodes)
+        return Plan()
+
+    # -- all tiers
+
+    def best(self) -> Plan:
+        plan = self.stalled()
+        if plan is not None:
+            return plan
+        if self.policy.groups is not None:
+            frames = self.view.frames
+            return self.resume(frames[0]) if frames else self.layered()
+        shared = self.policy.ride.unbounded
+        for position, tier in enumerate(self.tiers):
+            plan, decodes_only = self.tiers_plan(self.tiers if shared else (tier,))
+            if plan is None:
+                continue
+            if decodes_only and self.policy.ride.frac and not (shared or self.has_prefill(tier)):
+                return self.ride_along(plan, self.tiers[position + 1 :])
+            return plan
+        rows = self.batch(self.tiers, force=True).rows
+        return self.finish_plan(rows) if rows else Plan()
+
+    def tiers_plan(self, tiers: Sequence[int]) -> tuple[Plan | None, bool]:
+        """The plan of one tier or of all together, and whether it is decodes only."""
+        scoring: list[Row] = []
+        for frame in self.view.frames:
+            if self.frame_tier(frame) in tiers:
+                if not self.scores(frame):
+                    return self.resume(frame), False
+                scoring += frame.rows
+        batch = self.batch(tiers, num_others=len(scoring))
+        rows = (*batch.rows, *scoring)
+        if not rows:
+            return None, False
+        return self.finish_plan(rows), not (batch.num_prefills or scoring)
+
+    def scores(self, frame: FrameView) -> bool:
+        """Whether the frame takes turns with other rows of its tier (`qllm.scheduler.turns`)."""
+        get, num_layers = self.view.by_id, self.view.shape.num_layers
+        return any(scores(row, get[row.request_id], num_layers) for row in frame.rows)
+
+    def has_prefill(self, tier: int) -> bool:
+        """Whether somebody of the tier owes prefill, if only for want of a seat or of KV."""
+        return bool(self.prefills[tier] or self.ranking.waiting_of(tier))
+
+    def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
+        """Let the next worse tier with work use what the best tier's decodes can spare.
+
+        Its decodes join the step: the experts are loaded once for both. Everything else of it
+        gets a slice of its own. The two take turns, and each waits until the credit is worth it.
+        """
+        decoding = [self.view.by_id[row.request_id] for row in best.rows]
+        target_ns = tpot_target_ns(decoding)
+        allowance = ride_allowance_ns(self.policy, self.view.costs, len(decoding), target_ns)
+        room_ns = NO_DEADLINE if target_ns is None else self.room_ns(allowance)
+        if min(room_ns, self.view.ride_credit_ns) < MIN_SLICE_NS:
+            return best
+        slice_ns = min(self.view.ride_credit_ns, room_ns)
+        for tier in worse:
+            joining = self.joining(best, tier, room_ns)
+            other = self.other_work(best, tier, len(joining), slice_ns)
+            if not joining and other is None:
+                continue
+            extra = self.extra_ns(len(best.rows), len(joining))
+            worth = extra if joining else GOOD_SLICE_NS
+            price = max(MIN_SLICE_NS, min(worth, RIDE_CAP * allowance))
+            if self.view.ride_credit_ns < price:
+                return best
+            if other is None or (joining and self.waits_longer(joining, other)):
+                return self.finish_plan((*best.rows, *joining))
+            return replace(other, slice_ns=min(slice_ns, other.slice_ns or NO_DEADLINE))
+        return best
+
+    def room_ns(self, allowance_ns: int) -> int:
+        """What the present gap leaves under a target; a gap always has room for one slice."""
+        view = self.view
+        room = allowance_ns - view.ride_margin_ns - view.ride_used_ns
+        return room if view.ride_used_ns else max(MIN_SLICE_NS, room)
+
+    def joining(self, best: Plan, tier: int, room_ns: int) -> list[Row]:
+        """Decode rows of a worse tier for which the best tier leaves seats, KV and time."""
+        rows: list[Row] = []
+        batch = _Batch(self.view, 0)
+        for x in self.decodes[tier]:
+            row = next_row(x.request, self.view)
+            batch.take(x.request, row)
+            if batch.free_blocks < 0 or len(best.rows) + len(batch.rows) > self.view.max_num_seqs:
+                break
+            rows.append(row)
+        while rows and self.extra_ns(len(best.rows), len(rows)) > room_ns:
+            rows.pop()
+        return rows
+
+    def other_work(self, best: Plan, tier: int, num_joining: int, slice_ns: int) -> Plan | None:
+        """A parked frame of the tier, or a prefill for which seats are left."""
+        for frame in self.view.frames:
+            if self.frame_tier(frame) == tier:
+                return self.resume(frame)
+        if len(best.rows) + num_joining >= self.view.max_num_seqs:
+            return None
+        batch = self.batch([tier], max_tokens=self.slice_tokens(slice_ns))
+        rows = [row for row in batch.rows if not self.view.by_id[row.request_id].is_decoding]
+        return self.finish_plan(rows) if rows else None
+
+    def extra_ns(self, num_rows: int, num_more: int) -> int:
+        """What more decode rows add to a step."""
+        costs = self.view.costs
+        return max(0, costs.decode(num_rows + num_more) - costs.decode(num_rows))
+
+    def waits_longer(self, joining: Sequence[Row], other: Plan) -> bool:
+        """Whose turn it is: whoever made progress longer ago; work that never ran goes first."""
+        last = [
+            min(self.view.by_id[row.request_id].last_progress_ns for row in rows)
+            for rows in (joining, other.rows)
+        ]
+        return last[0] < last[1]
+
+
+def shape_plan(view: View, policy: RankPolicy, ranking: Ranking | None = None) -> Plan:
+    """Make the plan of a `RankPolicy`: who runs, in which shape, until when.
+
+    Args:
+        view: The state.
+        policy: Ranks, and says which shape.
+        ranking: The order of `view.requests` as of now; made here if it is not at hand.
+    """
+    if not view.requests:
+        return Plan()
+    if ranking is None:
+        ranking = Ranking(policy, view.requests)
+        ranking.update(view.now_ns)
+    return _Shaper(view, policy, ranking).best()

@@ -1,0 +1,98 @@
+"""What BE may take while LS decodes: a credit of time, and room in every gap between tokens.
+
+A decode step of the best tier earns credit: what the TPOT targets of its requests leave, or
+without targets a fraction of the step. Whatever the other tiers run meanwhile spends it. Under a
+target no single gap may be longer than it either. Predictions do not hold that by themselves (a
+slice ends at the next boundary, a decode step is sometimes slow), so the room that a gap leaves
+is cut by a margin, which grows with every gap that was too long and shrinks with the others.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qllm.policy import CostTable, RankPolicy, RequestView
+from qllm.scheduler.program import Program
+from qllm.scheduler.ranking import Ranking
+from qllm.types import NS_PER_MS
+
+RIDE_CAP = 8
+"""Most allowances that are saved up; one decode step of the best tier earns one."""
+MARGIN_GROWTH = 8
+"""A gap that was too long adds this part of the target to the margin."""
+MARGIN_DECAY = 512
+"""A gap that was not takes this part of the margin away: one in a few hundred may be too long."""
+
+
+class Riding(NamedTuple):
+    """What other tiers may take from decoding requests of the best tier."""
+
+    credit_ns: int = 0
+    """Time they may take now."""
+    margin_ns: int = 0
+    """Room in a gap under a target that is left for what prediction misses."""
+    spent_ns: int = 0
+    """What they took since the best tier ran."""
+    best_ns: int = 0
+    """When the best tier last ran; decisions and switches since then are part of the gap too."""
+
+    def used_ns(self, now_ns: int) -> int:
+        """What of the present gap is used; 0 until another tier ran."""
+        return now_ns - self.best_ns if self.spent_ns else 0
+
+
+def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
+    """The strictest target of these requests."""
+    targets = [int(r.slo.tpot_ms * NS_PER_MS) for r in decoding if r.slo.tpot_ms is not None]
+    return min(targets, default=None)
+
+
+def ride_allowance_ns(
+    policy: RankPolicy, costs: CostTable, num_decodes: int, target_ns: int | None
+) -> int:
+    """Time that worse tiers may take per step of decoding requests with this target, if any."""
+    predicted = costs.decode(num_decodes)
+    return int(predicted * policy.ride.frac) if target_ns is None else max(0, target_ns - predicted)
+
+
+def settle(
+    riding: Riding,
+    ranking: Ranking,
+    costs: CostTable,
+    program: Program,
+    done: bool,
+    start_ns: int,
+    end_ns: int,
+) -> Riding:
+    """What it is after a run: earned by decodes of the best tier, spent by the others.
+
+    Args:
+        riding: Before the run.
+        ranking: The order after it.
+        costs: Predicts what the decodes would have taken alone.
+        program: What ran.
+        done: Whether it reached its end.
+        start_ns: From when,
+        end_ns: and until when it ran.
+    """
+    credit, margin, spent, best_ns = riding
+    elapsed_ns = end_ns - start_ns
+    tiers = ranking.tiers
+    if len(tiers) < 2:
+        return Riding(margin_ns=margin, best_ns=end_ns)
+    best = {x.request_id: x.request for x in ranking.admitted if x.tier == tiers[0]}
+    decoding = [best[i] for i in program.request_ids if i in best]
+    if not decoding:
+        return Riding(credit - elapsed_ns, margin, spent + elapsed_ns, best_ns)
+    if not done or not all(r.is_decoding for r in decoding):
+        return Riding(credit, margin, 0, end_ns)
+    target = tpot_target_ns(decoding)
+    allowance = ride_allowance_ns(ranking.policy, costs, len(decoding), target)
+    credit += allowance
+    if joined := len(decoding) < len(program.rows):
+        credit -= max(0, elapsed_ns - costs.decode(len(decoding)))
+    if target is not None and (joined or spent):
+        if end_ns - best_ns > target:
+            margin = min(target, margin + target // MARGIN_GROWTH)
+        else:
+            margin -= margin // MARGIN_DECAY
+    return Riding(min(credit, RIDE_CAP * allowance), margin, 0, end_ns)

@@ -1,0 +1,172 @@
+"""The rules a plan must keep, whoever made it (I2, I4, I5, I10, budgets); the state's own."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+from qllm.errors import ConfigError, InvariantError
+from qllm.plan import Plan, Row
+from qllm.policy import RankPolicy, View
+from qllm.scheduler.decision import Parked
+from qllm.scheduler.request import Request
+from qllm.types import Cap, FrameId, Grain, RequestId
+
+
+def refuse_policy(policy: Any, capabilities: Cap) -> None:
+    """Refuse what cannot be asked for plans (I7).
+
+    Raises:
+        ConfigError: It needs a capability the engine lacks, or plans in neither way.
+    """
+    missing = policy.needs & ~capabilities
+    if missing:
+        raise ConfigError(
+            f"policy {type(policy).__name__} needs {missing}, which this engine does not have; it "
+            f"has {capabilities}"
+        )
+    if not isinstance(policy, RankPolicy) and not callable(getattr(policy, "plan", None)):
+        raise ConfigError(
+            f"policy {type(policy).__name__} is neither a RankPolicy nor has a plan(view)"
+        )
+
+
+def malformed(plan: Any) -> str | None:
+    """Say what of an alleged plan is not of its type; ends a sentence like `broken_rule`."""
+    if not isinstance(plan, Plan):
+        return f"returned {type(plan).__name__} instead of a Plan"
+    rows = plan.rows if isinstance(plan.rows, tuple) else (plan.rows,)
+    if not _are_rows(rows):
+        wrong = next(row for row in rows if not _are_rows((row,)))
+        return f"planned {wrong!r}, which is not a Row of integers"
+    times = (plan.slice_ns, plan.wait_until_ns)
+    whole = (plan.stop_below, *(time for time in times if time is not None))
+    if not isinstance(plan.grain, Grain) or not all(isinstance(number, int) for number in whole):
+        return (
+            f"planned grain={plan.grain!r}, stop_below={plan.stop_below!r}, "
+            f"slice_ns={times[0]!r}, wait_until_ns={times[1]!r}; they must be a Grain and integers"
+        )
+    if not isinstance(plan.drop, tuple) or not all(isinstance(i, int) for i in plan.drop):
+        return f"planned drop={plan.drop!r}, which is not a tuple of request ids"
+    return None
+
+
+def _are_rows(rows: Sequence[Any]) -> bool:
+    return all([issubclass(kind, Row) for kind in set(map(type, rows))]) and all(
+        [issubclass(kind, int) for kind in set(map(type, chain.from_iterable(rows)))]
+    )
+
+
+def broken_rule(
+    plan: Plan,
+    requests: Mapping[RequestId, Request],
+    frames: Mapping[FrameId, Sequence[Row]],
+    num_layers: int,
+    view: View,
+) -> str | None:
+    """Say which rule a plan breaks.
+
+    Args:
+        plan: What a policy returned.
+        requests: Unfinished requests.
+        frames: Live rows of the parked frames that the plan touches.
+        num_layers: Layers of the model.
+        view: For the budgets.
+
+    Returns:
+        The end of a sentence that begins with the policy's name, or None.
+    """
+    planned = {row.request_id for row in plan.rows}
+    if len(planned) < len(plan.rows):
+        twice = next(i for i in planned if sum(r.request_id == i for r in plan.rows) > 1)
+        return f"planned request {twice} twice in one step (I5)"
+    get = requests.get
+    for row in plan.rows:
+        request = get(row[0])
+        if request is None:
+            return f"planned request {row.request_id}, which is not live"
+        wrong = _broken_row(row, request, num_layers)
+        if wrong is not None:
+            return wrong
+    for request_id in plan.drop:
+        if request_id not in requests or request_id in planned:
+            return f"drops request {request_id}, which is unknown or planned"
+    for frame_id, rows in frames.items():
+        live = {row.request_id for row in rows}
+        if not live <= planned:
+            return (
+                f"planned {sorted(live & planned)} of frame {frame_id} without "
+                f"{sorted(live - planned)}: a frame is resumed or replaced whole (I10)"
+            )
+    return _broken_budget(plan, requests, view)
+
+
+def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
+    _, lo, hi, start, end = row
+    front = request.frontier
+    if front is not None:
+        if (lo, hi, start) != front:
+            return f"planned {row}, which does not start at the frontier {front} (I2)"
+    elif lo != request.num_computed_tokens or start != 0:
+        return f"planned {row}, but {request.num_computed_tokens} tokens are computed (I2)"
+    if start >= end and not (front is not None and start == end == num_layers):
+        return f"planned {row}, which has no layers"
+    if not lo < hi <= request.num_tokens or end > num_layers:
+        return (
+            f"planned {row}, which is out of range: {request.num_tokens} tokens, "
+            f"{num_layers} layers"
+        )
+    if end < num_layers and request.is_decoding:
+        return f"planned {row}: a decode row must go full depth (I4)"
+    return None
+
+
+def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View) -> str | None:
+    planned = [requests[row[0]] for row in plan.rows]
+    if all([request.frame_id is not None for request in planned]):
+        return None
+    tokens = 0
+    for row, request in zip(plan.rows, planned, strict=True):
+        if request.frontier is None and not request.is_decoding:
+            tokens += row.num_tokens
+    if tokens > view.max_step_tokens:
+        return f"planned {tokens} new prefill tokens; max_step_tokens is {view.max_step_tokens}"
+    if len(plan.rows) > view.max_num_seqs:
+        return f"planned {len(plan.rows)} rows; max_num_seqs is {view.max_num_seqs}"
+    return None
+
+
+class Pool(Protocol):
+    """KV blocks as others see them (see `qllm.scheduler.blocks.BlockPool`)."""
+
+    @property
+    def num_free(self) -> int: ...
+    def blocks_for(self, num_tokens: int) -> int: ...
+    def check(self, tables: dict[RequestId, list[int]]) -> None: ...
+
+
+def check_state(
+    requests: Mapping[RequestId, Request], frames: Mapping[FrameId, Parked], pool: Pool
+) -> None:
+    """Compare requests, frames and blocks with each other.
+
+    Raises:
+        InvariantError: They do not agree.
+    """
+    tables = {i: r.block_table for i, r in requests.items()}
+    pool.check(tables)
+    in_frames: dict[RequestId, FrameId] = {}
+    for frame_id, parked in frames.items():
+        held = parked.held_rows()
+        if not held:
+            raise InvariantError(f"frame {frame_id} has no live row")
+        for row in held:
+            if row.request_id in in_frames:
+                raise InvariantError(f"request {row.request_id} is in two frames")
+            in_frames[row.request_id] = frame_id
+    for request_id, request in requests.items():
+        if request.frame_id != in_frames.get(request_id):
+            raise InvariantError(f"request {request_id} says frame {request.frame_id}")
+        if request.frontier is not None and not request.block_table:
+            raise InvariantError(f"request {request_id} has a frontier and no KV")
+        if len(request.block_table) < pool.blocks_for(request.num_computed_tokens):
+            raise InvariantError(f"request {request_id} has fewer blocks than KV")

@@ -1,0 +1,112 @@
+"""Who loses its KV when there is too little (I6): lower ranks, worst first, never for nothing."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qllm.errors import shown
+from qllm.policy import RequestView, View
+from qllm.scheduler.ranking import Ranking
+from qllm.scheduler.request import Request
+from qllm.types import Evict, RequestId
+
+
+class BadVictimError(Exception):
+    """A policy named a victim that the rules forbid; the scheduler adds the policy's name."""
+
+
+def victims_for(
+    policy: Any,
+    ranking: Ranking | None,
+    view: View,
+    requests: Mapping[RequestId, Request],
+    request: Request,
+    num_blocks: int,
+    keep: frozenset[RequestId],
+) -> list[RequestId]:
+    """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody.
+
+    A request of a worse tier may always be evicted. One of the same tier only for a request
+    that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
+    evict their equals, and there is no ping-pong. A cohort between two groups of layers is not
+    evicted for its equals either: the layers it has done would be lost, and it advances in the
+    same step as those who have to grow.
+
+    Args:
+        policy: Names victims itself, if it has a `victims` and no ranking.
+        ranking: The order of the requests, if the policy ranks them.
+        view: The state it decides on.
+        requests: Unfinished requests.
+        request: Who needs the blocks.
+        num_blocks: How many it needs beyond the free ones.
+        keep: Requests planned at or above its rank.
+
+    Raises:
+        BadVictimError: The policy named somebody it must not.
+    """
+    if ranking is not None:
+        order = _by_rank(ranking, view, request)
+    elif hasattr(policy, "victims"):
+        order = _named(policy.victims(view, num_blocks, keep), requests, request, keep)
+    else:
+        others = [r for r in requests.values() if r.is_admitted and _behind(r, request)]
+        others.sort(key=lambda r: (r.priority, r.arrival_ns, r.request_id), reverse=True)
+        order = [r.request_id for r in others]
+    chosen: list[RequestId] = []
+    for victim in order:
+        if num_blocks <= 0:
+            break
+        if victim not in keep:
+            chosen.append(victim)
+            num_blocks -= len(requests[victim].block_table)
+    return chosen if num_blocks <= 0 else []
+
+
+def _by_rank(ranking: Ranking, view: View, request: Request) -> list[RequestId]:
+    me = ranking.rank(request, view.now_ns)
+    return [
+        x.request_id
+        for x in reversed(ranking.admitted)
+        if x.request.is_admitted
+        and (
+            x.tier > me.tier
+            or (request.is_admitted and x[:3] > me[:3] and not _is_between_groups(x.request))
+        )
+    ]
+
+
+def _is_between_groups(request: RequestView) -> bool:
+    return request.frontier is not None and request.frame_id is None
+
+
+def _named(
+    pairs: Iterable[tuple[RequestId, Evict]],
+    requests: Mapping[RequestId, Request],
+    request: Request,
+    keep: frozenset[RequestId],
+) -> list[RequestId]:
+    order = []
+    for victim, how in pairs:
+        if victim in keep:
+            raise BadVictimError(f"evicts request {victim}, which outranks the row (I6)")
+        if how is not Evict.RECOMPUTE:
+            raise BadVictimError(
+                f"says {shown(how)} of request {victim}; it can be Evict.RECOMPUTE"
+            )
+        if victim not in requests:
+            raise BadVictimError(f"evicts request {victim}, which is not live")
+        if not _behind(requests[victim], request):
+            raise BadVictimError(
+                f"evicts request {victim} for {request.request_id}, its equal or better (I6)"
+            )
+        order.append(victim)
+    return list(dict.fromkeys(order))
+
+
+def _behind(victim: Request, request: Request) -> bool:
+    """Whether `victim` is behind `request` where no rank says it."""
+    if victim.priority != request.priority:
+        return victim.priority > request.priority
+    return request.is_admitted and (victim.arrival_ns, victim.request_id) > (
+        request.arrival_ns,
+        request.request_id,
+    )

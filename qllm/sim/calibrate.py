@@ -1,0 +1,383 @@
+"""Measure what a model costs here: a short run of the real engine, and a fit of the cost model.
+
+The loop, scheduler and runner are those that serve, on the caller's thread. Every op is timed
+where the runner polls; what is left between two runs is the cost of a step. Each kind of op is
+fitted on its own, by least squares of relative errors with no negative cost.
+"""
+
+import gc
+import itertools
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qllm.config import EngineConfig
+from qllm.engine.build import torch_threads
+from qllm.engine.loop import EngineLoop
+from qllm.ingress import InprocIngress, Submission
+from qllm.measure.random_moe import SIZES, make_random_moe
+from qllm.models.loader import load
+from qllm.plan import NO_CUTS, ModelShape
+from qllm.plugins import load_policy
+from qllm.record.metrics import RequestMetrics
+from qllm.record.trace import Ran, Trace
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import Index, OpKind, Program
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.costs import CostFile, FileShape, FitError
+from qllm.sim.run import limits_of
+from qllm.sim.timeline import SimCosts, Work, expert_coverage, work_of
+from qllm.types import FinishReason, Priority, RequestId, Sampled, SamplingParams, Slo
+
+_SKEWS = tuple(x / 10 for x in range(16))
+"""Exponents of expert popularity that are tried."""
+_KEPT_PART = 0.9
+"""Part of the samples of one op that count, shortest first: others may have had the machine."""
+
+
+class Load(NamedTuple):
+    """Requests that arrive together: prefills, then decodes in one batch."""
+
+    num_requests: int
+    prompt_tokens: int
+    max_tokens: int
+    chunk_tokens: int | None = None
+
+
+LOADS = (
+    Load(1, 16, 12),
+    Load(1, 1024, 12),
+    Load(2, 256, 12),
+    Load(4, 512, 12),
+    Load(8, 128, 12),
+    Load(16, 64, 12),
+    Load(16, 256, 12),
+    Load(1, 48, 1),
+    Load(1, 96, 1),
+    Load(1, 160, 1),
+    Load(1, 384, 1),
+    Load(1, 2048, 1),
+    Load(1, 2048, 1, chunk_tokens=256),
+    Load(1, 640, 1, chunk_tokens=64),
+)
+"""Decode batches of 1 to 16, contexts up to 2,048, prefills whole and in chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The mean time of one op of one program, over the layers that have it."""
+
+    kind: OpKind
+    is_moe: bool
+    work: Work
+    ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run of some loads showed."""
+
+    ops: list[Sample]
+    gaps: list[tuple[int, int]]
+    """Rows of a program, and the time from its start to the next that is in none of its ops."""
+
+
+class _Probe:
+    """An engine without a host, whose runner is watched."""
+
+    def __init__(self, runner: TorchRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.config = config
+        self._numbers = itertools.count()
+        self._rng = np.random.default_rng(0)
+        self._ingress = InprocIngress(time.perf_counter_ns)
+        self._spent: dict[int, dict[int, int]] = {}
+        self._programs: dict[int, Program] = {}
+        runner.on_segment = self._segment
+
+    def _segment(self, program: Program, index: Index, begin_ns: int, end_ns: int) -> None:
+        self._programs[program.frame_id] = program
+        spent = self._spent.setdefault(program.frame_id, defaultdict(int))
+        spent[index.op] += end_ns - begin_ns
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        return False
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        if error is not None:
+            raise RuntimeError(f"calibration request {request_id} failed: {error}")
+
+    def serve(self, load: Load) -> Measured:
+        """Run a load to its end."""
+        policy = load_policy("fcfs", {"chunk_tokens": load.chunk_tokens})
+        record = Trace()
+        scheduler = Scheduler(policy, self.runner.shape, self.runner.cuts, limits_of(self.config))
+        loop = EngineLoop(self._ingress, scheduler, self.runner, self, time.perf_counter_ns, record)
+        self._spent.clear()
+        for _ in range(load.num_requests):
+            self._ingress.put(self._submission(load))
+        loop.step()
+        while loop.live:
+            loop.step()
+        return Measured(self._samples(), self._gaps([e for e in record if isinstance(e, Ran)]))
+
+    def _submission(self, load: Load) -> Submission:
+        ids = self._rng.integers(0, self.runner.shape.vocab_size, load.prompt_tokens)
+        return Submission(
+            request_id=next(self._numbers),
+            name="calibration",
+            priority=Priority.BE,
+            token_ids=tuple(int(i) for i in ids),
+            sampling=SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
+            stop_ids=frozenset(),
+            max_tokens=load.max_tokens,
+            slo=Slo(),
+            arrival_ns=time.perf_counter_ns(),
+            deadline_ns=None,
+        )
+
+    def _samples(self) -> list[Sample]:
+        out = []
+        for frame_id, spent in self._spent.items():
+            program = self._programs[frame_id]
+            alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+            for number, ns in spent.items():
+                kind, layer, group, lo, hi = program.ops[number]
+                is_moe = kind is not OpKind.HEAD and self.runner.shape.is_moe[layer]
+                alike[kind, is_moe, group, lo, hi].append(ns)
+            for (kind, is_moe, group, lo, hi), times in alike.items():
+                work = work_of(program, group, lo, hi, kind)
+                out.append(Sample(kind, is_moe, work, _kept_mean(times)))
+        return out
+
+    def _gaps(self, ran: Sequence[Ran]) -> list[tuple[int, int]]:
+        out = []
+        for this, following in itertools.pairwise(ran):
+            inside = sum(self._spent[this.frame_id].values())
+            rows = len(self._programs[this.frame_id].rows)
+            out.append((rows, following.start_ns - this.start_ns - inside))
+        return out
+
+
+def _kept_mean(values: Sequence[float]) -> float:
+    kept = sorted(values)[: max(1, round(_KEPT_PART * len(values)))]
+    return sum(kept) / len(kept)
+
+
+def nonnegative_fit(features: Any, times: Any) -> Any:
+    """Coefficients >= 0 that make the relative errors smallest in the least-squares sense.
+
+    Every set of columns that may be non-zero is tried, so this is exact; for a few columns.
+
+    Args:
+        features: [samples, columns].
+        times: [samples], all > 0.
+    """
+    scaled = np.asarray(features, dtype=float) / np.asarray(times, dtype=float)[:, None]
+    size = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
+    best, least = np.zeros(scaled.shape[1]), float(len(scaled))
+    for chosen in itertools.product([False, True], repeat=scaled.shape[1]):
+        columns = np.flatnonzero(chosen)
+        if not len(columns):
+            continue
+        part = scaled[:, columns] / size[columns]
+        found = np.linalg.lstsq(part, np.ones(len(part)), rcond=None)[0]
+        error = float(((part @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(scaled.shape[1]), error
+            best[columns] = found / size[columns]
+    return best
+
+
+def _centred_fit(features: Any, times: Any) -> Any:
+    """The fit, scaled so that half of the times are longer than fitted.
+
+    Relative errors alone pull a fit of noisy times down: too long costs more than too short.
+    """
+    found = nonnegative_fit(features, times)
+    return found * float(np.median(np.asarray(times) / (np.asarray(features) @ found)))
+
+
+Features = Callable[[Work], tuple[float, ...]]
+_LINEAR: dict[tuple[OpKind, bool], tuple[tuple[str, ...], Features]] = {
+    (OpKind.EMBED, True): (("embed_ns", "embed_token_ns"), lambda w: (1.0, w.tokens)),
+    (OpKind.ATTN, True): (
+        ("attn_ns", "attn_token_ns", "attn_row_ns", "kv_token_ns", "pair_ns"),
+        lambda w: (1.0, w.tokens, w.rows, w.kv_tokens, w.pairs),
+    ),
+    (OpKind.ROUTE, True): (("route_ns", "route_token_ns"), lambda w: (1.0, w.tokens)),
+    (OpKind.COMBINE, True): (("combine_ns", "combine_token_ns"), lambda w: (1.0, w.tokens)),
+    (OpKind.COMBINE, False): (("dense_ns", "dense_token_ns"), lambda w: (1.0, w.tokens)),
+    (OpKind.HEAD, True): (("head_ns", "head_row_ns"), lambda w: (1.0, w.rows)),
+}
+"""Names of the costs of an op, and what each is multiplied with."""
+
+
+def fit(samples: Sequence[Sample], shape: ModelShape) -> tuple[SimCosts, dict[str, FitError]]:
+    """Fit the costs of ops; kinds without samples cost nothing."""
+    values: dict[str, Any] = dict.fromkeys(asdict(SimCosts()), 0.0)
+    for (kind, is_moe), (names, features) in _LINEAR.items():
+        chosen = [s for s in samples if s.kind is kind and (s.is_moe == is_moe or kind in _SAME)]
+        if chosen:
+            found = _centred_fit([features(s.work) for s in chosen], [s.ns for s in chosen])
+            values.update(zip(names, found.tolist(), strict=True))
+    experts = [s for s in samples if s.kind is OpKind.EXPERTS]
+    if experts:
+        values.update(_fit_experts(experts, shape))
+    costs = SimCosts(**{**values, "overlap": False})
+    return costs, {
+        kind.name: _error([s for s in samples if s.kind is kind], costs, shape)
+        for kind in OpKind
+        if any(s.kind is kind for s in samples)
+    }
+
+
+_SAME = (OpKind.EMBED, OpKind.ATTN, OpKind.HEAD)
+"""Kinds that do not ask whether their layer has experts."""
+
+
+def _fit_experts(samples: Sequence[Sample], shape: ModelShape) -> dict[str, float]:
+    times = np.array([s.ns for s in samples])
+    top_k = shape.experts_per_token
+    best, least = {}, float("inf")
+    for skew in _SKEWS:
+        features = np.array(
+            [
+                (
+                    1.0,
+                    expert_coverage(s.work.tokens, shape.num_experts, top_k, skew),
+                    s.work.tokens * top_k,
+                )
+                for s in samples
+            ]
+        )
+        found = _centred_fit(features, times)
+        error = float(((features @ found / times - 1) ** 2).sum())
+        if error < least:
+            names = ("experts_ns", "expert_ns", "expert_token_ns")
+            best, least = dict(zip(names, found.tolist(), strict=True)), error
+            best["skew"] = skew
+    return best
+
+
+def _error(samples: Sequence[Sample], costs: SimCosts, shape: ModelShape) -> FitError:
+    fitted = np.array([costs.of(s.kind, s.work, shape, is_moe=s.is_moe) for s in samples])
+    times = np.array([s.ns for s in samples])
+    wrong = np.abs(fitted / times - 1) * 100
+    return FitError(
+        samples=len(samples),
+        p50_percent=round(float(np.percentile(wrong, 50)), 1),
+        p90_percent=round(float(np.percentile(wrong, 90)), 1),
+        total_percent=round(float((fitted.sum() / times.sum() - 1) * 100), 1),
+    )
+
+
+def _fit_gaps(gaps: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Time between runs: constant, and per row."""
+    by_rows: dict[int, list[int]] = defaultdict(list)
+    for rows, ns in gaps:
+        by_rows[rows].append(max(1, ns))
+    medians = [(rows, float(np.median(times))) for rows, times in sorted(by_rows.items())]
+    found = nonnegative_fit([(1.0, rows) for rows, _ in medians], [ns for _, ns in medians])
+    return float(found[0]), float(found[1])
+
+
+def machine_name() -> str:
+    """The processor and how many cores this process sees."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        named = (x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+        name = next(named, name)
+    return f"{name}, {os.cpu_count()} core(s)"
+
+
+def calibrate(
+    model: str,
+    *,
+    threads: int | None = 1,
+    rounds: int = 2,
+    loads: Sequence[Load] = LOADS,
+    config: EngineConfig | None = None,
+    on_load: Callable[[Load], None] | None = None,
+) -> CostFile:
+    """Run the loads on this machine and fit the costs.
+
+    Args:
+        model: "300m" or "1m" of random weights, an alias, a folder or a hub id.
+        threads: Threads torch computes with; None leaves torch's choice.
+        rounds: How often every load runs and is counted; one more warms up.
+        loads: What runs.
+        config: Settings of the engine, as it will serve.
+        on_load: Called before every load.
+
+    Raises:
+        ConfigError: An alias is unknown.
+        ModelError: The model cannot be found, loaded or driven.
+    """
+    config = config or EngineConfig()
+    loaded = load(make_random_moe(size=model) if model in SIZES else model)
+    measured: list[Measured] = []
+    with torch_threads(threads):
+        runner = TorchRunner(
+            loaded.model,
+            max_segment_ms=config.max_segment_ms,
+            batch_invariant=config.batch_invariant,
+            kernels=config.kernels,
+            expert_weights=config.expert_weights,
+        )
+        probe = _Probe(runner, config)
+        gc.collect()
+        gc.freeze()  # as the host of an engine does
+        try:
+            probe.serve(loads[0])
+            for chosen in [*loads] * rounds:
+                if on_load is not None:
+                    on_load(chosen)
+                measured.append(probe.serve(chosen))
+        finally:
+            gc.unfreeze()
+            runner.close()
+    return _cost_file(model, threads, runner, config, measured)
+
+
+def _cost_file(
+    model: str,
+    threads: int | None,
+    runner: TorchRunner,
+    config: EngineConfig,
+    measured: Sequence[Measured],
+) -> CostFile:
+    shape = runner.shape
+    costs, errors = fit([s for m in measured for s in m.ops], shape)
+    step_ns, step_row_ns = _fit_gaps([gap for m in measured for gap in m.gaps])
+    bank = next((bank for bank in runner.compute.banks if bank is not None), None)
+    weight = runner.parts.lm_head.weight
+    return CostFile(
+        model=model,
+        machine=machine_name(),
+        threads=threads,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        origin="measured",
+        note=f"max_segment_ms={config.max_segment_ms:g}, exactness={config.exactness}",
+        shape=FileShape(**shape._asdict()),
+        cuts=None if runner.cuts == NO_CUTS else dict(runner.cuts._asdict()),
+        costs={**asdict(costs), "step_ns": step_ns, "step_row_ns": step_row_ns},
+        max_kv_tokens=config.max_kv_tokens,
+        expert_bytes=0 if bank is None else bank.unit_bytes,
+        fit=errors,
+    )

@@ -1,0 +1,442 @@
+"""Try a policy before it serves: `check_policy` drives it through random worlds.
+
+A `World` is the real engine loop, scheduler and block pool around a `SimRunner` on a virtual
+clock. In each, random requests arrive, are cancelled, run out of KV and seats, and fail; at
+every decision the policy must be deterministic, must leave what it is shown as it was, and must
+keep the invariants; at the end every request must have its tokens.
+"""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from qllm.engine.loop import EngineLoop
+from qllm.errors import PolicyError
+from qllm.ingress import Cancel, Submission
+from qllm.plan import NO_CUTS, CutRule, ModelShape, Plan
+from qllm.policy import RankPolicy, StepReport, View
+from qllm.record.metrics import RequestMetrics
+from qllm.record.trace import Trace
+from qllm.runner.protocol import Stop
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.program import Index, OpKind, Program
+from qllm.scheduler.ranking import rank_all
+from qllm.scheduler.request import Request
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.ingress import VirtualIngress
+from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
+from qllm.types import (
+    NS_PER_MS,
+    FinishReason,
+    Grain,
+    Priority,
+    RequestId,
+    Sampled,
+    SamplingParams,
+    Slo,
+)
+
+SHAPE = ModelShape(3, 4, 2, (False, True, True), 97, 4096)
+LIMITS = Limits(
+    max_num_seqs=8,
+    max_step_tokens=512,
+    block_size=16,
+    num_blocks=4096,
+    grain=Grain.EXPERT,
+    max_segment_ns=5 * NS_PER_MS,
+)
+STEPS_PER_TOKEN = 60
+"""A world whose policy took this many steps per output token does not come to an end."""
+
+
+class Report(NamedTuple):
+    """What `check_policy` looked at."""
+
+    policy: str
+    num_states: int
+    """Decisions the policy took."""
+    num_requests: int
+    preemptions: int
+    evictions: int
+    longest_stall_ms: float
+    """Longest that an admitted request of another class than LS went without progress."""
+
+
+class FlakyRunner(SimRunner):
+    """Raises when a request of `poisoned` reaches its layer; counts down the times left."""
+
+    poisoned: dict[RequestId, int]
+
+    def run(self, program: Program, start: Index, stop: Stop) -> Index:
+        """See `SimRunner.run`."""
+        for row in program.rows:
+            left = getattr(self, "poisoned", {}).get(row.request_id, 0)
+            if left and row.request_id not in self.frames[program.frame_id].dead:
+                self.poisoned[row.request_id] = left - 1
+                self.clock.at_ns += NS_PER_MS
+                raise RuntimeError(f"request {row.request_id} is poisoned")
+        return super().run(program, start, stop)
+
+
+class World:
+    """The engine on a virtual clock.
+
+    Args:
+        policy: Decides.
+        limits: Seats, blocks, grain.
+        shape: Layers to pretend.
+        costs: Times to pretend.
+        cuts: Where ops are cut.
+        scheduler: A scheduler that looks on, for instance.
+        start_ns: Time at the start.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        limits: Limits = LIMITS,
+        *,
+        shape: ModelShape = SHAPE,
+        costs: SimCosts | None = None,
+        cuts: CutRule = NO_CUTS,
+        scheduler: Callable[..., Any] = Scheduler,
+        start_ns: int = 0,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.clock.at_ns = start_ns
+        self.ingress = VirtualIngress(self.clock)
+        self.runner = FlakyRunner(shape, self.clock, costs, cuts, self.ingress)
+        self.runner.poisoned = {}
+        self.scheduler = scheduler(policy, shape, cuts, limits)
+        self.record = Trace()
+        self.loop = EngineLoop(
+            self.ingress, self.scheduler, self.runner, self, self.clock, self.record
+        )
+        self.submitted: dict[RequestId, Submission] = {}
+        self.finished: dict[RequestId, FinishReason] = {}
+        self.errors: dict[RequestId, str | None] = {}
+        self.metrics: dict[RequestId, RequestMetrics | None] = {}
+        self.tokens: Counter[RequestId] = Counter()
+
+    @property
+    def on_boundary(self) -> Callable[[], None] | None:
+        """Called at every boundary; None lets the runner jump those where nothing happens."""
+        return self.runner.on_boundary
+
+    @on_boundary.setter
+    def on_boundary(self, call: Callable[[], None] | None) -> None:
+        self.runner.on_boundary = call
+
+    def submit(
+        self,
+        priority: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        at_ns: int | None = None,
+        timeout_ns: int | None = None,
+        slo: Slo | None = None,
+    ) -> RequestId:
+        """Let a request arrive, now or later; ids grow with the calls."""
+        at_ns = self.clock.at_ns if at_ns is None else at_ns
+        request_id = len(self.submitted)
+        self.submitted[request_id] = item = Submission(
+            request_id=request_id,
+            name=str(request_id),
+            priority=priority,
+            token_ids=tuple(i % self.runner.shape.vocab_size for i in range(prompt_tokens)),
+            sampling=SamplingParams(seed=0),
+            stop_ids=frozenset(),
+            max_tokens=max_tokens,
+            slo=slo or Slo(),
+            arrival_ns=at_ns,
+            deadline_ns=None if timeout_ns is None else at_ns + timeout_ns,
+        )
+        self.ingress.put_at(at_ns, item)
+        return request_id
+
+    def cancel(self, request_id: RequestId, at_ns: int | None = None) -> None:
+        """Cancel a request, now or later."""
+        at_ns = self.clock.at_ns if at_ns is None else at_ns
+        self.ingress.put_at(at_ns, Cancel(request_id))
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """See `qllm.engine.loop.Sink`."""
+        assert sampled.request_id not in self.finished, "a token after the end"
+        self.tokens[sampled.request_id] += 1
+        return False
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """See `qllm.engine.loop.Sink`."""
+        assert request_id not in self.finished, "finished twice (I13)"
+        self.finished[request_id] = reason
+        self.errors[request_id] = error
+        self.metrics[request_id] = metrics
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is live and nothing will arrive."""
+        return self.ingress.is_empty and not (self.loop.pending or self.loop.live)
+
+    def step(self) -> bool:
+        """One turn of the loop, then every check of the state."""
+        ran = self.loop.step()
+        self.scheduler.check()
+        return ran
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Serve until everything has ended.
+
+        Raises:
+            PolicyError: It does not come to an end.
+        """
+        for _ in range(max_steps):
+            if self.idle:
+                return
+            self.step()
+        name = type(self.scheduler.policy).__name__
+        raise PolicyError(
+            f"policy {name} stalls: after {max_steps} steps requests {sorted(self.loop.live)} "
+            "are not finished"
+        )
+
+
+class Watched(Scheduler):
+    """A scheduler that asks its policy twice and compares what it was shown before and after."""
+
+    num_states = 0
+
+    def _ask(self, view: View) -> Plan:
+        twin = copy.deepcopy(self.policy)
+        with self._unchanged("plan"):
+            plan = super()._ask(view)
+        mine, self.policy = self.policy, twin
+        try:
+            again = super()._ask(view)
+        finally:
+            self.policy = mine
+        if again != plan:
+            raise self._broken(f"is not deterministic: for one state it planned {plan}, {again}")
+        if isinstance(mine, RankPolicy):
+            for ranked in rank_all(view.requests, view.now_ns, mine):
+                if not (isinstance(ranked.tier, int) and isinstance(ranked.key, int)):
+                    pair = (ranked.tier, ranked.key)
+                    raise self._broken(f"ranks request {ranked.request_id} {pair}, not two ints")
+        self.num_states += 1
+        return plan
+
+    def _hook(self, name: str, now_ns: int, subject: Request | StepReport) -> None:
+        with self._unchanged(name):
+            super()._hook(name, now_ns, subject)
+
+    @contextmanager
+    def _unchanged(self, where: str) -> Iterator[None]:
+        before = self._state()
+        yield
+        if self._state() != before:
+            raise self._broken(f"changes requests or frames in {where}; a view is read-only")
+
+    def _state(self) -> list[Any]:
+        state: list[Any] = [self.pool.num_free, *self.riding, *self.suspects]
+        for request in self.requests.values():
+            state += [getattr(request, name) for name in _FIELDS]
+            state.append(tuple(request.block_table))
+        for frame_id, parked in self.frames.items():
+            state += [frame_id, parked.index, frozenset(parked.dead)]
+        return state
+
+
+_FIELDS = [f.name for f in fields(Request) if f.name != "block_table"]
+
+
+def random_costs(rng: random.Random) -> SimCosts:
+    """What a simulated engine's operations cost: a quick one's or a slow one's."""
+    slow = rng.choice([1, 3])
+    return SimCosts(
+        op_ns=20_000 * slow,
+        attn_token_ns=1_000 * slow,
+        expert_ns=300_000 * slow,
+        expert_token_ns=500 * slow,
+        head_ns=500_000 * slow,
+    )
+
+
+def _random_world(policy: Any, rng: random.Random) -> World:
+    longest = rng.choice([40, 200, 700])
+    block_size = rng.choice([1, 16])
+    fit = -(-(longest + 16) // block_size)
+    limits = Limits(
+        max_num_seqs=rng.choice([1, 2, 3, 8]),
+        max_step_tokens=rng.choice([32, 256, 4096]),
+        block_size=block_size,
+        num_blocks=rng.choice([fit, fit + fit // 3, 2 * fit, 8 * fit]),
+        grain=rng.choice(list(Grain)),
+        max_segment_ns=5 * NS_PER_MS,
+        batch_invariant=rng.random() < 0.2,
+    )
+    costs = random_costs(rng)
+    cuts = NO_CUTS._replace(max_block=32) if limits.batch_invariant else NO_CUTS
+    start_ns = rng.choice([0, rng.randrange(10**12)])
+    world = World(policy, limits, costs=costs, cuts=cuts, scheduler=Watched, start_ns=start_ns)
+    at_ns = start_ns
+    rate = rng.choice([1, 10, 50]) * NS_PER_MS
+    classes: list[int] = rng.choice([[0, 10], [10], [-3, 0, 4, 10]])
+    for _ in range(rng.randint(2, 9)):
+        at_ns += int(rng.expovariate(1) * rate)
+        chance = rng.random()
+        request_id = world.submit(
+            rng.choice(classes),
+            rng.randint(1, longest),
+            rng.randint(1, 15),
+            at_ns=at_ns,
+            timeout_ns=int(rng.random() * 200 * NS_PER_MS) if chance < 0.1 else None,
+            slo=rng.choice([Slo(), Slo(ttft_ms=50.0, tpot_ms=rng.choice([5.0, 40.0]))]),
+        )
+        if 0.1 <= chance < 0.2:
+            world.cancel(request_id, at_ns + int(rng.random() * 100 * NS_PER_MS))
+        elif 0.2 <= chance < 0.3:
+            world.runner.poisoned[request_id] = rng.randint(1, 2)
+    return world
+
+
+def overload(policy: Any, bound_ms: int) -> World:
+    """More LS requests than can be served, for three times the bound, and a few BE requests."""
+    costs = SimCosts(expert_ns=1_000_000, head_ns=2 * NS_PER_MS)
+    world = World(policy, costs=costs, scheduler=Watched)
+    for size in (200, 400, 30):
+        world.submit(Priority.BE, size, 3)
+    at_ns, end_ns = 5 * NS_PER_MS, 3 * bound_ms * NS_PER_MS
+    while at_ns < end_ns:
+        world.submit(Priority.LS, 60, 2, at_ns=at_ns)
+        at_ns += 15 * NS_PER_MS
+    return world
+
+
+def longest_gap_ns(world: World, longest_run_ns: int) -> int:
+    """The longest that a world went from one boundary to the next that its policy may use."""
+    grain = min(
+        world.scheduler.limits.grain, getattr(world.scheduler.policy, "grain", Grain.EXPERT)
+    )
+    if grain is Grain.STEP:
+        return longest_run_ns
+    segment_ns = world.runner.segments.longest_ns
+    ops = max(len(OpKind), world.runner.shape.num_experts + len(OpKind))
+    return segment_ns if grain is Grain.EXPERT else segment_ns * ops
+
+
+class _StallWatch:
+    """Holds a world against the stall bound that its policy declares (I14)."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.longest_run_ns = 0
+        self.longest_stall_ns = 0
+
+    def look(self, began_ns: int) -> None:
+        now = self.world.clock.at_ns
+        self.longest_run_ns = max(self.longest_run_ns, now - began_ns)
+        policy = self.world.scheduler.policy
+        for request in self.world.scheduler.requests.values():
+            if request.priority <= Priority.LS or not request.is_admitted:
+                continue
+            stall = now - request.last_progress_ns
+            self.longest_stall_ns = max(self.longest_stall_ns, stall)
+            bound_ms = getattr(policy, "max_be_stall_ms", None)
+            if bound_ms is None:
+                continue
+            allowed = bound_ms * NS_PER_MS + longest_gap_ns(self.world, self.longest_run_ns)
+            if stall > allowed:
+                raise PolicyError(
+                    f"policy {type(policy).__name__} lets request {request.request_id} stand "
+                    f"still for {stall / NS_PER_MS:.0f} ms; max_be_stall_ms={bound_ms} (I14)"
+                )
+
+
+def watch(world: World) -> int:
+    """Serve a world to its end under every check; return the longest BE stall in ns.
+
+    Raises:
+        PolicyError: The policy broke a rule; the message names both.
+    """
+    stalls = _StallWatch(world)
+    budget = STEPS_PER_TOKEN * (50 + sum(s.max_tokens for s in world.submitted.values()))
+    while not world.idle:
+        began_ns = world.clock.at_ns
+        world.step()
+        if world.loop.policy_errors:
+            raise PolicyError(world.loop.policy_errors[0])
+        stalls.look(began_ns)
+        budget -= 1
+        if budget < 0:
+            world.run(max_steps=0)
+    _check_ends(world)
+    return stalls.longest_stall_ns
+
+
+def _check_ends(world: World) -> None:
+    name = type(world.scheduler.policy).__name__
+    for request_id, item in world.submitted.items():
+        reason = world.finished.get(request_id)
+        if reason is None:
+            raise PolicyError(f"policy {name}: request {request_id} never finished (I13)")
+        if reason is FinishReason.LENGTH and world.tokens[request_id] != item.max_tokens:
+            raise PolicyError(f"policy {name}: request {request_id} lost tokens (I1)")
+    if world.scheduler.pool.num_free != world.scheduler.limits.num_blocks:
+        raise PolicyError(f"policy {name}: blocks are left over when nothing is live")
+
+
+def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Report:
+    """Drive a policy through random worlds and look for broken rules.
+
+    It must be deterministic (the same state gives an equal plan, from an equal copy of the
+    policy), must not change what it is shown, must never plan what an invariant forbids, must
+    let every request finish, and must keep the stall bound it declares.
+
+    Args:
+        policy: A `RankPolicy` or a `Policy`; every world gets a copy of it.
+        num_states: At least this many decisions.
+        seed: Of the random worlds.
+
+    Raises:
+        PolicyError: It broke a rule; the message names the policy, the rule and the world.
+        ConfigError: It needs a capability that this engine does not have.
+    """
+    states = requests = preemptions = evictions = stall_ns = number = 0
+    bound_ms = getattr(policy, "max_be_stall_ms", None)
+    while states < num_states:
+        rng = random.Random(f"{seed}-{number}")
+        world = (
+            overload(copy.deepcopy(policy), bound_ms)
+            if number == 0 and bound_ms is not None
+            else _random_world(copy.deepcopy(policy), rng)
+        )
+        try:
+            stall_ns = max(stall_ns, watch(world))
+        except PolicyError as error:
+            raise PolicyError(f"{error} [world {number} of seed {seed}]") from error
+        scheduler = world.scheduler
+        assert isinstance(scheduler, Watched)
+        states += scheduler.num_states
+        requests += len(world.submitted)
+        done = [m for m in world.metrics.values() if m is not None]
+        preemptions += sum(m.preemptions for m in done)
+        evictions += sum(m.evictions for m in done)
+        number += 1
+    return Report(
+        policy=type(policy).__name__,
+        num_states=states,
+        num_requests=requests,
+        preemptions=preemptions,
+        evictions=evictions,
+        longest_stall_ms=stall_ns / NS_PER_MS,
+    )

@@ -1,0 +1,52 @@
+"""The way into an engine on a virtual clock: arrivals at known times, and waiting that is free."""
+
+import heapq
+
+from qllm.ingress import InprocIngress, Item
+from qllm.sim.runner import VirtualClock
+
+
+class VirtualIngress(InprocIngress):
+    """Items that arrive at given times of a virtual clock; waiting moves the clock."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock)
+        self.clock = clock
+        self.due: list[tuple[int, int, Item]] = []
+        self._count = 0
+
+    def put_at(self, at_ns: int, item: Item) -> None:
+        """Let an item arrive at a time."""
+        self._count += 1
+        heapq.heappush(self.due, (at_ns, self._count, item))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing will arrive, and nothing has arrived that was not drained."""
+        return not (self.due or self._items)
+
+    def next_ns(self) -> int | None:
+        """When the next item arrives; None is never."""
+        return self.due[0][0] if self.due else None
+
+    def arrive(self) -> None:
+        """Take in what is due by now; what it lowers, it lowered when it was due."""
+        while self.due and self.due[0][0] <= self.clock.at_ns:
+            at_ns, _, item = heapq.heappop(self.due)
+            word = self.stop.word
+            self.put(item)
+            if self.stop.word < word:
+                self.stop.lowered_ns = at_ns
+
+    def drain(self) -> list[Item]:
+        """Take everything that has arrived."""
+        self.arrive()
+        return super().drain()
+
+    def wait(self, timeout_ns: int | None) -> None:
+        """Move the clock to the next arrival, or by the timeout if that is sooner."""
+        times = [self.due[0][0]] if self.due else []
+        if timeout_ns is not None:
+            times.append(self.clock.at_ns + timeout_ns)
+        if times:
+            self.clock.at_ns = max(self.clock.at_ns, min(times))

@@ -1,0 +1,151 @@
+"""What a run was worth, in one line: how LS fared, and what BE got done. Real runs too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qllm.errors import ConfigError
+from qllm.measure.plots import ttft_figure
+from qllm.record.metrics import RequestMetrics, percentile, request_metrics
+from qllm.record.perfetto import write_perfetto
+from qllm.sim.costs import CostFile
+from qllm.sim.run import Simulated
+from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
+from qllm.workloads.replay import Replayed, Waits
+
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run under one policy. Times in milliseconds; None where there was nothing to measure."""
+
+    ls_arrived: int
+    ls_ttft_p50: float | None
+    """Requests without a token count with the time they had waited."""
+    ls_ttft_p99: float | None
+    ls_tpot_p50: float | None
+    ls_tpot_p99: float | None
+    attainment: float | None
+    """Part of the LS requests that met both targets; who had neither met nor missed them when
+    the window ended is not counted."""
+    be_prompt_per_s: float
+    """Prompt tokens of BE requests computed per second of the window."""
+    be_output_per_s: float
+    preemptions: int
+    be_stall_ms: float
+    """Longest time that an admitted BE request stood still."""
+
+    @property
+    def be_per_s(self) -> float:
+        """BE tokens per second, in and out: the harvest."""
+        return self.be_prompt_per_s + self.be_output_per_s
+
+    @classmethod
+    def of(cls, run: Replayed, slo: Slo | None = None) -> "Outcome":
+        """The outcome of a run, simulated or real."""
+        return cls.of_requests(run, slo, request_metrics(run.events))
+
+    @classmethod
+    def of_requests(
+        cls, run: Replayed, slo: Slo | None, requests: Sequence[RequestMetrics]
+    ) -> "Outcome":
+        """The outcome of a run whose request metrics are known."""
+        ls = [r for r in requests if r.priority <= Priority.LS]
+        be = [r for r in requests if r.priority > Priority.LS]
+        ttft = Waits.of(ls, run.end_ns).all
+        tpot = [r.tpot_ms for r in ls if r.tpot_ms is not None]
+        verdicts = [_verdict(r, slo, run.end_ns) for r in ls] if slo is not None else []
+        judged = [v for v in verdicts if v is not None]
+        return cls(
+            ls_arrived=len(ls),
+            ls_ttft_p50=_percentile(ttft, 50),
+            ls_ttft_p99=_percentile(ttft, 99),
+            ls_tpot_p50=_percentile(tpot, 50),
+            ls_tpot_p99=_percentile(tpot, 99),
+            attainment=sum(judged) / len(judged) if judged else None,
+            be_prompt_per_s=sum(r.num_prefilled_tokens for r in be) / run.window_s,
+            be_output_per_s=sum(r.num_output_tokens for r in be) / run.window_s,
+            preemptions=sum(r.preemptions for r in requests),
+            be_stall_ms=max((r.max_stall_ms for r in be), default=0.0),
+        )
+
+
+def _percentile(values: Sequence[float], p: float) -> float | None:
+    return percentile(values, p) if values else None
+
+
+def _verdict(request: RequestMetrics, slo: Slo, end_ns: int) -> bool | None:
+    """Whether a request met its targets; None if it is not known yet."""
+    if request.reason in _WHOLE:
+        return request.meets(slo)
+    if request.reason not in (None, FinishReason.CANCELLED):
+        return False
+    ttft_ms = request.ttft_ms
+    if ttft_ms is None:
+        ttft_ms = (end_ns - request.arrival_ns) / NS_PER_MS
+    missed_first = slo.ttft_ms is not None and ttft_ms > slo.ttft_ms
+    slow = slo.tpot_ms is not None and (request.tpot_ms or 0.0) > slo.tpot_ms
+    return False if missed_first or slow else None
+
+
+HEAD = (
+    "policy",
+    "LS TTFT p50 / p99, ms",
+    "LS TPOT p50 / p99, ms",
+    "SLO met",
+    "BE tokens/s, in + out",
+    "preemptions",
+    "expert GB per request",
+)
+
+
+def rows(
+    runs: Mapping[str, Simulated], costs: CostFile, slo: Slo | None = None
+) -> list[tuple[str, ...]]:
+    """A row per policy, under `HEAD`."""
+    table: list[tuple[str, ...]] = []
+    for name, run in runs.items():
+        requests = request_metrics(run.events)
+        found = Outcome.of_requests(run, slo, requests)
+        done = sum(r.reason in _WHOLE for r in requests)
+        read_gb = run.expert_loads * costs.expert_bytes / 1e9
+        table.append(
+            (
+                name,
+                pair(found.ls_ttft_p50, found.ls_ttft_p99),
+                pair(found.ls_tpot_p50, found.ls_tpot_p99),
+                "-" if found.attainment is None else f"{found.attainment:.1%}",
+                f"{found.be_prompt_per_s:,.0f} + {found.be_output_per_s:,.1f}",
+                f"{found.preemptions:,}",
+                f"{read_gb / done:,.2f}" if done else "-",
+            )
+        )
+    return table
+
+
+def pair(a: float | None, b: float | None) -> str:
+    """Two numbers of a table."""
+    return "-" if a is None or b is None else f"{a:,.1f} / {b:,.1f}"
+
+
+def write_files(out: Path, runs: Mapping[str, Simulated]) -> dict[str, str]:
+    """Write the figure, and per policy its trace and what Perfetto opens.
+
+    Returns:
+        What was written, or why not, by kind.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for name, run in runs.items():
+        stem = name.replace(":", "_")
+        run.trace.write_jsonl(out / f"{stem}.jsonl")
+        write_perfetto(run.events, out / f"{stem}.perfetto.json")
+    files = {"traces": str(out / "*.jsonl"), "perfetto": str(out / "*.perfetto.json")}
+    waits = {name: run.waits(Priority.LS).all for name, run in runs.items()}
+    last = list(runs)[-1]
+    try:
+        ttft_figure(waits, runs[last].events, out / "sim.png", alone=None)
+        files["figure"] = str(out / "sim.png")
+    except ConfigError as error:  # no matplotlib: the rest is worth having
+        files["figure"] = f"left out: {error}"
+    return files

@@ -1,0 +1,333 @@
+"""Costs computed from the sizes of a model and the data sheet of a machine. Nothing is measured.
+
+An op takes the longer of reading its weights and computing with them (on the CPU: both, one
+after the other), at a fixed part of the peak of the data sheet. Good for the shape of an answer
+(which policy, how many times as much), not for its digits: kernels, tensor parallelism,
+power limits and other traffic on the machine are not in it. One GPU holds the whole model.
+Where the machine is at hand, `qllm calibrate` measures instead.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from qllm.errors import ConfigError, ModelError
+from qllm.measure.random_moe import MAX_POSITION, SIZES
+from qllm.models.aliases import ALIASES
+from qllm.sim.costs import CostFile, FileShape
+from qllm.sim.runner import SimCosts
+
+_SPARE_PART = 0.1
+"""Part of the memory for activations and buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Sizes of a Mixture-of-Experts model; the names are those of a Hugging Face config."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    vocab_size: int
+    max_position_embeddings: int
+    shared_intermediate_size: int = 0
+    """Width of experts that every token takes."""
+
+    @property
+    def attn_weights(self) -> int:
+        """Projections of one layer."""
+        heads = self.num_attention_heads + self.num_key_value_heads
+        return 2 * self.hidden_size * heads * self.head_dim
+
+    @property
+    def expert_weights(self) -> int:
+        """Gate, up and down of one expert."""
+        return 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def route_weights(self) -> int:
+        """Router and shared experts of one layer."""
+        return self.hidden_size * (self.num_experts + 3 * self.shared_intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """The output matrix."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weights(self) -> int:
+        """All of them; embedding and output matrix apart."""
+        layer = self.attn_weights + self.route_weights + self.num_experts * self.expert_weights
+        return self.num_hidden_layers * layer + 2 * self.head_weights
+
+    @property
+    def kv_values(self) -> int:
+        """KV values of one token in one layer."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+
+KNOWN: dict[str, ModelSpec] = {
+    **{
+        name: ModelSpec(**sizes, max_position_embeddings=MAX_POSITION)
+        for name, sizes in SIZES.items()
+    },
+    "qwen3-30b-a3b": ModelSpec(
+        num_hidden_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
+    "mixtral-8x7b-instruct-v0.1": ModelSpec(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        moe_intermediate_size=14336,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=32000,
+        max_position_embeddings=32768,
+    ),
+    "olmoe-1b-7b-0924-instruct": ModelSpec(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        moe_intermediate_size=1024,
+        num_experts=64,
+        num_experts_per_tok=8,
+        vocab_size=50304,
+        max_position_embeddings=4096,
+    ),
+}
+"""Models known without a download, by the last part of their hub id in small letters. Source:
+their config.json; `qllm.measure.random_moe` for the sizes of random weights."""
+
+_NAMES = {
+    "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token"),
+}
+"""What configs call a size, where they differ."""
+
+
+def model_spec(name: str) -> ModelSpec:
+    """The sizes of a model, from `KNOWN` or from the config of a folder or hub id.
+
+    Raises:
+        ConfigError: The config lacks a size, or its layers are not all alike.
+        ModelError: There is no such model.
+    """
+    hub_id = ALIASES.get(name) or name
+    known = KNOWN.get(hub_id.rsplit("/", 1)[-1].lower())
+    if known is not None and not Path(name).exists():
+        return known
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(hub_id)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no config of {name!r} ({str(error).splitlines()[0]}); give a folder, a hub id, or "
+            f"one of {', '.join(KNOWN)}"
+        ) from error
+    return spec_of(config, name)
+
+
+def spec_of(config: Any, name: str) -> ModelSpec:
+    """The sizes in a Hugging Face config.
+
+    Raises:
+        ConfigError: As `model_spec`.
+    """
+    if getattr(config, "first_k_dense_replace", 0) or getattr(config, "mlp_only_layers", None):
+        raise ConfigError(f"{name}: presets know models whose layers all have experts; calibrate")
+    if getattr(config, "kv_lora_rank", None):
+        raise ConfigError(f"{name}: presets do not know latent attention (MLA); calibrate")
+    found: dict[str, int] = {}
+    for field in fields(ModelSpec):
+        aliases = _NAMES.get(field.name, (field.name,))
+        values = [getattr(config, alias, None) for alias in aliases]
+        value = next((v for v in values if v is not None), None)
+        if value is None and field.name == "head_dim":
+            value = config.hidden_size // config.num_attention_heads
+        if value is None and field.name == "shared_intermediate_size":
+            value = getattr(config, "shared_expert_intermediate_size", None) or 0
+        if value is None:
+            raise ConfigError(f"{name}: its config has no {' or '.join(aliases)}")
+        found[field.name] = int(value)
+    return ModelSpec(**found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Peaks of a machine, the parts of them that are assumed to be reached, and overheads."""
+
+    title: str
+    source: str
+    bytes_per_ns: float
+    """Memory bandwidth."""
+    flops_per_ns: float
+    """Peak of bfloat16 matrix products."""
+    memory_bytes: float
+    read_part: float
+    """Part of the bandwidth that reads reach."""
+    dense_part: float
+    """Part of the FLOPs that projections and the output matrix reach."""
+    expert_part: float
+    """Part of the FLOPs that grouped expert products reach."""
+    attn_part: float
+    """Part of the FLOPs that attention reaches."""
+    glue_bytes_per_ns: float
+    """Norms, rotations, gathers and sums."""
+    op_ns: float
+    """Per op: launches, or calls."""
+    step_ns: float
+    """Per step: deciding, preparing inputs, sampling."""
+    overlap: bool
+    threads: int | None = None
+
+
+HARDWARE: dict[str, Hardware] = {
+    "h100": Hardware(
+        title="NVIDIA H100 SXM5 80 GB",
+        source="data sheet: 3.35 TB/s, 989 TFLOPS dense bfloat16",
+        bytes_per_ns=3350,
+        flops_per_ns=989e3,
+        memory_bytes=80e9,
+        read_part=0.8,
+        dense_part=0.6,
+        expert_part=0.4,
+        attn_part=0.4,
+        glue_bytes_per_ns=2000,
+        op_ns=8_000,
+        step_ns=500_000,
+        overlap=True,
+    ),
+    "h200": Hardware(
+        title="NVIDIA H200 SXM 141 GB",
+        source="data sheet: 4.8 TB/s, 989 TFLOPS dense bfloat16",
+        bytes_per_ns=4800,
+        flops_per_ns=989e3,
+        memory_bytes=141e9,
+        read_part=0.8,
+        dense_part=0.6,
+        expert_part=0.4,
+        attn_part=0.4,
+        glue_bytes_per_ns=2900,
+        op_ns=8_000,
+        step_ns=500_000,
+        overlap=True,
+    ),
+    "cpu": Hardware(
+        title="one core of a Zen 4 server",
+        source="the nominal constants of qllm/runner/cuts.py: 6 GB/s, 180 GFLOPS bfloat16",
+        bytes_per_ns=6,
+        flops_per_ns=180,
+        memory_bytes=16e9,
+        read_part=1.0,
+        dense_part=1.0,
+        expert_part=1.0,
+        attn_part=1 / 6,
+        glue_bytes_per_ns=2.5,
+        op_ns=40_000,
+        step_ns=500_000,
+        overlap=False,
+        threads=1,
+    ),
+}
+"""Presets by name. The parts reached and the overheads are assumptions, not measurements."""
+
+_ITEM_BYTES = 2
+"""bfloat16."""
+
+
+def preset(hardware: str, model: str) -> CostFile:
+    """The costs of a model on a machine of `HARDWARE`.
+
+    Raises:
+        ConfigError: The machine is unknown, or the model does not fit into its memory.
+        ModelError: The model is unknown.
+    """
+    if hardware not in HARDWARE:
+        raise ConfigError(f"unknown preset {hardware!r}; known: {', '.join(HARDWARE)}")
+    machine, spec = HARDWARE[hardware], model_spec(model)
+    weight_bytes = spec.weights * _ITEM_BYTES
+    room = machine.memory_bytes * (1 - _SPARE_PART) - weight_bytes
+    kv_bytes = spec.kv_values * spec.num_hidden_layers * _ITEM_BYTES
+    max_kv_tokens = int(room / kv_bytes)
+    if max_kv_tokens < spec.max_position_embeddings:
+        raise ConfigError(
+            f"{model} has {weight_bytes / 1e9:.0f} GB of weights; with KV for one sequence they do "
+            f"not fit into the {machine.memory_bytes / 1e9:.0f} GB of {hardware}"
+        )
+    layers = spec.num_hidden_layers
+    return CostFile(
+        model=model,
+        machine=machine.title,
+        threads=machine.threads,
+        dtype="bfloat16",
+        origin="computed",
+        note=f"{machine.source}; never compared with such a machine",
+        shape=FileShape(
+            num_layers=layers,
+            num_experts=spec.num_experts,
+            experts_per_token=spec.num_experts_per_tok,
+            is_moe=(True,) * layers,
+            vocab_size=spec.vocab_size,
+            max_position=spec.max_position_embeddings,
+        ),
+        costs=asdict(_roofline(machine, spec)),
+        max_kv_tokens=min(max_kv_tokens, 1 << 20),
+        expert_bytes=spec.expert_weights * _ITEM_BYTES,
+    )
+
+
+def _roofline(machine: Hardware, spec: ModelSpec) -> SimCosts:
+    def read(weights: int) -> float:
+        return weights * _ITEM_BYTES / (machine.bytes_per_ns * machine.read_part)
+
+    def compute(weights: int, part: float) -> float:
+        return 2 * weights / (machine.flops_per_ns * part)
+
+    def glue(passes: int) -> float:
+        return passes * spec.hidden_size * _ITEM_BYTES / machine.glue_bytes_per_ns
+
+    scores = 2 * spec.num_attention_heads * spec.head_dim
+    return SimCosts(
+        overlap=machine.overlap,
+        op_ns=machine.op_ns,
+        embed_ns=0.0,
+        embed_token_ns=glue(2),
+        attn_ns=read(spec.attn_weights),
+        attn_token_ns=compute(spec.attn_weights, machine.dense_part) + glue(8),
+        attn_row_ns=0.0,
+        kv_token_ns=read(spec.kv_values),
+        pair_ns=compute(scores, machine.attn_part),
+        route_ns=read(spec.route_weights),
+        route_token_ns=compute(spec.route_weights, machine.dense_part) + glue(4),
+        experts_ns=0.0,
+        expert_ns=read(spec.expert_weights),
+        expert_token_ns=compute(spec.expert_weights, machine.expert_part) + glue(2),
+        combine_ns=0.0,
+        combine_token_ns=glue(spec.num_experts_per_tok + 2),
+        dense_ns=0.0,
+        dense_token_ns=0.0,
+        head_ns=read(spec.head_weights),
+        head_row_ns=compute(spec.head_weights, machine.dense_part),
+        step_ns=machine.step_ns,
+        step_row_ns=0.0,
+    )

@@ -1,0 +1,264 @@
+"""Serve requests on a virtual clock: the real loop, scheduler, policy and block accounting.
+
+Only the runner is pretended (`qllm.sim.runner`), and the way in. The same arguments give the same
+events: nothing here draws a random number or reads a clock, but for the CPU time it reports.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from qllm.config import EngineConfig
+from qllm.engine.loop import EngineLoop
+from qllm.errors import ConfigError, PolicyError
+from qllm.ingress import Submission
+from qllm.plugins import load_policy
+from qllm.record.metrics import RequestMetrics
+from qllm.record.trace import Arrived, Event, Trace
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.costs import CostFile
+from qllm.sim.ingress import VirtualIngress
+from qllm.sim.runner import SimRunner, VirtualClock
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
+from qllm.workloads.replay import Replayed
+from qllm.workloads.spec import RequestSpec
+
+_SAMPLING = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+_IDLE_TURNS = 10_000
+"""A policy that idles this often in a row with work waiting and nobody to come has stalled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated(Replayed):
+    """A workload that was served on a virtual clock. What lasts is virtual, but for `cpu_s`."""
+
+    expert_loads: int
+    """Experts read: one per distinct expert of each EXPERTS op."""
+    decisions: int
+    """Turns of the engine loop."""
+    cpu_s: float
+    """CPU time that the simulation took."""
+
+
+@dataclass(slots=True)
+class Flood:
+    """Requests of which a number is always there: one ends, the next arrives.
+
+    Their `at_s` is not used.
+    """
+
+    specs: Iterator[RequestSpec]
+    depth: int
+    """How many are unfinished at any time."""
+
+
+class _LeanTrace(Trace):
+    """Events without prompts, which mean nothing here."""
+
+    def append(self, event: Event) -> None:
+        if isinstance(event, Arrived):
+            event = replace(event, token_ids=None, sampling=None)
+        self.events.append(event)
+
+
+class _World:
+    """The parts of an engine, and the sink of its loop."""
+
+    def __init__(self, policy: Any, costs: CostFile, config: EngineConfig) -> None:
+        self.clock = VirtualClock()
+        self.ingress = VirtualIngress(self.clock)
+        self.record = _LeanTrace()
+        self.refused = 0
+        self._config = config
+        self._count = 0
+        self._flood: Flood | None = None
+        self._of_flood: set[RequestId] = set()
+        shape = costs.model_shape()
+        self.runner = SimRunner(
+            shape, self.clock, costs.sim_costs(), costs.cut_rule(), self.ingress
+        )
+        self.loop = EngineLoop(
+            self.ingress,
+            Scheduler(policy, shape, self.runner.cuts, limits_of(config)),
+            self.runner,
+            self,
+            self.clock,
+            self.record,
+            fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+        )
+
+    def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
+        """Let a request arrive; None if the engine would refuse it at the door."""
+        total = spec.num_prompt_tokens + spec.max_tokens
+        room = self._config.num_blocks * self._config.block_size
+        if total > min(room, self.runner.shape.max_position):
+            self.refused += 1
+            return None
+        request_id = self._count
+        self._count += 1
+        self.ingress.put_at(
+            at_ns,
+            Submission(
+                request_id=request_id,
+                name=spec.name or f"request-{request_id}",
+                priority=spec.priority,
+                token_ids=_blank(spec.num_prompt_tokens),
+                sampling=_SAMPLING,
+                stop_ids=frozenset(),
+                max_tokens=spec.max_tokens,
+                slo=spec.slo,
+                arrival_ns=at_ns,
+                deadline_ns=None,
+            ),
+        )
+        return request_id
+
+    def start(self, flood: Flood) -> None:
+        """Let the first requests of a flood arrive."""
+        self._flood = flood
+        for _ in range(flood.depth):
+            self._top_up()
+
+    def _top_up(self) -> None:
+        """Let one more request of the flood arrive, the first that fits."""
+        assert self._flood is not None
+        for spec in self._flood.specs:
+            request_id = self.submit(spec, self.clock.at_ns)
+            if request_id is not None:
+                self._of_flood.add(request_id)
+                return
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        return False
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        if request_id in self._of_flood:
+            self._of_flood.remove(request_id)
+            if not self.loop.closing:
+                self._top_up()
+
+    def serve(self, end_ns: int | None, on_step: Callable[[int], None] | None) -> int:
+        """Run to the end, or until everything is finished; return the turns it took."""
+        turns = idle = 0
+        while self.loop.live or self.loop.pending or not self.ingress.is_empty:
+            if end_ns is not None and self.clock.at_ns >= end_ns:
+                break
+            ran = self.loop.step()
+            turns += 1
+            idle = 0 if ran or not self.ingress.is_empty else idle + 1
+            if self.loop.policy_errors and self.loop.fallback is None:
+                raise PolicyError(self.loop.policy_errors[0])
+            if idle > _IDLE_TURNS:
+                name = type(self.loop.scheduler.policy).__name__
+                raise PolicyError(f"policy {name} stalls with {len(self.loop.live)} requests live")
+            if on_step is not None:
+                on_step(self.clock.at_ns)
+        return turns
+
+    def close(self) -> None:
+        """End what is unfinished, and what arrived while the last program ran."""
+        self.loop.close()
+        for item in self.ingress.drain():
+            if isinstance(item, Submission):
+                self.loop.meet(item)
+                self.loop.end(item.request_id, FinishReason.CANCELLED, None)
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """What decisions depend on of the settings."""
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        grain=config.grain,
+        max_segment_ns=int(min(config.max_segment_ms, 1e6) * NS_PER_MS),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _blank(num_tokens: int) -> tuple[int, ...]:
+    """A prompt of which only the length counts."""
+    return (0,) * num_tokens
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Millions of events and no cycles: the collector would only walk over them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def simulate(
+    requests: Iterable[RequestSpec],
+    policy: str | Any,
+    costs: CostFile,
+    *,
+    policy_settings: Mapping[str, Any] | None = None,
+    config: EngineConfig | None = None,
+    seconds: float | None = None,
+    flood: Flood | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Simulated:
+    """Serve requests on a virtual clock.
+
+    Args:
+        requests: What arrives and when. The door (`max_waiting`) is not simulated; requests
+            longer than the engine could hold are counted as refused.
+        policy: A policy's name or object.
+        costs: The model and the machine.
+        policy_settings: Parameters of a policy given by name.
+        config: Settings of the engine; None takes the defaults, with the machine's KV.
+        seconds: Length of the window; what is unfinished then is cancelled. None serves all.
+        flood: Further requests, of which a number is always there; needs `seconds`.
+        on_step: Called after every turn of the loop with the virtual time.
+
+    Raises:
+        ConfigError: The policy or one of its settings is unknown.
+        PolicyError: The policy raised, broke an invariant, or stalls.
+    """
+    config = config or EngineConfig(max_kv_tokens=costs.max_kv_tokens)
+    if flood is not None and seconds is None:
+        raise ConfigError("a flood never ends: give the simulation its length (seconds)")
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(f"seconds={seconds!r} must be > 0")
+    made = load_policy(policy, policy_settings)
+    world = _World(made, costs, config)
+    world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
+    begun = time.process_time()
+    for spec in sorted(requests, key=lambda r: r.at_s):
+        world.submit(spec, round(spec.at_s * NS_PER_S))
+    if flood is not None:
+        world.start(flood)
+    end_ns = None if seconds is None else round(seconds * NS_PER_S)
+    with _no_collector():
+        decisions = world.serve(end_ns, on_step)
+        end_ns = world.clock.at_ns if end_ns is None else end_ns
+        world.close()
+    return Simulated(
+        trace=world.record,
+        start_ns=0,
+        end_ns=end_ns,
+        max_lag_ms=0.0,
+        refused=world.refused,
+        expert_loads=world.runner.expert_loads,
+        decisions=decisions,
+        cpu_s=time.process_time() - begun,
+    )

@@ -1,0 +1,233 @@
+"""A runner without tensors: the same programs on a virtual clock and a cost model.
+
+It implements the `Runner` protocol whole, so the engine loop, the scheduler, the policies and
+the block accounting that run here are the real ones. Tokens are made up from the request id and
+the position; what a request computed is counted per layer and compared at the end (I1).
+
+Boundaries at which nothing can happen are jumped: a run goes to the next arrival or to the end
+of its slice, whichever is first, and from there to the first boundary where it may stop.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from qllm.errors import InvariantError
+from qllm.plan import NO_CUTS, CutRule, ModelShape
+from qllm.runner.protocol import Longest, Segments, Stop
+from qllm.scheduler.program import START, Index, Program
+from qllm.sim.timeline import Prices, SimCosts, Timeline
+from qllm.types import Grain, RequestId, Sampled, SamplingParams
+
+__all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
+
+
+class VirtualClock:
+    """Time that only moves when somebody says so."""
+
+    def __init__(self) -> None:
+        self.at_ns = 0
+
+    def __call__(self) -> int:
+        """Return the time."""
+        return self.at_ns
+
+
+class Arrivals(Protocol):
+    """What happens in the simulated world beside the runner, at times known beforehand."""
+
+    def next_ns(self) -> int | None:
+        """When the next of it happens; None is never."""
+        ...
+
+    def arrive(self) -> None:
+        """Let everything happen that is due by now."""
+        ...
+
+
+@dataclass(slots=True)
+class _SimRequest:
+    num_tokens: int
+    num_computed: int = 0
+    layer_work: int = 0
+    """Token-layers done and not lost."""
+
+
+@dataclass(slots=True)
+class _SimFrame:
+    program: Program
+    timeline: Timeline
+    dead: set[RequestId] = field(default_factory=set)
+    reached: dict[RequestId, int] = field(default_factory=dict)
+    """Layers done per row."""
+
+
+class SimRunner:
+    """Counts instead of computing.
+
+    Args:
+        shape: Layers and experts to pretend.
+        clock: Moved by what the ops cost.
+        costs: The cost model.
+        cuts: The cut rule of the programs.
+        arrivals: The simulated world, which may lower the stop word.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        clock: VirtualClock,
+        costs: SimCosts | None = None,
+        cuts: CutRule = NO_CUTS,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        self.shape = shape
+        self.cuts = cuts
+        self.segments: Segments = Longest()
+        self.clock = clock
+        self.costs = costs or SimCosts()
+        self._prices = Prices(self.costs, shape)
+        self.arrivals = arrivals
+        self.on_boundary: Callable[[], None] | None = None
+        """Called at every boundary that a program's grain allows; then none is jumped."""
+        self.requests: dict[RequestId, _SimRequest] = {}
+        self.frames: dict[int, _SimFrame] = {}
+        self.expert_loads = 0
+        """Experts read so far: one per distinct expert of an EXPERTS op."""
+
+    def add(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+        max_total_tokens: int,
+    ) -> None:
+        """Register a request."""
+        self.requests[request_id] = _SimRequest(len(token_ids))
+
+    def remove(self, request_id: RequestId) -> None:
+        """Forget a request."""
+        del self.requests[request_id]
+
+    def evict(self, request_id: RequestId) -> None:
+        """Lose what it computed."""
+        request = self.requests[request_id]
+        request.num_computed = request.layer_work = 0
+
+    def accept(self, program: Program) -> None:
+        """Make the frame of a program."""
+        frame = _SimFrame(program, Timeline(program, self._prices))
+        for row in program.rows:
+            request = self.requests[row.request_id]
+            if row.lo != request.num_computed or row.hi > request.num_tokens:
+                raise InvariantError(f"{row} against {request}")
+            frame.reached[row.request_id] = row.start_layer
+        self.frames[program.frame_id] = frame
+        self._between_runs(program)
+
+    def _between_runs(self, program: Program) -> None:
+        costs = self.costs
+        self.clock.at_ns += round(costs.step_ns + len(program.rows) * costs.step_row_ns)
+
+    def run(self, program: Program, start: Index, stop: Stop) -> Index:
+        """Move the clock to where the program stops; see `qllm.plan.Runner.run`."""
+        if start != START:  # a resumed frame was not accepted just now
+            self._between_runs(program)
+        frame = self.frames[program.frame_id]
+        timeline = frame.timeline
+        end, index = program.end, start
+        begun_ns = self.clock.at_ns - timeline.at(start)
+        while index < end:
+            index = min(end, self._next_look(program, timeline, index, begun_ns, stop))
+            self.clock.at_ns = begun_ns + timeline.at(index)
+            if index < end and self._asked(program, stop):
+                break
+        self._did(program, frame, start, index)
+        return index
+
+    def _next_look(
+        self, program: Program, timeline: Timeline, index: Index, begun_ns: int, stop: Stop
+    ) -> Index:
+        """The next boundary at which there may be a reason to stop."""
+        if program.grain is Grain.STEP:
+            return program.end
+        if self.on_boundary is not None or stop.word < program.stop_below:
+            return timeline.first_stop(0, index, program.grain)
+        known = [stop.stop_at_ns, None if self.arrivals is None else self.arrivals.next_ns()]
+        times = [at_ns for at_ns in known if at_ns is not None]
+        if not times:
+            return program.end
+        return timeline.first_stop(min(times) - begun_ns, index, program.grain)
+
+    def _asked(self, program: Program, stop: Stop) -> bool:
+        if self.on_boundary is not None:
+            self.on_boundary()
+        if self.arrivals is not None:
+            self.arrivals.arrive()
+        if stop.word < program.stop_below:
+            return True
+        return stop.stop_at_ns is not None and self.clock.at_ns >= stop.stop_at_ns
+
+    def _did(self, program: Program, frame: _SimFrame, start: Index, end: Index) -> None:
+        """Count what ran from `start` to `end`."""
+        if start == end:
+            return
+        timeline = frame.timeline
+        longest_ns, kind = timeline.longest(start, end)
+        if longest_ns > self.segments.longest_ns:
+            self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
+        self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
+        rows, dead, reached, requests = program.rows, frame.dead, frame.reached, self.requests
+        for group, first, num_layers in timeline.layers(start, end):
+            for r in program.groups[group]:
+                request_id, lo, hi, _, _ = row = rows[r]
+                if request_id in dead:
+                    continue
+                if reached[request_id] != first:
+                    raise InvariantError(f"{row} runs layer {first} out of order")
+                reached[request_id] = first + num_layers
+                requests[request_id].layer_work += (hi - lo) * num_layers
+
+    def finish(self, program: Program) -> list[Sampled]:
+        """Commit and sample."""
+        frame = self.frames.pop(program.frame_id)
+        num_layers, vocab_size = self.shape.num_layers, self.shape.vocab_size
+        out = []
+        for row, samples in zip(program.rows, program.samples, strict=True):
+            request_id, _, hi, _, end = row
+            if request_id in frame.dead:
+                continue
+            request = self.requests[request_id]
+            if frame.reached[request_id] != end:
+                raise InvariantError(f"{row} ended at layer {frame.reached[request_id]}")
+            if end < num_layers:
+                continue
+            request.num_computed = hi
+            if request.layer_work != hi * num_layers:
+                raise InvariantError(
+                    f"{row}: {request.layer_work} token-layers done, {hi * num_layers} owed"
+                )
+            if samples:
+                request.num_tokens += 1
+                out.append(Sampled(request_id, (request_id * 7919 + hi * 104729) % vocab_size))
+        return out
+
+    def split(self, program: Program, index: Index) -> None:
+        """Let go of a frame between layers."""
+        if program.inside_layer(index):
+            raise InvariantError(f"frame {program.frame_id} is split inside a layer")
+        del self.frames[program.frame_id]
+
+    def kill(self, program: Program, request_id: RequestId) -> None:
+        """Mark a row dead."""
+        self.frames[program.frame_id].dead.add(request_id)
+
+    def drop(self, program: Program) -> None:
+        """Let go of a frame; what its rows did is lost."""
+        frame = self.frames.pop(program.frame_id, None)
+        for row in program.rows:
+            request = self.requests.get(row.request_id)
+            if frame is None or request is None or row.request_id in frame.dead:
+                continue
+            request.layer_work = request.num_computed * self.shape.num_layers

@@ -1,0 +1,371 @@
+"""How long programs take: costs of ops, and when each boundary of a program is reached.
+
+Only arithmetic: `qllm.sim.runner` moves a clock by it, and `qllm.sim` fits its constants.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from qllm.errors import InvariantError
+from qllm.plan import ModelShape
+from qllm.scheduler.program import START, Index, Op, OpKind, Ops, Program, Stretch
+from qllm.types import Grain
+
+
+@lru_cache(maxsize=64)
+def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
+    """Per expert the probability that one token takes it; their sum is `top_k`.
+
+    Proportional to 1 / (place + 1) ** skew, but nobody is taken more than once.
+    """
+    weights = [(place + 1) ** -skew for place in range(num_experts)]
+    sure = 0
+    while sure < top_k and weights[sure] * (top_k - sure) > sum(weights[sure:]):
+        sure += 1
+    scale = (top_k - sure) / sum(weights[sure:]) if sure < num_experts else 0.0
+    return tuple(1.0 if i < sure else scale * w for i, w in enumerate(weights))
+
+
+@lru_cache(maxsize=65536)
+def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float = 0.0) -> float:
+    """How many distinct experts `num_tokens` tokens are expected to take.
+
+    An expert is loaded once per EXPERTS op, however many rows take it, so this is what weights
+    are read for. Tokens choose independently of each other.
+
+    Args:
+        num_tokens: Tokens of the op.
+        num_experts: E.
+        top_k: K, distinct experts per token.
+        skew: Exponent of the popularity of experts; 0 is uniform routing, where the curve is
+            E * (1 - (1 - K / E) ** num_tokens).
+    """
+    rates = _hit_rates(num_experts, top_k, skew)
+    return sum(1.0 - (1.0 - rate) ** num_tokens for rate in rates)
+
+
+class Work(NamedTuple):
+    """What an op does, in the units that its time depends on."""
+
+    tokens: int
+    rows: int
+    """Rows of the op, whole or in part."""
+    kv_tokens: int
+    """Cached tokens that rows of one token read."""
+    pairs: int
+    """Pairs of a query and a token at or before it, in the longer rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimCosts:
+    """Time of ops, in nanoseconds. The fields of one kind add up.
+
+    `*_ns` alone is paid once per op and stands for reading its weights; `*_token_ns` and
+    `*_row_ns` are computing with them. Fitted by `qllm calibrate`, or from a preset.
+    """
+
+    overlap: bool = False
+    """Reading and computing go on at the same time and the longer one counts, as on a GPU;
+    otherwise they add up."""
+    op_ns: float = 20_000
+    """Time of every op, beside its work."""
+    embed_ns: float = 0
+    embed_token_ns: float = 1_250
+    attn_ns: float = 0
+    attn_token_ns: float = 5_000
+    attn_row_ns: float = 0
+    kv_token_ns: float = 2
+    """One cached token read for a row of one token."""
+    pair_ns: float = 2
+    """One query against one token, in longer rows."""
+    route_ns: float = 0
+    """Shared experts included."""
+    route_token_ns: float = 1_250
+    experts_ns: float = 0
+    expert_ns: float = 100_000
+    """Reading one expert."""
+    expert_token_ns: float = 1_000
+    """One token through one of its experts."""
+    combine_ns: float = 0
+    combine_token_ns: float = 1_250
+    dense_ns: float = 0
+    """The COMBINE op of a layer without experts, which runs its MLP."""
+    dense_token_ns: float = 1_250
+    head_ns: float = 1_000_000
+    head_row_ns: float = 0
+    step_ns: float = 0
+    """Between two runs: deciding, making the frame, telling what came out."""
+    step_row_ns: float = 0
+    skew: float = 0.0
+    """Skew of the experts' popularity; see `expert_coverage`."""
+
+    def distinct_experts(self, num_tokens: int, shape: ModelShape) -> int:
+        """Experts that an EXPERTS op loads: the boundaries inside it."""
+        covered = expert_coverage(num_tokens, shape.num_experts, shape.experts_per_token, self.skew)
+        return max(1, round(covered))
+
+    def of(self, kind: OpKind, work: Work, shape: ModelShape, *, is_moe: bool) -> float:
+        """Time of one op."""
+        tokens = work.tokens
+        match kind:
+            case OpKind.ATTN:
+                return (
+                    self._both(self.attn_ns, tokens * self.attn_token_ns)
+                    + work.rows * self.attn_row_ns
+                    + work.kv_tokens * self.kv_token_ns
+                    + work.pairs * self.pair_ns
+                )
+            case OpKind.EXPERTS:
+                rows = tokens * shape.experts_per_token
+                covered = expert_coverage(
+                    tokens, shape.num_experts, shape.experts_per_token, self.skew
+                )
+                return self.experts_ns + self._both(
+                    covered * self.expert_ns, rows * self.expert_token_ns
+                )
+            case OpKind.ROUTE:
+                return self._both(self.route_ns, tokens * self.route_token_ns)
+            case OpKind.COMBINE if is_moe:
+                return self._both(self.combine_ns, tokens * self.combine_token_ns)
+            case OpKind.COMBINE:
+                return self._both(self.dense_ns, tokens * self.dense_token_ns)
+            case OpKind.HEAD:
+                return self._both(self.head_ns, work.rows * self.head_row_ns)
+            case _:
+                return self._both(self.embed_ns, tokens * self.embed_token_ns)
+
+    def _both(self, read_ns: float, compute_ns: float) -> float:
+        return max(read_ns, compute_ns) if self.overlap else read_ns + compute_ns
+
+
+def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Work:
+    """What the tokens [lo, hi) of a group's packed rows ask of an op."""
+    members = program.groups[group]
+    if kind is not OpKind.ATTN:
+        return Work(hi - lo, len(members), 0, 0)
+    at = num_rows = kv_tokens = pairs = 0
+    for r in members:
+        _, begin, end, _, _ = program.rows[r]
+        if at >= hi:
+            break
+        num = end - begin
+        if at + num > lo:
+            num_rows += 1
+            if num == 1:
+                kv_tokens += end
+            else:
+                first, last = begin + max(0, lo - at), begin + min(num, hi - at)
+                pairs += (last - first) * (first + last + 1) // 2
+        at += num
+    return Work(hi - lo, num_rows, kv_tokens, pairs)
+
+
+class Prices:
+    """Units and unit times of ops under one cost model, kept for the sizes that were seen."""
+
+    def __init__(self, costs: SimCosts, shape: ModelShape) -> None:
+        self._costs = costs
+        self._shape = shape
+        self._known: dict[tuple[OpKind, int, int, bool], tuple[int, int]] = {}
+
+    def of(self, program: Program, op: Op) -> tuple[int, int]:
+        """How many boundaries an op takes to its end, and the time between two of them."""
+        kind, layer, group, lo, hi = op
+        is_moe = kind is not OpKind.HEAD and self._shape.is_moe[layer]
+        if kind is OpKind.ATTN:
+            return self._price(kind, work_of(program, group, lo, hi, kind), is_moe)
+        num_rows = len(program.groups[group])
+        key = kind, hi - lo, num_rows, is_moe
+        price = self._known.get(key)
+        if price is None:
+            price = self._known[key] = self._price(kind, Work(hi - lo, num_rows, 0, 0), is_moe)
+        return price
+
+    def _price(self, kind: OpKind, work: Work, is_moe: bool) -> tuple[int, int]:
+        costs, shape = self._costs, self._shape
+        total_ns = costs.op_ns + costs.of(kind, work, shape, is_moe=is_moe)
+        units = costs.distinct_experts(work.tokens, shape) if kind is OpKind.EXPERTS else 1
+        return units, max(1, round(total_ns / units))
+
+
+class _Part(NamedTuple):
+    """A stretch of layers with the same ops, in time."""
+
+    first_op: int
+    begin_ns: int
+    loads: int
+    """Experts read before it."""
+    ops: tuple[Op, ...]
+    """Ops of one of its layers."""
+    units: tuple[int, ...]
+    """Per op of a layer, how many boundaries it takes to its end."""
+    unit_ns: tuple[int, ...]
+    """Per op of a layer, the time of each of its units."""
+    ends_ns: tuple[int, ...]
+    """Per op of a layer, when it ends after the layer began."""
+    layer_loads: int
+    """Experts read by one of its layers."""
+    start: int
+    """Its first layer."""
+    num_layers: int
+
+    @property
+    def end_op(self) -> int:
+        return self.first_op + self.num_layers * len(self.ops)
+
+    @property
+    def end_ns(self) -> int:
+        return self.begin_ns + self.num_layers * self.ends_ns[-1]
+
+
+class Layers(NamedTuple):
+    """Whole layers that a group of rows went through."""
+
+    group: int
+    first: int
+    num_layers: int
+
+
+class Timeline:
+    """When, after the start of a program, each of its boundaries is reached.
+
+    Neighbouring layers with the same ops are one stretch of the program, so the price of this
+    depends on rows and cuts, not on layers.
+    """
+
+    __slots__ = ("_end_ops", "_ends_ns", "_parts", "loads", "num_ops", "total_ns")
+
+    def __init__(self, program: Program, prices: Prices) -> None:
+        if not isinstance(program.ops, Ops):
+            raise InvariantError("a timeline is made of a whole program")
+        parts: list[_Part] = []
+        op = at_ns = loads = 0
+        for stretch in program.ops.stretches:
+            part = _part(program, stretch, prices, op, at_ns, loads)
+            op, at_ns = part.end_op, part.end_ns
+            loads += part.layer_loads * part.num_layers
+            parts.append(part)
+        self._parts = parts
+        self._end_ops = [part.end_op for part in parts]
+        self._ends_ns = [part.end_ns for part in parts]
+        self.num_ops = op
+        self.total_ns = at_ns
+        """When the program ends."""
+        self.loads = loads
+        """Experts read by the whole program."""
+
+    def _find(self, op: int) -> tuple[_Part, int, int]:
+        """The stretch of an op, which of its layers, and the op's place there."""
+        part = self._parts[bisect_right(self._end_ops, op)]
+        layer, place = divmod(op - part.first_op, len(part.ops))
+        return part, layer, place
+
+    def at(self, index: Index) -> int:
+        """When this boundary is reached."""
+        if index.op >= self.num_ops:
+            return self.total_ns
+        part, layer, place = self._find(index.op)
+        begin_ns = part.begin_ns + layer * part.ends_ns[-1]
+        begin_ns += part.ends_ns[place - 1] if place else 0
+        return begin_ns + index.pos * part.unit_ns[place]
+
+    def loads_at(self, index: Index) -> int:
+        """Experts read up to this boundary."""
+        if index.op >= self.num_ops:
+            return self.loads
+        part, layer, place = self._find(index.op)
+        return part.loads + layer * part.layer_loads + _loads(part, place) + index.pos
+
+    def following(self, index: Index) -> Index:
+        """The next boundary of any grain."""
+        part, _, place = self._find(index.op)
+        if index.pos + 1 < part.units[place]:
+            return Index(index.op, index.pos + 1)
+        return Index(index.op + 1, 0)
+
+    def first_stop(self, at_ns: int, after: Index, grain: Grain) -> Index:
+        """The first boundary after `after`, reached at `at_ns` or later, that `grain` allows.
+
+        Without one it is the end of the program.
+        """
+        found = max(self._reached(at_ns), self.following(after))
+        return found if grain is Grain.EXPERT else self._between_layers(found)
+
+    def _reached(self, at_ns: int) -> Index:
+        if at_ns > self.total_ns:
+            return Index(self.num_ops, 0)
+        if at_ns <= 0:
+            return START
+        part = self._parts[bisect_left(self._ends_ns, at_ns)]
+        layer = (at_ns - part.begin_ns) // part.ends_ns[-1]
+        left_ns = at_ns - part.begin_ns - layer * part.ends_ns[-1]
+        place = bisect_left(part.ends_ns, left_ns)
+        left_ns -= part.ends_ns[place - 1] if place else 0
+        pos = -(-left_ns // part.unit_ns[place])
+        op = part.first_op + layer * len(part.ops) + place
+        return Index(op, pos) if pos < part.units[place] else Index(op + 1, 0)
+
+    def _between_layers(self, index: Index) -> Index:
+        if index.op >= self.num_ops:
+            return index
+        part, layer, place = self._find(index.op)
+        if place == 0 and index.pos == 0:
+            return index
+        return Index(part.first_op + (layer + 1) * len(part.ops), 0)
+
+    def longest(self, start: Index, end: Index) -> tuple[int, OpKind]:
+        """The longest unit from one boundary to another, and its kind."""
+        last = end.op if end.pos else end.op - 1
+        found = []
+        for part in self._parts:
+            low, high = max(start.op, part.first_op), min(last, part.end_op - 1)
+            num = min(high - low + 1, len(part.ops))
+            for op in range(low, low + num):
+                place = (op - part.first_op) % len(part.ops)
+                found.append((part.unit_ns[place], part.ops[place].kind))
+        return max(found)
+
+    def layers(self, start: Index, end: Index) -> list[Layers]:
+        """The layers that end from one boundary to another."""
+        found = []
+        for part in self._parts:
+            num = len(part.ops)
+            done = [
+                (min(max(op, part.first_op), part.end_op) - part.first_op) // num
+                for op in (start.op, end.op)
+            ]
+            if part.ops[-1].kind is OpKind.COMBINE and done[1] > done[0]:
+                found.append(Layers(part.ops[0].group, part.start + done[0], done[1] - done[0]))
+        return found
+
+
+def _loads(part: _Part, place: int) -> int:
+    """Experts read by the ops of a layer before one of them."""
+    pairs = zip(part.ops[:place], part.units, strict=False)
+    return sum(units for op, units in pairs if op.kind is OpKind.EXPERTS)
+
+
+def _part(
+    program: Program, stretch: Stretch, prices: Prices, first_op: int, begin_ns: int, loads: int
+) -> _Part:
+    ops = stretch.in_layer(stretch.start)
+    found = [prices.of(program, op) for op in ops]
+    units, unit_ns = zip(*found, strict=True)
+    return _Part(
+        first_op=first_op,
+        begin_ns=begin_ns,
+        loads=loads,
+        ops=ops,
+        units=units,
+        unit_ns=unit_ns,
+        ends_ns=tuple(accumulate(map(mul, units, unit_ns))),
+        layer_loads=sum(
+            num for op, num in zip(ops, units, strict=True) if op.kind is OpKind.EXPERTS
+        ),
+        start=stretch.start,
+        num_layers=stretch.end - stretch.start,
+    )
