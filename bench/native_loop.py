@@ -62,7 +62,7 @@ class Rings:
 def serve(rings: Rings, engine: str, policy_name: str, ready: int) -> None:
     """Be an engine until the front end asks to stop."""
     from qllm.config import EngineConfig
-    from qllm.engine.build import Core, ring_ends
+    from qllm.engine.build import EngineCore, ring_ends
     from qllm.ingress.shm import Lane, RingSink, ShmIngress
     from qllm.models.loader import load
     from qllm.plugins import load_policy
@@ -72,7 +72,7 @@ def serve(rings: Rings, engine: str, policy_name: str, ready: int) -> None:
     ingress = ShmIngress(
         rings.control, rings.bell, rings.now_ns, lambda: core.loop.close(), lambda *_: None
     )
-    core = Core(
+    core = EngineCore(
         load("tiny"),
         policy,
         config,

@@ -147,7 +147,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def be_solo(model: str, threads: int) -> None:
     """Measure one request for every line (ids) of stdin."""
-    with QLLMEngine.from_pretrained(model, host="thread", threads=threads, **SETTINGS) as engine:
+    with QLLMEngine.from_pretrained(model, run_in="thread", threads=threads, **SETTINGS) as engine:
         python_times(engine, [1] * PROMPT_TOKENS)
         print("ready", flush=True)
         for line in sys.stdin:

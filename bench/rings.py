@@ -26,7 +26,7 @@ import numpy as np
 from qllm.ingress import StopWord, Submission
 from qllm.ingress.front_end import FrontEnd, ring_bytes
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
-from qllm.ingress.shm import Doorbell, Lane, ShmIngress
+from qllm.ingress.shm import Doorbell, FrontEndPort, ShmIngress
 from qllm.types import SamplingParams, Slo
 
 BOUND_US = 50
@@ -101,7 +101,7 @@ def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
     control, bell, doorbell = ControlBlock.create(0), Doorbell.create(), Doorbell.create()
     block = FrontEndBlock.create(0, ring_bytes(8192, 32_000))
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
-    ingress.attach(Lane(block, doorbell))
+    ingress.attach(FrontEndPort(block, doorbell))
     cores = sorted(os.sched_getaffinity(0))
     read, write = os.pipe()
     pid = os.fork()
@@ -148,7 +148,7 @@ def cpu_us(prompt: int) -> dict[str, float]:
     control, bell = ControlBlock.create(0), Doorbell.create()
     block = FrontEndBlock.create(0, ring_bytes(8192, 32_000))
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
-    ingress.attach(Lane(block, Doorbell.create()))
+    ingress.attach(FrontEndPort(block, Doorbell.create()))
     front_end = FrontEnd(block, control, bell, Doorbell.create())
     puts, looks = [], []
     for number in range(2000):

@@ -19,7 +19,10 @@ CHOICES = {
 }
 """Settings that name one of a few."""
 DEVICE_LOOP = "conditional"
-GONE = {"attention": "CUDA has one attention kernel, and it needs no setting"}
+GONE = {
+    "attention": "CUDA has one attention kernel, and it needs no setting; leave it out",
+    "host": "say where the engine runs with run_in='process' or run_in='thread'",
+}
 """Settings that there were once, and what to do instead."""
 GONE_VALUES = {("loop", "device-launch"): "is gone: a loop on the device is 'conditional'"}
 """Values that settings had once."""
@@ -133,7 +136,7 @@ class EngineConfig:
                     f"leave {name} at {plain!r}"
                 )
 
-    def check_place(self, host: str, device: str, has_meeting: bool) -> None:
+    def check_place(self, run_in: str, device: str, has_meeting: bool) -> None:
         """Return if the loop can run there.
 
         Raises:
@@ -141,8 +144,8 @@ class EngineConfig:
         """
         if self.loop == "host":
             return
-        if host != "process":
-            raise ConfigError(f"loop={self.loop!r} serves rings and needs host='process'")
+        if run_in != "process":
+            raise ConfigError(f"loop={self.loop!r} serves rings and needs run_in='process'")
         if self.on_device and device.split(":")[0] != "cuda":
             raise ConfigError(
                 f"loop={self.loop!r} runs on a GPU and device={device!r}; use 'native' or 'host'"
@@ -180,7 +183,7 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
     known = [f.name for f in fields(EngineConfig)]
     for name in settings:
         if name in GONE:
-            raise ConfigError(f"the setting {name!r} is gone: {GONE[name]}; leave it out")
+            raise ConfigError(f"the setting {name!r} is gone: {GONE[name]}")
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""

@@ -35,14 +35,14 @@ from qllm.frontend.checks import (
     priority_class,
     slo_of,
 )
-from qllm.frontend.client import Host, close_collected
+from qllm.frontend.client import Client, close_collected
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.frontend.handle import Handle, Result
 from qllm.frontend.open import Open
-from qllm.frontend.process import ProcessHost
+from qllm.frontend.process import ProcessClient
 from qllm.frontend.prompts import refuse_unserved, to_sampling, to_token_ids
-from qllm.frontend.remote import RemoteHost
-from qllm.frontend.thread import ThreadHost
+from qllm.frontend.remote import RemoteClient
+from qllm.frontend.thread import ThreadClient
 from qllm.ingress import Submission
 from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
@@ -59,7 +59,7 @@ from qllm.types import (
     Slo,
 )
 
-HOSTS = ("process", "thread")
+PLACES = ("process", "thread")
 DEVICES = ("cpu", "cuda")
 
 
@@ -73,17 +73,17 @@ class QLLMEngine:
     calls raise EngineClosedError, and neither `close` nor the child's end touches it.
     """
 
-    def __init__(self, host: Host, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
-        self.model_name = host.info.name
+    def __init__(self, client: Client, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
+        self.model_name = client.info.name
         self.tokenizer = tokenizer
         self.config = config
         self.policy = policy
-        """As it was given. A policy object of a process host is served by a copy of it."""
-        self.sampling_defaults = host.info.sampling_defaults
+        """As it was given. An engine in a process of its own serves a copy of a policy object."""
+        self.sampling_defaults = client.info.sampling_defaults
         """Keywords of SamplingParams for requests without any, from the generation config."""
-        self._host = host
-        collected = weakref.finalize(self, close_collected, host)
-        collected.atexit = False  # the host closes itself then
+        self._client = client
+        collected = weakref.finalize(self, close_collected, client)
+        collected.atexit = False  # the client closes itself then
 
     # -- making one
 
@@ -99,7 +99,7 @@ class QLLMEngine:
         trust_remote_code: bool = False,
         load_format: str = "auto",
         threads: Threads = None,
-        host: str = "process",
+        run_in: str = "process",
         listen: str | None = None,
         meeting: Meeting | None = None,
         **settings: Any,
@@ -117,7 +117,7 @@ class QLLMEngine:
             load_format: "auto" reads weights; "dummy" makes seeded random ones.
             threads: Threads to compute with; "auto" is the cores this process may use, None
                 leaves torch's choice.
-            host: Where the engine runs: "process", a process of its own, for which the latency
+            run_in: Where the engine runs: "process", a process of its own, for which the latency
                 bounds are promised; or "thread", in this one.
             listen: Path of a Unix socket at which further processes `attach`; needs a process.
             meeting: Where front ends of other hosts may `connect`; needs a process.
@@ -132,16 +132,16 @@ class QLLMEngine:
         if str(device).split(":")[0] not in DEVICES:
             raise ConfigError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}")
         check_device(device)
-        if host not in HOSTS:
-            raise ConfigError(f"host={host!r} is unknown; use one of {', '.join(HOSTS)}")
-        if host != "process" and (listen is not None or meeting is not None):
-            raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs host='process'")
-        config.check_place(host, str(device), meeting is not None)
+        if run_in not in PLACES:
+            raise ConfigError(f"run_in={run_in!r} is unknown; use one of {', '.join(PLACES)}")
+        if run_in != "process" and (listen is not None or meeting is not None):
+            raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs run_in='process'")
+        config.check_place(run_in, str(device), meeting is not None)
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how["trust_remote_code"] = trust_remote_code
-        if host == "thread":
+        if run_in == "thread":
             loaded = load(name_or_path, **how)
-            return cls(ThreadHost(loaded, made, config, count), loaded.tokenizer, made, config)
+            return cls(ThreadClient(loaded, made, config, count), loaded.tokenizer, made, config)
         start = Start(
             model=os.fspath(name_or_path),
             load=how,
@@ -153,7 +153,7 @@ class QLLMEngine:
             quiet=not is_progress_bar_enabled(),
             meeting=meeting,
         )
-        return cls._over_rings(ProcessHost.spawn(start), made)
+        return cls._over_rings(ProcessClient.spawn(start), made)
 
     @classmethod
     def attach(cls, path: str) -> Self:
@@ -165,7 +165,7 @@ class QLLMEngine:
         Raises:
             ConfigError: No engine listens there, or it is of another release.
         """
-        return cls._over_rings(ProcessHost.attach(path), None)
+        return cls._over_rings(ProcessClient.attach(path), None)
 
     @classmethod
     def connect(
@@ -196,16 +196,16 @@ class QLLMEngine:
             EngineClosedError: Nobody answers there, or who answers is not the engine.
         """
         file = None if secret_file is None else Path(secret_file)
-        host = RemoteHost.connect(address, profile, file)
-        where = host.hello.model if tokenizer is None else os.fspath(tokenizer)
-        policy, config = host.hello.trace_meta["policy"], host.hello.config
-        return cls(host, _tokenizer(host, where, trust_remote_code), policy, config)
+        client = RemoteClient.connect(address, profile, file)
+        where = client.hello.model if tokenizer is None else os.fspath(tokenizer)
+        policy, config = client.hello.trace_meta["policy"], client.hello.config
+        return cls(client, _tokenizer(client, where, trust_remote_code), policy, config)
 
     @classmethod
-    def _over_rings(cls, host: ProcessHost, policy: Any) -> Self:
-        hello = host.hello
-        tokenizer = _tokenizer(host, hello.model, hello.trust_remote_code)
-        return cls(host, tokenizer, policy, hello.config)
+    def _over_rings(cls, client: ProcessClient, policy: Any) -> Self:
+        hello = client.hello
+        tokenizer = _tokenizer(client, hello.model, hello.trust_remote_code)
+        return cls(client, tokenizer, policy, hello.config)
 
     @classmethod
     def from_model(
@@ -229,12 +229,12 @@ class QLLMEngine:
                 one first, or load the model once more.
         """
         config, made = engine_config(settings), load_policy(policy, policy_settings)
-        thread = ThreadHost(wrap(model, tokenizer), made, config, num_threads(threads))
+        thread = ThreadClient(wrap(model, tokenizer), made, config, num_threads(threads))
         return cls(thread, tokenizer, made, config)
 
     def now_ns(self) -> int:
         """The engine's clock: nanoseconds since it was made."""
-        return self._host.now_ns()
+        return self._client.now_ns()
 
     # -- requests
 
@@ -267,8 +267,8 @@ class QLLMEngine:
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.
         """
-        self._host.raise_if_closed()
-        shape = self._host.info.shape
+        self._client.raise_if_closed()
+        shape = self._client.info.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
         params = to_sampling(sampling, stop, self.sampling_defaults)
         wrong = [i for i in (*params.stop_token_ids, *params.logit_bias) if i >= shape.vocab_size]
@@ -286,16 +286,16 @@ class QLLMEngine:
         check_timeout("timeout_s", timeout_s)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= self._host.info.eos_token_ids
+            stop_ids |= self._client.info.eos_token_ids
         refuse_unserved(self.config.loop, params, len(stop_ids))
-        with self._host.door:
-            self._host.raise_if_closed()
+        with self._client.admission_lock:
+            self._client.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already (max_waiting="
                     f"{self.config.max_waiting}); try again later"
                 )
-            number = self._host.new_number()
+            number = self._client.new_number()
             handle = self._handle(number, request_id, token_ids, params)
             now = self.now_ns()
             deadline = None if timeout_s is None else now + int(timeout_s * NS_PER_S)
@@ -311,12 +311,12 @@ class QLLMEngine:
                 arrival_ns=now,
                 deadline_ns=deadline,
             )
-            self._host.submit(submission, handle)
+            self._client.submit(submission, handle)
         return handle
 
     def replay(self, request: Open) -> None:
         """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
-        self._host.replay(request)
+        self._client.replay(request)
 
     def generate(
         self,
@@ -364,27 +364,27 @@ class QLLMEngine:
             prompt_token_ids=token_ids,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params.stop),
             stop_on_text=bool(params.stop),
-            cancel=self._host.cancel,
-            status=self._host.status,
+            cancel=self._client.cancel,
+            status=self._client.status,
         )
 
-    # -- the host
+    # -- the engine
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between two programs, and return its result.
 
-        Over a process host it is pickled, and so are its result and its error.
+        It is pickled for an engine in a process of its own, and so are its result and error.
         """
-        return self._host.call(function)
+        return self._client.call(function)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Take no new requests and wait for the open ones; False if time ran out first.
 
         From now on `submit` raises EngineClosedError, here and at every other front end.
         """
-        self._host.drain()
+        self._client.drain()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        for handle in list(self._host.handles.values()):
+        for handle in list(self._client.handles.values()):
             left = deadline - time.monotonic()
             try:
                 handle.result(None if left == math.inf else max(0.0, left))
@@ -404,7 +404,7 @@ class QLLMEngine:
         Raises:
             ConfigError: The engine has no process that is ours.
         """
-        self._host.end_if_stuck(after_s)
+        self._client.end_if_stuck(after_s)
 
     def close(self) -> None:
         """Stop serving. Requests in flight end as `cancelled`. Twice is once.
@@ -412,7 +412,7 @@ class QLLMEngine:
         An engine's process that does not end in time is killed; calls that wait for it raise
         EngineClosedError. In a child of `os.fork` this does nothing.
         """
-        self._host.close()
+        self._client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -427,7 +427,7 @@ class QLLMEngine:
 
         The requests go on. Returns how many were written.
         """
-        return self._host.checkpoint(path)
+        return self._client.checkpoint(path)
 
     def restore(self, path: str | os.PathLike[str]) -> list[Handle]:
         """Take over the requests of a checkpoint, to be finished here from where they were.
@@ -435,7 +435,7 @@ class QLLMEngine:
         Raises:
             CheckpointError: The file is truncated, of another version, or of another model.
         """
-        return self._host.restore(path, self._handle)
+        return self._client.restore(path, self._handle)
 
     # -- what the outside may read
 
@@ -445,54 +445,57 @@ class QLLMEngine:
         Raises:
             EngineClosedError: It was closed or has crashed (then the cause says why).
         """
-        self._host.raise_if_closed()
+        self._client.raise_if_closed()
 
     @property
     def trace(self) -> Trace:
         """Events of the run, kept if the engine was made with `record=True`."""
-        return self._host.trace
+        return self._client.trace
 
     @property
     def failure(self) -> str | None:
         """Why the engine ended by itself: a supervisor makes a new one. None while it serves."""
-        return self._host.failure
+        return self._client.failure
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no KV yet."""
-        return self._host.num_waiting
+        return self._client.num_waiting
 
     @property
     def drivers(self) -> tuple[str, ...]:
         """Per layer: "fast", "replay" or "dense"."""
-        return self._host.info.drivers
+        return self._client.info.drivers
 
     @property
     def kernels(self) -> dict[str, str]:
         """What computes experts, projections, head and attention."""
-        return self._host.info.kernels
+        return self._client.info.kernels
 
     def statuses(self, handles: Sequence[Handle]) -> list[RequestStatus]:
         """Where requests of this engine are, all in one question to its process."""
-        told = self._host.statuses([handle.number for handle in handles]) if handles else []
+        told = self._client.statuses([handle.number for handle in handles]) if handles else []
         done = RequestStatus.FINISHED
         return [done if h.finish_reason else x for h, x in zip(handles, told, strict=True)]
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
-        return self._host.stats()
+        return self._client.stats()
 
 
-def _tokenizer(host: Host, where: str, trust_remote_code: bool) -> Any:
+def _tokenizer(client: Client, where: str, trust_remote_code: bool) -> Any:
     """Load a front end's tokenizer; without one there is no front end."""
     try:
         tokenizer = load_tokenizer(where, trust_remote_code=trust_remote_code)
-        if host.info.vocabulary and vocabulary_of(tokenizer) not in (None, host.info.vocabulary):
+        if client.info.vocabulary and vocabulary_of(tokenizer) not in (
+            None,
+            client.info.vocabulary,
+        ):
             raise ConfigError(
                 f"the tokenizer at {where!r} has another vocabulary than that of the engine's "
-                f"model {host.info.name!r}; give tokenizer= a copy of the engine's files"
+                f"model {client.info.name!r}; give tokenizer= a copy of the engine's files"
             )
         return tokenizer
     except BaseException:
-        host.close()
+        client.close()
         raise

@@ -26,7 +26,7 @@ from qllm.ingress.codec import End
 from qllm.ingress.front_end import FrontEnd, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.ingress.shm import Doorbell, FrontEndPort, RingSink, ShmIngress, front_end_of
 from qllm.types import FinishReason, Logprobs, Priority, Sampled, SamplingParams, Slo
 
 CAPACITY = 1 << 15
@@ -140,7 +140,7 @@ class Answerer:
 
     def __init__(self, ingress: ShmIngress, num_front_ends: int, num_requests: int) -> None:
         self.ingress = ingress
-        self.sink = RingSink(ingress.lanes)
+        self.sink = RingSink(ingress.ports)
         self.left = num_front_ends * num_requests
         self.last: dict[tuple[int, bool], int] = {}
         self.rng = random.Random(99)
@@ -202,7 +202,7 @@ def over_shm(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, 
         block, doorbell = FrontEndBlock.create(number, (CAPACITY,) * 4), Doorbell.create()
         sender = Sender(FrontEnd(block, control, bell, doorbell), per_front_end)
         children.append(fork(lambda _, sender=sender: sender.run()))
-        ingress.attach(Lane(block, doorbell))
+        ingress.attach(FrontEndPort(block, doorbell))
     return ingress, children
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from hosts import LONG, SETTINGS, pid_of, wait_for
-from test_process_host import ATTACHED
+from test_process_client import ATTACHED
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.types import FinishReason, RequestStatus

@@ -14,7 +14,7 @@ import torch
 from fake_cuda import FakeCuda
 from fake_loop import FakeLoopApi
 
-from qllm.cuda.buffers import Bucket
+from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.device import lanes
 from qllm.device.native import load_native
@@ -111,7 +111,7 @@ def install() -> None:
     load = process.load
     process.load = lambda name, **how: load(name, **{**how, "device": "cpu"})  # type: ignore[attr-defined]
     qllm.engine.build.make_runner = runner_of  # type: ignore[assignment]
-    qllm.engine.build.Prepared.max_total_tokens = LONGEST  # type: ignore[assignment,method-assign]
+    qllm.engine.build.LoadedRunner.max_total_tokens = LONGEST  # type: ignore[assignment,method-assign]
 
     def of_cuda(policy: Any, device: Any) -> tuple[Any, Any]:
         return ThreadedApi(), _dangerous(Kernel(policy))

@@ -75,13 +75,13 @@ def forked(way: str, engines: Engines, open_: Handles) -> int:
 
     def holder() -> None:
         for name, engine in engines.items():
-            engine._host.door.acquire()
+            engine._client.admission_lock.acquire()
             open_[name]._changed.acquire()
         held.wait()
         hold.wait()
         for name, engine in engines.items():
             open_[name]._changed.release()
-            engine._host.door.release()
+            engine._client.admission_lock.release()
 
     thread = threading.Thread(target=holder)
     thread.start()
@@ -120,7 +120,7 @@ def main(model: str, folder: str) -> None:
         "process": owner,
         "attached": QLLMEngine.attach(f"{folder}/socket"),
         "remote": QLLMEngine.connect(str(address)),
-        "thread": QLLMEngine.from_pretrained(model, host="thread", **SETTINGS),
+        "thread": QLLMEngine.from_pretrained(model, run_in="thread", **SETTINGS),
     }
     for way in (*WAYS, "multiprocessing"):
         gate, loops = Path(folder, way), (owner, engines["thread"])

@@ -73,7 +73,7 @@ def save_model(folder: Path) -> str:
 
 
 def pid_of(engine: QLLMEngine) -> int:
-    return int(engine._host._process.pid)  # type: ignore[attr-defined]
+    return int(engine._client._process.pid)  # type: ignore[attr-defined]
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
-from qllm.device.rings import DeviceBlock, home_of
+from qllm.device.rings import DeviceBlock, ring_memory_of
 from qllm.device.server import NativeServer, address_of
-from qllm.engine.door import Door, Guest, offer, peer_from
+from qllm.engine.remote import RemoteFrontEnd, RemoteListener, offer, peer_from
 from qllm.errors import ConfigError
 from qllm.ingress import Submission
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.ingress.messages import Card, ModelInfo
+from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.ingress.remote.meeting import Address, Meeting, Wire
 from qllm.ingress.remote.nixl import Link
 from qllm.ingress.remote.pull import LinkDriver, PullingFrontEnd
@@ -86,7 +86,7 @@ class Answerer:
 
 
 def block_of(number: int, ring_bytes: int) -> DeviceBlock:
-    return DeviceBlock(number, (ring_bytes,) * 4, home_of(CPU, "tcp"), CPU)
+    return DeviceBlock(number, (ring_bytes,) * 4, ring_memory_of(CPU, "tcp"), CPU)
 
 
 # -- another process's front end
@@ -127,9 +127,9 @@ class Met:
 # -- the engine's process
 
 
-def card() -> Card:
+def card() -> EngineCard:
     info = ModelInfo("one line", SHAPE, frozenset(), {}, (), {}, None)
-    return Card(info, EngineConfig(), {}, "one line")
+    return EngineCard(info, EngineConfig(), {}, "one line")
 
 
 class Engine:
@@ -151,21 +151,23 @@ class Engine:
         self.gone: deque[int] = deque()
         self.links = LinkDriver(profile, lambda number, why: self.gone.append(number))
         meeting = Meeting(Address("127.0.0.1", 0), profile, b"")
-        self.door = Door(meeting, self.make_block, self.enter, self.leave, self.answer)
-        self.door.listen()
-        self.door.open(card())
+        self.listener = RemoteListener(
+            meeting, self.make_block, self.enter, self.leave, self.answer
+        )
+        self.listener.listen()
+        self.listener.open(card())
 
     def make_block(self) -> DeviceBlock:
         if not self.fresh:
             raise ConfigError("all rings are taken")
         return self.fresh.popleft()
 
-    def enter(self, guest: Guest) -> None:
-        self.links.add(guest.number, guest.link)
+    def enter(self, front_end: RemoteFrontEnd) -> None:
+        self.links.add(front_end.number, front_end.link)
 
-    def leave(self, guest: Guest) -> None:
-        self.links.remove(guest.number)
-        self.gone.append(guest.number)
+    def leave(self, front_end: RemoteFrontEnd) -> None:
+        self.links.remove(front_end.number)
+        self.gone.append(front_end.number)
 
     def answer(self, op: str, args: list[Any]) -> Any:
         if op == "beat":
@@ -188,6 +190,6 @@ class Engine:
 
 if __name__ == "__main__":
     engine = Engine(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    sys.stdout.write(f"{engine.door.address}\n")
+    sys.stdout.write(f"{engine.listener.address}\n")
     sys.stdout.flush()
     engine.serve()

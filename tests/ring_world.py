@@ -19,7 +19,7 @@ from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Doorbell, Lane, RingSink, ShmIngress
+from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Doorbell, FrontEndPort, RingSink, ShmIngress
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
@@ -117,7 +117,7 @@ class RingWorld:
             self.ingress,
             scheduler,
             self.runner,
-            RingSink(self.ingress.lanes),
+            RingSink(self.ingress.ports),
             self.clock,
             decided=self.ingress.decided,
         )
@@ -144,7 +144,7 @@ class RingWorld:
         if isinstance(self.loop, NativeLoop):
             self.loop.attach(block, tokens)
         else:
-            self.ingress.attach(Lane(block, tokens))
+            self.ingress.attach(FrontEndPort(block, tokens))
         self.front_ends.append(FrontEnd(block, self.control, engine, mine))
 
     def _broken(self, number: int, why: str) -> None:

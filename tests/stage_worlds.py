@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from stage_loop import StageLoop
 
-from qllm.cuda.buffers import Bucket, Lane
+from qllm.cuda.lanes import Bucket, Lane
 from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
 from qllm.device import lanes, layout

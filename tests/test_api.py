@@ -195,7 +195,7 @@ def test_cancel_before_the_start_in_the_middle_and_after_the_end() -> None:
 
 def _watched(engine: QLLMEngine, look: Any, handle: Handle) -> Handle:
     """Called on the engine's thread, so that nothing runs before it watches."""
-    engine._host.runner.on_segment = lambda *args: look(handle, *args)
+    engine._client.runner.on_segment = lambda *args: look(handle, *args)
     return handle
 
 
@@ -213,10 +213,10 @@ def test_status_passes_through_its_states() -> None:
             elif hits:
                 states.append(handle.status)
 
-        object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._client.runner._costs, "range_ns", 0.5)
         handle = engine.call(lambda: _watched(engine, look, engine.submit(ids(64), "BE", 2)))
         handle.result(60)
-        engine._host.runner.on_segment = None
+        engine._client.runner.on_segment = None
         assert seen == {RequestStatus.RUNNING}
         assert set(states) == {RequestStatus.PARKED}
         assert handle.status is RequestStatus.FINISHED
@@ -428,7 +428,7 @@ def test_submit_after_close_is_refused() -> None:
 
 
 def test_unknown_names_list_the_known_ones(engine: QLLMEngine) -> None:
-    model = engine._host.runner.model
+    model = engine._client.runner.model
     with pytest.raises(ConfigError, match=r"'max_num_seq'.*did you mean max_num_seqs.*block_size"):
         QLLMEngine.from_model(model, max_num_seq=3)
     with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'; installed: .*fcfs.*qllm2"):
@@ -458,13 +458,13 @@ def test_unknown_names_list_the_known_ones(engine: QLLMEngine) -> None:
 def test_ls_requests_have_the_targets_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Slo] = []
     with engine_of(ls_slo="ttft=0.5s,tpot=50ms") as engine:
-        take = engine._host.submit
+        take = engine._client.submit
 
         def submit(submission: Any, handle: Any) -> None:
             found.append(submission.slo)
             take(submission, handle)
 
-        monkeypatch.setattr(engine._host, "submit", submit)
+        monkeypatch.setattr(engine._client, "submit", submit)
         for slo, priority in ((None, "LS"), (Slo(tpot_ms=9.0), "LS"), (None, -1), (None, "BE")):
             engine.submit("abc", priority, max_tokens=1, slo=slo).result(60)
         engine.submit("abc", "BE", max_tokens=1, slo=Slo(ttft_ms=7.0)).result(60)
@@ -586,7 +586,7 @@ def test_defaults_of_the_generation_config_are_honoured() -> None:
     model.generation_config.top_k = 1
     with QLLMEngine.from_model(model, conformance=False, threads=1) as engine:
         handle = engine.submit(ids(8), max_tokens=5)
-        live = engine._host.loop.live.get(handle.number)
+        live = engine._client.loop.live.get(handle.number)
         greedy = SamplingParams(temperature=0)
         want = engine.submit(ids(8), max_tokens=5, sampling=greedy).result(60).token_ids
         assert handle.result(60).token_ids == want

@@ -60,7 +60,7 @@ def prompt_of(n: int, seed: int) -> list[int]:
 
 def engine_of(family: str, dtype: str, **settings: Any) -> QLLMEngine:
     made = QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**SETTINGS, **settings})
-    object.__setattr__(made._host.runner._costs, "range_ns", 0.5)
+    object.__setattr__(made._client.runner._costs, "range_ns", 0.5)
     return made
 
 
@@ -96,7 +96,7 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
             found.append(f"{program.ops[index.op].kind.name} {index}")
             reached.set()
             deadline = time.monotonic() + 60
-            while engine._host.ingress.stop.word != CONTROL and time.monotonic() < deadline:
+            while engine._client.ingress.stop.word != CONTROL and time.monotonic() < deadline:
                 time.sleep(0.0005)  # until the call has lowered the stop word
 
     numbers = []
@@ -107,14 +107,14 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
 
     thread = threading.Thread(target=save)
     thread.start()
-    engine.call(lambda: setattr(engine._host.runner, "on_segment", watch))
+    engine.call(lambda: setattr(engine._client.runner, "on_segment", watch))
     handles = flood(engine)
     thread.join(60)
     assert numbers, "no checkpoint was written"
     for handle in handles:  # the requests go on
         handle.cancel()
         handle.result(60)
-    engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
+    engine.call(lambda: setattr(engine._client.runner, "on_segment", None))
     return Saved(path, numbers[0], found[0])
 
 
@@ -189,11 +189,11 @@ def good(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_untouched(engine: QLLMEngine) -> None:
     stats = engine.stats()
     assert (stats["num_live"], stats["num_waiting"]) == (0, 0)
-    assert not engine._host.handles
-    assert not engine._host.runner._requests
-    assert not engine._host.runner.frames
-    assert engine._host.loop.scheduler.pool.num_free == engine.config.num_blocks
-    engine.call(engine._host.loop.scheduler.check)
+    assert not engine._client.handles
+    assert not engine._client.runner._requests
+    assert not engine._client.runner.frames
+    assert engine._client.loop.scheduler.pool.num_free == engine.config.num_blocks
+    engine.call(engine._client.loop.scheduler.check)
     assert len(engine.submit(prompt_of(5, 5), "LS", 3, sampling=GREEDY).result(60).token_ids) == 3
 
 
@@ -244,7 +244,7 @@ def test_truncated_and_foreign_files_are_refused(
             engine.restore(bad)
     with pytest.raises(CheckpointError):
         engine.restore(tmp_path / "missing.qllm")
-    save_file({"a": engine._host.runner.parts.lm_head.weight.detach().clone()}, bad)
+    save_file({"a": engine._client.runner.parts.lm_head.weight.detach().clone()}, bad)
     with pytest.raises(CheckpointError, match="not a qllm-checkpoint"):
         engine.restore(bad)
     with pytest.raises(CheckpointError, match="cannot write"):

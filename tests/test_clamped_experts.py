@@ -53,11 +53,11 @@ def experts(d: int, f: int) -> Any:
 
 def run(bank: Any, x: Tensor, rows: int = 1024) -> Tensor:
     """Slots of every token at every expert, [tokens, E, D]."""
-    bank.enter()
+    bank.pack()
     work = Work(bank, torch.arange(E).repeat(len(x), 1), rows)
     for i in range(len(work.units)):
         work.run(x, i, i + 1)
-    bank.leave()
+    bank.unpack()
     return work.slots_SD[work.inverse_S].view(len(x), E, -1)
 
 

@@ -264,7 +264,7 @@ def test_a_replay_ends_with_its_window_and_answers_as_alone(model: Path) -> None
         "threads": 1,
         "conformance": False,
         "exactness": "batch-invariant",
-        "host": "thread",
+        "run_in": "thread",
     }
     with QLLMEngine.from_pretrained(model, record=True, **settings) as engine:
         done = replay(engine, arrivals, SMALL.seconds, ticks.append)

@@ -11,7 +11,7 @@ from families import DTYPES, VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
-from qllm.cuda.buffers import Bucket
+from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.engine import build
 from qllm.errors import ConfigError
@@ -57,7 +57,7 @@ def test_a_storm_gives_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch, po
     assert found == wanted
     assert len(fakes[0].replays) > 5
     assert stats["expert_bytes"] > 0
-    assert "graphs" in engine._host.info.kernels["stages"]
+    assert "graphs" in engine._client.info.kernels["stages"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,8 +8,8 @@ from fake_cuda import FakeCuda, FakeGraph
 from families import make_model
 
 from qllm.cuda import stages as stages_module
-from qllm.cuda.buffers import Bucket
 from qllm.cuda.graphs import ALLOWED, Graphs
+from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner, default_buckets
 from qllm.errors import ModelError
 from qllm.plan import NO_CUTS, Plan, Row

@@ -11,7 +11,7 @@ import torch
 from fake_cuda import FakeCuda
 from families import DTYPES, FAMILIES, VOCAB, make_model
 
-from qllm.cuda.buffers import Bucket
+from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.errors import ModelError
 from qllm.plan import NO_CUTS, NO_STOP, Plan, Row

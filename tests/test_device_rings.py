@@ -20,8 +20,8 @@ from test_device_loop import World, engine_of, jobs_of
 from test_native_stages import LIMITS, LONGEST, policy_of, runner_of
 
 from qllm.device.launcher import DeviceEngine
-from qllm.device.ring_memory import Home, Vram
-from qllm.device.rings import DeviceBlock, check_device, home_of
+from qllm.device.ring_memory import RingMemory, Vram
+from qllm.device.rings import DeviceBlock, check_device, ring_memory_of
 from qllm.device.server import address_of
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.front_end import FrontEnd, TokenAt
@@ -35,7 +35,7 @@ from qllm.types import FinishReason, SamplingParams
 
 CUDA1 = torch.device("cuda", 1)
 CPU = torch.device("cpu")
-VRAM = Home("vram", "a test")
+VRAM = RingMemory("vram", "a test")
 NO_DRIVER = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 HOPPER = {"rdma": 1, "ordering": 100, "maps_host": 1, "same_pointer": 1}
 
@@ -216,18 +216,18 @@ def test_the_home_is_the_devices_choice(
 
     monkeypatch.setattr("qllm.device.rings.attributes_of", attributes)
     with caplog.at_level(logging.INFO, "qllm"):
-        assert home_of(CUDA1, "rdma").name == "vram"
+        assert ring_memory_of(CUDA1, "rdma").name == "vram"
     assert asked == [1]
     assert "rings lie in vram memory: the network card writes it" in caplog.text
-    assert home_of(CUDA1, "tcp").name == "pinned"
-    assert home_of(CUDA1, None).name == "pinned"
-    assert home_of(CUDA1, "rdma", "pinned").name == "pinned"
+    assert ring_memory_of(CUDA1, "tcp").name == "pinned"
+    assert ring_memory_of(CUDA1, None).name == "pinned"
+    assert ring_memory_of(CUDA1, "rdma", "pinned").name == "pinned"
     said["ordering"] = 0
     with pytest.raises(ConfigError, match=r"level 0 .*; use 'pinned'"):
-        home_of(torch.device("cuda"), "rdma", "vram")
+        ring_memory_of(torch.device("cuda"), "rdma", "vram")
     assert asked[-1] == 0
     with pytest.raises(ConfigError, match="needs a device, and the model lies on cpu"):
-        home_of(CPU, "rdma", "vram")
+        ring_memory_of(CPU, "rdma", "vram")
 
 
 def test_a_block_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def _greedy(number: int, priority: int, ids: tuple[int, ...]) -> Any:
     )
 
 
-class Card:
+class EngineCard:
     """What a network card would do, by copies of one process.
 
     Args:
@@ -408,7 +408,7 @@ def _served(block: DeviceBlock, copy: Callable[[int, int, int, bool], Any], **ho
         lock_pages(engine.control.segment.bytes)
     block.attach_to(engine.server)
     ours = FrontEndBlock.create(0, block.capacities)  # type: ignore[arg-type]
-    card: Any = Card(ours.segment.address, block.memory.address, copy)
+    card: Any = EngineCard(ours.segment.address, block.memory.address, copy)
     front_end = PullingFrontEnd(ours, card)
     found: dict[int, list[int]] = defaultdict(list)
     num_ends = 0

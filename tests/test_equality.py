@@ -206,13 +206,13 @@ class Storm:
                     self.rng.choice(live).cancel()
 
         engine.call(lambda: [self.submit("BE") for _ in range(self.num_be)])
-        engine._host.runner.on_segment = disturb
+        engine._client.runner.on_segment = disturb
         results = [h.result(120) for h, _ in self.handles]
         while len(results) < len(self.handles):
             results = [h.result(120) for h, _ in self.handles]
-        engine._host.runner.on_segment = None
-        engine.call(engine._host.loop.scheduler.check)
-        assert engine._host.loop.scheduler.pool.num_free == engine.config.num_blocks
+        engine._client.runner.on_segment = None
+        engine.call(engine._client.loop.scheduler.check)
+        assert engine._client.loop.scheduler.pool.num_free == engine.config.num_blocks
         return results
 
 
@@ -265,8 +265,8 @@ class Chaos:
 
 def fine(engine: QLLMEngine) -> None:
     """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    engine._host.runner.cuts = engine._host.loop.scheduler.cuts = CUTS
-    object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
+    engine._client.runner.cuts = engine._client.loop.scheduler.cuts = CUTS
+    object.__setattr__(engine._client.runner._costs, "range_ns", 0.5)
 
 
 def same(result: Result, solo: Result) -> bool:
@@ -391,7 +391,7 @@ def test_who_left_the_sweep_loses_nothing_when_the_others_die_inside_a_layer() -
                 handles[0].cancel()
                 handles.append(engine.submit(PROMPTS[2], "LS", 3, sampling=GREEDY))
 
-        engine._host.runner.on_segment = disturb
+        engine._client.runner.on_segment = disturb
         engine.call(
             lambda: handles.extend(
                 engine.submit(ids, "BE", 4, sampling=GREEDY) for ids in PROMPTS[:2]

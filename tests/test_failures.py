@@ -77,7 +77,7 @@ def assert_clean(engine: QLLMEngine) -> None:
     deadline = time.monotonic() + 60
     while engine.stats()["num_live"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    scheduler, runner = engine._host.loop.scheduler, engine._host.runner
+    scheduler, runner = engine._client.loop.scheduler, engine._client.runner
     engine.call(scheduler.check)
     assert scheduler.pool.num_free == engine.config.num_blocks
     assert not scheduler.requests
@@ -85,9 +85,9 @@ def assert_clean(engine: QLLMEngine) -> None:
     assert not runner._requests
     assert not runner.frames
     assert not runner._sampler._requests
-    assert not engine._host.handles
-    assert not engine._host.loop.metrics._meters
-    assert not engine._host.loop.metrics._frames
+    assert not engine._client.handles
+    assert not engine._client.loop.metrics._meters
+    assert not engine._client.loop.metrics._frames
 
 
 class LayerError(RuntimeError):
@@ -99,7 +99,7 @@ class LayerError(RuntimeError):
 
 def _poisoned_rows(engine: QLLMEngine, do: Callable[[Any], Any]) -> Callable[[], None]:
     """Call `do` with the output of layer 1's norm, if a poisoned token passed the embedding."""
-    model = engine._host.runner.model
+    model = engine._client.runner.model
     seen = {"poison": False}
 
     def embedded(module: Any, args: Any, out: Any) -> None:
@@ -151,7 +151,7 @@ def test_an_exception_that_passes_costs_nobody_a_token() -> None:
             if count in (2, 9):
                 raise LayerError(f"call {count}")
 
-        hook = engine._host.runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
+        hook = engine._client.runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
         got = [h.result(60) for h in submit_all(engine, prompts)]
         hook.remove()
         assert count > 11
@@ -167,13 +167,13 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
         clean = [ids(9, 1), ids(12, 2)]
         want = [h.result(60) for h in submit_all(engine, clean)]
         marker = ids(7, 3)
-        model = engine._host.runner.model
+        model = engine._client.runner.model
 
         class Spoil:
             """The norm before the head: one request's last row turns into NaN."""
 
             def __call__(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-                runner = engine._host.runner
+                runner = engine._client.runner
                 out = out.clone()
                 for frame in runner.frames.values():
                     program = frame.program
@@ -331,7 +331,7 @@ def test_a_rank_that_breaks_is_named_and_the_engine_lives(after: int, answer: An
             except RequestFailedError as error:
                 assert "policy BadRank" in str(error)  # noqa: PT017
         assert any("BadRank" in text for text in engine.stats()["policy_errors"])
-        assert engine._host._thread.is_alive()
+        assert engine._client._thread.is_alive()
         assert_clean(engine)
 
 
@@ -358,7 +358,7 @@ def test_a_hook_that_raises_is_named(hook: str) -> None:
         assert errors
         assert all(told in text for text in errors)
         delattr(policy, hook)
-        engine.call(lambda: setattr(engine._host.loop.scheduler, "hook_errors", deque()))
+        engine.call(lambda: setattr(engine._client.loop.scheduler, "hook_errors", deque()))
         assert_serves(engine)
 
 
@@ -490,10 +490,10 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
             if program.layer_at(index) == 1 and len(program.rows) == 2 and not third:
                 third.append(engine.submit(ids(3), -9, 4, sampling=GREEDY))  # stops it
 
-        engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
+        engine.call(lambda: setattr(engine._client.runner, "on_segment", look))
         handles = submit_all(engine, [ids(9), ids(12)], 4)
         got = [h.result(60) for h in handles]
-        engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
+        engine.call(lambda: setattr(engine._client.runner, "on_segment", None))
         assert third
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         third[0].result(60)
@@ -504,13 +504,13 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
 
 def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
-    loop = engine._host.loop
+    loop = engine._client.loop
     return {
-        "remove": (engine._host.runner, "remove"),
+        "remove": (engine._client.runner, "remove"),
         "decide": (loop.scheduler, "decide"),
         "done": (loop.scheduler, "done"),
         "count": (loop, "_done"),
-        "drain": (engine._host.ingress, "drain"),
+        "drain": (engine._client.ingress, "drain"),
         "expire": (loop, "_expire"),
     }
 
@@ -520,7 +520,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of() as engine:
-        real = engine._host.runner.accept
+        real = engine._client.runner.accept
         left = [times]
 
         def accept(program: Any) -> None:
@@ -529,7 +529,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
                 raise MemoryError("no room for a frame")
             real(program)
 
-        monkeypatch.setattr(engine._host.runner, "accept", accept)
+        monkeypatch.setattr(engine._client.runner, "accept", accept)
         handles = submit_all(engine, [ids(5), ids(6)])
         for handle in handles:
             if times == 1:
@@ -544,7 +544,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_request_that_cannot_be_admitted_ends_alone(after: int) -> None:
     engine = engine_of()
-    runner: Any = engine._host.runner
+    runner: Any = engine._client.runner
     real, seen = runner.add, itertools.count()
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -592,8 +592,8 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
         except RequestFailedError as error:
             assert "the loop is broken" in str(error)  # noqa: PT017
         assert handle.finish_reason is not None
-    engine._host._thread.join(60)
-    assert not engine._host._thread.is_alive()
+    engine._client._thread.join(60)
+    assert not engine._client._thread.is_alive()
     assert any(h.finish_reason is FinishReason.ERROR for h in handles)
     assert engine.failure == "the engine crashed: LayerError: the loop is broken"
     with pytest.raises(EngineClosedError, match="crashed") as caught:
@@ -613,7 +613,7 @@ def test_a_system_exit_in_the_loop_ends_every_handle() -> None:
 
     def start() -> Handle:
         handle = engine.submit(ids(5), "BE", 50)
-        engine._host.runner.run = lambda *_: leave()  # type: ignore[method-assign]
+        engine._client.runner.run = lambda *_: leave()  # type: ignore[method-assign]
         return handle
 
     handle = engine.call(start)
@@ -756,7 +756,7 @@ def once_seen(engine: QLLMEngine, handle: Handle) -> Callable[..., None]:
     def look(program: Any, *_: object) -> None:
         if handle.number in program.request_ids and handle.token_ids and not passed.is_set():
             passed.set()
-            engine._host._zero_ns -= int(LATER_S * NS_PER_S)
+            engine._client._zero_ns -= int(LATER_S * NS_PER_S)
 
     return look
 
@@ -775,7 +775,9 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
         assert result.token_ids == ()
         held.set()
         running = engine.submit(ids(5), "BE", 500, timeout_s=LATER_S)
-        engine.call(lambda: setattr(engine._host.runner, "on_segment", once_seen(engine, running)))
+        engine.call(
+            lambda: setattr(engine._client.runner, "on_segment", once_seen(engine, running))
+        )
         result = running.result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert 0 < len(result.token_ids) < 500
@@ -784,7 +786,7 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
 
 def test_a_parked_request_times_out() -> None:
     with engine_of(policy_settings={"ride_frac": 0.0, "max_be_stall_ms": None}) as engine:
-        object.__setattr__(engine._host.runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._client.runner._costs, "range_ns", 0.5)
         hits: list[Handle] = []
         later: list[Callable[..., None]] = []
 
@@ -795,14 +797,14 @@ def test_a_parked_request_times_out() -> None:
             for pass_time in later:
                 pass_time(program, index, *rest)
 
-        engine.call(lambda: setattr(engine._host.runner, "on_segment", look))
+        engine.call(lambda: setattr(engine._client.runner, "on_segment", look))
         parked = engine.submit(ids(60), "BE", 10, timeout_s=LATER_S)
         result = parked.result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.metrics.preemptions == 1
         assert result.metrics.parked_ms > 0
         assert len(hits[0].result(60).token_ids) == 300
-        engine.call(lambda: setattr(engine._host.runner, "on_segment", None))
+        engine.call(lambda: setattr(engine._client.runner, "on_segment", None))
         assert_serves(engine)
 
 
@@ -840,13 +842,13 @@ def test_hammer() -> None:
     settings = {"max_kv_tokens": 512, "max_waiting": 64, "record": True, "exactness": "order"}
     finished: dict[int, int] = {}
     with engine_of(**settings) as engine:
-        real = engine._host.on_finish
+        real = engine._client.on_finish
 
         def on_finish(request_id: int, *rest: Any) -> None:
             finished[request_id] = finished.get(request_id, 0) + 1
             real(request_id, *rest)
 
-        engine._host.on_finish = on_finish  # type: ignore[method-assign]
+        engine._client.on_finish = on_finish  # type: ignore[method-assign]
         handles: list[Handle] = []
         broken: list[BaseException] = []
 
@@ -870,7 +872,7 @@ def test_hammer() -> None:
         assert "error" not in reasons
         assert len(handles) == num_threads * count
         assert_serves(engine)
-        assert engine._host._thread.is_alive()
+        assert engine._client._thread.is_alive()
         events = [e.request_id for e in engine.trace.events if type(e).__name__ == "Finished"]
     assert sorted(events) == sorted(finished)
     assert set(finished.values()) == {1}

@@ -52,7 +52,7 @@ def experts_of(up: Tensor, down: Tensor) -> Any:
 def run(up: Tensor, down: Tensor, weights: str, x: Tensor, rows: int = 1024) -> Tensor:
     """Slots of every token at every expert, [tokens, E, D]."""
     bank: Any = NativeBank(experts_of(up, down), weights)
-    bank.enter()
+    bank.pack()
     ids = torch.arange(E).repeat(len(x), 1)
     work = Work(bank, ids, rows)
     for i in range(len(work.units)) if rows < 1024 else ():
@@ -238,7 +238,7 @@ def test_where_int8_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_engine_serves_with_int8() -> None:
     with QLLMEngine.from_pretrained(
-        "tiny", policy="fcfs", host="thread", expert_weights="int8-g64", threads=1
+        "tiny", policy="fcfs", run_in="thread", expert_weights="int8-g64", threads=1
     ) as engine:
         assert "int8-g64" in engine.kernels["experts"]
         assert len(engine.generate(["def f(x):"], max_tokens=4, progress=False)[0].token_ids) == 4

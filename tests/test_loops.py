@@ -17,7 +17,7 @@ from families import make_model
 from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
 from serving import serving as served_over_http
 from serving import until
-from test_process_host import ATTACHED
+from test_process_client import ATTACHED
 from test_rings_hosts import SECRET, free_port
 from test_server_replay import Client
 
@@ -132,13 +132,13 @@ def test_what_it_does_not_serve_is_said(engine: QLLMEngine, model: str, tmp_path
         ({"loop": "native", "record": True}, "record=True needs loop='host'"),
         ({"loop": "native", "on_policy_error": "fcfs"}, "on_policy_error='fcfs' needs loop='host'"),
         ({"loop": "native", "scheduler": "native"}, "leave scheduler at 'python'"),
-        ({"loop": "native", "host": "thread"}, "serves rings and needs host='process'"),
+        ({"loop": "native", "run_in": "thread"}, "serves rings and needs run_in='process'"),
         ({"loop": "conditional"}, "runs on a GPU and device='cpu'; use 'native' or 'host'"),
         ({"loop": "native", "policy": "rota"}, "Rota plans by itself; only a RankPolicy can be"),
     ):
         with pytest.raises(ConfigError, match=what):
             QLLMEngine.from_pretrained(model, **{**EXACT, **settings})
-    with pytest.raises(ConfigError, match="needs host='process'"):
+    with pytest.raises(ConfigError, match="needs run_in='process'"):
         QLLMEngine.from_model(make_model("mixtral"), loop="native")
 
 
@@ -238,7 +238,7 @@ def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_p
     settings = GPU | {"loop": "conditional", "device": "cuda", "meeting": meeting}
     with QLLMEngine.from_pretrained(model, **settings) as engine:
         with QLLMEngine.connect(str(meeting.address), secret_file=secret_file) as far:
-            assert isinstance(far._host._front_end, PullingFrontEnd)  # type: ignore[attr-defined]
+            assert isinstance(far._client._front_end, PullingFrontEnd)  # type: ignore[attr-defined]
             for _ in range(3):
                 handles = [e.submit("hello", max_tokens=9, sampling=LONG) for e in (engine, far)]
                 assert len({h.result(60).token_ids for h in handles}) == 1

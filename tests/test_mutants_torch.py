@@ -51,8 +51,8 @@ def run(*, disturbed: bool) -> Streams:
     with QLLMEngine.from_model(
         model, conformance=False, threads=1, policy_settings={"ride_frac": 0.0}
     ) as engine:
-        runner = engine._host.runner
-        runner.cuts = engine._host.loop.scheduler.cuts = CUTS
+        runner = engine._client.runner
+        runner.cuts = engine._client.loop.scheduler.cuts = CUTS
         object.__setattr__(runner._costs, "range_ns", 0.5)
         handles = []
         count = 0

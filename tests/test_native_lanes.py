@@ -13,7 +13,7 @@ from on_device import DeviceTurns
 from stage_loop import StageLoop
 from stage_worlds import NativeWorld, dry_stages, random_jobs
 
-from qllm.cuda.buffers import Bucket, Lane
+from qllm.cuda.lanes import Bucket, Lane
 from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
 from qllm.device import lanes, layout, serving

@@ -241,7 +241,7 @@ def answers(scheduler: str) -> list[Any]:
             for i in range(9)
         ]
         results = [handle.result(60) for handle in handles]
-        assert type(engine._host._core.loop.scheduler).__name__ == (
+        assert type(engine._client._core.loop.scheduler).__name__ == (
             "NativeScheduler" if scheduler == "native" else "Scheduler"
         )
     return [(r.token_ids, r.finish_reason) for r in results]

@@ -13,7 +13,7 @@ from families import FAMILIES, VOCAB, make_model
 from stage_loop import StageLoop
 from stage_worlds import STAGE_NS, HostWorld, Job, NativeWorld, Outcome, random_jobs
 
-from qllm.cuda.buffers import Bucket
+from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits

@@ -109,7 +109,7 @@ def test_an_engine_that_is_garbage_gives_way(
     model: Any, kernels: str, expected: tuple[Any, ...], conformance: bool
 ) -> None:
     engine: Any = engine_of(model, kernels=kernels, conformance=conformance)
-    thread = engine._host._thread
+    thread = engine._client._thread
     engine.itself = engine
     gc.disable()
     try:
@@ -128,11 +128,11 @@ def test_a_new_engine_waits_for_the_one_that_is_being_closed(
     model: Any, expected: tuple[Any, ...], kernels: str, how: str
 ) -> None:
     engine: Any = engine_of(model, kernels=kernels)
-    host, go_on, made = engine._host, threading.Event(), []
-    host.ingress.put(Call(lambda: go_on.wait(60), lambda *_: None))
+    client, go_on, made = engine._client, threading.Event(), []
+    client.ingress.put(Call(lambda: go_on.wait(60), lambda *_: None))
     if how == "closed":
         threading.Thread(target=engine.close).start()
-        wait_for(lambda: host.is_leaving, 20)
+        wait_for(lambda: client.is_leaving, 20)
     del engine
     making = threading.Thread(target=lambda: made.append(engine_of(model, kernels=kernels)))
     making.start()
@@ -141,7 +141,7 @@ def test_a_new_engine_waits_for_the_one_that_is_being_closed(
     go_on.set()
     making.join(60)
     with made.pop() as second:
-        assert not host._thread.is_alive()
+        assert not client._thread.is_alive()
         assert answer(second) == expected
         assert attention_of(model) == {"qllm"}
 
@@ -193,7 +193,7 @@ def test_an_engine_that_crashed_gives_way(
     [
         (qllm.engine.build, "check_conformance"),
         (qllm.engine.build, "EngineLoop"),
-        (qllm.frontend.thread, "Core"),
+        (qllm.frontend.thread, "EngineCore"),
         (qllm.frontend.thread, "freeze_garbage"),
     ],
 )

@@ -13,7 +13,7 @@ from sweeps import Poll, prompt_of
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from qllm.cuda.buffers import Bucket
+from qllm.cuda.lanes import Bucket
 from qllm.cuda.runner import CudaRunner
 from qllm.errors import InvalidRequestError, RequestFailedError
 from qllm.ingress import codec

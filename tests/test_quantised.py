@@ -211,13 +211,13 @@ def test_block_fp8_is_expanded_and_named(
 
 
 def test_an_engine_says_what_was_expanded(deepseek: tuple[Any, Path], plain: Path) -> None:
-    with QLLMEngine.from_pretrained(deepseek[1], host="thread", threads=1) as engine:
+    with QLLMEngine.from_pretrained(deepseek[1], run_in="thread", threads=1) as engine:
         assert "of fp8 expanded to" in engine.kernels["weights"]
         greedy = SamplingParams(temperature=0, ignore_eos=True)
         assert (
             len(engine.submit([1, 2, 3], sampling=greedy, max_tokens=2).result(60).token_ids) == 2
         )
-    with QLLMEngine.from_pretrained(plain, host="thread", threads=1) as engine:
+    with QLLMEngine.from_pretrained(plain, run_in="thread", threads=1) as engine:
         assert engine.kernels["weights"] == "as they were stored"
 
 

@@ -13,7 +13,7 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
-from qllm.frontend.replay import RequestLog
+from qllm.frontend.request_log import RequestLog
 from qllm.ingress import Submission
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestStatus, Sampled, Slo
 
@@ -274,16 +274,16 @@ def test_an_engine_goes_on_where_another_was(scheduler: str, num_done: int) -> N
     with QLLMEngine.from_model(make_model("mixtral"), scheduler=scheduler, **settings) as engine:
         whole = engine.submit(list(PROMPT), "LS", 12, sampling=sampling).result(60)
         assert len(set(whole.token_ids)) > 8
-        host = engine._host
-        with host.door:
-            number = host.new_number()
+        client = engine._client
+        with client.admission_lock:
+            number = client.new_number()
             handle = engine._handle(number, None, PROMPT, sampling)
             item = Submission(
                 request_id=number, name="rest", priority=BE, sampling=sampling, max_tokens=12,
                 token_ids=(*PROMPT, *whole.token_ids[:num_done]), num_output_tokens=num_done,
                 stop_ids=frozenset(), slo=Slo(), arrival_ns=-5 * NS_PER_S, deadline_ns=None,
             )  # fmt: skip
-            host.submit(item, handle)
+            client.submit(item, handle)
         rest = handle.result(60)
         assert rest.token_ids == whole.token_ids[num_done:]
         assert rest.finish_reason is FinishReason.LENGTH

@@ -84,7 +84,7 @@ def test_a_far_front_end_gets_the_same_tokens(engine: QLLMEngine, far: QLLMEngin
     assert far.sampling_defaults == engine.sampling_defaults
     stats = far.stats()
     assert stats["kv_blocks"] == engine.stats()["kv_blocks"]
-    error_ns = far._host.clock.error_ns  # type: ignore[attr-defined]
+    error_ns = far._client.clock.error_ns  # type: ignore[attr-defined]
     before_ns, far_ns, after_ns = engine.now_ns(), far.now_ns(), engine.now_ns()
     assert before_ns - error_ns <= far_ns <= after_ns + error_ns
 
@@ -111,10 +111,10 @@ def test_what_needs_the_engines_host_is_refused(far: QLLMEngine, tmp_path: Path)
     for call in calls:
         with pytest.raises(ConfigError, match=r"is for the engine's own host; .*127\.0\.0\.1"):
             call()
-    host: Any = far._host
+    client: Any = far._client
     for op in ("call", "checkpoint", "events", "__init__"):
         with pytest.raises(ConfigError, match="is for front ends of the engine's own host"):
-            host._ask(op, "x")
+            client._ask(op, "x")
     assert far.submit("abc", max_tokens=2).result(60)
 
 
@@ -344,8 +344,8 @@ def test_a_front_end_in_another_network(namespace: str, model: str, secret_file:
 
 
 def test_what_an_engine_says_survives_json(engine: QLLMEngine) -> None:
-    from qllm.ingress.messages import Card
+    from qllm.ingress.messages import EngineCard
 
-    card = Card(engine._host.info, engine.config, {"policy": "p"}, "m")
+    card = EngineCard(engine._client.info, engine.config, {"policy": "p"}, "m")
     found = RemoteHello.from_json(json.loads(json.dumps(card.to_json())))
-    assert found == (engine._host.info, engine.config, {"policy": "p"}, "m")
+    assert found == (engine._client.info, engine.config, {"policy": "p"}, "m")

@@ -17,10 +17,10 @@ import pytest
 from pulled import Answerer, Met, block_of, submission, tokens_of
 
 from qllm.device.server import attach
-from qllm.engine.door import offer, peer_from
+from qllm.engine.remote import offer, peer_from
 from qllm.errors import ConfigError, QueueFullError
 from qllm.frontend.handle import Handle
-from qllm.frontend.remote import RemoteHost
+from qllm.frontend.remote import RemoteClient
 from qllm.ingress import Cancel
 from qllm.ingress.front_end import FrontEnd, FrontEndRings, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
@@ -433,18 +433,18 @@ time.sleep(60)
 
 def test_a_host_meets_an_engine_that_does_not_push() -> None:
     with engine_process("tcp", 1) as address:
-        host = RemoteHost.connect(address, "tcp", None)
-        assert isinstance(host._front_end, PullingFrontEnd)
+        client = RemoteClient.connect(address, "tcp", None)
+        assert isinstance(client._front_end, PullingFrontEnd)
         handles = []
         for n in range(20):
             handle = Handle(
                 number=RequestId(n), request_id=str(n), prompt_token_ids=(0,), detokenizer=None,
-                stop_on_text=False, cancel=host.cancel, status=lambda _: RequestStatus.RUNNING,
+                stop_on_text=False, cancel=client.cancel, status=lambda _: RequestStatus.RUNNING,
             )  # fmt: skip
-            host.submit(submission(n, n % 2 * 10, 1, 5 + n), handle)
+            client.submit(submission(n, n % 2 * 10, 1, 5 + n), handle)
             handles.append(handle)
         for n, handle in enumerate(handles):
             assert list(handle.result(60).token_ids) == tokens_of(n, 5 + n)
-        assert host.num_waiting == 0
-        assert host.hello.model == "one line"
-        host.close()
+        assert client.num_waiting == 0
+        assert client.hello.model == "one line"
+        client.close()

@@ -23,7 +23,7 @@ from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.ring import RingWriter
-from qllm.ingress.shm import BEAT_NS, Doorbell, Lane, RingSink, ShmIngress
+from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, RingSink, ShmIngress
 from qllm.plan import ANY_ARRIVAL
 from qllm.types import NS_PER_S, FinishReason, Sampled, SamplingParams, Slo
 
@@ -44,13 +44,13 @@ class Rig:
             lambda: self.closed.append(1),
             lambda number, why: self.broken.append((number, why)),
         )
-        self.sink = RingSink(self.ingress.lanes)
+        self.sink = RingSink(self.ingress.ports)
         self.blocks = [FrontEndBlock.create(n, (capacity,) * 4) for n in range(front_ends)]
         self.front_ends = []
         for block in self.blocks:
             tokens = Doorbell.create()
             mine = Doorbell(os.dup(tokens.fd))
-            self.ingress.attach(Lane(block, tokens))
+            self.ingress.attach(FrontEndPort(block, tokens))
             engine = Doorbell(os.dup(self.bell.fd))
             self.front_ends.append(FrontEnd(block, self.control, engine, mine))
 
@@ -71,7 +71,7 @@ class Rig:
     def close(self) -> None:
         for front_end in self.front_ends:
             front_end.close()
-        for number in list(self.ingress.lanes):
+        for number in list(self.ingress.ports):
             self.ingress.detach(number)
         self.bell.close()
         for segment in [self.control.segment, *(block.segment for block in self.blocks)]:
@@ -221,10 +221,10 @@ def test_what_was_put_before_its_front_end_was_attached_is_seen(
     make_rig: Callable[..., Rig], sleeps: list[tuple[float, bool]]
 ) -> None:
     rig = make_rig(front_ends=2)
-    lane = rig.ingress.lanes.pop(1)
+    port = rig.ingress.ports.pop(1)
     number = rig.submit(0, front_end=1)
     assert rig.ingress.drain() == []
-    rig.ingress.attach(lane)
+    rig.ingress.attach(port)
     rig.ingress.wait(None)
     assert sleeps == []
     assert rig.ingress.stop.word == 0
@@ -268,7 +268,7 @@ def test_whatever_a_front_end_writes_the_engine_lives(name: str, flags: int, bod
         assert kept in ids_of(items)
         if rig.broken:
             assert [number for number, _ in rig.broken] == [0]
-            assert 0 not in rig.ingress.lanes
+            assert 0 not in rig.ingress.ports
         else:
             assert len(items) <= 2
     finally:
@@ -338,8 +338,8 @@ def test_an_arrival_during_a_look_is_seen_at_the_next(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig()
-    lane = rig.ingress.lanes[0]
-    take = lane.take
+    port = rig.ingress.ports[0]
+    take = port.take
 
     def slow_take() -> Any:
         taken = take()
@@ -349,7 +349,7 @@ def test_an_arrival_during_a_look_is_seen_at_the_next(
         return taken
 
     numbers = iter((1, 3))
-    monkeypatch.setattr(lane, "take", slow_take)
+    monkeypatch.setattr(port, "take", slow_take)
     rig.submit(0, priority=10)
     assert rig.ingress.stop.word == 10
     assert rig.ingress.stop.word == -3
@@ -364,9 +364,9 @@ def test_a_cancel_comes_after_its_request_whenever_the_engine_looks(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig()
-    lane = rig.ingress.lanes[0]
+    port = rig.ingress.ports[0]
     for name in ("_cancels", "_requests"):
-        ring = getattr(lane, name)
+        ring = getattr(port, name)
         for reader in ring if name == "_requests" else (ring,):
             monkeypatch.setattr(reader, "read", _putting(rig, reader.read))
     seen: list[Any] = []

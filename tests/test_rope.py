@@ -179,14 +179,14 @@ def test_kernels_in_chunks_are_close_to_one_pass_of_the_model(kind: str) -> None
         expected = model(torch.tensor([ids])).logits[0, -1].float()
     found: list[Tensor] = []
     with engine_of(model, kernels="fast", max_step_tokens=32) as engine:
-        engine._host.runner.on_logits = lambda request, position, x: found.append(x.float())
+        engine._client.runner.on_logits = lambda request, position, x: found.append(x.float())
         engine.submit(ids, "LS", 1, sampling=GREEDY).result(60)
     assert (found[-1] - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def slow_down(engine: QLLMEngine) -> None:
     """Every program takes a tenth of a second more."""
-    runner: Any = engine._host.runner  # type: ignore[attr-defined]
+    runner: Any = engine._client.runner  # type: ignore[attr-defined]
     run = runner.run
 
     def slow(*args: Any) -> Any:
@@ -213,16 +213,16 @@ def test_a_restored_and_a_replayed_request_keep_their_factors(
         with engine_of(model_of(kind)) as engine:
             (restored,) = engine.restore(tmp_path / f"{seen}")
             assert list(restored.result(60).token_ids) == tokens
-            host = engine._host
-            with host.door:
-                number = host.new_number()
+            client = engine._client
+            with client.admission_lock:
+                number = client.new_number()
                 again = engine._handle(number, None, tuple(ids), GREEDY)
                 item = Submission(
                     request_id=number, name="again", priority=Priority.LS, sampling=GREEDY,
                     token_ids=(*ids, *tokens[:seen]), num_output_tokens=seen, max_tokens=NEW,
                     stop_ids=frozenset(), slo=Slo(), arrival_ns=0, deadline_ns=None,
                 )  # fmt: skip
-                host.submit(item, again)
+                client.submit(item, again)
             assert list(again.result(60).token_ids) == tokens[seen:]
 
 

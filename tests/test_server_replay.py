@@ -15,7 +15,7 @@ from serving import Serving, serving, tiny_engine, until
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ModelError
-from qllm.frontend.replay import RequestLog
+from qllm.frontend.request_log import RequestLog
 from qllm.types import FinishReason
 from qllm_policies.qllm2 import Qllm2
 

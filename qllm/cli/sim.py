@@ -93,8 +93,8 @@ def sim(
 ) -> None:
     """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
     from qllm.config import parse_slo
-    from qllm.sim import outcome
     from qllm.measure.variants import parse_variants
+    from qllm.sim import outcome
     from qllm.sim.run import simulate
 
     from .trace import print_summary

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.cuda.buffers import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.experts import DeviceWork
 from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
+from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Body, Key, Part, Stages

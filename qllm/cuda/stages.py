@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qllm.cuda.buffers import Bucket, Lane
 from qllm.cuda.graphs import Graphs
+from qllm.cuda.lanes import Bucket, Lane
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import Pages
 from qllm.cuda.step import PagedStep

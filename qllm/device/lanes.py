@@ -2,7 +2,7 @@
 
 A third block of memory beside STATE and SERVER: LANES, then the arrays of SECTIONS, each at the
 byte offset that LANES names. A stage's index in `stages` is the number of its branch in the
-SWITCH. The tensors of a lane are those of `qllm.cuda.buffers.Lane`, by address.
+SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
 """
 
 import numpy as np

@@ -16,7 +16,7 @@ from qllm.device import serving
 from qllm.device.graph import KernelCall, LoopApi, LoopGraph, Watch, serve
 from qllm.device.loop import DeviceLoop
 from qllm.device.ring_memory import Pinned
-from qllm.device.rings import DeviceBlock, check_device, home_of
+from qllm.device.rings import DeviceBlock, check_device, ring_memory_of
 from qllm.device.server import WHY, CutOff, address_of, attach
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.layout import offset
@@ -139,7 +139,7 @@ class DeviceEngine:
                 f"the loop runs captured stages, and there are none: {runner.not_captured}"
             )
         device = runner.parts.lm_head.weight.device
-        self.home = home_of(device, None)
+        self.home = ring_memory_of(device, None)
         """Where the control block and the rings of front ends of this machine lie."""
         self._device, self._look = device, look
         self._pinned: dict[int, Pinned] = {}

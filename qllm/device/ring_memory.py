@@ -30,7 +30,7 @@ _GPU_PAGE = 64 << 10
 """Bytes: what GPUDirect RDMA maps at once."""
 
 
-class Home(NamedTuple):
+class RingMemory(NamedTuple):
     """Where rings lie, and why there."""
 
     name: str
@@ -56,7 +56,9 @@ def attributes_of(device: int = 0) -> dict[str, int]:
     return out
 
 
-def choose_home(device: Mapping[str, int], profile: str | None, asked: str | None = None) -> Home:
+def choose_ring_memory(
+    device: Mapping[str, int], profile: str | None, asked: str | None = None
+) -> RingMemory:
     """Choose, and log why.
 
     Args:
@@ -74,9 +76,9 @@ def choose_home(device: Mapping[str, int], profile: str | None, asked: str | Non
     if asked == "vram" and no_vram:
         raise ConfigError(f"ring_home='vram': {no_vram}; use 'pinned'")
     if not no_vram and asked != "pinned":
-        home = Home("vram", "the network card writes it, and the device sees writes in order")
+        home = RingMemory("vram", "the network card writes it, and the device sees writes in order")
     elif device["maps_host"] and device["same_pointer"]:
-        home = Home("pinned", no_vram or "asked for")
+        home = RingMemory("pinned", no_vram or "asked for")
     else:
         raise ConfigError(
             "this device cannot read registered memory of the host at its own address, and "

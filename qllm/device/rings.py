@@ -10,24 +10,26 @@ from collections.abc import Sequence
 
 import torch
 
-from qllm.device.ring_memory import Home, Vram, attributes_of, choose_home
+from qllm.device.ring_memory import RingMemory, Vram, attributes_of, choose_ring_memory
 from qllm.device.server import NativeServer, RingAt
 from qllm.errors import ConfigError
 from qllm.ingress.layout import FRONT_END, offset
 from qllm.ingress.memory import RINGS, FrontEndLayout, Memory, Segment
 
 
-def home_of(device: torch.device, profile: str | None, asked: str | None = None) -> Home:
-    """Where rings lie that a loop on this device reads (`choose_home`).
+def ring_memory_of(
+    device: torch.device, profile: str | None, asked: str | None = None
+) -> RingMemory:
+    """Where rings lie that a loop on this device reads (`choose_ring_memory`).
 
     Raises:
         ConfigError: Nowhere, or not where it was asked for; says why.
     """
     if device.type == "cuda":
-        return choose_home(attributes_of(device.index or 0), profile, asked)
+        return choose_ring_memory(attributes_of(device.index or 0), profile, asked)
     if asked == "vram":
         raise ConfigError(f"ring_home='vram' needs a device, and the model lies on {device}")
-    return Home("pinned", "the host stands in for the device")
+    return RingMemory("pinned", "the host stands in for the device")
 
 
 class DeviceBlock:
@@ -47,7 +49,7 @@ class DeviceBlock:
     """Front ends fetch what the device writes."""
 
     def __init__(
-        self, number: int, capacities: Sequence[int], home: Home, device: torch.device
+        self, number: int, capacities: Sequence[int], home: RingMemory, device: torch.device
     ) -> None:
         layout = FrontEndLayout.of(number, capacities)
         self.number, self.capacities, self.home = number, layout.capacities, home

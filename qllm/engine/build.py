@@ -126,7 +126,7 @@ def naming_family(model: Any, what: str) -> Iterator[None]:
         ) from error
 
 
-class Prepared:
+class LoadedRunner:
     """A model ready to compute, and what is told of it: the same for every kind of loop.
 
     Args:
@@ -243,7 +243,7 @@ class Prepared:
         }
 
 
-class Core(Prepared):
+class EngineCore(LoadedRunner):
     """One engine with the loop of the host, ready to serve.
 
     Args:

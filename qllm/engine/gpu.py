@@ -15,12 +15,12 @@ from qllm.config import EngineConfig
 from qllm.cuda.runner import CudaRunner
 from qllm.device import lanes, layout
 from qllm.device.launcher import LANES, STATE, DeviceEngine
-from qllm.device.ring_memory import Home
-from qllm.device.rings import DeviceBlock, home_of
+from qllm.device.ring_memory import RingMemory
+from qllm.device.rings import DeviceBlock, ring_memory_of
 from qllm.device.server import sizes_of, statuses_in
-from qllm.engine.build import Prepared
+from qllm.engine.build import LoadedRunner
 from qllm.engine.calibrate import measure_costs
-from qllm.engine.served import RingEngine, Seat, check_compilable
+from qllm.engine.served import ProcessContext, ServedEngine, check_compilable
 from qllm.errors import QllmError
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.remote.nixl import Link
@@ -38,32 +38,34 @@ POLICY_ERRORS = {
 }
 
 
-class GpuEngine(RingEngine):
+class GpuEngine(ServedEngine):
     """The loop on the device."""
 
     @staticmethod
     def check(policy: Any, config: EngineConfig) -> None:
         check_compilable(policy)
 
-    def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
-        super().__init__(loaded, policy, config, seat)
-        self.prepared = prepared = Prepared(loaded, policy, config, seat.threads)
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
+    ) -> None:
+        super().__init__(loaded, policy, config, context)
+        self.prepared = prepared = LoadedRunner(loaded, policy, config, context.threads)
         runner = prepared.runner
         assert isinstance(runner, CudaRunner)  # `EngineConfig.check_place` has seen the device
-        self._seat, self._calls = seat, deque[Callable[[], None]]()
+        self._seat, self._calls = context, deque[Callable[[], None]]()
         self._leaving: set[int] = set()
         self._far: dict[int, DeviceBlock] = {}
         self._looked_s = 0.0
         self._device = runner.parts.lm_head.weight.device
         self._links: LinkDriver | None = None
-        self._far_home: Home | None = None
-        if seat.profile is not None:
-            self._far_home = home_of(self._device, seat.profile)
-            self._links = LinkDriver(seat.profile, seat.broken)
+        self._remote_memory: RingMemory | None = None
+        if context.profile is not None:
+            self._remote_memory = ring_memory_of(self._device, context.profile)
+            self._links = LinkDriver(context.profile, context.broken)
         costs = measure_costs(runner, prepared.limits, time.perf_counter_ns)
         self._engine = DeviceEngine(
             runner, policy, prepared.limits,
-            control=seat.control, front_ends=(), now_ns=seat.now_ns, costs=costs,
+            control=context.control, front_ends=(), now_ns=context.now_ns, costs=costs,
             max_total_tokens=prepared.max_total_tokens, look=self._look, **sizes_of(config),
         )  # fmt: skip
 
@@ -119,8 +121,8 @@ class GpuEngine(RingEngine):
         self.post(attach)
 
     def far_block(self, number: int, capacities: tuple[int, int, int, int]) -> DeviceBlock:
-        assert self._far_home is not None
-        return DeviceBlock(number, capacities, self._far_home, self._device)
+        assert self._remote_memory is not None
+        return DeviceBlock(number, capacities, self._remote_memory, self._device)
 
     def attach_over(self, block: DeviceBlock, link: Link) -> None:
         def attach() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.device.server import NativeServer, address_of, sizes_of, statuses_in
-from qllm.engine.build import Prepared, crash_text
+from qllm.engine.build import LoadedRunner, crash_text
 from qllm.engine.native_loop import NativeLoop
-from qllm.engine.served import RingEngine, Seat, check_compilable
+from qllm.engine.served import ProcessContext, ServedEngine, check_compilable
 from qllm.errors import ConfigError
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.shm import Doorbell
@@ -20,25 +20,27 @@ from qllm.models.loader import LoadedModel
 from qllm.types import RequestId, RequestStatus
 
 
-class NativeEngine(RingEngine):
+class NativeEngine(ServedEngine):
     """The native server around the host's runner."""
 
     @staticmethod
     def check(policy: Any, config: EngineConfig) -> None:
         check_compilable(policy)
 
-    def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
-        super().__init__(loaded, policy, config, seat)
-        self.prepared = prepared = Prepared(loaded, policy, config, seat.threads)
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
+    ) -> None:
+        super().__init__(loaded, policy, config, context)
+        self.prepared = prepared = LoadedRunner(loaded, policy, config, context.threads)
         runner = prepared.runner
         self._server = NativeServer(
             policy, runner.shape, runner.cuts, prepared.limits,
-            control=address_of(seat.control.words), max_total_tokens=prepared.max_total_tokens,
+            control=address_of(context.control.words), max_total_tokens=prepared.max_total_tokens,
             **sizes_of(config),
         )  # fmt: skip
-        self._broken = seat.broken
+        self._broken = context.broken
         self._loop = NativeLoop(
-            self._server, runner, seat.control, seat.doorbell, seat.now_ns, seat.broken
+            self._server, runner, context.control, context.doorbell, context.now_ns, context.broken
         )
 
     def serve(self) -> BaseException | None:

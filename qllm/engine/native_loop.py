@@ -111,7 +111,7 @@ class NativeLoop:
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.policy_errors: list[str] = []
         self.longest_plan_ns = 0
-        self._lanes: dict[int, _Lane] = {}
+        self._ports: dict[int, _Lane] = {}
         self._announced: dict[int, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
 
@@ -129,7 +129,7 @@ class NativeLoop:
             ConfigError: See `NativeServer.attach`.
         """
         attach(self.server, block)
-        self._lanes[block.number] = _Lane(block, announcer)
+        self._ports[block.number] = _Lane(block, announcer)
         self._announced[block.number] = 0
 
     def detach(self, number: int) -> None:
@@ -139,17 +139,17 @@ class NativeLoop:
         self._forget(number)
 
     def _forget(self, number: int) -> None:
-        lane = self._lanes.pop(number, None)
-        if lane is not None:
+        port = self._ports.pop(number, None)
+        if port is not None:
             del self._announced[number]
-            lane.announcer.close()
+            port.announcer.close()
 
     def _announce(self) -> None:
         """Wake the front ends that have new records."""
         for number, written in self.server.num_written().items():
             if written != self._announced[number]:
                 self._announced[number] = written
-                self._lanes[number].announcer.ring()
+                self._ports[number].announcer.ring()
 
     # -- the loop
 

@@ -26,12 +26,12 @@ from transformers.utils.logging import disable_progress_bar
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine.build import crash_text
-from qllm.engine.door import Door, Guest, short
-from qllm.engine.served import HostEngine, RingEngine, Seat
+from qllm.engine.remote import RemoteFrontEnd, RemoteListener, short
+from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
-from qllm.ingress.messages import Card, Hello, Restored, Start
+from qllm.ingress.messages import EngineCard, Hello, Restored, Start
 from qllm.ingress.remote.meeting import Wire
 from qllm.ingress.remote.nixl import check_profile
 from qllm.ingress.shm import Doorbell
@@ -68,7 +68,7 @@ class EngineProcess:
         self._zero_ns = time.monotonic_ns()
         self._control = ControlBlock.create(self._zero_ns)
         self._doorbell = Doorbell.create()
-        self._engine: RingEngine | None = None
+        self._engine: ServedEngine | None = None
         self._num_front_ends = 0
         self._front_end_lock = threading.Lock()
         self._connections: dict[int, Connection | Wire] = {OWNER: owner}
@@ -77,7 +77,7 @@ class EngineProcess:
         return time.monotonic_ns() - self._zero_ns
 
     @property
-    def engine(self) -> RingEngine:
+    def engine(self) -> ServedEngine:
         """The engine, once it is loaded."""
         if self._engine is None:
             raise EngineClosedError("the engine has not loaded its model yet")
@@ -90,7 +90,7 @@ class EngineProcess:
         attendant = self._attend(self._owner, OWNER)
         try:
             listener = _listener(self._start.listen)
-            door = self._door()
+            listener = self._remote_listener()
         except ConfigError as error:
             self._owner.send(("failed", error))
             return 1
@@ -101,15 +101,15 @@ class EngineProcess:
             self._owner.send(("failed", portable_error(error)))
             return 1
         freeze_garbage()
-        if door is not None:
-            door.listen()  # whoever started us may tell others at once
+        if listener is not None:
+            listener.listen()  # whoever started us may tell others at once
         self._welcome(self._owner)
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
-        if door is not None:
+        if listener is not None:
             model = _found_anywhere(self._start.model)
             prepared = engine.prepared
-            door.open(Card(prepared.info, self._start.config, prepared.trace.meta, model))
+            listener.open(EngineCard(prepared.info, self._start.config, prepared.trace.meta, model))
         crash = engine.serve()
         if crash is not None:
             self._control.error = crash_text(crash)
@@ -128,7 +128,7 @@ class EngineProcess:
             with suppress(FileNotFoundError):
                 os.unlink(self._start.listen)
 
-    def _load(self) -> RingEngine:
+    def _load(self) -> ServedEngine:
         start = self._start
         if start.quiet:
             warnings.simplefilter("ignore")
@@ -137,7 +137,7 @@ class EngineProcess:
             policy = _unpickled_policy(start.policy)
         else:
             policy = load_policy(start.policy, start.policy_settings)
-        seat = Seat(
+        context = ProcessContext(
             control=self._control,
             doorbell=self._doorbell,
             now_ns=self._now_ns,
@@ -147,9 +147,9 @@ class EngineProcess:
         )
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
-        return kind(load(start.model, **start.load), policy, start.config, seat)
+        return kind(load(start.model, **start.load), policy, start.config, context)
 
-    def _send_rest(self, engine: RingEngine) -> None:
+    def _send_rest(self, engine: ServedEngine) -> None:
         """Wait until slow front ends have room for the last records."""
         deadline = time.monotonic() + GRACE_S
         while engine.flush():
@@ -274,22 +274,22 @@ class EngineProcess:
 
     # -- front ends of other hosts
 
-    def _door(self) -> Door | None:
+    def _remote_listener(self) -> RemoteListener | None:
         if (meeting := self._start.meeting) is None:
             return None
         check_profile(meeting.profile)
-        return Door(meeting, self._far_block, self._enter, self._leave, self._answer_far)
+        return RemoteListener(meeting, self._far_block, self._enter, self._leave, self._answer_far)
 
     def _far_block(self) -> Any:
         return self.engine.far_block(*self._place())
 
-    def _enter(self, guest: Guest) -> None:
-        self._connections[guest.number] = guest.wire
-        self.engine.attach_over(guest.block, guest.link)
+    def _enter(self, front_end: RemoteFrontEnd) -> None:
+        self._connections[front_end.number] = front_end.wire
+        self.engine.attach_over(front_end.block, front_end.link)
 
-    def _leave(self, guest: Guest) -> None:
-        self._connections.pop(guest.number)
-        self.engine.leave(guest.number)
+    def _leave(self, front_end: RemoteFrontEnd) -> None:
+        self._connections.pop(front_end.number)
+        self.engine.leave(front_end.number)
 
     def _answer_far(self, op: str, args: list[Any]) -> Any:
         """What a front end of another host may ask; the rest needs this machine."""
@@ -328,7 +328,7 @@ class EngineProcess:
         return self.engine.restore(path, first)
 
 
-THREAD = "with host='thread' nothing has to be pickled"
+THREAD = "with run_in='thread' nothing has to be pickled"
 
 
 def portable_error(error: Exception) -> Exception:
@@ -375,7 +375,7 @@ def pickled_policy(policy: Any) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"policy {policy!r} cannot be pickled ({error}), so it cannot reach the engine's "
-            "process; pass host='thread', or give it a name (see docs/policies.md)"
+            "process; pass run_in='thread', or give it a name (see docs/policies.md)"
         ) from error
 
 
@@ -385,7 +385,7 @@ def _unpickled_policy(data: bytes) -> Any:
     except Exception as error:
         raise ConfigError(
             f"the policy object cannot be made again in the engine's process ({error!r}); put its "
-            f"class into a module that can be imported there, or pass host='thread'"
+            f"class into a module that can be imported there, or pass run_in='thread'"
         ) from error
 
 
@@ -404,10 +404,10 @@ def _pidfd(pid: int) -> int | None:
         return None
 
 
-def _kind_of(config: EngineConfig) -> type[RingEngine]:
+def _kind_of(config: EngineConfig) -> type[ServedEngine]:
     """The kind of engine that the setting `loop` asks for. All take the same arguments."""
     if config.loop == "host":
-        return HostEngine
+        return LoopEngine
     if config.loop == "native":
         from qllm.engine.native import NativeEngine  # numba is needed only here
 

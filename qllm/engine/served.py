@@ -1,6 +1,6 @@
 """An engine behind the rings of its front ends, as its process sees it.
 
-    HostEngine     the loop of the host (`qllm.engine.loop`), in Python
+    LoopEngine     the loop of the host (`qllm.engine.loop`), in Python
     NativeEngine   the native server around the host's runner (`qllm.engine.native`)
     GpuEngine    the loop on the device; the host watches (`qllm.device.launcher`)
 
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from qllm.config import EngineConfig
 from qllm.engine import checkpoint
-from qllm.engine.build import Core, Prepared, ring_ends
+from qllm.engine.build import EngineCore, LoadedRunner, ring_ends
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlBlock, FrontEndBlock
 from qllm.ingress.messages import Restored
 from qllm.ingress.remote.nixl import Link, NixlIngress
-from qllm.ingress.shm import Doorbell, Lane, RingSink, ShmIngress, front_end_of
+from qllm.ingress.shm import Doorbell, FrontEndPort, RingSink, ShmIngress, front_end_of
 from qllm.models.loader import LoadedModel
 from qllm.record.trace import Event
 from qllm.scheduler.rules import refuse_policy
@@ -32,7 +32,7 @@ Broken = Callable[[int, str], None]
 """Told the number of a front end that was cut off, and why."""
 
 
-class Seat(NamedTuple):
+class ProcessContext(NamedTuple):
     """What an engine needs of its process."""
 
     control: ControlBlock
@@ -45,21 +45,21 @@ class Seat(NamedTuple):
     threads: int | None
 
 
-class RingEngine(ABC):
+class ServedEngine(ABC):
     """One engine. One thread calls `serve`, then `end` and `flush`; all else is for any thread.
 
     Args:
         loaded: The model.
         policy: A policy object; `check` has seen it.
         config: Settings.
-        seat: Its place.
+        context: Its place.
 
     Raises:
         ConfigError: A setting that is not for it, or something it needs is missing; says what.
         ModelError: The model cannot be driven safely.
     """
 
-    prepared: Prepared
+    prepared: LoadedRunner
 
     @staticmethod
     @abstractmethod
@@ -70,7 +70,9 @@ class RingEngine(ABC):
             ConfigError: It cannot; says why.
         """
 
-    def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
+    ) -> None:
         self.ended = threading.Event()
         """Set once every request has ended and no call is answered any more."""
 
@@ -169,7 +171,7 @@ class RingEngine(ABC):
         return ConfigError(f"{what} is not there with loop={loop!r}; make the engine without it")
 
 
-class HostEngine(RingEngine):
+class LoopEngine(ServedEngine):
     """The loop of the host."""
 
     @staticmethod
@@ -177,16 +179,20 @@ class HostEngine(RingEngine):
         if config.scheduler == "native":
             check_compilable(policy)
 
-    def __init__(self, loaded: LoadedModel, policy: Any, config: EngineConfig, seat: Seat) -> None:
-        super().__init__(loaded, policy, config, seat)
-        ingress = ShmIngress if seat.profile is None else NixlIngress
-        self._ingress = ingress(seat.control, seat.doorbell, seat.now_ns, self._close, seat.broken)
-        self._now_ns, self._ends = seat.now_ns, ring_ends(config)
+    def __init__(
+        self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
+    ) -> None:
+        super().__init__(loaded, policy, config, context)
+        ingress = ShmIngress if context.profile is None else NixlIngress
+        self._ingress = ingress(
+            context.control, context.doorbell, context.now_ns, self._close, context.broken
+        )
+        self._now_ns, self._ends = context.now_ns, ring_ends(config)
         self._links: dict[int, Link] = {}
-        self.prepared = self._core = Core(
+        self.prepared = self._core = EngineCore(
             loaded, policy, config,
-            ingress=self._ingress, sink=RingSink(self._ingress.lanes), now_ns=seat.now_ns,
-            threads=seat.threads, decided=self._ingress.decided,
+            ingress=self._ingress, sink=RingSink(self._ingress.ports), now_ns=context.now_ns,
+            threads=context.threads, decided=self._ingress.decided,
         )  # fmt: skip
 
     def serve(self) -> BaseException | None:
@@ -199,7 +205,7 @@ class HostEngine(RingEngine):
         return self._ingress.flush()
 
     def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
-        self.post(partial(self._ingress.attach, Lane(block, doorbell, self._ends)))
+        self.post(partial(self._ingress.attach, FrontEndPort(block, doorbell, self._ends)))
 
     def attach_over(self, block: FrontEndBlock, link: Link) -> None:
         assert isinstance(self._ingress, NixlIngress)

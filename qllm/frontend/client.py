@@ -1,7 +1,7 @@
 """Where the engine loop lives, as `QLLMEngine` sees it.
 
-The thread host runs it on a thread of this process, the process host in a process of its own.
-Both do the same; whoever waits for a request holds a `Handle`, and a host ends every handle it
+The thread client runs it on a thread of this process, the process client in a process of its own.
+Both do the same; whoever waits for a request holds a `Handle`, and a client ends every handle it
 was given, whatever happens to the loop.
 """
 
@@ -25,14 +25,14 @@ from qllm.types import RequestId, RequestStatus, SamplingParams
 MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], Handle]
 
 
-class Host(ABC):
+class Client(ABC):
     """Runs one engine. Every method may be called from any thread."""
 
     info: ModelInfo
 
     def __init__(self) -> None:
-        self.door = threading.RLock()
-        """Held while a request enters, so that none enters a host that has ended."""
+        self.admission_lock = threading.RLock()
+        """Held while a request enters, so that none enters a client that has ended."""
         self.handles: dict[RequestId, Handle] = {}
         """Who waits."""
         self.is_leaving = False
@@ -65,7 +65,7 @@ class Host(ABC):
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether this process is a child that was forked from the one that made the host."""
+        """Whether this process is a child that was forked from the one that made the client."""
         return os.getpid() != self._pid
 
     def _whose(self) -> str:
@@ -79,13 +79,13 @@ class Host(ABC):
 
         Other threads of the parent may have held the locks.
         """
-        self.door = threading.RLock()
+        self.admission_lock = threading.RLock()
         for handle in list(self.handles.values()):
             handle.disown(self._whose())
         self.handles.clear()
 
     def new_number(self) -> RequestId:
-        """The id of the next request. The caller holds the door."""
+        """The id of the next request. The caller holds `admission_lock`."""
         return next(self._numbers)
 
     @abstractmethod
@@ -110,11 +110,11 @@ class Host(ABC):
 
     @abstractmethod
     def _raise_if_closed(self) -> None:
-        """The same, in the process that made the host."""
+        """The same, in the process that made the client."""
 
     @abstractmethod
     def submit(self, submission: Submission, handle: Handle) -> None:
-        """Hand over a request. The caller holds the door.
+        """Hand over a request. The caller holds `admission_lock`.
 
         Raises:
             QueueFullError: There is no room for it now.
@@ -124,7 +124,7 @@ class Host(ABC):
         """Go on with a request that another engine has left unfinished.
 
         Raises:
-            ConfigError: This host takes over no requests.
+            ConfigError: This client takes over no requests.
             EngineClosedError: The engine has ended too.
             QueueFullError: There is no room for it now.
         """
@@ -185,29 +185,29 @@ class Host(ABC):
         """
 
 
-_OPEN: set[Host] = set()
+_OPEN: set[Client] = set()
 """Hosts of this process that serve."""
 
 
-def close_collected(host: Host) -> None:
-    """Close a host whose `QLLMEngine` was collected without `close`; returns at once.
+def close_collected(client: Client) -> None:
+    """Close a client whose `QLLMEngine` was collected without `close`; returns at once.
 
     A collection may interrupt a thread that holds any lock, so nothing is waited for here, and
     not even `threading` may be asked for a thread.
     """
-    if host in _OPEN:
-        _thread.start_new_thread(host.close, ())
-        host.is_leaving = True
+    if client in _OPEN:
+        _thread.start_new_thread(client.close, ())
+        client.is_leaving = True
 
 
 def _close_all() -> None:
-    for host in list(_OPEN):
-        host.close()
+    for client in list(_OPEN):
+        client.close()
 
 
 def _disown_all() -> None:
-    for host in list(_OPEN):
-        host.disown()
+    for client in list(_OPEN):
+        client.disown()
     _OPEN.clear()
 
 

@@ -53,7 +53,7 @@ class Result:
 
 
 class Keeps(Protocol):
-    """Keeps requests whose engine has died; `qllm.frontend.replay.RequestLog` does.
+    """Keeps requests whose engine has died; `qllm.frontend.request_log.RequestLog` does.
 
     Its entries are `qllm.frontend.open.Open`, which know their handle.
     """

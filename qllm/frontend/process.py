@@ -25,7 +25,7 @@ from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import MakeHandle
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
-from qllm.frontend.rings import CLOSE_S, RingHost
+from qllm.frontend.rings import CLOSE_S, RingClient
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
@@ -71,7 +71,7 @@ class Watchdog:
         return self._still_ns > self.limit_s * NS_PER_S
 
 
-class ProcessHost(RingHost):
+class ProcessClient(RingClient):
     """An engine in another process of this machine, reached over a connection.
 
     Args:
@@ -112,7 +112,7 @@ class ProcessHost(RingHost):
         self._register()
 
     @classmethod
-    def spawn(cls, start: "Start") -> "ProcessHost":
+    def spawn(cls, start: "Start") -> "ProcessClient":
         """Start an engine's process and wait until it serves.
 
         Raises:
@@ -120,7 +120,7 @@ class ProcessHost(RingHost):
             QllmError: What kept the engine from starting.
         """
         if not available():
-            raise ConfigError("host='process' needs Linux; pass host='thread'")
+            raise ConfigError("run_in='process' needs Linux; pass run_in='thread'")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             command = [
@@ -139,7 +139,7 @@ class ProcessHost(RingHost):
         return cls(connection, process, start.listen)
 
     @classmethod
-    def attach(cls, path: str) -> "ProcessHost":
+    def attach(cls, path: str) -> "ProcessClient":
         """Become a further front end of an engine that listens at `path`.
 
         Raises:
@@ -238,7 +238,7 @@ class ProcessHost(RingHost):
         note = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"{who} was killed by {signal.Signals(-code).name}{note}"
 
-    # -- host
+    # -- as a client
 
     _front_end: FrontEnd
 
@@ -272,7 +272,7 @@ class ProcessHost(RingHost):
         except Exception as error:
             raise ConfigError(
                 f"{function!r} cannot be pickled ({error}), so it cannot run in the engine's "
-                "process; pass host='thread'"
+                "process; pass run_in='thread'"
             ) from error
         return self._ask("call", data)
 
@@ -280,7 +280,7 @@ class ProcessHost(RingHost):
         return int(self._ask("checkpoint", os.path.abspath(path)))
 
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
-        with self.door:  # the receiver waits here with tokens of requests it does not know yet
+        with self.admission_lock:  # the receiver waits with tokens of requests it does not know
             first = self.new_number()
             restored: list[Restored] = self._ask("restore", os.path.abspath(path), first)
             self._numbers = itertools.count(first + max(1, len(restored)))
@@ -305,14 +305,15 @@ class ProcessHost(RingHost):
 
     def _close(self) -> None:
         until = time.monotonic() + CLOSE_S
-        has_door = self.door.acquire(timeout=CLOSE_S)  # `restore` keeps it until it is answered
+        # `restore` keeps it until it is answered
+        has_lock = self.admission_lock.acquire(timeout=CLOSE_S)
         try:
             if self._closing or threading.current_thread() is self._receiver:
                 return
             self._closing = True
         finally:
-            if has_door:
-                self.door.release()
+            if has_lock:
+                self.admission_lock.release()
         if self._over is None and self._process is not None:
             self._end_engine(until)
         elif self._over is None and not self._control.error:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from qllm.config import EngineConfig, engine_config
-from qllm.engine.door import offer, peer_from
+from qllm.engine.remote import offer, peer_from
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import MakeHandle
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
-from qllm.frontend.rings import CLOSE_S, RingHost
+from qllm.frontend.rings import CLOSE_S, RingClient
 from qllm.ingress import Submission
 from qllm.ingress.memory import FrontEndBlock
 from qllm.ingress.messages import ModelInfo
@@ -87,7 +87,7 @@ class RemoteHello(NamedTuple):
 
     @classmethod
     def from_json(cls, message: dict[str, Any]) -> "RemoteHello":
-        """Read what `Card.to_json` wrote."""
+        """Read what `EngineCard.to_json` wrote."""
         info = dict(message["info"])
         shape = ModelShape(**{**info["shape"], "is_moe": tuple(info["shape"]["is_moe"])})
         eos, drivers = frozenset(info["eos_token_ids"]), tuple(info["drivers"])
@@ -96,7 +96,7 @@ class RemoteHello(NamedTuple):
         return cls(known, config, message["trace_meta"], str(message["model"]))
 
 
-class RemoteHost(RingHost):
+class RemoteClient(RingClient):
     """A front end of an engine on another host.
 
     Args:
@@ -129,7 +129,7 @@ class RemoteHost(RingHost):
     _front_end: NixlFrontEnd
 
     @classmethod
-    def connect(cls, address: str, profile: str, secret_file: Path | None) -> "RemoteHost":
+    def connect(cls, address: str, profile: str, secret_file: Path | None) -> "RemoteClient":
         """Meet an engine.
 
         Raises:
@@ -156,7 +156,7 @@ class RemoteHost(RingHost):
             raise
 
     @classmethod
-    def _meet(cls, where: Address, wire: Wire, profile: str) -> "RemoteHost":
+    def _meet(cls, where: Address, wire: Wire, profile: str) -> "RemoteClient":
         wire.send({"profile": profile})
         message = wire.receive()
         if "error" in message:
@@ -216,7 +216,7 @@ class RemoteHost(RingHost):
             self._far = self._ask_locked("beat")
             self.clock.add(sent_ns, int(self._far["now_ns"]), time.monotonic_ns())
 
-    # -- host
+    # -- as a client
 
     @property
     def draining(self) -> bool:
@@ -273,7 +273,7 @@ class RemoteHost(RingHost):
         self._drains = True
 
     def _close(self) -> None:
-        with self.door:
+        with self.admission_lock:
             if self._closing or threading.current_thread() is self._receiver:
                 return
             self._closing = True

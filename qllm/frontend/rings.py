@@ -1,4 +1,4 @@
-"""What every host over rings does with tokens and ends, wherever its engine is."""
+"""The base of clients that reach their engine through rings, wherever it is."""
 
 import itertools
 import time
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qllm.errors import CRASHED, EngineClosedError, QueueFullError
-from qllm.frontend.client import Host
+from qllm.frontend.client import Client
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
 from qllm.ingress import Cancel, Submission
@@ -20,7 +20,7 @@ CLOSE_S = 30.0
 """An engine that is told to end and has not after this is killed or left."""
 
 
-class RingHost(Host):
+class RingClient(Client):
     """The front end of an engine elsewhere: handles here, rings between.
 
     A subclass makes `_front_end`, calls `_take` on one thread, `_end_all` at the end, and asks.
@@ -51,7 +51,7 @@ class RingHost(Host):
     def _entry(self, request_id: RequestId) -> Open | None:
         entry = self._open.get(request_id)
         if entry is None:
-            with self.door:  # it may be one that `restore` is about to register
+            with self.admission_lock:  # it may be one that `restore` is about to register
                 entry = self._open.get(request_id)
         return entry
 
@@ -63,7 +63,7 @@ class RingHost(Host):
         try:
             if entry.handle.on_token(sampled):
                 entry.ended = FinishReason.STOP, None
-        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the host
+        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the client
             entry.ended = FinishReason.ERROR, f"{type(error).__name__}: {error}"
         if entry.ended is not None:
             self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
@@ -93,7 +93,7 @@ class RingHost(Host):
 
     def _end_all(self, why: str) -> None:
         """The engine is gone: what is left waits for another one, or ends."""
-        with self.door:
+        with self.admission_lock:
             self._over = why
         end = (FinishReason.CANCELLED, None) if self._closing else (FinishReason.ERROR, why)
         for request_id, entry in list(self._open.items()):
@@ -103,7 +103,7 @@ class RingHost(Host):
             else:
                 entry.finish(request_id, entry.ended or end)
 
-    # -- host
+    # -- as a client
 
     @property
     @abstractmethod
@@ -130,7 +130,7 @@ class RingHost(Host):
         self._put(Open(handle, submission.arrival_ns, submission.priority, submission), submission)
 
     def replay(self, entry: Open) -> None:
-        with self.door:
+        with self.admission_lock:
             self.raise_if_closed()
             by_ns = self.now_ns() - time.monotonic_ns()
             entry.shift(by_ns)

@@ -10,9 +10,9 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine import checkpoint
-from qllm.engine.build import Core, crash_text
+from qllm.engine.build import EngineCore, crash_text
 from qllm.errors import EngineClosedError, ModelError
-from qllm.frontend.client import Host, MakeHandle
+from qllm.frontend.client import Client, MakeHandle
 from qllm.frontend.handle import Handle
 from qllm.ingress import Call, Cancel, InprocIngress, Submission
 from qllm.models.discover import base_model
@@ -22,8 +22,8 @@ from qllm.record.trace import Trace
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, SamplingParams
 
 
-class ThreadHost(Host):
-    """Runs a loop on a thread of its own. A model object has one such host at a time.
+class ThreadClient(Client):
+    """Runs a loop on a thread of its own. A model object has one such client at a time.
 
     Args:
         loaded: The model.
@@ -50,7 +50,7 @@ class ThreadHost(Host):
         self._model_key = id(base_model(loaded.model))
         self._take_model()
         try:
-            self._core = Core(
+            self._core = EngineCore(
                 loaded,
                 policy,
                 config,
@@ -74,7 +74,7 @@ class ThreadHost(Host):
             raise
 
     def _take_model(self) -> None:
-        """Become the host of the model; wait for one that is being closed.
+        """Take the model; wait for one that is being closed.
 
         A runner changes the model's modules, and so does its start-up check: a second one would
         compute with the changes of the first, and lose its own when the first is closed.
@@ -95,7 +95,7 @@ class ThreadHost(Host):
 
     def _serve(self) -> None:
         self._crash = self._core.serve()
-        with self.door:
+        with self.admission_lock:
             self._closed = True
         self._core.end_all(self.handles, self._crash)
 
@@ -115,7 +115,7 @@ class ThreadHost(Host):
         """Called by the loop."""
         self.handles.pop(request_id).on_finish(reason, error, metrics)
 
-    # -- host
+    # -- as a client
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._zero_ns
@@ -180,7 +180,7 @@ class ThreadHost(Host):
 
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
-            with self.door:
+            with self.admission_lock:
                 number = self.new_number()
                 handle = make(number, name, prompt, sampling)
                 self.handles[number] = handle
@@ -216,5 +216,5 @@ class ThreadHost(Host):
         _SERVED.pop(self._model_key, None)
 
 
-_SERVED: dict[int, ThreadHost] = {}
+_SERVED: dict[int, ThreadClient] = {}
 """Who serves a model, by the id of its decoder; changed by single operations, without a lock."""

@@ -53,7 +53,7 @@ class Hello(NamedTuple):
     trust_remote_code: bool
 
 
-class Card(NamedTuple):
+class EngineCard(NamedTuple):
     """The description of an engine that front ends of other hosts get; it survives JSON."""
 
     info: ModelInfo

@@ -89,7 +89,7 @@ class Announcer(Protocol):
         ...
 
 
-class Lane:
+class FrontEndPort:
     """The engine's ends of one front end's rings. Used by the loop's thread alone."""
 
     def __init__(self, block: FrontEndBlock, doorbell: Announcer, ends: Ends = ENDS) -> None:
@@ -240,7 +240,7 @@ class ShmIngress:
         broken: Callable[[int, str], None],
     ) -> None:
         self.control, self.doorbell = control, doorbell
-        self.lanes: dict[int, Lane] = {}
+        self.ports: dict[int, FrontEndPort] = {}
         self._bell = control.words[control.BELL : control.BELL + 1]
         self.stop = ShmStop(self._bell, self._look, now_ns)
         self._close, self._broken = close, broken
@@ -270,12 +270,12 @@ class ShmIngress:
         self.stop.word = ANY_ARRIVAL
         for item in items:
             if isinstance(item, Submission):
-                self.lanes[front_end_of(item.request_id)].num_taken += 1
+                self.ports[front_end_of(item.request_id)].num_taken += 1
         return items
 
-    def attach(self, lane: Lane) -> None:
+    def attach(self, port: FrontEndPort) -> None:
         """Serve one more front end."""
-        self.lanes[lane.number] = lane
+        self.ports[port.number] = port
         self.stop.seen = -1  # what it has put already was seen without it
 
     def wait(self, timeout_ns: int | None) -> None:
@@ -290,14 +290,14 @@ class ShmIngress:
     def decided(self, num_live: int, num_waiting: int) -> None:
         """Show the front ends what the engine holds now."""
         self.control.write_stats(EngineStats(self._num_steps, num_live, num_waiting))
-        for lane in self.lanes.values():
-            lane.show_progress(num_waiting)
+        for port in self.ports.values():
+            port.show_progress(num_waiting)
 
     def detach(self, number: int) -> None:
         """Forget a front end and what is in its rings."""
-        lane = self.lanes.pop(number, None)
-        if lane is not None:
-            lane.close()
+        port = self.ports.pop(number, None)
+        if port is not None:
+            port.close()
         self._items = [
             item
             for item in self._items
@@ -306,7 +306,7 @@ class ShmIngress:
 
     def flush(self) -> bool:
         """Send what the front ends have not got yet; whether some of it must wait."""
-        backlogs = [lane.flush() for lane in self.lanes.values()]
+        backlogs = [port.flush() for port in self.ports.values()]
         return any(backlogs)
 
     def _look(self) -> None:
@@ -314,12 +314,12 @@ class ShmIngress:
         self.stop.seen = self._bell[0]
         submissions: list[Submission] = []
         cancels: list[Cancel] = []
-        for lane in list(self.lanes.values()):
+        for port in list(self.ports.values()):
             try:
-                more, gone = lane.take()
+                more, gone = port.take()
             except RingError as error:
-                self.detach(lane.number)
-                self._broken(lane.number, str(error))
+                self.detach(port.number)
+                self._broken(port.number, str(error))
                 continue
             submissions += more
             cancels += gone
@@ -340,18 +340,18 @@ class ShmIngress:
 class RingSink:
     """Writes tokens and ends into the token ring of the front end they belong to."""
 
-    def __init__(self, lanes: dict[int, Lane]) -> None:
-        self._lanes = lanes
+    def __init__(self, ports: dict[int, FrontEndPort]) -> None:
+        self._ports = ports
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
         """Write one token; the front end is woken by the next `drain`."""
-        lane = self._lanes.get(front_end_of(sampled.request_id))
-        if lane is not None:
+        port = self._ports.get(front_end_of(sampled.request_id))
+        if port is not None:
             if sampled.prompt is not None:
                 for part in encode_prompt(sampled.request_id, sampled.prompt):
-                    lane.send(PROMPT_KIND, 0, part)
+                    port.send(PROMPT_KIND, 0, part)
             flags, body = encode_token(sampled, at_ns)
-            lane.send(TOKEN_KIND, flags, body)
+            port.send(TOKEN_KIND, flags, body)
         return False
 
     def on_finish(
@@ -362,9 +362,9 @@ class RingSink:
         metrics: RequestMetrics | None,
     ) -> None:
         """Write the end of a request and wake its front end."""
-        lane = self._lanes.get(front_end_of(request_id))
-        if lane is not None:
+        port = self._ports.get(front_end_of(request_id))
+        if port is not None:
             flags, body = encode_finish(request_id, reason, error, metrics)
-            lane.send(FINISH_KIND, flags, body)
-            lane.open.discard(request_id)
-            lane.flush()
+            port.send(FINISH_KIND, flags, body)
+            port.open.discard(request_id)
+            port.flush()

@@ -95,7 +95,7 @@ class Compute:
         """Make the model's modules compute our way; the weights of our experts are packed."""
         try:
             for bank in self._held:
-                bank.enter()
+                bank.pack()
         except BaseException:
             self.leave()
             raise
@@ -173,7 +173,7 @@ class Compute:
 
 def _leave(banks: Iterable[Bank]) -> None:
     for bank in banks:
-        bank.leave()
+        bank.unpack()
 
 
 def _listed(names: Any) -> str:

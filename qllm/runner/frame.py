@@ -17,8 +17,8 @@ from qllm.kernels.cpu.attention import Begun
 from qllm.runner.heads import HeadState
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.drivers import Kept as Parts
 from qllm.runner.layers.drivers import Rope, Routed
+from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
 from qllm.runner.scores import NO_SCORES, Score, Scores
 from qllm.scheduler.program import Index, Program
@@ -42,7 +42,7 @@ class LayerState:
     weights_TK: Tensor | None = None
     next_TD: Tensor | None = None
     space: Any = None
-    """`models.sweep.Space` whose tensors these are, if one call ran them all."""
+    """`models.sweep.LayerBuffers` whose tensors these are, if one call ran them all."""
 
     def gather(self) -> Tensor:
         """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
@@ -62,7 +62,7 @@ class LayerState:
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedRows:
     """Hidden states of a row that left below the last layer."""
 
     lo: int
@@ -73,7 +73,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Held:
+class RequestState:
     """What the runner mirrors of a request."""
 
     ids: list[int]
@@ -81,7 +81,7 @@ class Held:
     kv: RequestKV
     num_top: int | None = None
     """Alternatives per token of the prompt, if its log-probabilities are asked for."""
-    kept: Kept | None = None
+    kept: SavedRows | None = None
     hidden: list[Tensor] = field(default_factory=list)
     """Last hidden states of the committed tokens, while `owes_prompt`."""
 
@@ -126,7 +126,7 @@ class Held:
         self.kv.committed = meta["committed"]
         if meta["kept"] is not None:
             lo, hi, layer = meta["kept"]
-            self.kept = Kept(lo, hi, layer, tensors["hidden"])
+            self.kept = SavedRows(lo, hi, layer, tensors["hidden"])
         self.hidden = [tensors[name] for name in ("last_hidden",) if name in tensors]
 
 
@@ -150,7 +150,7 @@ class Frame:
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
-        """Per group, of layers with experts and of dense ones: `models.sweep.Ahead`."""
+        """Per group, of layers with experts and of dense ones: `models.sweep.LayerOps`."""
 
     def tokens(self, group: int) -> Tensor | None:
         """Packed positions of a group's tokens; None if they are all tokens."""
@@ -217,7 +217,7 @@ class Frame:
             found = self._ropes[key] = (cos, sin)
         return found
 
-    def take_back(self, requests: Mapping[RequestId, Held], like: Tensor) -> None:
+    def load_rows(self, requests: Mapping[RequestId, RequestState], like: Tensor) -> None:
         """Rows that start above layer 0 go on from what their requests kept.
 
         Args:
@@ -239,7 +239,7 @@ class Frame:
                 raise InvariantError(f"{row} does not start at its frontier (I2)")
             self.master_TD[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
 
-    def give_back(self, requests: Mapping[RequestId, Held], index: Index) -> None:
+    def save_rows(self, requests: Mapping[RequestId, RequestState], index: Index) -> None:
         """Rows that are not at the end at `index` leave their requests their hidden states."""
         program = self.program
         done = index == program.end
@@ -254,9 +254,9 @@ class Frame:
             self.flush()
             assert self.master_TD is not None
             x = self.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
-            request.kept = Kept(row.lo, row.hi, layer, x)
+            request.kept = SavedRows(row.lo, row.hi, layer, x)
 
-    def commit(self, requests: Mapping[RequestId, Held]) -> None:
+    def commit(self, requests: Mapping[RequestId, RequestState]) -> None:
         """Count the KV of rows that ran through the last layer; keep prompts that are asked about.
 
         Args:
@@ -268,7 +268,7 @@ class Frame:
             for r, row in enumerate(program.rows)
             if row.request_id not in self.dead and row.end_layer == program.num_layers
         ]
-        kept: list[tuple[Held, Tensor]] = []
+        kept: list[tuple[RequestState, Tensor]] = []
         for r, hi, request in ended:
             if request.owes_prompt and hi < request.num_prompt_tokens:
                 self.flush()
@@ -281,7 +281,10 @@ class Frame:
             request.hidden.append(x_TD)
 
     def scores_of(
-        self, requests: Mapping[RequestId, Held], members: Sequence[int], shape: tuple[int, int]
+        self,
+        requests: Mapping[RequestId, RequestState],
+        members: Sequence[int],
+        shape: tuple[int, int],
     ) -> Scores:
         """Prompts that end in HEAD, of which the active rows are, and that are asked about.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.models.discover import base_model, source_digest
-from qllm.runner.frame import Held
+from qllm.runner.frame import RequestState
 from qllm.scheduler.program import Program
 from qllm.types import RequestId
 
@@ -135,7 +135,7 @@ class RopeTable:
         cos, sin = found
         return cos[:, lo:hi], sin[:, lo:hi]
 
-    def rows(self, program: Program, requests: Mapping[RequestId, Held]) -> Tables:
+    def rows(self, program: Program, requests: Mapping[RequestId, RequestState]) -> Tables:
         """Cos and sin of the rows of a program: [1, T, H] each.
 
         They depend on each row's request alone; a row that is dead has no request.

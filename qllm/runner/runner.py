@@ -21,7 +21,7 @@ from qllm.models.discover import base_model, discover, identity, refuse_unsafe
 from qllm.plan import Row
 from qllm.runner.compute import Compute, RunOp
 from qllm.runner.cuts import cut_rule
-from qllm.runner.frame import Frame, Held, LayerState
+from qllm.runner.frame import Frame, LayerState, RequestState
 from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers import attention
@@ -79,7 +79,7 @@ class TorchRunner:
         self.on_logits: OnLogits | None = None
         self._clock = clock
         self._sampler = Sampler()
-        self._requests: dict[RequestId, Held] = {}
+        self._requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
         self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
@@ -157,7 +157,7 @@ class TorchRunner:
         ids = list(token_ids)
         kv, num_top = self._new_kv(max_total_tokens), sampling.prompt_logprobs
         num_top = None if num_top is None else min(num_top, self.shape.vocab_size)
-        held = Held(ids, num_prompt_tokens, kv, num_top)
+        held = RequestState(ids, num_prompt_tokens, kv, num_top)
         self._sampler.add(request_id, sampling, ids[:num_prompt_tokens])
         self._requests[request_id] = held
 
@@ -196,7 +196,7 @@ class TorchRunner:
     def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
         frame.rope = self._rope.rows(program, self._requests)
-        frame.take_back(self._requests, self.parts.lm_head.weight)
+        frame.load_rows(self._requests, self.parts.lm_head.weight)
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
@@ -244,7 +244,7 @@ class TorchRunner:
         if frame.slots_done != owed:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with torch.inference_mode():
-            frame.give_back(self._requests, program.end)
+            frame.save_rows(self._requests, program.end)
             frame.commit(self._requests)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
@@ -255,7 +255,7 @@ class TorchRunner:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
         with torch.inference_mode():
-            self.frames.pop(program.frame_id).give_back(self._requests, index)
+            self.frames.pop(program.frame_id).save_rows(self._requests, index)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         frame = self.frames[program.frame_id]

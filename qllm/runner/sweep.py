@@ -19,7 +19,7 @@ from qllm.kernels.cpu.attention import Latents
 from qllm.runner.cuts import Costs
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.drivers import Kept, LayerDriver, Routed
+from qllm.runner.layers.drivers import LayerDriver, Routed, RouterExtras
 from qllm.runner.layers.native import NativeDriver, NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Bank, Unit, Work
@@ -128,7 +128,7 @@ class Swept(NamedTuple):
     """Weights of the experts that had a unit."""
 
 
-class Space:
+class LayerBuffers:
     """Tensors of the layer that a call is in; a frame keeps them while it is parked there."""
 
     __slots__ = (
@@ -163,7 +163,7 @@ class Space:
         held = [getattr(self, name) for name in self.__slots__]
         return [tensor for tensor in held if tensor is not None]
 
-    def take_up(self, state: LayerState) -> None:
+    def load_from(self, state: LayerState) -> None:
         """Copy what ops one by one, or a restored frame, have left in a layer."""
         assert state.mid_TD is not None
         self.mid_TD.copy_(state.mid_TD)
@@ -184,7 +184,7 @@ class Space:
         if state.next_TD is not None:
             self.next_TD.copy_(state.next_TD)
 
-    def show(self, s: _Sweep) -> None:
+    def write_pointers(self, s: _Sweep) -> None:
         """Say where the tensors are."""
         tokens, width = self.mid_TD.shape
         s.tokens, s.width, s.top_k = tokens, width, self.ids_TK.shape[1]
@@ -212,7 +212,7 @@ class Space:
         state.space, state.mid_TD = self, self.mid_TD
         for kind, _, _, lo, hi in parts[: at.op]:
             if kind is OpKind.ROUTE:
-                shared: dict[str, Kept] | None = None
+                shared: dict[str, RouterExtras] | None = None
                 if self.shared_TD is not None:
                     shared = {"shared": self.shared_TD[lo:hi]}
                 state.routed[lo] = Routed(
@@ -231,7 +231,7 @@ class Space:
             state.next_TD = self.next_TD
 
 
-class Ahead(NamedTuple):
+class LayerOps(NamedTuple):
     """The ops of one layer as a call reads them."""
 
     ops: tuple[Op, ...]
@@ -361,7 +361,7 @@ class Sweep:
             pos=at.pos,
             num_units=0 if work is None else len(work.units),
         )
-        space.show(s)
+        space.write_pointers(s)
         if program.grain is not Grain.STEP:
             _watch(s, stop, program.stop_below)
         cpu.native.sweep(ctypes.addressof(s))
@@ -384,20 +384,22 @@ class Sweep:
         x_TD: Tensor,
         new_step: NewStep,
         costs: Costs,
-    ) -> Ahead:
+    ) -> LayerOps:
         native = self._layers[layer]
         assert native is not None
         key = stretch.group, native.router is None
-        found: Ahead | None = frame.ahead.get(key)
+        found: LayerOps | None = frame.ahead.get(key)
         if found is None:
             found = _ahead(frame, stretch.in_layer(layer), native, x_TD, new_step, costs)
             frame.ahead[key] = found
         return found
 
-    def _space(self, frame: Frame, layer: int, x_TD: Tensor, unit_rows: int, inside: bool) -> Space:
+    def _space(
+        self, frame: Frame, layer: int, x_TD: Tensor, unit_rows: int, inside: bool
+    ) -> LayerBuffers:
         """Where the layer that runs first puts what it computes."""
         state, native, bank = frame.layer, self._layers[layer], self._banks[layer]
-        held: Space | None = state.space
+        held: LayerBuffers | None = state.space
         if held is not None:
             return held
         assert native is not None
@@ -405,13 +407,15 @@ class Sweep:
         if bank is not None:
             num_experts, width = bank.num_experts, bank.out_width
         num_units = min(num_slots, num_experts + num_slots // unit_rows)
-        space = Space(x_TD, native, width, num_units)
+        space = LayerBuffers(x_TD, native, width, num_units)
         if inside:
-            space.take_up(state)
+            space.load_from(state)
             frame.layer = LayerState()
         return space
 
-    def _leave(self, frame: Frame, s: _Sweep, space: Space, other: Tensor, ahead: Ahead) -> None:
+    def _leave(
+        self, frame: Frame, s: _Sweep, space: LayerBuffers, other: Tensor, ahead: LayerOps
+    ) -> None:
         """Let the frame hold what it would after the same ops one by one."""
         frame.slots_done += s.slots_done
         for step in ahead.steps if s.num_layers else ahead.steps[: s.part]:
@@ -454,7 +458,7 @@ def _ahead(
     x_TD: Tensor,
     new_step: NewStep,
     costs: Costs,
-) -> Ahead:
+) -> LayerOps:
     structs, steps, held = (_LayerOp * len(ops))(), [], []
     for i, (kind, _, group, lo, hi) in enumerate(ops):
         structs[i] = _LayerOp(kind=kind, lo=lo, hi=hi)
@@ -469,7 +473,7 @@ def _ahead(
         steps.append(step)
         held += [cos, sin]
     stops = any(costs.keys(s.num_tokens, len(s.spans), s.num_keys) < s.num_keys for s in steps)
-    return Ahead(ops, structs, steps, held, stops)
+    return LayerOps(ops, structs, steps, held, stops)
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
 from qllm.frontend.handle import Handle, Piece
 from qllm.frontend.prompts import render_chat
-from qllm.frontend.replay import RequestLog
+from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
 from qllm.types import FinishReason, Priority, SamplingParams, Slo
 

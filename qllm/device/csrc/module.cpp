@@ -39,8 +39,8 @@ struct Made<Server> {
 template <class Owner, auto Member, class Type>
 struct Function;
 
-template <class Owner, auto Member, class Result, class Home, class... A>
-struct Function<Owner, Member, Result (Home::*)(A...)> {
+template <class Owner, auto Member, class Result, class RingMemory, class... A>
+struct Function<Owner, Member, Result (RingMemory::*)(A...)> {
   static constexpr Py_ssize_t num_args = Made<Owner>::num + sizeof...(A);
 
   static PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t num) {
@@ -64,9 +64,9 @@ struct Function<Owner, Member, Result (Home::*)(A...)> {
     }
   }
 };
-template <class Owner, auto Member, class Result, class Home, class... A>
-struct Function<Owner, Member, Result (Home::*)(A...) const>
-    : Function<Owner, Member, Result (Home::*)(A...)> {};
+template <class Owner, auto Member, class Result, class RingMemory, class... A>
+struct Function<Owner, Member, Result (RingMemory::*)(A...) const>
+    : Function<Owner, Member, Result (RingMemory::*)(A...)> {};
 
 #define QLLM_FUNCTION(owner, name)                                             \
   (PyCFunction)(void (*)())Function<owner, &owner::name, decltype(&owner::name)>::call, \

@@ -30,7 +30,7 @@ from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlBlock, FrontEndBlock, Memory
 from qllm.ingress.protocol import Cancel, Item, Submission
 from qllm.ingress.ring import Writer
-from qllm.ingress.shm import BEAT_NS, Doorbell, Lane, ShmIngress, ShmStop
+from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
 from qllm.types import NS_PER_S
 
 NAP_NS = 200_000
@@ -358,15 +358,15 @@ class NixlFrontEnd(FrontEndRings):
             self._link.close()
 
 
-class FarLane(Lane):
-    """A lane whose front end has another clock: no request arrives later than it is seen."""
+class RemotePort(FrontEndPort):
+    """A port whose front end has another clock: no request arrives later than it is seen."""
 
     def __init__(self, block: FrontEndBlock, mirror: Mirror, now_ns: Callable[[], int]) -> None:
         super().__init__(block, mirror)
         self._now_ns = now_ns
 
     def take(self) -> tuple[list[Submission], list[Cancel]]:
-        """Take what is in the rings (`Lane.take`)."""
+        """Take what is in the rings (`FrontEndPort.take`)."""
         submissions, cancels = super().take()
         now_ns = self._now_ns()
         return [replace(s, arrival_ns=min(s.arrival_ns, now_ns)) for s in submissions], cancels
@@ -418,10 +418,10 @@ class NixlIngress(ShmIngress):
     def attach_over(self, block: FrontEndBlock, link: Link) -> None:
         """Serve a front end at the other end of a connected link."""
         mirror = Mirror(link, block, ("ls_tail", "be_tail", "cancel_tail", "progress"))
-        lane = FarLane(block, mirror, self._now_ns)
-        mirror.add_ring("token", lane.tokens)
-        self._mirrors[lane.number] = mirror
-        self.attach(lane)
+        port = RemotePort(block, mirror, self._now_ns)
+        mirror.add_ring("token", port.tokens)
+        self._mirrors[port.number] = mirror
+        self.attach(port)
 
     def detach(self, number: int) -> None:
         super().detach(number)
@@ -449,7 +449,7 @@ class NixlIngress(ShmIngress):
 
     def _has_news(self) -> bool:
         self._pump()
-        return any(self.lanes[number].has_news for number in self._mirrors)
+        return any(self.ports[number].has_news for number in self._mirrors)
 
     def flush(self) -> bool:
         backlog = super().flush()

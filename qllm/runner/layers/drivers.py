@@ -23,7 +23,7 @@ from qllm.runner.layers.attention import Step
 from qllm.runner.layers.replay import ReplayLayer
 from qllm.types import Driver
 
-Kept = Tensor | tuple[Tensor | None, ...]
+RouterExtras = Tensor | tuple[Tensor | None, ...]
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the op's positions, each [1, T, H]."""
 
@@ -35,7 +35,7 @@ class Routed(NamedTuple):
     """Input of the experts."""
     ids_TK: Tensor
     weights_TK: Tensor
-    kept: dict[str, Kept] | None = None
+    kept: dict[str, RouterExtras] | None = None
     """What the driver keeps for `combine`, by name; "shared" of the fast driver."""
 
 
@@ -99,7 +99,7 @@ class FastDriver:
         _, weights_TK, ids_TK = self._router(x)
         return Routed(x, ids_TK, weights_TK, self._shared(x))
 
-    def _shared(self, x_TD: Tensor) -> dict[str, Kept] | None:
+    def _shared(self, x_TD: Tensor) -> dict[str, RouterExtras] | None:
         parts = self._parts
         if parts.shared is None:
             return None

@@ -84,10 +84,10 @@ class TorchBank:
         weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
         return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
-    def enter(self) -> None:
+    def pack(self) -> None:
         """Nothing: the weights stay where they are."""
 
-    def leave(self) -> None:
+    def unpack(self) -> None:
         """Nothing was taken."""
 
 

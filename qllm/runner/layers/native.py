@@ -27,7 +27,7 @@ from qllm.models.fingerprints import (
 )
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.drivers import FastDriver, Kept, LayerDriver, Rope, Routed
+from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, RouterExtras
 
 
 def is_usable(tensor: Tensor) -> bool:
@@ -310,7 +310,7 @@ class NativeDriver(FastDriver):
         x, ids_TK, weights_TK = self._router_kernel(mid_TD)
         return Routed(x, ids_TK, weights_TK, self._shared(x))
 
-    def _shared(self, x_TD: Tensor) -> dict[str, Kept] | None:
+    def _shared(self, x_TD: Tensor) -> dict[str, RouterExtras] | None:
         kernel = self._mlp_kernel
         return super()._shared(x_TD) if kernel is None else {"shared": kernel(x_TD)}
 

@@ -1,7 +1,7 @@
 """Experts with our CPU kernels, their weights packed in place of the module's.
 
-    enter     layer by layer: pack into new memory on huge pages, free the module's
-    leave     layer by layer: allocate, put every bit back, free the packed
+    pack     layer by layer: pack into new memory on huge pages, free the module's
+    unpack     layer by layer: allocate, put every bit back, free the packed
 
 int8 is not undone: what comes back are the rounded weights.
 
@@ -51,7 +51,7 @@ def _is_clamped(experts: Any) -> bool:
 
 
 class NativeBank:
-    """The experts of one layer; they compute between `enter` and `leave`.
+    """The experts of one layer; they compute between `pack` and `unpack`.
 
     Args:
         experts: A module that `is_covered`.
@@ -71,7 +71,7 @@ class NativeBank:
         self._clamp = Clamp(experts.alpha, experts.limit) if _is_clamped(experts) else None
         self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
 
-    def enter(self) -> None:
+    def pack(self) -> None:
         """Pack the weights and free the module's."""
         if self._packed is not None:
             return
@@ -93,7 +93,7 @@ class NativeBank:
         module.forward = self._refuse  # holds the bank, so the weights outlive the runner
         setattr(module, PACKED, True)
 
-    def leave(self) -> None:
+    def unpack(self) -> None:
         """Give the module its weights back."""
         packed, module = self._packed, self._module
         if packed is None:
@@ -140,7 +140,7 @@ class NativeBank:
 
     @property
     def address(self) -> int:
-        """Address of `Experts` in kernels.h; until `leave`."""
+        """Address of `Experts` in kernels.h; until `unpack`."""
         return self._entered().address
 
     def _entered(self) -> Experts:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 
-Kept = Tensor | tuple[Tensor | None, ...]
+RouterExtras = Tensor | tuple[Tensor | None, ...]
 Stub = Callable[..., Any]
 
 
@@ -40,7 +40,7 @@ class RoutedRows(NamedTuple):
     """[T, K]"""
     weights: Tensor
     """[T, K]"""
-    siblings: dict[str, Kept]
+    siblings: dict[str, RouterExtras]
     """Outputs of shared experts that ran before the experts, by child name, each [T, width]."""
 
 
@@ -101,7 +101,7 @@ class ReplayLayer:
             ModelError: The layer did not reach its experts, or called a part twice.
         """
         calls = _Calls()
-        outs: dict[str, Kept] = {}
+        outs: dict[str, RouterExtras] = {}
         taken: list[Tensor] = []
 
         def experts(*args: object, **given: object) -> None:
@@ -123,7 +123,7 @@ class ReplayLayer:
         self,
         x_TD: Tensor,
         attn_TD: Tensor,
-        siblings: Mapping[str, Kept] | None = None,
+        siblings: Mapping[str, RouterExtras] | None = None,
         experts_TD: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
@@ -193,7 +193,7 @@ class _Calls:
 
         return stub
 
-    def keeping(self, name: str, real: Stub, outs: dict[str, Kept]) -> Stub:
+    def keeping(self, name: str, real: Stub, outs: dict[str, RouterExtras]) -> Stub:
         """Run, and keep what is row by row; what is not kept is run again by `combine`."""
 
         def stub(*args: Any, **given: Any) -> object:

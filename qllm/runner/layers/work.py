@@ -45,11 +45,11 @@ class Bank(Protocol):
         """Sum over k of weight times slot, [T, D]; `inverse_S` finds the slot of every (t, k)."""
         ...
 
-    def enter(self) -> None:
+    def pack(self) -> None:
         """Take the weights that it computes with, if they are the module's."""
         ...
 
-    def leave(self) -> None:
+    def unpack(self) -> None:
         """Give them back."""
         ...
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.device.ring_memory import Pinned, attributes_of, choose_home
+from qllm.device.ring_memory import Pinned, attributes_of, choose_ring_memory
 from qllm.errors import ConfigError, DeviceError
 
 HOPPER = {"rdma": 1, "ordering": 100, "maps_host": 1, "same_pointer": 1}
@@ -32,7 +32,7 @@ def test_a_home_is_chosen_and_the_reason_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     with caplog.at_level(logging.INFO, "qllm"):
-        assert choose_home(HOPPER | change, profile, asked).name == home
+        assert choose_ring_memory(HOPPER | change, profile, asked).name == home
     assert caplog.records[-1].getMessage().startswith(f"rings lie in {home} memory")
     assert re.search(why, caplog.records[-1].getMessage())
 
@@ -52,7 +52,7 @@ def test_a_home_that_is_not_possible_is_refused(
     change: dict[str, int], profile: Any, asked: Any, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        choose_home(HOPPER | change, profile, asked)
+        choose_ring_memory(HOPPER | change, profile, asked)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver: calls would succeed")
@@ -67,4 +67,4 @@ def test_calls_reach_cuda() -> None:
 def test_a_gpu_says_what_it_can() -> None:
     device = attributes_of()
     assert device.keys() == HOPPER.keys()
-    assert choose_home(device, None).name == "pinned"
+    assert choose_ring_memory(device, None).name == "pinned"

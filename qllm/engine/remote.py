@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress.memory import Memory
-from qllm.ingress.messages import Card
+from qllm.ingress.messages import EngineCard
 from qllm.ingress.remote.meeting import Meeting, MeetingError, Wire
 from qllm.ingress.remote.nixl import KINDS, Link, Peer
 
@@ -40,17 +40,17 @@ class Block(Protocol):
     def is_pulled(self) -> bool: ...
 
 
-class Guest(NamedTuple):
+class RemoteFrontEnd(NamedTuple):
     """A front end of another host that has met us."""
 
     number: int
     block: Any
-    """What `make_block` of the door has made."""
+    """The memory of its rings, from `make_block` of the listener."""
     link: Link
     wire: Wire
 
 
-class Door:
+class RemoteListener:
     """Listens, and serves each front end on a thread of its own.
 
     Args:
@@ -68,14 +68,14 @@ class Door:
         self,
         meeting: Meeting,
         make_block: Callable[[], Block],
-        enter: Callable[[Guest], None],
-        leave: Callable[[Guest], None],
+        enter: Callable[[RemoteFrontEnd], None],
+        leave: Callable[[RemoteFrontEnd], None],
         answer: Callable[[str, list[Any]], Any],
     ) -> None:
         self._meeting = meeting
         self._make_block, self._enter, self._leave = make_block, enter, leave
         self._answer = answer
-        self._card: Card | None = None
+        self._card: EngineCard | None = None
         self._strangers = threading.Semaphore(MAX_STRANGERS)
         self._listener = socket.socket(meeting.address.family)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,13 +88,13 @@ class Door:
         self.address = meeting.address._replace(host=host, port=port)
 
     def listen(self) -> None:
-        """Let front ends connect; they wait until the door is opened."""
+        """Let front ends connect; they wait until `open`."""
         self._listener.listen()
 
-    def open(self, card: Card) -> None:
+    def open(self, card: EngineCard) -> None:
         """Let front ends in from now on."""
         self._card = card
-        threading.Thread(target=self._listen, name="qllm-door", daemon=True).start()
+        threading.Thread(target=self._listen, name="qllm-remote", daemon=True).start()
         sys.stderr.write(f"qllm: front ends of other hosts meet the engine at {self.address}\n")
         sys.stderr.flush()
 
@@ -113,7 +113,7 @@ class Door:
 
     def _receive(self, wire: Wire, host: str) -> None:
         try:
-            guest = self._meet(wire)
+            front_end = self._meet(wire)
         except (QllmError, KeyError, TypeError, ValueError) as error:
             sys.stderr.write(f"qllm: a front end at {host} was turned away: {error}\n")
             with suppress(MeetingError):
@@ -123,16 +123,16 @@ class Door:
         finally:
             self._strangers.release()
         try:
-            self._enter(guest)
+            self._enter(front_end)
             while True:
                 wire.send(self._reply(wire.receive()))
         except MeetingError:
             pass
         finally:
-            self._leave(guest)
+            self._leave(front_end)
             wire.close()
 
-    def _meet(self, wire: Wire) -> Guest:
+    def _meet(self, wire: Wire) -> RemoteFrontEnd:
         assert self._card is not None
         wire.be_engine(self._meeting.secret)
         asked = wire.receive()
@@ -157,7 +157,7 @@ class Door:
             link.close()
             block.memory.close()
             raise
-        return Guest(block.number, block, link, wire)
+        return RemoteFrontEnd(block.number, block, link, wire)
 
     def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -54,7 +54,7 @@ def engine(model: str, socket_path: str) -> Iterator[QLLMEngine]:
 
 @pytest.fixture(scope="module")
 def threaded(model: str) -> Iterator[QLLMEngine]:
-    with QLLMEngine.from_pretrained(model, host="thread", record=True, **SETTINGS) as made:
+    with QLLMEngine.from_pretrained(model, run_in="thread", record=True, **SETTINGS) as made:
         yield made
 
 
@@ -209,13 +209,13 @@ def test_stats_trace_and_model(engine: QLLMEngine, threaded: QLLMEngine) -> None
     assert engine.trace.meta == threaded.trace.meta
     assert (engine.drivers, engine.kernels) == (threaded.drivers, threaded.kernels)
     assert abs(engine.now_ns() - engine.trace.events[-1].at_ns) < 60e9
-    before = engine._host._control.heartbeat_ns  # type: ignore[attr-defined]
-    wait_for(lambda: engine._host._control.heartbeat_ns > before)  # type: ignore[attr-defined]
+    before = engine._client._control.heartbeat_ns  # type: ignore[attr-defined]
+    wait_for(lambda: engine._client._control.heartbeat_ns > before)  # type: ignore[attr-defined]
 
 
 def test_a_call_runs_in_the_engine(engine: QLLMEngine) -> None:
     assert engine.call(os.getpid) == pid_of(engine) != os.getpid()
-    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
+    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass run_in='thread'"):
         engine.call(lambda: 1)
     with pytest.raises(ConfigError, match="the answer of call cannot leave"):
         engine.call(threading.Lock)

@@ -172,7 +172,7 @@ def test_the_engine_ends_with_its_front_end(model: str) -> None:
         from qllm import QLLMEngine, SamplingParams
         engine = QLLMEngine.from_pretrained({model!r}, **{SETTINGS!r})
         engine.submit("a", max_tokens=1900, sampling=SamplingParams(ignore_eos=True))
-        print(engine._host._process.pid, flush=True)
+        print(engine._client._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run(
@@ -225,12 +225,12 @@ def test_closing_ends_calls_that_wait_for_an_engine_that_stands_still(
     threads = []
     for key, of, name in (("other", other, "stats"), *((name, engine, name) for name in names)):
         threads.append(start(partial(ask, key, of, name)))
-        wait_for(of._host._ask_lock.locked)  # type: ignore[attr-defined]
+        wait_for(of._client._ask_lock.locked)  # type: ignore[attr-defined]
     try:
         threads += [start(other.close), start(engine.close)]
         wait_for(lambda: not any(thread.is_alive() for thread in threads))
     finally:
-        engine._host._process.kill()  # type: ignore[attr-defined]
+        engine._client._process.kill()  # type: ignore[attr-defined]
     assert found.pop("drain") is True
     assert found.pop("trace") is engine.trace
     assert len(found) == 5
@@ -245,10 +245,10 @@ def test_an_engine_that_is_collected_is_closed(
     path = str(tmp_path / "socket")
     engines = {
         "process": QLLMEngine.from_pretrained(model, listen=path, **SETTINGS),
-        "thread": QLLMEngine.from_pretrained(model, host="thread", **SETTINGS),
+        "thread": QLLMEngine.from_pretrained(model, run_in="thread", **SETTINGS),
     }
     engines["attached"] = QLLMEngine.attach(path)
-    pid, thread = pid_of(engines["process"]), engines["thread"]._host._thread  # type: ignore[attr-defined]
+    pid, thread = pid_of(engines["process"]), engines["thread"]._client._thread  # type: ignore[attr-defined]
     assert [engine.call(os.getpid) for engine in engines.values()] == [pid, os.getpid(), pid]
     handles = {n: e.submit("a", "BE", 1900, sampling=LONG) for n, e in engines.items()}
     for name in ("attached", "thread", "process"):
@@ -272,11 +272,11 @@ def test_an_engine_that_is_collected_is_closed(
 def test_errors_of_loading_are_raised_here(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'"):
         QLLMEngine.from_pretrained(model, policy="qllm3")
-    with pytest.raises(ConfigError, match=r"host='fork' is unknown; use one of process, thread"):
-        QLLMEngine.from_pretrained(model, host="fork")
-    with pytest.raises(ConfigError, match=r"listen='x' needs host='process'"):
-        QLLMEngine.from_pretrained(model, host="thread", listen="x")
-    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass host='thread'"):
+    with pytest.raises(ConfigError, match=r"run_in='fork' is unknown; use one of process, thread"):
+        QLLMEngine.from_pretrained(model, run_in="fork")
+    with pytest.raises(ConfigError, match=r"listen='x' needs run_in='process'"):
+        QLLMEngine.from_pretrained(model, run_in="thread", listen="x")
+    with pytest.raises(ConfigError, match=r"cannot be pickled .* pass run_in='thread'"):
         QLLMEngine.from_pretrained(model, policy=Unpicklable())
     path = tmp_path / "socket"
     with pytest.raises(ModelError, match=r"has no config\.json") as caught:
@@ -304,5 +304,5 @@ def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
     )
-    assert "pass host='thread'" in done.stdout, done.stderr
+    assert "pass run_in='thread'" in done.stdout, done.stderr
     assert done.returncode == 0
