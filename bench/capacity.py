@@ -37,7 +37,7 @@ from qllm.measure.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
 from qllm.workloads.client import saturate_http
 from qllm.workloads.measure import Served, Window, class_report
-from qllm.workloads.replay import Arrival
+from qllm.workloads.mix import Arrival
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"

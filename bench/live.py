@@ -14,7 +14,7 @@ from qllm.types import Priority, Slo
 from qllm.workloads.capacity import Capacity, measure_capacity
 from qllm.workloads.generators import Workload, offered_rates
 from qllm.workloads.measure import SLO, Served, Window
-from qllm.workloads.replay import replay
+from qllm.workloads.mix import send
 from qllm.workloads.spec import RequestSpec
 from qllm.workloads.tokens import with_tokens
 from qllm.workloads.traced import engine_report, served_of
@@ -156,7 +156,7 @@ def run_requests(
     begin = time.monotonic()
     arrivals = with_tokens(requests, bench.corpus)
     with bench.engine(setting, **changes) as engine:
-        run = replay(engine, arrivals, timing.total_s)
+        run = send(engine, arrivals, timing.total_s)
         stats = engine.stats()
         policy = repr(engine.policy)
         bound = getattr(engine.policy, "max_be_stall_ms", None)

@@ -63,7 +63,7 @@ def serve(rings: Rings, engine: str, policy_name: str, ready: int) -> None:
     """Be an engine until the front end asks to stop."""
     from qllm.config import EngineConfig
     from qllm.engine.build import EngineCore, ring_ends
-    from qllm.ingress.shm import Lane, RingSink, ShmIngress
+    from qllm.ingress.shm import FrontEndPort, RingSink, ShmIngress
     from qllm.models.loader import load
     from qllm.plugins import load_policy
 
@@ -87,7 +87,7 @@ def serve(rings: Rings, engine: str, policy_name: str, ready: int) -> None:
         loop = native_loop(rings, core, policy)
         loop.attach(rings.block, rings.tokens)
     else:
-        ingress.attach(Lane(rings.block, rings.tokens, ring_ends(config)))
+        ingress.attach(FrontEndPort(rings.block, rings.tokens, ring_ends(config)))
     gc.collect()
     gc.freeze()
     os.write(ready, b"r")

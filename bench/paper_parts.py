@@ -25,7 +25,7 @@ from qllm.sim.run import simulate
 from qllm.types import Priority, Slo
 from qllm.workloads.arrivals import Gamma
 from qllm.workloads.capacity import Capacity
-from qllm.workloads.client import replay_http
+from qllm.workloads.client import send_http
 from qllm.workloads.generators import Workload
 from qllm.workloads.lengths import between
 from qllm.workloads.measure import Served, report
@@ -295,10 +295,10 @@ def _served_twice(world: World, peer: Peer) -> tuple[tuple[float, float], tuple[
         tempfile.TemporaryDirectory(prefix="qllm-papers-") as folder,
         serving(peer, place, Path(folder) / "log"),
     ):
-        replay_http(server, [replace(a, at_s=0.0, max_tokens=4) for a in arrivals[:2]], 5.0)
-        quiet = replay_http(server, arrivals, timing.total_s)
+        send_http(server, [replace(a, at_s=0.0, max_tokens=4) for a in arrivals[:2]], 5.0)
+        quiet = send_http(server, arrivals, timing.total_s)
         with spinners():
-            hogged = replay_http(server, arrivals, timing.total_s)
+            hogged = send_http(server, arrivals, timing.total_s)
     return _judged(quiet, timing, peer), _judged(hogged, timing, peer)
 
 

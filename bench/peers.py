@@ -38,10 +38,10 @@ from servers import (
 from qllm.measure.bench import corpus_of
 from qllm.measure.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
-from qllm.workloads.client import replay_http
+from qllm.workloads.client import send_http
 from qllm.workloads.files import read_requests
 from qllm.workloads.measure import Served, Window, report
-from qllm.workloads.replay import Arrival, Mix, make_workload, only
+from qllm.workloads.mix import Arrival, Mix, make_workload, only
 from qllm.workloads.tokens import with_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,10 +115,10 @@ class Bench:
         log = self.args.logs / f"{peer.name.replace(' ', '-')}.log"
         with serving(peer, place, log) as process:
             warm = [Arrival(**_fields(a) | {"at_s": 0.0, "max_tokens": 4}) for a in arrivals[:2]]
-            first = replay_http(server, warm, 1.0 if self.args.quick else 5.0)
+            first = send_http(server, warm, 1.0 if self.args.quick else 5.0)
             cpu, busy, own = cpu_s(process.pid), busy_cores()[0], time.process_time()
             begin = time.monotonic()
-            served = replay_http(server, arrivals, self.window.stop_s)
+            served = send_http(server, arrivals, self.window.stop_s)
             took = time.monotonic() - begin
             cores = (cpu_s(process.pid) - cpu) / took
             client = (time.process_time() - own) / took

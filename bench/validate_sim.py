@@ -29,7 +29,7 @@ from qllm.sim.calibrate import LOADS, calibrate
 from qllm.sim.costs import CostFile
 from qllm.sim.outcome import Outcome
 from qllm.types import Priority
-from qllm.workloads.replay import Replayed
+from qllm.workloads.mix import Sent
 from qllm.workloads.spec import RequestSpec
 
 POLICIES = "fcfs,priority,qllm2,chunked-priority"
@@ -95,7 +95,7 @@ def offer(seed: int, seconds: float, rate: float) -> Offered:
     return Offered(seconds, times, ls, make_jobs(seed + 7, num_jobs, BE_PROMPT, BE_OUTPUT))
 
 
-def live(model: Path, policy: str, load: Offered, threads: int) -> Replayed:
+def live(model: Path, policy: str, load: Offered, threads: int) -> Sent:
     """Serve the load with the real engine."""
     engine = QLLMEngine.from_pretrained(
         model, policy=policy, threads=threads, record=True, conformance=False, **SETTINGS
@@ -113,7 +113,7 @@ def live(model: Path, policy: str, load: Offered, threads: int) -> Replayed:
         _wait(flood, start + load.seconds)
         end_ns = engine.now_ns()
     engine.trace.events[:] = [e for e in engine.trace if e.at_ns >= start_ns]  # the warm-up
-    return Replayed(
+    return Sent(
         trace=engine.trace,
         start_ns=start_ns,
         end_ns=end_ns,
@@ -128,7 +128,7 @@ def _wait(flood: Flood, until: float) -> None:
         time.sleep(min(POLL_S, left))
 
 
-def predict(costs: CostFile, policy: str, load: Offered) -> Replayed:
+def predict(costs: CostFile, policy: str, load: Offered) -> Sent:
     """Serve the load on the virtual clock."""
     return virtual.simulate(
         load.specs(),

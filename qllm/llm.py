@@ -464,7 +464,7 @@ class QLLMEngine:
 
     @property
     def drivers(self) -> tuple[str, ...]:
-        """Per layer: "fast", "replay" or "dense"."""
+        """Per layer: "fast", "hooked" or "dense"."""
         return self._client.info.drivers
 
     @property

@@ -111,7 +111,7 @@ class Driver(enum.StrEnum):
 
     FAST = "fast"
     """Our glue over the model's own submodules, for a layer whose fingerprint is known."""
-    REPLAY = "replay"
+    HOOKED = "hooked"
     """Hooks on the unmodified layer, which unwind at the router."""
     DENSE = "dense"
     """A layer without experts, run whole."""

@@ -18,7 +18,7 @@ from qllm.measure.random_moe import make_random_moe
 from qllm.plan import Row
 from qllm.record.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace
 from qllm.types import FinishReason, Grain, Priority
-from qllm.workloads.replay import Mix, Waits, compare, make_workload, only, replay, solo_tokens
+from qllm.workloads.mix import Mix, Waits, compare, make_workload, only, send, solo_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 runner = CliRunner()
@@ -267,7 +267,7 @@ def test_a_replay_ends_with_its_window_and_answers_as_alone(model: Path) -> None
         "run_in": "thread",
     }
     with QLLMEngine.from_pretrained(model, record=True, **settings) as engine:
-        done = replay(engine, arrivals, SMALL.seconds, ticks.append)
+        done = send(engine, arrivals, SMALL.seconds, ticks.append)
     assert ticks == sorted(ticks)
     assert 1.0 <= done.window_s < 1.5
     answers = done.tokens()

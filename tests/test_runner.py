@@ -155,7 +155,7 @@ def test_logits_are_those_of_the_model(family: str, dtype: str) -> None:
     runner, logits = runner_of(model)
     add(runner, 1, ids)
     serve(runner, 1)
-    assert Driver.REPLAY not in runner.drivers
+    assert Driver.HOOKED not in runner.drivers
     assert_same(list(logits.values()), before)
     assert_same(forward(model, ids), before)  # the model is not disturbed
     runner.close()

@@ -1,4 +1,4 @@
-"""Reports: what counts, what is censored, and a server replay against one that is known."""
+"""Reports: what counts, what is censored, and a run against a server that is known."""
 
 import asyncio
 import itertools
@@ -14,9 +14,9 @@ from qllm.plan import Row
 from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Resumed, Token
 from qllm.scheduler.program import Index
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
-from qllm.workloads.client import Server, class_bodies, replay_http, saturate_http
+from qllm.workloads.client import Server, class_bodies, saturate_http, send_http
 from qllm.workloads.measure import Served, Window, class_report, report
-from qllm.workloads.replay import Arrival
+from qllm.workloads.mix import Arrival
 from qllm.workloads.spec import RequestSpec
 from qllm.workloads.tokens import with_tokens
 from qllm.workloads.traced import class_inversions, engine_report, served_of
@@ -310,7 +310,7 @@ def test_a_server_is_measured_from_when_requests_were_due(fake: FakeServer) -> N
         arrival(0.1, 15),
         arrival(0.2, 9, Priority.BE),
     ]
-    found = {s.spec.name: s for s in replay_http(server, arrivals, 0.8)}
+    found = {s.spec.name: s for s in send_http(server, arrivals, 0.8)}
     whole = found["p8"]
     assert whole.done
     assert len(whole.token_s) == 4
@@ -370,4 +370,4 @@ def test_the_body_of_a_class_has_the_last_word() -> None:
 def test_no_server_is_one_clear_error() -> None:
     server = Server(url="http://127.0.0.1:9", model="m")
     with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:9"):
-        replay_http(server, [arrival(0.0, 8)], 0.1)
+        send_http(server, [arrival(0.0, 8)], 0.1)

@@ -109,8 +109,8 @@ class CudaRunner(TorchRunner):
     def _why_not_captured(self, graphs: GraphApi | bool | None) -> str:
         if graphs is False or (graphs is None and not self._on_cuda):
             return "not asked for" if graphs is False else f"device {self._device.type}"
-        if any(driver is Driver.REPLAY for driver in self.drivers):
-            return "a layer is driven by replay"
+        if any(driver is Driver.HOOKED for driver in self.drivers):
+            return "a layer is driven by hooks"
         if self._rope.switch is None:
             return ""
         kind = getattr(self.parts.rotary_emb, "rope_type", "")

@@ -11,11 +11,11 @@ from qllm.measure.random_moe import SIZES, make_random_moe, source_text
 from qllm.measure.variants import Variant
 from qllm.types import Priority, Slo
 from qllm.workloads.capacity import Capacity, measure_capacity
-from qllm.workloads.client import Server, replay_http
+from qllm.workloads.client import Server, send_http
 from qllm.workloads.files import read_requests
 from qllm.workloads.generators import Workload, offered_rates
 from qllm.workloads.measure import SLO, Window, report
-from qllm.workloads.replay import replay
+from qllm.workloads.mix import send
 from qllm.workloads.spec import RequestSpec
 from qllm.workloads.tokens import with_tokens
 from qllm.workloads.traced import engine_report
@@ -154,7 +154,7 @@ def bench_engine(
     for variant in policies:
         say(f"{variant.label}: {load.total_s:.0f} s, {len(arrivals)} requests")
         with engine(variant.make()) as serving:
-            run = replay(serving, arrivals, load.total_s)
+            run = send(serving, arrivals, load.total_s)
             shown = repr(serving.policy)
         slos: dict[int, Slo] = {Priority.LS: load.slo}
         found = engine_report(run.trace, requests, load.window, slos=slos, start_ns=run.start_ns)
@@ -182,7 +182,7 @@ def bench_server(
     requests, about = load.requests(capacity)
     arrivals = with_tokens(requests, corpus_of(tokenizer), load.seed)
     say(f"{server.url}: {load.total_s:.0f} s, {len(arrivals)} requests")
-    served = replay_http(server, arrivals, load.total_s)
+    served = send_http(server, arrivals, load.total_s)
     found = report(served, load.window, {Priority.LS: load.slo})
     for name in sorted({s.error for s in served if s.error}):
         say(f"error: {name}")

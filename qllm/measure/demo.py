@@ -29,17 +29,17 @@ from qllm.record import perfetto
 from qllm.record.metrics import ClassMetrics, Summary, request_metrics
 from qllm.record.trace import Parked
 from qllm.types import Priority
-from qllm.workloads.replay import (
+from qllm.workloads.mix import (
     Arrival,
     Equality,
     Mix,
-    Replayed,
+    Sent,
     Tally,
     compare,
     ls_capacity,
     make_workload,
     only,
-    replay,
+    send,
     solo_tokens,
 )
 
@@ -93,14 +93,14 @@ class DemoResult:
     """What was measured."""
 
     mix: Mix
-    ls_alone: Replayed
-    be_alone: Replayed
-    runs: dict[str, Replayed]
+    ls_alone: Sent
+    be_alone: Sent
+    runs: dict[str, Sent]
     equality: dict[str, Equality] = field(default_factory=dict)
 
 
-class _Stage:
-    """Progress of the demo: a bar where there is a terminal, a line per stage elsewhere."""
+class _Progress:
+    """Progress of the demo: a bar where there is a terminal, a line per step elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -114,7 +114,7 @@ class _Stage:
             refresh_per_second=4,
         )
 
-    def __enter__(self) -> "_Stage":
+    def __enter__(self) -> "_Progress":
         self._progress.start()
         return self
 
@@ -122,10 +122,10 @@ class _Stage:
         self._progress.stop()
 
     @contextmanager
-    def stage(
+    def step(
         self, name: str, total_s: float | None = None
     ) -> Iterator[Callable[[float, str], None]]:
-        """Show a stage; the function given takes seconds done and a note."""
+        """Show a step; the function given takes seconds done and a note."""
         start = time.monotonic()
         task = self._progress.add_task(name, total=total_s, note="")
         last = ""
@@ -149,14 +149,14 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     """
     console = console or _console()
     start = time.monotonic()
-    with torch_threads(settings.threads), _Stage(console) as stage:
-        with stage.stage("model"):
+    with torch_threads(settings.threads), _Progress(console) as progress:
+        with progress.step("model"):
             folder = make_random_moe(size=settings.size, seed=0)
             loaded = load(folder)
             corpus = tuple(corpus_of(loaded.tokenizer))
         set_up_s = time.monotonic() - start
-        result = _measure(settings, loaded, corpus, stage)
-        with stage.stage("figure and traces"):
+        result = _measure(settings, loaded, corpus, progress)
+        with progress.step("figure and traces"):
             files = _write(settings, result)
     console.print("\n" + _intro(settings, result, loaded), highlight=False)
     console.print(table(result))
@@ -178,11 +178,11 @@ def _console() -> Console:
 
 
 def _measure(
-    settings: DemoSettings, loaded: LoadedModel, corpus: Sequence[int], stage: _Stage
+    settings: DemoSettings, loaded: LoadedModel, corpus: Sequence[int], progress: _Progress
 ) -> DemoResult:
     mix = Mix(seconds=settings.seconds, seed=settings.seed, ls_rate=settings.ls_rate or 1.0)
     if settings.ls_rate is None:
-        with stage.stage("LS capacity") as show, _engine(settings, loaded, first=True) as engine:
+        with progress.step("LS capacity") as show, _engine(settings, loaded, first=True) as engine:
             sample = only(make_workload(dataclasses.replace(mix, ls_rate=4.0), corpus), Priority.LS)
             capacity = ls_capacity(engine, sample)
             rate = max(MIN_LS_RATE, round(LS_LOAD * capacity, 1))
@@ -190,13 +190,13 @@ def _measure(
         mix = dataclasses.replace(mix, ls_rate=rate)
     arrivals = make_workload(mix, corpus)
 
-    def serve(name: str, policy: str, chosen: Sequence[Arrival]) -> Replayed:
+    def serve(name: str, policy: str, chosen: Sequence[Arrival]) -> Sent:
         with (
-            stage.stage(name, settings.seconds) as show,
+            progress.step(name, settings.seconds) as show,
             _engine(settings, loaded, policy) as engine,
         ):
             live = Tally(engine.trace)
-            return replay(engine, chosen, settings.seconds, lambda s: show(s, live.text()))
+            return send(engine, chosen, settings.seconds, lambda s: show(s, live.text()))
 
     result = DemoResult(
         mix=mix,
@@ -205,7 +205,7 @@ def _measure(
         runs={name: serve(name, name, arrivals) for name in settings.policies},
     )
     budget = min(settings.seconds, settings.solo_seconds)
-    with stage.stage("solo runs", budget) as show, _engine(settings, loaded) as engine:
+    with progress.step("solo runs", budget) as show, _engine(settings, loaded) as engine:
         answers = {name: run.tokens() for name, run in result.runs.items()}
         counts = {
             a.name: max(len(tokens.get(a.name, ())) for tokens in answers.values())
@@ -237,7 +237,7 @@ def _engine(
     )
 
 
-def _interesting(arrivals: Sequence[Arrival], runs: Mapping[str, Replayed]) -> list[Arrival]:
+def _interesting(arrivals: Sequence[Arrival], runs: Mapping[str, Sent]) -> list[Arrival]:
     """Most preempted first, then by arrival; the classes take turns."""
     preempted: dict[str, int] = {}
     for run in runs.values():
@@ -258,7 +258,7 @@ def _interesting(arrivals: Sequence[Arrival], runs: Mapping[str, Replayed]) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    run: Replayed
+    run: Sent
     summary: Summary
     be_alone: "_Column | None"
     equality: Equality | None

@@ -6,7 +6,7 @@ Nothing is found by the name of a family.
 
 Whether the fast driver may run a layer is decided by a *fingerprint*: the source of the layer's
 forward and of its MoE block's, without docstrings, annotations and the name of the MoE child.
-A glue that is not in the tables below is driven by replay.
+A glue that is not in the tables below is driven by hooks.
 """
 
 import ast
@@ -192,7 +192,7 @@ def _layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
     block = next(parents, None)
     layer_glue, block_glue = _glue(layer, block)
     known = layer_glue is not None and (experts is None or block_glue is not None)
-    driver = Driver.REPLAY
+    driver = Driver.HOOKED
     if experts is None:
         driver = Driver.DENSE
     elif known:

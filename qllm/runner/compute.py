@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.runner.invariance import find_invariance
-from qllm.runner.layers.drivers import FastDriver, LayerDriver, ReplayDriver
+from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
 from qllm.runner.layers.native import NativeDriver, is_usable
@@ -120,8 +120,8 @@ class Compute:
 
             return call
 
-        replays = any(driver.kind is Driver.REPLAY for driver in self.drivers)
-        for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if replays else ())):
+        is_hooked = any(driver.kind is Driver.HOOKED for driver in self.drivers)
+        for kind in (OpKind.ROUTE, OpKind.COMBINE, *((OpKind.ATTN,) if is_hooked else ())):
             ops[kind] = ruled(ops[kind])
 
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
@@ -197,8 +197,8 @@ def _sizes(parts: ModelParts) -> dict[str, int]:
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
     """The driver that `discover` chose for a layer; with our kernels if an arena is given.
 
-    A dense layer of unknown glue is replayed.
+    A dense layer of unknown glue is driven by hooks.
     """
     if parts.input_layernorm is None:
-        return ReplayDriver(parts)
+        return HookedDriver(parts)
     return FastDriver(parts) if arena is None else NativeDriver(parts, arena)

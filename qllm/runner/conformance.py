@@ -186,7 +186,7 @@ class _Probe:
         assert seen.given_TD is not None
         assert seen.attn_spread_T is not None
         where, scale = f"the attention of {self._layer(layer)}", parts.residual_multiplier or 1.0
-        if parts.input_layernorm is None:  # replayed
+        if parts.input_layernorm is None:  # driven by hooks
             self._require(tensors["mid"], seen.attn_TD, seen.attn_spread_T, where)
             tensors["mid"] = seen.given_TD.clone()
             return

@@ -23,7 +23,7 @@ def find_invariance(
 ) -> tuple[RowRule, bool]:
     """Find the rule for products, then check routers, norms, sums and gates under it.
 
-    Layers under replay are checked by their matrices only.
+    Layers driven by hooks are checked by their matrices only.
 
     Args:
         model: The model.
@@ -42,13 +42,13 @@ def find_invariance(
         rule = find_rule(w for w in matrices(model) if w.data_ptr() not in ours)
         mode = RowBlocks(rule)
         odd = any(_odd_gate(layer.experts) for layer in parts.layers)
-        replay = any(layer.driver is Driver.REPLAY for layer in parts.layers)
+        hooked = any(layer.driver is Driver.HOOKED for layer in parts.layers)
         with mode:
             for layer, driver in zip(parts.layers, drivers, strict=True):
-                if layer.driver is not Driver.REPLAY:
+                if layer.driver is not Driver.HOOKED:
                     glue = _glue(parts, driver, layer.is_moe)
                     check_rows(f"layer {layer.index}", glue, parts.lm_head.in_features)
-    return rule, rule is not PLAIN or mode.padded or odd or replay
+    return rule, rule is not PLAIN or mode.padded or odd or hooked
 
 
 def _odd_gate(experts: Any) -> bool:

@@ -11,7 +11,7 @@ from qllm.record.perfetto import write_perfetto
 from qllm.sim.costs import CostFile
 from qllm.sim.run import Simulated
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
-from qllm.workloads.replay import Replayed, Waits
+from qllm.workloads.mix import Sent, Waits
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -42,13 +42,13 @@ class Outcome:
         return self.be_prompt_per_s + self.be_output_per_s
 
     @classmethod
-    def of(cls, run: Replayed, slo: Slo | None = None) -> "Outcome":
+    def of(cls, run: Sent, slo: Slo | None = None) -> "Outcome":
         """The outcome of a run, simulated or real."""
         return cls.of_requests(run, slo, request_metrics(run.events))
 
     @classmethod
     def of_requests(
-        cls, run: Replayed, slo: Slo | None, requests: Sequence[RequestMetrics]
+        cls, run: Sent, slo: Slo | None, requests: Sequence[RequestMetrics]
     ) -> "Outcome":
         """The outcome of a run whose request metrics are known."""
         ls = [r for r in requests if r.priority <= Priority.LS]

@@ -25,7 +25,7 @@ from qllm.sim.costs import CostFile
 from qllm.sim.ingress import VirtualIngress
 from qllm.sim.runner import SimRunner, VirtualClock
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
-from qllm.workloads.replay import Replayed
+from qllm.workloads.mix import Sent
 from qllm.workloads.spec import RequestSpec
 
 _SAMPLING = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
@@ -34,7 +34,7 @@ _IDLE_TURNS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated(Replayed):
+class Simulated(Sent):
     """A workload that was served on a virtual clock. What lasts is virtual, but for `cpu_s`."""
 
     expert_loads: int

@@ -1,1 +1,1 @@
-"""What arrives when: named workloads, trace files, and their replay."""
+"""What arrives when: named workloads, trace files, and how they are sent."""

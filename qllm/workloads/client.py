@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qllm.errors import ConfigError
 from qllm.types import Priority
 from qllm.workloads.measure import Served
-from qllm.workloads.replay import Arrival
+from qllm.workloads.mix import Arrival
 from qllm.workloads.spec import RequestSpec
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def spec_of(arrival: Arrival) -> RequestSpec:
     )
 
 
-def replay_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
+def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
     """Send every arrival at its time; close what is unanswered at the end.
 
     Args:
@@ -107,7 +107,7 @@ def replay_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> 
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
     """
-    return _run(server, lambda session: _replay(session, server, arrivals, seconds))
+    return _run(server, lambda session: _send(session, server, arrivals, seconds))
 
 
 def saturate_http(
@@ -115,7 +115,7 @@ def saturate_http(
 ) -> list[Served]:
     """Keep so many requests open: as one ends the next is sent, whenever it was due.
 
-    For what a server can do at most. Latencies under load are for `replay_http`: here a slow
+    For what a server can do at most. Latencies under load are for `send_http`: here a slow
     server is asked less.
 
     Args:
@@ -157,7 +157,7 @@ def _run(
         raise ConfigError(f"no server answers at {server.url}: {error}") from None
 
 
-async def _replay(
+async def _send(
     session: "aiohttp.ClientSession", server: Server, arrivals: Sequence[Arrival], seconds: float
 ) -> list[Served]:
     start = time.monotonic()

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from qllm.errors import ConfigError
-from qllm.workloads.replay import Arrival
+from qllm.workloads.mix import Arrival
 from qllm.workloads.spec import RequestSpec
 
 

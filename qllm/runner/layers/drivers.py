@@ -2,7 +2,7 @@
 
 Every driver has the same five methods over the tokens of an op. `x` is what the layer was given
 and `mid` whatever the driver keeps between attention and the sum at the end: the fast driver
-keeps x + attention, the replay driver the bare attention output.
+keeps x + attention, the hooked driver the bare attention output.
 
     mid = attend(x, rope, step)                                            ATTN
     routed = route(x, mid)              work units over routed.x_TD        ROUTE, EXPERTS
@@ -20,7 +20,7 @@ from torch import Tensor
 from qllm.errors import ModelError
 from qllm.models.discover import LayerParts
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.replay import ReplayLayer
+from qllm.runner.layers.hooked import HookedLayer
 from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
@@ -119,12 +119,12 @@ class FastDriver:
         return self._add(mid_TD, self._mlp(self._post_norm(mid_TD)))
 
 
-class ReplayDriver:
+class HookedDriver:
     """Hooks on the unmodified layer; `mid` is the bare output of its attention."""
 
     def __init__(self, parts: LayerParts) -> None:
         self.kind = parts.driver
-        self._layer = ReplayLayer(parts.layer, parts.self_attn, parts.router, parts.experts)
+        self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts)
         self._window = parts.window
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:

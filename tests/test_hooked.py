@@ -21,7 +21,7 @@ from qllm.models import discover
 from qllm.models.loader import load
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner.conformance import check
-from qllm.runner.layers.replay import ReplayLayer
+from qllm.runner.layers.hooked import HookedLayer
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
@@ -189,7 +189,7 @@ def test_replayed_layers_give_the_bits_of_forward_when_parked_at_every_boundary(
 ) -> None:
     model = model_of(family, name, folder)
     driven = Driven(model)
-    assert Driver.REPLAY in driven.runner.drivers
+    assert Driver.HOOKED in driven.runner.drivers
     assert Driver.FAST not in driven.runner.drivers
     first, second = driven.drive(1, Grain.EXPERT), driven.drive(2, Grain.EXPERT)
     while next(first, None) or next(second, None):  # the other frame runs in between
@@ -206,7 +206,7 @@ def test_discovery_gives_a_family_it_does_not_know_to_replay(
 ) -> None:
     driven = Driven(model_of(family, "bf16", folder))
     for layer, kind in zip(driven.runner.parts.layers, driven.runner.drivers, strict=True):
-        assert kind is Driver.REPLAY or not layer.is_moe
+        assert kind is Driver.HOOKED or not layer.is_moe
     for _ in driven.drive(1, Grain.STEP):
         pass
     assert_same(driven.logits[1], references[family, "bf16", 1])
@@ -262,9 +262,9 @@ def test_a_dense_layer_is_replayed_whole() -> None:
         model(torch.tensor([PROMPTS[1]]), use_cache=False)
         assert len(calls) == 3
         for layer, (x, kwargs, out) in zip(model.model.layers, calls[:], strict=True):
-            replay = ReplayLayer(layer, layer.self_attn)
-            mid = replay.attend(x[0], **kwargs)
-            assert torch.equal(replay.combine(x[0], mid, **kwargs), out[0])
+            hooked = HookedLayer(layer, layer.self_attn)
+            mid = hooked.attend(x[0], **kwargs)
+            assert torch.equal(hooked.combine(x[0], mid, **kwargs), out[0])
 
 
 class Part(nn.Module):
@@ -322,30 +322,30 @@ X = torch.ones(3, 4)
 )
 def test_a_layer_that_cannot_be_replayed_is_refused(counts: dict[str, int], message: str) -> None:
     layer = Odd(**counts)
-    replay = ReplayLayer(layer, layer.attn, None, layer.block.experts)
-    with pytest.raises(ModelError, match=f"Odd cannot be replayed: it {message}"):  # noqa: PT012
-        mid = replay.attend(X)
-        routed = replay.route(X, mid)
-        replay.combine(X, mid, routed.siblings, X)
+    hooked = HookedLayer(layer, layer.attn, None, layer.block.experts)
+    with pytest.raises(ModelError, match=f"Odd cannot be hooked: it {message}"):  # noqa: PT012
+        mid = hooked.attend(X)
+        routed = hooked.route(X, mid)
+        hooked.combine(X, mid, routed.siblings, X)
     assert untouched(layer)
 
 
 def test_attention_and_shared_experts_run_once_and_the_experts_outside() -> None:
     layer = Odd()
-    replay = ReplayLayer(layer, layer.attn, None, layer.block.experts)
-    mid = replay.attend(X)
-    hidden, _, _, siblings = replay.route(X, mid)
+    hooked = HookedLayer(layer, layer.attn, None, layer.block.experts)
+    mid = hooked.attend(X)
+    hidden, _, _, siblings = hooked.route(X, mid)
     assert set(siblings) == {"shared"}
-    assert torch.equal(replay.combine(X, mid, siblings, 7 * hidden), 14 * X[0])
+    assert torch.equal(hooked.combine(X, mid, siblings, 7 * hidden), 14 * X[0])
     assert (layer.attn.calls, layer.block.shared.calls, layer.block.experts.calls) == (1, 1, 0)
 
 
 def test_an_error_inside_a_part_leaves_the_layer_as_it_was() -> None:
     layer = Odd()
-    replay = ReplayLayer(layer, layer.attn, None, layer.block.experts)
+    hooked = HookedLayer(layer, layer.attn, None, layer.block.experts)
     layer.block.shared.out = ValueError("broken")
     with pytest.raises(ValueError, match="broken"):
-        replay.route(X, X)
+        hooked.route(X, X)
     assert untouched(layer)
 
 
@@ -356,7 +356,7 @@ def own_forward(x: Tensor, *args: Tensor) -> Tensor:
 def test_a_forward_that_was_set_on_the_instance_is_put_back() -> None:
     layer = Odd()
     layer.attn.forward = own_forward  # type: ignore[method-assign]
-    ReplayLayer(layer, layer.attn, None, layer.block.experts).route(X, X)
+    HookedLayer(layer, layer.attn, None, layer.block.experts).route(X, X)
     assert vars(layer.attn)["forward"] is own_forward
 
 
@@ -413,7 +413,7 @@ def test_conformance_names_the_first_layer_that_differs(
         check(model, runner)
     message = str(caught.value)
     assert "model 'flex_olmo'" in message
-    assert "first different: layer 1 (driver 'replay')" in message
+    assert "first different: layer 1 (driver 'hooked')" in message
 
 
 def test_conformance_sees_what_only_preemption_breaks(
@@ -445,5 +445,5 @@ def test_conformance_names_the_layer_that_raises(
         raise TypeError("missing argument")
 
     monkeypatch.setattr(runner._drivers[2], "route", broken)
-    with pytest.raises(ModelError, match=r"ROUTE of layer 2 \(driver 'replay'\).*missing"):
+    with pytest.raises(ModelError, match=r"ROUTE of layer 2 \(driver 'hooked'\).*missing"):
         check(model, runner)

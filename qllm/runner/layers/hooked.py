@@ -10,7 +10,7 @@ instance, by stubs that hand back what they gave before or unwind the call:
 
 [...] is a stored result; the experts run outside, between the last two. What runs again is norms,
 adds and the router, on the same rows, so that the bits are those of one plain call. A dense layer
-has no `route`, and `combine` runs its MLP. Nothing of a request stays in a `ReplayLayer`: between
+has no `route`, and `combine` runs its MLP. Nothing of a request stays in a `HookedLayer`: between
 calls there are only tensors, and the rows of any frame may come next.
 """
 
@@ -44,7 +44,7 @@ class RoutedRows(NamedTuple):
     """Outputs of shared experts that ran before the experts, by child name, each [T, width]."""
 
 
-class ReplayLayer:
+class HookedLayer:
     """One decoder layer and its parts.
 
     The parts' `forward` is replaced during a call, so a model may be driven, and used otherwise,
@@ -172,7 +172,7 @@ class ReplayLayer:
 
     def _error(self, what: str) -> ModelError:
         return ModelError(
-            f"{type(self._layer).__name__} cannot be replayed: it {what}; "
+            f"{type(self._layer).__name__} cannot be hooked: it {what}; "
             "this family needs a driver of its own"
         )
 

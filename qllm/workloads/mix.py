@@ -1,4 +1,4 @@
-"""A seeded mix of people who wait and batch jobs that do not, replayed in real time.
+"""A seeded mix of people who wait and batch jobs that do not, sent in real time.
 
 Open loop: a request is submitted at its time whatever the engine is doing. LS requests arrive
 as a Poisson process; BE requests as a burst at the start and a steady flow that keeps a backlog.
@@ -101,7 +101,7 @@ def only(arrivals: Iterable[Arrival], priority: Priority) -> tuple[Arrival, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class Sent:
     """A workload that was served for its window."""
 
     trace: Trace
@@ -174,12 +174,12 @@ class Waits:
         return value, any(c <= value for c in self.censored)
 
 
-def replay(
+def send(
     engine: "QLLMEngine",
     arrivals: Sequence[Arrival],
     seconds: float,
     on_tick: Callable[[float], None] | None = None,
-) -> Replayed:
+) -> Sent:
     """Submit every arrival at its time from a thread, and cancel what is left at the end.
 
     Args:
@@ -202,7 +202,7 @@ def replay(
             handle.cancel()
     for handle in handles:
         handle.result()
-    return Replayed(
+    return Sent(
         trace=engine.trace,
         start_ns=client.start_ns,
         end_ns=end_ns,
