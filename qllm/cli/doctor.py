@@ -4,6 +4,9 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
 
 from .app import app, clean, print_table, quiet
 
@@ -13,9 +16,23 @@ OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "trit
 
 @app.command()
 @clean
-def doctor() -> None:
+def doctor(
+    fingerprints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Instead: the parts of a model's layers, their digests, and what runs them.",
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run modelling code that comes with MODEL.")
+    ] = False,
+) -> None:
     """Say what is installed, which kernels compute, and what is missing and why."""
     quiet()
+    if fingerprints is not None:
+        _fingerprints(fingerprints, trust_remote_code)
+        return
     import torch
 
     from qllm.config import CHOICES
@@ -39,6 +56,29 @@ def doctor() -> None:
     if missing is not None:
         rows.append(("why torch", missing))
     print_table(("what", "found"), rows)
+
+
+def _fingerprints(model: str, trust_remote_code: bool) -> None:
+    import transformers
+
+    from qllm.models.fingerprints import TESTED_TRANSFORMERS, parts_of
+    from qllm.models.loader import skeleton
+
+    rows = [
+        (
+            part.role,
+            part.source,
+            part.digest or "no source",
+            part.kind or "unknown",
+            part.num_layers,
+        )
+        for part in parts_of(skeleton(model, trust_remote_code))
+    ]
+    print_table(("part", "source", "digest", "known as", "layers"), rows)
+    typer.echo(
+        f"transformers {transformers.__version__}; the tables are of {TESTED_TRANSFORMERS}. Parts "
+        "that are unknown are run by their own modules (docs/families.md)."
+    )
 
 
 def _version(name: str) -> str:

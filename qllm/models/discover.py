@@ -152,7 +152,12 @@ def _child_of(module: nn.Module, kind: type[nn.Module] | None) -> nn.Module | No
     return next((m for m in module.modules() if isinstance(m, kind)), None)
 
 
-def _layers(base: nn.Module) -> nn.ModuleList:
+def decoder_layers(base: nn.Module) -> nn.ModuleList:
+    """The layers that a model declares.
+
+    Raises:
+        ModelError: It declares none.
+    """
     kind = _recorded(base, "hidden_states")
     for child in base.children():
         if isinstance(child, nn.ModuleList) and len(child) and kind and isinstance(child[0], kind):
@@ -180,7 +185,12 @@ def _glue(layer: nn.Module, block: nn.Module | None) -> tuple[str | None, str | 
     return layer_glue, block_glue
 
 
-def _layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
+def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
+    """Find the parts of one layer.
+
+    Raises:
+        ModelError: It has no attention of the declared class.
+    """
     attn = _child_of(layer, _recorded(base, "attentions"))
     if attn is None:
         raise ModelError(
@@ -296,7 +306,7 @@ def discover(model: Any) -> ModelParts:
         ModelError: Something is not declared, or it is no MoE decoder.
     """
     base = base_model(model)
-    layers = tuple(_layer_parts(base, layer, i) for i, layer in enumerate(_layers(base)))
+    layers = tuple(layer_parts(base, layer, i) for i, layer in enumerate(decoder_layers(base)))
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")

@@ -1,15 +1,36 @@
 """What parts of a model compute, known by the digest of their source.
 
-A part that is not in these tables is run by its own module.
+A part that is not in these tables is run by its own module; the glue of layers has its tables in
+`qllm.models.discover`. docs/families.md says how to add a family.
 """
 
 import inspect
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from qllm.models.discover import fingerprint, source_digest
+from qllm.models.discover import (
+    BLOCK_GLUE,
+    LAYER_GLUE,
+    LayerParts,
+    base_model,
+    decoder_layers,
+    fingerprint,
+    layer_parts,
+    source_digest,
+)
+
+TESTED_TRANSFORMERS = "5.23.0"
+"""Version of transformers whose sources the tables were made from and are tested with."""
+FAMILIES = frozenset(
+    {
+        *("deepseek_v3", "gpt_oss", "granitemoe", "mixtral"),
+        *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+    }
+)
+"""`model_type` of the families of which every part is in the tables."""
 
 ATTENTION = {
     "ce1772849260": "plain",  # mixtral
@@ -112,3 +133,68 @@ def uses(module: nn.Module, functions: dict[str, str]) -> bool:
     if not all(inspect.isfunction(f) for f in found):
         return False
     return [source_digest(f) for f in found] == list(functions.values())
+
+
+class Part(NamedTuple):
+    """A part of a model's layers, and what the tables say of it."""
+
+    role: str
+    """"layer", "experts block", "attention", "router", "norm" or "mlp"."""
+    source: str
+    """The function whose source was digested, like "MixtralAttention.forward"."""
+    digest: str
+    """12 hexadecimal digits; empty if there is no source."""
+    kind: str | None
+    """Its entry in the tables; None if it is in none of them."""
+    num_layers: int
+    """Layers that have it."""
+
+
+def parts_of(model: Any) -> list[Part]:
+    """Every kind of part in the layers of a model, in the order of a layer.
+
+    Args:
+        model: A causal language model; its parameters may be on the meta device.
+
+    Raises:
+        ModelError: It does not declare its layers or their attention.
+    """
+    base = base_model(model)
+    found: dict[tuple[str, str, str | None], Part] = {}
+    for index, layer in enumerate(decoder_layers(base)):
+        of_layer = {
+            (role, type(module).__name__, kind): module
+            for role, module, kind in _of_layer(layer_parts(base, layer, index))
+        }
+        for key, module in of_layer.items():
+            role, name, kind = key
+            part = found.get(key) or Part(role, f"{name}.forward", fingerprint(module), kind, 0)
+            found[key] = part._replace(num_layers=part.num_layers + 1)
+    return list(found.values())
+
+
+def _of_layer(parts: LayerParts) -> Iterator[tuple[str, nn.Module, str | None]]:
+    yield "layer", parts.layer, LAYER_GLUE.get(fingerprint(parts.layer))
+    for norm in (parts.input_layernorm, parts.post_attention_layernorm):
+        if norm is not None:
+            yield "norm", norm, norm_kind(norm)
+    attn = parts.self_attn
+    if fingerprint(attn) in ATTENTION:
+        yield "attention", attn, attention_kind(attn)
+    else:
+        is_known = fingerprint(attn) == LATENTS and is_latents(attn)
+        yield "attention", attn, "latents" if is_known else None
+    if parts.is_moe and parts.mlp is not None:
+        yield "experts block", parts.mlp, BLOCK_GLUE.get(fingerprint(parts.mlp))
+    if parts.router is not None:
+        yield "router", parts.router, router_kind(parts.router)
+    for mlp in (parts.shared, None if parts.is_moe else parts.mlp):
+        if mlp is not None:
+            yield "mlp", mlp, "swiglu" if is_swiglu(mlp) else None
+
+
+def changed(model: Any) -> list[Part]:
+    """Parts that are not in the tables though the model is of a family that is."""
+    if getattr(model.config, "model_type", None) not in FAMILIES:
+        return []
+    return [part for part in parts_of(model) if part.kind is None]

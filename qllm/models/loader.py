@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
 from qllm.models.aliases import ALIASES
+from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
 from qllm.models.quantised import (
     Stored,
     expansion,
@@ -121,6 +122,20 @@ def load(
     return _loaded(name, model, tokenizer, generation, expanded)
 
 
+def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Make a model from its config alone, its parameters on the meta device.
+
+    Raises:
+        ConfigError: The name is no alias, folder or hub id.
+        ModelError: Its config is not there, or no model can be made from it.
+    """
+    name, folder = _locate(name_or_path, weights=False, code=trust_remote_code)
+    config = _config(name, folder, trust_remote_code)
+    model = _dummy(name, config, None, torch.device("meta"), trust_remote_code)
+    model.train(False)
+    return model
+
+
 def load_tokenizer(
     name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
@@ -162,6 +177,15 @@ def _loaded(
     generation: Mapping[str, Any],
     expanded: str | None = None,
 ) -> LoadedModel:
+    if parts := changed(model):
+        _log.warning(
+            "model %r: %s of transformers %s not the source that qllm was tested with (%s); "
+            "transformers' own modules run instead, more slowly (docs/families.md)",
+            name,
+            ", ".join(part.source for part in parts) + (" is" if len(parts) == 1 else " are"),
+            transformers.__version__,
+            TESTED_TRANSFORMERS,
+        )
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -1,0 +1,88 @@
+"""What is known of the parts of a model, and what is said where a source has changed."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, make_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from qllm.cli import app
+from qllm.models import fingerprints
+from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed, parts_of
+from qllm.models.loader import wrap
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def dense() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_the_tables_are_of_the_version_that_tests_install() -> None:
+    assert f"transformers=={TESTED_TRANSFORMERS}" in (ROOT / "constraints.txt").read_text().split()
+
+
+def test_the_tables_are_of_the_families_that_tests_run() -> None:
+    assert set(FAMILIES) == fingerprints.FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_of_a_family_is_known(family: str) -> None:
+    model = make_model(family)
+    parts = parts_of(model)
+    assert changed(model) == []
+    assert all(part.kind and len(part.digest) == 12 for part in parts)
+    roles = {part.role for part in parts}
+    assert {"layer", "experts block", "attention", "router", "norm"} <= roles
+    layers = model.config.num_hidden_layers
+    assert sum(part.num_layers for part in parts if part.role == "attention") == layers
+    assert sum(part.num_layers for part in parts if part.role == "layer") == layers
+
+
+def test_a_changed_source_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("qwen3_moe")
+    with caplog.at_level(logging.WARNING, "qllm"):
+        wrap(model)
+    assert not caplog.records
+    for table in ("ATTENTION", "ROUTER"):
+        monkeypatch.setattr(fingerprints, table, {})
+    with caplog.at_level(logging.WARNING, "qllm"):
+        wrap(model)
+    said = caplog.records[-1].getMessage()
+    assert "Qwen3MoeAttention.forward, Qwen3MoeTopKRouter.forward are" in said
+    assert f"tested with ({TESTED_TRANSFORMERS})" in said
+
+
+def test_nothing_is_said_of_other_families(caplog: pytest.LogCaptureFixture) -> None:
+    model = dense()
+    with caplog.at_level(logging.WARNING, "qllm"):
+        wrap(model)
+    assert not caplog.records
+    assert any(part.kind is None for part in parts_of(model))
+
+
+def test_doctor_prints_digests(tmp_path: Path) -> None:
+    model = make_model("mixtral")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # the config is enough
+    done = CliRunner().invoke(app, ["doctor", "--fingerprints", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    for part in parts_of(model):
+        assert part.digest in done.stdout
+        assert part.source in done.stdout
+    assert "unknown" not in done.stdout.split("transformers")[0]
+    dense().config.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["doctor", "--fingerprints", str(tmp_path)])
+    assert "LlamaDecoderLayer.forward" in done.stdout
+    assert "unknown" in done.stdout.split("transformers")[0]
+    done = CliRunner().invoke(app, ["doctor", "--fingerprints", "no such folder"])
+    assert done.exit_code == 2
+    assert "is no alias" in done.output
