@@ -20,7 +20,7 @@ from qllm.cuda.runner import CudaRunner
 from qllm.device.launcher import DeviceEngine
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
@@ -53,8 +53,8 @@ class LoopClient:
             settings = {"api": FakeLoopApi(), "function": self._turn, "turns": 2000}
         zero_ns = time.monotonic_ns()
         self.now_ns = lambda: time.monotonic_ns() - zero_ns
-        self.control = ControlBlock.create(zero_ns)
-        block, bell = FrontEndBlock.create(0, (1 << 20,) * 4), Doorbell.create()
+        self.control = ControlMemory.create(zero_ns)
+        block, bell = FrontEndMemory.create(0, (1 << 20,) * 4), Doorbell.create()
         self.engine = DeviceEngine(
             runner, load_policy(policy), limits, control=self.control, front_ends=[block],
             now_ns=self.now_ns, max_total_tokens=max_total_tokens, capacity=64, ls_slots=2,

@@ -26,7 +26,7 @@ import numpy as np
 
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt, ring_bytes
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.types import FinishReason, Priority, SamplingParams, Slo
 
@@ -41,9 +41,9 @@ class Rings:
 
     def __init__(self) -> None:
         self.zero_ns = time.monotonic_ns()
-        self.control, self.bell = ControlBlock.create(self.zero_ns), Doorbell.create()
+        self.control, self.bell = ControlMemory.create(self.zero_ns), Doorbell.create()
         self.block, self.tokens = (
-            FrontEndBlock.create(0, ring_bytes(8192, 32_000)),
+            FrontEndMemory.create(0, ring_bytes(8192, 32_000)),
             Doorbell.create(),
         )
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from qllm.ingress import StopWord, Submission
 from qllm.ingress.front_end import FrontEnd, ring_bytes
-from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
+from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment
 from qllm.ingress.shm import Doorbell, FrontEndPort, ShmIngress
 from qllm.types import SamplingParams, Slo
 
@@ -98,8 +98,8 @@ def pin(cores: Sequence[int], index: int) -> None:
 
 def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
     """Run both processes; percentiles of the delay in microseconds."""
-    control, bell, doorbell = ControlBlock.create(0), Doorbell.create(), Doorbell.create()
-    block = FrontEndBlock.create(0, ring_bytes(8192, 32_000))
+    control, bell, doorbell = ControlMemory.create(0), Doorbell.create(), Doorbell.create()
+    block = FrontEndMemory.create(0, ring_bytes(8192, 32_000))
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
     ingress.attach(FrontEndPort(block, doorbell))
     cores = sorted(os.sched_getaffinity(0))
@@ -145,8 +145,8 @@ def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
 
 def cpu_us(prompt: int) -> dict[str, float]:
     """CPU microseconds of a put, and of a look that takes one request; the median."""
-    control, bell = ControlBlock.create(0), Doorbell.create()
-    block = FrontEndBlock.create(0, ring_bytes(8192, 32_000))
+    control, bell = ControlMemory.create(0), Doorbell.create()
+    block = FrontEndMemory.create(0, ring_bytes(8192, 32_000))
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
     ingress.attach(FrontEndPort(block, Doorbell.create()))
     front_end = FrontEnd(block, control, bell, Doorbell.create())
@@ -167,7 +167,7 @@ def cpu_us(prompt: int) -> dict[str, float]:
 
 def poll_ns() -> dict[str, float]:
     """What reading the word costs, as a runner does it: CPU nanoseconds, the least of nine."""
-    control, bell = ControlBlock.create(0), Doorbell.create()
+    control, bell = ControlMemory.create(0), Doorbell.create()
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
     cell = Segment.create("cell", 64).words
     array = np.frombuffer(cell, np.int64)

@@ -368,8 +368,6 @@ class QLLMEngine:
             status=self._client.status,
         )
 
-    # -- the engine
-
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between two programs, and return its result.
 

@@ -25,7 +25,7 @@ from qllm.ingress import Cancel, Submission
 from qllm.ingress.codec import End
 from qllm.ingress.front_end import FrontEnd, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell, FrontEndPort, RingSink, ShmIngress, front_end_of
 from qllm.types import FinishReason, Logprobs, Priority, Sampled, SamplingParams, Slo
 
@@ -196,10 +196,10 @@ def fork(work: Callable[[Connection], int]) -> tuple[int, Connection]:
 
 def over_shm(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, list[Child]]:
     """Start the front ends; memory and doorbells are inherited."""
-    control, bell, children = ControlBlock.create(0), Doorbell.create(), []
+    control, bell, children = ControlMemory.create(0), Doorbell.create(), []
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, cut_off)
     for number in range(args.front_ends):
-        block, doorbell = FrontEndBlock.create(number, (CAPACITY,) * 4), Doorbell.create()
+        block, doorbell = FrontEndMemory.create(number, (CAPACITY,) * 4), Doorbell.create()
         sender = Sender(FrontEnd(block, control, bell, doorbell), per_front_end)
         children.append(fork(lambda _, sender=sender: sender.run()))
         ingress.attach(FrontEndPort(block, doorbell))
@@ -213,7 +213,7 @@ def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress,
     links: list[Link] = []
 
     def work(connection: Connection, number: int) -> int:
-        block = FrontEndBlock.create(number, (CAPACITY,) * 4)
+        block = FrontEndMemory.create(number, (CAPACITY,) * 4)
         link = Link(f"front-end-{number}", args.over, block.segment)
         connection.send(link.offer)
         link.connect(connection.recv())
@@ -222,10 +222,10 @@ def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress,
 
     children = [fork(partial(work, number=number)) for number in range(args.front_ends)]
     ingress = NixlIngress(
-        ControlBlock.create(0), Doorbell.create(), time.monotonic_ns, lambda: None, cut_off
+        ControlMemory.create(0), Doorbell.create(), time.monotonic_ns, lambda: None, cut_off
     )
     for number, (_, connection) in enumerate(children):
-        block = FrontEndBlock.create(number, (CAPACITY,) * 4)
+        block = FrontEndMemory.create(number, (CAPACITY,) * 4)
         link = Link(f"engine-{number}", args.over, block.segment)
         link.connect(connection.recv())
         connection.send(link.offer)

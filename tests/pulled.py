@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
-from qllm.device.rings import DeviceBlock, ring_memory_of
+from qllm.device.rings import DeviceRings, ring_memory_of
 from qllm.device.server import NativeServer, address_of
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, offer, peer_from
 from qllm.errors import ConfigError
 from qllm.ingress import Submission
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.ingress.remote.meeting import Address, Meeting, Wire
 from qllm.ingress.remote.nixl import Link
@@ -56,7 +56,7 @@ class Answerer:
     """A server, and steps of its model."""
 
     def __init__(self, num_front_ends: int = 1, **settings: Any) -> None:
-        self.control = ControlBlock.create(0)
+        self.control = ControlMemory.create(0)
         self.server = NativeServer(
             load_policy("qllm2"), SHAPE, NO_CUTS, LIMITS,
             control=address_of(self.control.words), max_total_tokens=MAX_TOTAL, capacity=64,
@@ -85,8 +85,8 @@ class Answerer:
         return True
 
 
-def block_of(number: int, ring_bytes: int) -> DeviceBlock:
-    return DeviceBlock(number, (ring_bytes,) * 4, ring_memory_of(CPU, "tcp"), CPU)
+def block_of(number: int, ring_bytes: int) -> DeviceRings:
+    return DeviceRings(number, (ring_bytes,) * 4, ring_memory_of(CPU, "tcp"), CPU)
 
 
 # -- another process's front end
@@ -105,7 +105,7 @@ class Met:
             self.wire.close()
             raise ConfigError(hello["error"])
         first, second, third, fourth = hello["capacities"]
-        self.block = FrontEndBlock.create(hello["number"], (first, second, third, fourth))
+        self.block = FrontEndMemory.create(hello["number"], (first, second, third, fourth))
         name = f"front-end-{self.block.number}-{os.urandom(4).hex()}"
         self.link = Link(name, profile, self.block.segment)
         self.wire.send(offer(self.link))
@@ -152,12 +152,12 @@ class Engine:
         self.links = LinkDriver(profile, lambda number, why: self.gone.append(number))
         meeting = Meeting(Address("127.0.0.1", 0), profile, b"")
         self.listener = RemoteListener(
-            meeting, self.make_block, self.enter, self.leave, self.answer
+            meeting, self.make_memory, self.enter, self.leave, self.answer
         )
         self.listener.listen()
         self.listener.open(card())
 
-    def make_block(self) -> DeviceBlock:
+    def make_memory(self) -> DeviceRings:
         if not self.fresh:
             raise ConfigError("all rings are taken")
         return self.fresh.popleft()

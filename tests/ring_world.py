@@ -18,7 +18,7 @@ from qllm.errors import QueueFullError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Doorbell, FrontEndPort, RingSink, ShmIngress
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.plugins import load_policy
@@ -84,11 +84,11 @@ class RingWorld:
         self.clock = VirtualClock()
         self.due: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
-        self.control = ControlBlock.create(0)
+        self.control = ControlMemory.create(0)
         self.bell = Doorbell.create()
         self.runner = FlakyRunner(shape, self.clock, costs, cuts, self)
         self.runner.poisoned = {}
-        self.blocks = [FrontEndBlock.create(n, (ring_bytes,) * 4) for n in range(num_front_ends)]
+        self.blocks = [FrontEndMemory.create(n, (ring_bytes,) * 4) for n in range(num_front_ends)]
         if prepare is not None:
             for segment in (self.control.segment, *(block.segment for block in self.blocks)):
                 prepare(segment.bytes)
@@ -138,7 +138,7 @@ class RingWorld:
         loop.world = self
         return loop
 
-    def _attach(self, block: FrontEndBlock) -> None:
+    def _attach(self, block: FrontEndMemory) -> None:
         tokens = Doorbell.create()
         mine, engine = Doorbell(os.dup(tokens.fd)), Doorbell(os.dup(self.bell.fd))
         if isinstance(self.loop, NativeLoop):

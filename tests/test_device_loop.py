@@ -30,7 +30,7 @@ from qllm.device.server import address_of, attach
 from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.sim.runner import VirtualClock
 from qllm.types import FinishReason, SamplingParams
@@ -69,13 +69,13 @@ class World:
         runner = runner_of(family)
         assert runner.stages is not None
         self.stages, self.clock = runner.stages, VirtualClock()
-        self.control = ControlBlock.create(0)
+        self.control = ControlMemory.create(0)
         self.loop = DeviceLoop(
             policy_of(policy), runner.stages, runner.pages, runner.shape, LIMITS,
             control=address_of(self.control.words), max_total_tokens=LONGEST, now_ns=self.clock,
             turns=turns, capacity=64, max_front_ends=1, ls_slots=2,
         )  # fmt: skip
-        block, bell = FrontEndBlock.create(0, (1 << 18,) * 4), Doorbell.create()
+        block, bell = FrontEndMemory.create(0, (1 << 18,) * 4), Doorbell.create()
         self.block = block
         attach(self.loop.server, block)
         self.front_end = FrontEnd(block, self.control, Doorbell(os.dup(bell.fd)), bell)

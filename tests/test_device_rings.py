@@ -21,11 +21,11 @@ from test_native_stages import LIMITS, LONGEST, policy_of, runner_of
 
 from qllm.device.launcher import DeviceEngine
 from qllm.device.ring_memory import RingMemory, Vram
-from qllm.device.rings import DeviceBlock, check_device, ring_memory_of
+from qllm.device.rings import DeviceRings, check_device, ring_memory_of
 from qllm.device.server import address_of
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.front_end import FrontEnd, TokenAt
-from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
+from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment
 from qllm.ingress.remote import nixl as transport
 from qllm.ingress.remote.nixl import Link, NixlError
 from qllm.ingress.remote.pull import PullingFrontEnd
@@ -56,7 +56,7 @@ def test_a_block_on_a_device_is_made_and_attached_and_never_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake, engine = FakeCuda(monkeypatch), Answerer()
-    block = DeviceBlock(0, (5000, 4096, 4096, 8192), VRAM, CUDA1)
+    block = DeviceRings(0, (5000, 4096, 4096, 8192), VRAM, CUDA1)
     names = [name for name, *_ in fake.calls]
     assert names == [
         "GetDevice", "SetDevice", "Malloc", "attribute", "Memset", "SetDevice", "Memcpy",
@@ -66,13 +66,13 @@ def test_a_block_on_a_device_is_made_and_attached_and_never_touched(
     assert block.memory.num_bytes == -(-size // 65536) * 65536
     assert fake.calls[2] == ("Malloc", block.memory.num_bytes)
     assert fake.calls[4] == ("Memset", block.memory.address, 0, block.memory.num_bytes)
-    near = FrontEndBlock.create(0, (5000, 4096, 4096, 8192))
+    near = FrontEndMemory.create(0, (5000, 4096, 4096, 8192))
     header = fake.written[block.memory.address]
     assert header == bytes(near.segment.bytes[: len(header)])
     assert len(header) == 48
     base, at = block.memory.address, near.segment.address
     assert block.capacities == near.capacities
-    assert block.progress - base == 8 * FrontEndBlock.PROGRESS
+    assert block.progress - base == 8 * FrontEndMemory.PROGRESS
     for name, ring in block.rings.items():
         bytes_, tail = near.rings[name]
         assert ring == (base + address_of(bytes_) - at, base + address_of(tail) - at, len(bytes_))
@@ -169,7 +169,7 @@ def test_memory_of_a_device_is_registered_and_reached_as_such(
     for name in transport.PROFILES["rdma"].environment:
         monkeypatch.setenv(name, "")
     FakeCuda(monkeypatch)
-    block = DeviceBlock(3, (4096,) * 4, VRAM, CUDA1)
+    block = DeviceRings(3, (4096,) * 4, VRAM, CUDA1)
     far = Link("engine", "rdma", block.memory, is_pulled=block.is_pulled)
     assert os.environ["UCX_TLS"] == "rc,self,cuda_copy", "UCX would take it for the host's"
     assert far.offer == (b"m", block.memory.address, "VRAM", 1, True)
@@ -232,13 +232,13 @@ def test_the_home_is_the_devices_choice(
 
 def test_a_block_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
-    block = DeviceBlock(2, (4096,) * 4, VRAM, CUDA1)
+    block = DeviceRings(2, (4096,) * 4, VRAM, CUDA1)
     check_device(block, CUDA1)
     for device in (torch.device("cuda"), torch.device("cuda", 0), CPU):
         with pytest.raises(ConfigError, match="front end 2 lie in the memory of device 1"):
             check_device(block, device)
     with pytest.raises(ConfigError, match="front end 2 lie"):
-        _engine([block], ControlBlock.create(0), VirtualClock())
+        _engine([block], ControlMemory.create(0), VirtualClock())
     host = block_of(0, 4096)
     check_device(host, CUDA1)
     host.close()
@@ -254,8 +254,8 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("qllm.device.launcher.Pinned", lock)
     monkeypatch.setattr("qllm.device.rings.attributes_of", lambda device: HOPPER)
-    control, near = ControlBlock.create(0), FrontEndBlock.create(0, (8192,) * 4)
-    far = [DeviceBlock(1, (8192,) * 4, VRAM, CUDA1), block_of(2, 8192)]
+    control, near = ControlMemory.create(0), FrontEndMemory.create(0, (8192,) * 4)
+    far = [DeviceRings(1, (8192,) * 4, VRAM, CUDA1), block_of(2, 8192)]
     head = SimpleNamespace(weight=SimpleNamespace(device=CUDA1))
     runner: Any = SimpleNamespace(stages=object(), parts=SimpleNamespace(lm_head=head))
     runner.pages = runner.shape = None
@@ -279,7 +279,7 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
 # -- the loop behind it
 
 
-def _engine(blocks: list[Any], control: ControlBlock, clock: VirtualClock) -> DeviceEngine:
+def _engine(blocks: list[Any], control: ControlMemory, clock: VirtualClock) -> DeviceEngine:
     return DeviceEngine(
         runner_of("mixtral"), policy_of("qllm2"), LIMITS, control=control, front_ends=blocks,
         now_ns=clock, max_total_tokens=LONGEST, api=object(), function=object(), capacity=64,
@@ -294,7 +294,7 @@ def test_the_loop_of_the_device_serves_a_front_end_that_pulls() -> None:
     plain.run_on_the_host()
     world = World("mixtral", "qllm2", jobs)
     world.block = block_of(0, 1 << 16)  # type: ignore[assignment]
-    ours = FrontEndBlock.create(0, (1 << 16,) * 4)
+    ours = FrontEndMemory.create(0, (1 << 16,) * 4)
     name = os.urandom(4).hex()
     far = Link(f"engine-{name}", "tcp", world.block.memory, is_pulled=True)
     near = Link(f"front-end-{name}", "tcp", ours.segment)
@@ -340,7 +340,7 @@ def _stages_until_ls(rings_bell: bool) -> int:
     server.attach(0, far.rings, far.progress, rings_bell=rings_bell)
     assert isinstance(far.memory, Segment)
     front_end = FrontEnd(
-        FrontEndBlock(far.memory), world.control, Doorbell.create(), Doorbell.create()
+        FrontEndMemory(far.memory), world.control, Doorbell.create(), Doorbell.create()
     )
     front_end._ring = lambda: None  # type: ignore[method-assign]
     front_end.submit(_greedy(0, 10, ids))
@@ -401,13 +401,13 @@ class EngineCard:
         """Nothing is held."""
 
 
-def _served(block: DeviceBlock, copy: Callable[[int, int, int, bool], Any], **how: Any) -> None:
+def _served(block: DeviceRings, copy: Callable[[int, int, int, bool], Any], **how: Any) -> None:
     """Requests go into a block and tokens come out of it, by copies."""
     engine = Answerer(1, **how)
     if how:
         lock_pages(engine.control.segment.bytes)
     block.attach_to(engine.server)
-    ours = FrontEndBlock.create(0, block.capacities)  # type: ignore[arg-type]
+    ours = FrontEndMemory.create(0, block.capacities)  # type: ignore[arg-type]
     card: Any = EngineCard(ours.segment.address, block.memory.address, copy)
     front_end = PullingFrontEnd(ours, card)
     found: dict[int, list[int]] = defaultdict(list)
@@ -441,5 +441,5 @@ def test_kernels_read_requests_and_write_tokens_in_the_devices_memory() -> None:
         kind = kinds.cudaMemcpyHostToDevice if is_theirs else kinds.cudaMemcpyDeviceToHost
         assert int(runtime.cudaMemcpy(to, at, size, kind)[0]) == 0
 
-    block = DeviceBlock(0, (1 << 14,) * 4, VRAM, torch.device("cuda", 0))
+    block = DeviceRings(0, (1 << 14,) * 4, VRAM, torch.device("cuda", 0))
     _served(block, copy, calls=device_calls, zeros=pinned_zeros)

@@ -67,7 +67,10 @@ FLOORS = {
         f"{BASE} cores cuda device ingress models plugins record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
-    "engine.loop": Floor(f"{BASE} engine.costs ingress record runner.protocol scheduler", PURE),
+    "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
+    "engine.loop": Floor(
+        f"{BASE} engine.costs engine.protocol ingress record runner.protocol scheduler", PURE
+    ),
     "frontend": Floor(f"{BASE} cores engine ingress models record", STDLIB),
     "llm": Floor(
         f"{BASE} cores engine frontend ingress models plugins record",
@@ -87,10 +90,10 @@ FLOORS = {
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
     "sim.calibrate": Floor(
-        f"{BASE} engine measure models plugins record runner scheduler sim",
+        f"{BASE} engine ingress measure models plugins record runner scheduler sim",
         STDLIB | {"numpy", "torch", "transformers"},
     ),
-    "sim.differential": Floor(f"{BASE} device.scheduler scheduler sim", PURE),
+    "sim.differential": Floor(f"{BASE} device.scheduler scheduler sim", PURE | {"random"}),
     "cli": Floor(
         f"{BASE} cores device.rank kernels llm measure models plugins record server sim workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
@@ -135,9 +138,9 @@ def imports(path: str, source: str) -> Iterator[str]:
 
 
 def is_ours(name: str) -> bool:
-    return (
-        (name != "" and (ROOT / "qllm" / name).is_dir()) or (ROOT / "qllm" / f"{name}.py").is_file()
-    )
+    return (name != "" and (ROOT / "qllm" / name).is_dir()) or (
+        ROOT / "qllm" / f"{name}.py"
+    ).is_file()
 
 
 def breaches(path: str, source: str) -> list[str]:

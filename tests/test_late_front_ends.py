@@ -10,7 +10,7 @@ from test_native_stages import runner_of
 from qllm.device.launcher import SERVER
 from qllm.device.server import CutOff
 from qllm.errors import ConfigError, DeviceError
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 
 
 def test_a_front_end_that_comes_late_and_leaves_is_one_of_the_device_s_copies() -> None:
@@ -60,7 +60,7 @@ def test_a_front_end_that_cannot_be_page_locked_is_not_attached(
         raise DeviceError("no more memory can be locked")
 
     monkeypatch.setattr("qllm.device.launcher.Pinned", fail)
-    late = FrontEndBlock.create(5, (8192,) * 4)
+    late = FrontEndMemory.create(5, (8192,) * 4)
     for _ in range(2):
         with pytest.raises(DeviceError, match="no more memory"):
             engine.attach(late)

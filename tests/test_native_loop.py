@@ -19,7 +19,7 @@ from qllm.engine.native_loop import NativeLoop
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.plugins import load_policy
 from qllm.runner.runner import TorchRunner
@@ -45,7 +45,7 @@ class Served:
         self.runner = TorchRunner(make_model("mixtral"), batch_invariant=True)
         zero_ns = time.monotonic_ns()
         self.now_ns = lambda: time.monotonic_ns() - zero_ns
-        self.control, self.bell = ControlBlock.create(zero_ns), Doorbell.create()
+        self.control, self.bell = ControlMemory.create(zero_ns), Doorbell.create()
         self.server = NativeServer(
             load_policy("qllm2"),
             self.runner.shape,
@@ -61,7 +61,7 @@ class Served:
         self.thread.start()
 
     def _front_end(self, number: int) -> FrontEnd:
-        block, tokens = FrontEndBlock.create(number, (1 << 20,) * 4), Doorbell.create()
+        block, tokens = FrontEndMemory.create(number, (1 << 20,) * 4), Doorbell.create()
         self.loop.attach(block, tokens)
         engine = Doorbell(os.dup(self.bell.fd))
         return FrontEnd(block, self.control, engine, Doorbell(os.dup(tokens.fd)))

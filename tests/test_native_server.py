@@ -16,7 +16,7 @@ from qllm.errors import ConfigError
 from qllm.ingress import CONTROL, layout
 from qllm.ingress.front_end import TokenAt
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
@@ -397,7 +397,7 @@ def test_a_front_end_that_left_frees_its_slots_and_another_comes() -> None:
         assert w.server.memory.get("num_held") == len(list(w.server.live()))
         assert all(i >> NUMBER_BITS == 1 for i in w.runner.requests)
         w.run(9)
-        block = FrontEndBlock.create(2, (PAGE,) * 4)
+        block = FrontEndMemory.create(2, (PAGE,) * 4)
         w.blocks.append(block)
         w._attach(block)
         w.reads = {2}

@@ -15,7 +15,7 @@ from test_rings_shm import ids_of, submission
 from qllm.errors import ConfigError, QueueFullError
 from qllm.ingress import CONTROL, Cancel
 from qllm.ingress.codec import End
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.remote import nixl as transport
 from qllm.ingress.remote.nixl import Link, NixlError, NixlFrontEnd, NixlIngress
 from qllm.ingress.shm import Doorbell, RingSink
@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self, profile: str) -> None:
         names = ("front-end", "engine")
-        self.blocks = [FrontEndBlock.create(0, (1 << 14,) * 4) for _ in names]
+        self.blocks = [FrontEndMemory.create(0, (1 << 14,) * 4) for _ in names]
         self.links = [
             Link(f"{name}-{os.urandom(4).hex()}", profile, block.segment)
             for name, block in zip(names, self.blocks, strict=True)
@@ -38,7 +38,7 @@ class Pair:
         self.links[0].connect(self.links[1].offer)
         self.links[1].connect(self.links[0].offer)
         self.broken: list[str] = []
-        self.control, self.bell = ControlBlock.create(0), Doorbell.create()
+        self.control, self.bell = ControlMemory.create(0), Doorbell.create()
         self.ingress = NixlIngress(
             self.control,
             self.bell,
@@ -143,7 +143,7 @@ def test_a_link_that_fails_cuts_its_front_end_off(
 
 
 def test_real_rdma_is_never_emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    segment = FrontEndBlock.create(0, (1 << 12,) * 4).segment
+    segment = FrontEndMemory.create(0, (1 << 12,) * 4).segment
     monkeypatch.setattr(transport, "RDMA_DEVICES", tmp_path)
     with pytest.raises(ConfigError, match=r"profile='rdma' needs an RDMA device .* lists none"):
         Link("a", "rdma", segment)

@@ -24,7 +24,7 @@ from qllm.frontend.remote import RemoteClient
 from qllm.ingress import Cancel
 from qllm.ingress.front_end import FrontEnd, FrontEndRings, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.remote import nixl as transport
 from qllm.ingress.remote.nixl import NAP_NS, Link, NixlError
 from qllm.ingress.remote.pull import MIN_NAP_NS, MIN_WINDOW, LinkDriver, PullingFrontEnd
@@ -111,7 +111,7 @@ class Pair:
     def __init__(self, profile: str, ring_bytes: int = RING) -> None:
         self.engine, self.block = Answerer(), block_of(0, ring_bytes)
         self.block.attach_to(self.engine.server)
-        self.ours = FrontEndBlock.create(0, (ring_bytes,) * 4)
+        self.ours = FrontEndMemory.create(0, (ring_bytes,) * 4)
         name = os.urandom(4).hex()
         self.far = Link(f"engine-{name}", profile, self.block.memory, is_pulled=True)
         self.link = Link(f"front-end-{name}", profile, self.ours.segment)
@@ -148,7 +148,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def over_shared_memory(num_requests: int, seed: int) -> Load:
     """The same requests through shared memory."""
-    engine, block = Answerer(), FrontEndBlock.create(0, (RING,) * 4)
+    engine, block = Answerer(), FrontEndMemory.create(0, (RING,) * 4)
     attach(engine.server, block)
     bell, tokens = Doorbell.create(), Doorbell.create()
     load = Load(

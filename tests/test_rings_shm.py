@@ -21,7 +21,7 @@ from qllm.errors import ConfigError, InvalidRequestError, QueueFullError
 from qllm.ingress import CONTROL, Call, Cancel, Submission, codec
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.ring import RingWriter
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, RingSink, ShmIngress
 from qllm.plan import ANY_ARRIVAL
@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self, capacity: int = 1 << 16, front_ends: int = 1) -> None:
         self.now = 0
-        self.control = ControlBlock.create(0)
+        self.control = ControlMemory.create(0)
         self.bell = Doorbell.create()
         self.closed: list[int] = []
         self.broken: list[tuple[int, str]] = []
@@ -45,7 +45,7 @@ class Rig:
             lambda number, why: self.broken.append((number, why)),
         )
         self.sink = RingSink(self.ingress.ports)
-        self.blocks = [FrontEndBlock.create(n, (capacity,) * 4) for n in range(front_ends)]
+        self.blocks = [FrontEndMemory.create(n, (capacity,) * 4) for n in range(front_ends)]
         self.front_ends = []
         for block in self.blocks:
             tokens = Doorbell.create()
@@ -289,13 +289,13 @@ def test_a_segment_of_another_release_is_refused(make_rig: Callable[..., Rig]) -
     rig = make_rig()
     rig.control.words[1] += 1
     with pytest.raises(ConfigError, match="same release of qllm on both sides"):
-        ControlBlock(rig.control.segment)
+        ControlMemory(rig.control.segment)
 
 
 def test_statistics_are_read_whole(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
     rig.ingress.decided(num_live=3, num_waiting=2)
-    words, version = rig.control.words, ControlBlock._VERSION
+    words, version = rig.control.words, ControlMemory._VERSION
     words[version] += 1  # as if the engine were writing
     reads = 0
 

@@ -11,7 +11,7 @@ from test_rings_pull import Load
 
 from qllm.ingress.codec import encode_finish, encode_token
 from qllm.ingress.layout import FINISH_KIND, FRONT_END, TOKEN_KIND, cell
-from qllm.ingress.memory import FrontEndBlock, Segment
+from qllm.ingress.memory import FrontEndMemory, Segment
 from qllm.ingress.remote import pull
 from qllm.ingress.remote.pull import MIN_WINDOW, PullingFrontEnd
 from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, RingWriter
@@ -83,7 +83,7 @@ def torn_pair(rng: random.Random) -> tuple[Answerer, PullingFrontEnd, TornLink]:
     engine, block = Answerer(), block_of(0, RING)
     block.attach_to(engine.server)
     assert isinstance(block.memory, Segment)
-    ours = FrontEndBlock.create(0, (RING,) * 4)
+    ours = FrontEndMemory.create(0, (RING,) * 4)
 
     def goes_on() -> None:
         if rng.random() < 0.5:
@@ -161,7 +161,7 @@ class Written:
     """An engine's block whose token ring the test writes."""
 
     def __init__(self) -> None:
-        theirs, ours = (FrontEndBlock.create(0, (RING,) * 4) for _ in range(2))
+        theirs, ours = (FrontEndMemory.create(0, (RING,) * 4) for _ in range(2))
         self.link: Any = TornLink(ours.segment, theirs.segment, lambda: None, random.Random(0))
         self.front_end = PullingFrontEnd(ours, self.link)
         self.theirs = RingWriter(*theirs.rings["token"])

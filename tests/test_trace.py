@@ -1,3 +1,4 @@
+# Events, metrics and exports are read from the same few traces.
 import json
 import random
 from dataclasses import replace

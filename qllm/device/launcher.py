@@ -16,11 +16,11 @@ from qllm.device import serving
 from qllm.device.graph import KernelCall, LoopApi, LoopGraph, Watch, serve
 from qllm.device.loop import DeviceLoop
 from qllm.device.ring_memory import Pinned
-from qllm.device.rings import DeviceBlock, check_device, ring_memory_of
+from qllm.device.rings import DeviceRings, check_device, ring_memory_of
 from qllm.device.server import WHY, CutOff, address_of, attach
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.layout import offset
-from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment
+from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment
 from qllm.policy import CostTable, RankPolicy
 from qllm.scheduler.decision import Limits
 
@@ -103,7 +103,7 @@ class DeviceEngine:
         limits: Settings.
         control: The engine's control block.
         front_ends: The memory of the first ones; `attach` serves more. That of this machine is
-            page-locked; where a `DeviceBlock` lies was chosen when it was made.
+            page-locked; where a `DeviceRings` lies was chosen when it was made.
         now_ns: The engine's clock.
         max_total_tokens: Longest request, prompt and answer.
         api: Builds and launches graphs; None is CUDA's.
@@ -124,8 +124,8 @@ class DeviceEngine:
         policy: RankPolicy,
         limits: Limits,
         *,
-        control: ControlBlock,
-        front_ends: Sequence[FrontEndBlock | DeviceBlock],
+        control: ControlMemory,
+        front_ends: Sequence[FrontEndMemory | DeviceRings],
         now_ns: Callable[[], int],
         max_total_tokens: int,
         api: LoopApi | None = None,
@@ -144,7 +144,7 @@ class DeviceEngine:
         self._device, self._look = device, look
         self._pinned: dict[int, Pinned] = {}
         """Per front end of this machine its memory, and the control block's at CONTROL."""
-        self._blocks: dict[int, FrontEndBlock | DeviceBlock] = {}
+        self._blocks: dict[int, FrontEndMemory | DeviceRings] = {}
         """Kept: their memory must stay while the device may write it."""
         self._control = control
         if device.type == "cuda":
@@ -171,8 +171,8 @@ class DeviceEngine:
         """Whether a front end is attached."""
         return number in dict(self.loop.server.indexes())
 
-    def _take_in(self, block: FrontEndBlock | DeviceBlock) -> None:
-        if isinstance(block, DeviceBlock):
+    def _take_in(self, block: FrontEndMemory | DeviceRings) -> None:
+        if isinstance(block, DeviceRings):
             check_device(block, self._device)
             block.attach_to(self.loop.server)
         else:
@@ -189,7 +189,7 @@ class DeviceEngine:
     def _pin(self, number: int, segment: Segment) -> None:
         self._pinned[number] = Pinned(address_of(segment.words), len(segment.bytes))
 
-    def attach(self, block: FrontEndBlock | DeviceBlock) -> None:
+    def attach(self, block: FrontEndMemory | DeviceRings) -> None:
         """Serve one more front end.
 
         Raises:

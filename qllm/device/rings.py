@@ -32,12 +32,12 @@ def ring_memory_of(
     return RingMemory("pinned", "the host stands in for the device")
 
 
-class DeviceBlock:
+class DeviceRings:
     """One block, fresh.
 
     Args:
         number: Of the front end.
-        capacities: Of its rings in bytes, as `FrontEndBlock.create` takes them.
+        capacities: Of its rings in bytes, as `FrontEndMemory.create` takes them.
         home: Where it lies.
         device: Whose memory, for the home "vram".
 
@@ -81,7 +81,7 @@ class DeviceBlock:
         self.memory.close()
 
 
-def check_device(block: DeviceBlock, device: torch.device) -> None:
+def check_device(block: DeviceRings, device: torch.device) -> None:
     """Return if a loop on this device can read a block.
 
     Raises:

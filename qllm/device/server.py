@@ -17,7 +17,7 @@ from qllm.device.deciding import NativeDecider
 from qllm.device.layout import NONE
 from qllm.device.records import Records
 from qllm.errors import ConfigError, InvariantError
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.structs import RING_END
 from qllm.plan import CutRule, ModelShape
 from qllm.scheduler.decision import Drop, Effect, Limits
@@ -365,7 +365,7 @@ class NativeServer(NativeDecider):
             raise InvariantError(f"{len(held)} slots are held, not num_held")
 
 
-def attach(server: NativeServer, block: FrontEndBlock) -> None:
+def attach(server: NativeServer, block: FrontEndMemory) -> None:
     """Let a server serve one more front end, whose memory the caller keeps.
 
     Raises:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
-from qllm.engine.loop import Deciding, EngineLoop, Sink
+from qllm.engine.loop import EngineLoop
+from qllm.engine.protocol import Deciding, Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.ingress import Call, Ingress, Submission
 from qllm.ingress.messages import ModelInfo

@@ -16,13 +16,13 @@ from qllm.cuda.runner import CudaRunner
 from qllm.device import lanes, layout
 from qllm.device.launcher import LANES, STATE, DeviceEngine
 from qllm.device.ring_memory import RingMemory
-from qllm.device.rings import DeviceBlock, ring_memory_of
+from qllm.device.rings import DeviceRings, ring_memory_of
 from qllm.device.server import sizes_of, statuses_in
 from qllm.engine.build import LoadedRunner
 from qllm.engine.calibrate import measure_costs
 from qllm.engine.served import ProcessContext, ServedEngine, check_compilable
 from qllm.errors import QllmError
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.remote.nixl import Link
 from qllm.ingress.remote.pull import LinkDriver
 from qllm.ingress.shm import Doorbell
@@ -54,7 +54,7 @@ class GpuEngine(ServedEngine):
         assert isinstance(runner, CudaRunner)  # `EngineConfig.check_place` has seen the device
         self._seat, self._calls = context, deque[Callable[[], None]]()
         self._leaving: set[int] = set()
-        self._far: dict[int, DeviceBlock] = {}
+        self._far: dict[int, DeviceRings] = {}
         self._looked_s = 0.0
         self._device = runner.parts.lm_head.weight.device
         self._links: LinkDriver | None = None
@@ -110,7 +110,7 @@ class GpuEngine(ServedEngine):
 
     # -- front ends
 
-    def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+    def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
         def attach() -> None:
             doorbell.close()  # the device rings none: its front ends look by themselves
             try:
@@ -120,11 +120,11 @@ class GpuEngine(ServedEngine):
 
         self.post(attach)
 
-    def far_block(self, number: int, capacities: tuple[int, int, int, int]) -> DeviceBlock:
+    def remote_memory(self, number: int, capacities: tuple[int, int, int, int]) -> DeviceRings:
         assert self._remote_memory is not None
-        return DeviceBlock(number, capacities, self._remote_memory, self._device)
+        return DeviceRings(number, capacities, self._remote_memory, self._device)
 
-    def attach_over(self, block: DeviceBlock, link: Link) -> None:
+    def attach_over(self, block: DeviceRings, link: Link) -> None:
         def attach() -> None:
             self._far[block.number] = block
             try:

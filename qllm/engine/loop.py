@@ -8,17 +8,16 @@ take what arrived -> decide -> effects -> run a program until its end or a bound
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from qllm.engine.costs import Costs
+from qllm.engine.protocol import Deciding, Sink
 from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
 from qllm.ingress.admission import refusal
-from qllm.policy import CostTable
 from qllm.record import trace
 from qllm.record.metrics import MetricsBuilder, RequestMetrics
 from qllm.runner.protocol import Runner
-from qllm.scheduler.blame import Blame
 from qllm.scheduler.decision import (
     Accept,
     Decision,
@@ -26,68 +25,14 @@ from qllm.scheduler.decision import (
     Effect,
     EvictKv,
     Kill,
-    Limits,
-    Parked,
     Split,
 )
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
-from qllm.scheduler.rules import Pool
-from qllm.types import FinishReason, FrameId, Grain, RequestId, Sampled
+from qllm.types import FinishReason, Grain, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
 """Errors of the policy that are kept for statistics: the latest."""
-
-
-class Sink(Protocol):
-    """Where tokens go. Called on the loop's thread: be quick."""
-
-    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """Take one token; return True if the answer is complete (a stop string)."""
-        ...
-
-    def on_finish(
-        self,
-        request_id: RequestId,
-        reason: FinishReason,
-        error: str | None,
-        metrics: RequestMetrics | None,
-    ) -> None:
-        """The request ended; called exactly once per request."""
-        ...
-
-
-class Deciding(Protocol):
-    """What the loop asks of a scheduler: `Scheduler`, or the native one."""
-
-    policy: Any
-    costs: CostTable
-    limits: Limits
-
-    @property
-    def pool(self) -> Pool: ...
-    @property
-    def running(self) -> Parked | None: ...
-    @property
-    def frames(self) -> dict[FrameId, Parked]: ...
-    @property
-    def requests(self) -> dict[RequestId, Request]: ...
-    def add(self, request: Request, now_ns: int) -> None: ...
-    def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]: ...
-    def adopt(self, request: Request) -> None: ...
-    def adopt_frame(
-        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
-    ) -> None: ...
-    def new_frame_id(self) -> FrameId: ...
-    def decide(self, now_ns: int) -> Decision: ...
-    def blame(self, error: PolicyError, now_ns: int) -> Blame: ...
-    def done(
-        self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
-    ) -> None: ...
-    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None: ...
-    def failed(self) -> tuple[list[Effect], list[Request]]: ...
-    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]: ...
-    def check(self) -> None: ...
 
 
 class Live(NamedTuple):

@@ -14,7 +14,7 @@ from qllm.engine.build import LoadedRunner, crash_text
 from qllm.engine.native_loop import NativeLoop
 from qllm.engine.served import ProcessContext, ServedEngine, check_compilable
 from qllm.errors import ConfigError
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.models.loader import LoadedModel
 from qllm.types import RequestId, RequestStatus
@@ -53,7 +53,7 @@ class NativeEngine(ServedEngine):
     def flush(self) -> bool:
         return self._loop.flush()
 
-    def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+    def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
         def attach() -> None:
             try:
                 self._loop.attach(block, doorbell)

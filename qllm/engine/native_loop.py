@@ -20,7 +20,7 @@ from qllm.device.server import NativeServer, address_of, attach
 from qllm.engine.costs import Costs
 from qllm.errors import PolicyError
 from qllm.ingress.layout import REASONS
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.protocol import CONTROL
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Announcer, Doorbell
 from qllm.runner.protocol import Runner, Watch
@@ -74,7 +74,7 @@ class ServerStop:
 class _Lane(NamedTuple):
     """A front end's memory, which the server knows by address, and its doorbell."""
 
-    block: FrontEndBlock
+    block: FrontEndMemory
     announcer: Announcer
 
 
@@ -94,7 +94,7 @@ class NativeLoop:
         self,
         server: NativeServer,
         runner: Runner,
-        control: ControlBlock,
+        control: ControlMemory,
         doorbell: Doorbell,
         now_ns: Callable[[], int],
         broken: Callable[[int, str], None] | None = None,
@@ -122,7 +122,7 @@ class NativeLoop:
         self._calls.append(function)
         self.doorbell.ring()
 
-    def attach(self, block: FrontEndBlock, announcer: Announcer) -> None:
+    def attach(self, block: FrontEndMemory, announcer: Announcer) -> None:
         """Serve one more front end. On the loop's thread.
 
         Raises:

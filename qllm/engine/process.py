@@ -30,7 +30,7 @@ from qllm.engine.remote import RemoteFrontEnd, RemoteListener, short
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.ingress.front_end import ring_bytes
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.messages import EngineCard, Hello, Restored, Start
 from qllm.ingress.remote.meeting import Wire
 from qllm.ingress.remote.nixl import check_profile
@@ -66,7 +66,7 @@ class EngineProcess:
         self._owner = owner
         self._start = start
         self._zero_ns = time.monotonic_ns()
-        self._control = ControlBlock.create(self._zero_ns)
+        self._control = ControlMemory.create(self._zero_ns)
         self._doorbell = Doorbell.create()
         self._engine: ServedEngine | None = None
         self._num_front_ends = 0
@@ -162,7 +162,7 @@ class EngineProcess:
     def _welcome(self, connection: Connection) -> int:
         """Make a front end's rings, tell it where they are and serve it; its number."""
         prepared = self.engine.prepared
-        block, doorbell = self._new_block(), Doorbell.create()
+        block, doorbell = self._new_memory(), Doorbell.create()
         hello = Hello(
             prepared.info,
             self._start.config,
@@ -185,9 +185,9 @@ class EngineProcess:
         self.engine.attach(block, doorbell)
         return block.number
 
-    def _new_block(self) -> FrontEndBlock:
+    def _new_memory(self) -> FrontEndMemory:
         """The memory of one more front end of this machine."""
-        return FrontEndBlock.create(*self._place())
+        return FrontEndMemory.create(*self._place())
 
     def _place(self) -> tuple[int, tuple[int, int, int, int]]:
         """The number of one more front end, and the bytes of its rings."""
@@ -278,10 +278,12 @@ class EngineProcess:
         if (meeting := self._start.meeting) is None:
             return None
         check_profile(meeting.profile)
-        return RemoteListener(meeting, self._far_block, self._enter, self._leave, self._answer_far)
+        return RemoteListener(
+            meeting, self._new_remote_memory, self._enter, self._leave, self._answer_far
+        )
 
-    def _far_block(self) -> Any:
-        return self.engine.far_block(*self._place())
+    def _new_remote_memory(self) -> Any:
+        return self.engine.remote_memory(*self._place())
 
     def _enter(self, front_end: RemoteFrontEnd) -> None:
         self._connections[front_end.number] = front_end.wire

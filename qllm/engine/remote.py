@@ -27,8 +27,8 @@ MAX_LATENCIES = 1000
 """Latencies that one answer lists."""
 
 
-class Block(Protocol):
-    """The memory of a front end: a `FrontEndBlock`, or a `qllm.device.rings.DeviceBlock`."""
+class RemoteMemory(Protocol):
+    """The memory of a front end: a `FrontEndMemory`, or a `qllm.device.rings.DeviceRings`."""
 
     @property
     def number(self) -> int: ...
@@ -45,7 +45,7 @@ class RemoteFrontEnd(NamedTuple):
 
     number: int
     block: Any
-    """The memory of its rings, from `make_block` of the listener."""
+    """The memory of its rings, from `make_memory` of the listener."""
     link: Link
     wire: Wire
 
@@ -55,7 +55,7 @@ class RemoteListener:
 
     Args:
         meeting: Where, and who may.
-        make_block: Makes the memory of one more front end; a `ConfigError` turns it away.
+        make_memory: Makes the memory of one more front end; a `ConfigError` turns it away.
         enter: Told of a front end that is ready: attach it.
         leave: Told of a front end that is gone.
         answer: Answers an operation of a front end by name.
@@ -67,13 +67,13 @@ class RemoteListener:
     def __init__(
         self,
         meeting: Meeting,
-        make_block: Callable[[], Block],
+        make_memory: Callable[[], RemoteMemory],
         enter: Callable[[RemoteFrontEnd], None],
         leave: Callable[[RemoteFrontEnd], None],
         answer: Callable[[str, list[Any]], Any],
     ) -> None:
         self._meeting = meeting
-        self._make_block, self._enter, self._leave = make_block, enter, leave
+        self._make_memory, self._enter, self._leave = make_memory, enter, leave
         self._answer = answer
         self._card: EngineCard | None = None
         self._strangers = threading.Semaphore(MAX_STRANGERS)
@@ -141,7 +141,7 @@ class RemoteListener:
                 f"profile={asked['profile']!r:.20} meets an engine with profile="
                 f"{self._meeting.profile!r}; give both sides the same"
             )
-        block = self._make_block()
+        block = self._make_memory()
         name = f"engine-{block.number}-{os.urandom(4).hex()}"
         try:
             link = Link(name, self._meeting.profile, block.memory, is_pulled=block.is_pulled)

@@ -19,7 +19,7 @@ from qllm.engine import checkpoint
 from qllm.engine.build import EngineCore, LoadedRunner, ring_ends
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.ingress import Call, Cancel
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.messages import Restored
 from qllm.ingress.remote.nixl import Link, NixlIngress
 from qllm.ingress.shm import Doorbell, FrontEndPort, RingSink, ShmIngress, front_end_of
@@ -35,7 +35,7 @@ Broken = Callable[[int, str], None]
 class ProcessContext(NamedTuple):
     """What an engine needs of its process."""
 
-    control: ControlBlock
+    control: ControlMemory
     doorbell: Doorbell
     """What an idle engine sleeps on."""
     now_ns: Callable[[], int]
@@ -93,22 +93,22 @@ class ServedEngine(ABC):
     # -- front ends
 
     @abstractmethod
-    def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+    def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
         """Serve one more front end of this machine, from soon on."""
 
-    def far_block(self, number: int, capacities: tuple[int, int, int, int]) -> Any:
-        """The memory of one more front end at the other end of a link (`remote_door.Block`).
+    def remote_memory(self, number: int, capacities: tuple[int, int, int, int]) -> Any:
+        """The memory of one more front end behind a link (`qllm.engine.remote.RemoteMemory`).
 
         Raises:
             ConfigError: There is no place for it.
         """
-        return FrontEndBlock.create(number, capacities)
+        return FrontEndMemory.create(number, capacities)
 
     def attach_over(self, block: Any, link: Link) -> None:
         """Serve one more front end, at the other end of a link, from soon on.
 
         Args:
-            block: What `far_block` made.
+            block: What `remote_memory` made.
             link: Connected; the engine closes it.
         """
         raise ConfigError(f"loop={self.prepared.config.loop!r} has no front ends over links")
@@ -204,10 +204,10 @@ class LoopEngine(ServedEngine):
     def flush(self) -> bool:
         return self._ingress.flush()
 
-    def attach(self, block: FrontEndBlock, doorbell: Doorbell) -> None:
+    def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
         self.post(partial(self._ingress.attach, FrontEndPort(block, doorbell, self._ends)))
 
-    def attach_over(self, block: FrontEndBlock, link: Link) -> None:
+    def attach_over(self, block: FrontEndMemory, link: Link) -> None:
         assert isinstance(self._ingress, NixlIngress)
         block.segment.close_fd()
         self._links[block.number] = link

@@ -28,7 +28,7 @@ from qllm.frontend.open import Open
 from qllm.frontend.rings import CLOSE_S, RingClient
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
-from qllm.ingress.memory import ControlBlock, FrontEndBlock, Segment, available
+from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment, available
 from qllm.ingress.shm import Doorbell
 from qllm.record.trace import Trace
 from qllm.types import NS_PER_S
@@ -163,7 +163,7 @@ class ProcessClient(RingClient):
         hello: Hello = value
         return hello
 
-    def _receive_memory(self) -> tuple[ControlBlock, FrontEndBlock, Doorbell, Doorbell]:
+    def _receive_memory(self) -> tuple[ControlMemory, FrontEndMemory, Doorbell, Doorbell]:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
             _, fds, _, _ = socket.recv_fds(link, 1, 4, socket.MSG_CMSG_CLOEXEC)
         if len(fds) != 4:
@@ -171,7 +171,7 @@ class ProcessClient(RingClient):
         segments = [Segment(fd) for fd in fds[:2]]
         for segment in segments:
             segment.close_fd()
-        control, block = ControlBlock(segments[0]), FrontEndBlock(segments[1])
+        control, block = ControlMemory(segments[0]), FrontEndMemory(segments[1])
         return control, block, Doorbell(fds[2]), Doorbell(fds[3])
 
     # -- the receiver's thread

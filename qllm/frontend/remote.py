@@ -22,7 +22,7 @@ from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
 from qllm.frontend.rings import CLOSE_S, RingClient
 from qllm.ingress import Submission
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.messages import ModelInfo
 from qllm.ingress.remote.meeting import Address, MeetingError, Wire, parse_address, read_secret
 from qllm.ingress.remote.nixl import Link, NixlError, NixlFrontEnd
@@ -163,7 +163,7 @@ class RemoteClient(RingClient):
             raise ConfigError(f"the engine at {where} says: {message['error']}")
         hello = RemoteHello.from_json(message)
         first, second, third, fourth = (int(n) for n in message["capacities"])
-        block = FrontEndBlock.create(int(message["number"]), (first, second, third, fourth))
+        block = FrontEndMemory.create(int(message["number"]), (first, second, third, fourth))
         block.segment.close_fd()
         link = Link(f"front-end-{block.number}-{os.urandom(4).hex()}", profile, block.segment)
         try:

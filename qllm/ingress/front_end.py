@@ -16,7 +16,7 @@ from qllm.ingress.codec import (
     encode_submission,
 )
 from qllm.ingress.layout import CANCEL_KIND, NUMBER_BITS, PROMPT_KIND, REQUEST_KIND, TOKEN_KIND
-from qllm.ingress.memory import ControlBlock, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import RingReader, RingWriter, record_bytes
 from qllm.ingress.shm import Doorbell
@@ -56,7 +56,7 @@ class FrontEndRings(ABC):
     `submit` and `cancel` may be called from any thread, `receive` from one.
     """
 
-    def __init__(self, block: FrontEndBlock) -> None:
+    def __init__(self, block: FrontEndMemory) -> None:
         self.number = block.number
         self._words = block.segment.words
         self.ls = RingWriter(*block.rings["ls"])
@@ -104,7 +104,7 @@ class FrontEndRings(ABC):
     @property
     def num_waiting(self) -> int:
         """Requests not taken yet, and those taken that hold no KV."""
-        progress = self._words[FrontEndBlock.PROGRESS]
+        progress = self._words[FrontEndMemory.PROGRESS]
         return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
 
     def ring_use(self) -> dict[str, float]:
@@ -129,7 +129,7 @@ class FrontEnd(FrontEndRings):
     """The front end's end of shared memory."""
 
     def __init__(
-        self, block: FrontEndBlock, control: ControlBlock, engine: Doorbell, ours: Doorbell
+        self, block: FrontEndMemory, control: ControlMemory, engine: Doorbell, ours: Doorbell
     ) -> None:
         super().__init__(block)
         self.control = control
@@ -148,7 +148,7 @@ class FrontEnd(FrontEndRings):
         """A number that nobody wrote before, then the doorbell: a sleeping engine wakes."""
         self._num_rung += 1
         bell = (self.number + 1) << NUMBER_BITS | self._num_rung
-        self.control.words[ControlBlock.BELL] = bell
+        self.control.words[ControlMemory.BELL] = bell
         self._engine.ring()
 
     def receive(self) -> Iterator[Heard]:

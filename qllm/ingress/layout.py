@@ -131,7 +131,7 @@ REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 MAX_ERROR_BYTES = 2000
 
-CONTROL_BLOCK: Dtype = np.dtype(
+CONTROL_MEMORY: Dtype = np.dtype(
     [
         ("magic", "<u8"),
         ("version", "<u4"),
@@ -186,7 +186,7 @@ STRUCTS = {
     "qllm_token": TOKEN,
     "qllm_prompt": PROMPT,
     "qllm_finish": FINISH,
-    "qllm_control": CONTROL_BLOCK,
+    "qllm_control": CONTROL_MEMORY,
     "qllm_front_end": FRONT_END,
 }
 
@@ -266,7 +266,7 @@ def emit_records() -> str:
         "CancelRecord": CANCEL,
         "TokenRecord": TOKEN,
         "FinishRecord": FINISH,
-        "ControlBlock": CONTROL_BLOCK,
+        "ControlMemory": CONTROL_MEMORY,
         "RingEnd": RING_END,
     }
     known = {dtype: name for name, dtype in structs.items()}

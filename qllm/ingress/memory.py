@@ -16,7 +16,7 @@ import numpy as np
 
 from qllm.errors import ConfigError
 from qllm.ingress.layout import (
-    CONTROL_BLOCK,
+    CONTROL_MEMORY,
     FRONT_END,
     MAGIC,
     MAX_ERROR_BYTES,
@@ -26,7 +26,7 @@ from qllm.ingress.layout import (
 )
 
 _PAGE = 4096
-_ERROR_AT = offset(CONTROL_BLOCK, "error")
+_ERROR_AT = offset(CONTROL_MEMORY, "error")
 
 
 def available() -> bool:
@@ -120,12 +120,12 @@ class EngineStats(NamedTuple):
     num_waiting: int
 
 
-class ControlBlock:
-    """CONTROL_BLOCK of `layout`: one per engine, seen by all its front ends."""
+class ControlMemory:
+    """CONTROL_MEMORY of `layout`: one per engine, seen by all its front ends."""
 
-    BELL = cell(CONTROL_BLOCK, "bell")
+    BELL = cell(CONTROL_MEMORY, "bell")
     _ZERO, _DRAIN, _STOP, _BEAT, _VERSION, _STEPS, _LIVE, _WAITING, _ERROR = (
-        cell(CONTROL_BLOCK, name)
+        cell(CONTROL_MEMORY, name)
         for name in (
             "zero_ns",
             "drain",
@@ -147,7 +147,7 @@ class ControlBlock:
     @classmethod
     def create(cls, zero_ns: int) -> Self:
         """Make one; `zero_ns` is CLOCK_MONOTONIC at engine time 0."""
-        segment = Segment.create("qllm-control", -(-CONTROL_BLOCK.itemsize // _PAGE) * _PAGE)
+        segment = Segment.create("qllm-control", -(-CONTROL_MEMORY.itemsize // _PAGE) * _PAGE)
         segment.words[0], segment.words[1] = MAGIC, VERSION | os.getpid() << 32
         segment.words[cls._ZERO] = zero_ns
         return cls(segment)
@@ -258,7 +258,7 @@ class FrontEndLayout(NamedTuple):
         return struct.pack("<QQ4Q", MAGIC, VERSION | self.number << 32, *self.capacities)
 
 
-class FrontEndBlock:
+class FrontEndMemory:
     """FRONT_END of `layout` and the four rings behind it."""
 
     PROGRESS = cell(FRONT_END, "progress")

@@ -24,7 +24,7 @@ from qllm.ingress.codec import (
     encode_token,
 )
 from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND
-from qllm.ingress.memory import ControlBlock, EngineStats, FrontEndBlock
+from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
 from qllm.ingress.ring import ENDS, Ends, RingError
 from qllm.plan import ANY_ARRIVAL
@@ -92,7 +92,7 @@ class Announcer(Protocol):
 class FrontEndPort:
     """The engine's ends of one front end's rings. Used by the loop's thread alone."""
 
-    def __init__(self, block: FrontEndBlock, doorbell: Announcer, ends: Ends = ENDS) -> None:
+    def __init__(self, block: FrontEndMemory, doorbell: Announcer, ends: Ends = ENDS) -> None:
         self.number = block.number
         self._requests = (ends.reader(*block.rings["ls"]), ends.reader(*block.rings["be"]))
         self._cancels = ends.reader(*block.rings["cancel"])
@@ -145,7 +145,7 @@ class FrontEndPort:
 
     def show_progress(self, num_waiting: int) -> None:
         """Tell the front end how many of its requests were taken, and how many wait."""
-        self._words[FrontEndBlock.PROGRESS] = (self.num_taken & 0xFFFF_FFFF) << 32 | num_waiting
+        self._words[FrontEndMemory.PROGRESS] = (self.num_taken & 0xFFFF_FFFF) << 32 | num_waiting
 
     def send(self, kind: int, flags: int, body: bytes) -> None:
         """Write a record; a full ring costs memory here, never a record."""
@@ -233,7 +233,7 @@ class ShmIngress:
 
     def __init__(
         self,
-        control: ControlBlock,
+        control: ControlMemory,
         doorbell: Doorbell,
         now_ns: Callable[[], int],
         close: Callable[[], None],

@@ -1,8 +1,7 @@
 """Consecutive ops of a program in one native call, where every part of the layers is ours.
 
-A call starts at any boundary and runs until the ops change, a layer has a part that is not ours,
-or somebody may have asked to stop. What the frame holds then is what the ops one by one in
-`qllm.runner.runner` leave there. The loop itself is kernels/cpu/sweep.cpp, whose structs are these.
+A call runs until the ops change, a part is not ours or a stop may be due, and leaves the frame as
+the ops one by one in `qllm.runner.runner` do. The loop is kernels/cpu/sweep.cpp.
 """
 
 import ctypes
@@ -27,8 +26,7 @@ from qllm.runner.protocol import Stop, Watch
 from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
 from qllm.types import Grain
 
-FOREVER = 1 << 62
-"""Nanoseconds."""
+FOREVER_NS = 1 << 62
 
 
 class _Layer(ctypes.Structure):
@@ -495,7 +493,7 @@ def _watch(s: _Sweep, stop: Stop, below: int) -> None:
         return
     late_ns = stop.stop_at_ns
     s.watch, s.seen = watch
-    s.left_ns = FOREVER if late_ns is None else late_ns - stop.now_ns()
+    s.left_ns = FOREVER_NS if late_ns is None else late_ns - stop.now_ns()
 
 
 NOTHING = Sweep((), (), 0)

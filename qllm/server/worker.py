@@ -128,7 +128,7 @@ class Worker:
         self._front = front
         self._store = store
         self._seats = asyncio.Semaphore(front.config.batch_concurrency)
-        self._door = asyncio.Lock()
+        self._admission = asyncio.Lock()
         """Held by whoever takes seats: a line that needs all of them gets them."""
         self._deaths = Counter[tuple[str, int]]()
         """Engines that died under a line, by batch and line."""
@@ -248,7 +248,7 @@ class Worker:
     async def _take(self, seats: int) -> None:
         taken = 0
         try:
-            async with self._door:
+            async with self._admission:
                 for _ in range(seats):
                     await self._seats.acquire()
                     taken += 1

@@ -16,7 +16,7 @@ struct Claimer : Publisher {
   QLLM_D Claimer(ServerState* server, State* state, RankFunction rank)
       : Publisher(server, state, rank) {}
 
-  QLLM_D ControlBlock* control() const { return (ControlBlock*)v->control; }
+  QLLM_D ControlMemory* control() const { return (ControlMemory*)v->control; }
   // A front end, of all in turn from `first_front_end` on.
   QLLM_D i32 turn(i64 n) const { return i32((v->first_front_end + n) % v->num_front_ends); }
 

@@ -103,7 +103,7 @@ struct FinishRecord {
 };
 static_assert(sizeof(FinishRecord) == 96, "FinishRecord");
 
-struct ControlBlock {
+struct ControlMemory {
   u64 magic;
   u32 version;
   u32 pid;
@@ -124,7 +124,7 @@ struct ControlBlock {
   u8 error[2000];
   u8 reserved4[40];
 };
-static_assert(sizeof(ControlBlock) == 2304, "ControlBlock");
+static_assert(sizeof(ControlMemory) == 2304, "ControlMemory");
 
 struct RingEnd {
   u64 bytes;

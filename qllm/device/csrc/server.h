@@ -174,7 +174,7 @@ struct Server : Claimer {
     i64 waiting = s->num_waiting;
     for (i64 i = 0; i < s->num_unranked; i++)
       waiting += !requests[scheduler.unranked[i]].num_blocks;
-    ControlBlock* c = control();
+    ControlMemory* c = control();
     v->num_steps++;
     u64 version = c->stats_version;
     store_release(&c->stats_version, version + 1);

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress.front_end import FrontEndRings, Heard
 from qllm.ingress.layout import FRONT_END, cell
-from qllm.ingress.memory import ControlBlock, FrontEndBlock, Memory
+from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
 from qllm.ingress.protocol import Cancel, Item, Submission
 from qllm.ingress.ring import Writer
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
@@ -258,7 +258,7 @@ class Mirror:
         words: Names of our words.
     """
 
-    def __init__(self, link: Link, block: FrontEndBlock, words: Sequence[str]) -> None:
+    def __init__(self, link: Link, block: FrontEndMemory, words: Sequence[str]) -> None:
         self._link, self._block, self._words = link, block, block.segment.words
         self._rings: list[tuple[Writer, int, int]] = []
         self._pushed: list[int] = []
@@ -332,7 +332,7 @@ class NixlFrontEnd(FrontEndRings):
     nap_s = NAP_NS / NS_PER_S
     """How long to wait before the next `receive` while requests are open."""
 
-    def __init__(self, block: FrontEndBlock, link: Link) -> None:
+    def __init__(self, block: FrontEndMemory, link: Link) -> None:
         super().__init__(block)
         self._link, self._is_closed = link, False
         self._mirror = Mirror(link, block, ("token_tail",))
@@ -361,7 +361,7 @@ class NixlFrontEnd(FrontEndRings):
 class RemotePort(FrontEndPort):
     """A port whose front end has another clock: no request arrives later than it is seen."""
 
-    def __init__(self, block: FrontEndBlock, mirror: Mirror, now_ns: Callable[[], int]) -> None:
+    def __init__(self, block: FrontEndMemory, mirror: Mirror, now_ns: Callable[[], int]) -> None:
         super().__init__(block, mirror)
         self._now_ns = now_ns
 
@@ -403,7 +403,7 @@ class NixlIngress(ShmIngress):
 
     def __init__(
         self,
-        control: ControlBlock,
+        control: ControlMemory,
         doorbell: Doorbell,
         now_ns: Callable[[], int],
         close: Callable[[], None],
@@ -415,7 +415,7 @@ class NixlIngress(ShmIngress):
         self.stop = stop
         self._mirrors: dict[int, Mirror] = {}
 
-    def attach_over(self, block: FrontEndBlock, link: Link) -> None:
+    def attach_over(self, block: FrontEndMemory, link: Link) -> None:
         """Serve a front end at the other end of a connected link."""
         mirror = Mirror(link, block, ("ls_tail", "be_tail", "cancel_tail", "progress"))
         port = RemotePort(block, mirror, self._now_ns)

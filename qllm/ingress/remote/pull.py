@@ -20,7 +20,7 @@ from typing import Any
 
 from qllm.ingress.front_end import Heard
 from qllm.ingress.layout import FRONT_END, cell, offset
-from qllm.ingress.memory import FrontEndBlock
+from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.remote.nixl import NAP_NS, PROFILES, Link, NixlError, NixlFrontEnd
 from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, Writer
 from qllm.types import NS_PER_S
@@ -50,7 +50,7 @@ class Puller:
         writers: Of the LS, BE and cancel rings.
     """
 
-    def __init__(self, link: Link, block: FrontEndBlock, writers: Sequence[Writer]) -> None:
+    def __init__(self, link: Link, block: FrontEndMemory, writers: Sequence[Writer]) -> None:
         self._link, self._words, self._writers = link, block.segment.words, writers
         self._ring_at, self._capacity = block.offsets["token"], len(block.rings["token"][0])
         self._transfer: Any = None
@@ -127,7 +127,7 @@ class Puller:
 class PullingFrontEnd(NixlFrontEnd):
     """A front end whose engine's block only a device writes."""
 
-    def __init__(self, block: FrontEndBlock, link: Link) -> None:
+    def __init__(self, block: FrontEndMemory, link: Link) -> None:
         super().__init__(block, link)
         self._puller = Puller(link, block, (self.ls, self.be, self.cancels))
         self._nap_ns = MIN_NAP_NS

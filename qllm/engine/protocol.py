@@ -1,0 +1,70 @@
+"""What the loop asks of its neighbours: a sink for tokens, and a scheduler."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from qllm.errors import PolicyError
+from qllm.policy import CostTable
+from qllm.record.metrics import RequestMetrics
+from qllm.scheduler.blame import Blame
+from qllm.scheduler.decision import (
+    Decision,
+    Effect,
+    Limits,
+    Parked,
+)
+from qllm.scheduler.program import Index, Program
+from qllm.scheduler.request import Request
+from qllm.scheduler.rules import Pool
+from qllm.types import FinishReason, FrameId, RequestId, Sampled
+
+
+class Sink(Protocol):
+    """Where tokens go. Called on the loop's thread: be quick."""
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        """Take one token; return True if the answer is complete (a stop string)."""
+        ...
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        """The request ended; called exactly once per request."""
+        ...
+
+
+class Deciding(Protocol):
+    """What the loop asks of a scheduler: `Scheduler`, or the native one."""
+
+    policy: Any
+    costs: CostTable
+    limits: Limits
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def running(self) -> Parked | None: ...
+    @property
+    def frames(self) -> dict[FrameId, Parked]: ...
+    @property
+    def requests(self) -> dict[RequestId, Request]: ...
+    def add(self, request: Request, now_ns: int) -> None: ...
+    def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]: ...
+    def adopt(self, request: Request) -> None: ...
+    def adopt_frame(
+        self, program: Program, index: Index, dead: set[RequestId], now_ns: int
+    ) -> None: ...
+    def new_frame_id(self) -> FrameId: ...
+    def decide(self, now_ns: int) -> Decision: ...
+    def blame(self, error: PolicyError, now_ns: int) -> Blame: ...
+    def done(
+        self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int
+    ) -> None: ...
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None: ...
+    def failed(self) -> tuple[list[Effect], list[Request]]: ...
+    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]: ...
+    def check(self) -> None: ...
