@@ -26,32 +26,32 @@ sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan
 # The machine's own python3 and torch, no .venv; but ARGS=--dry-run walks it on a CPU, in .venv.
 DRY := $(findstring --dry-run,$(ARGS))
 gpu-check: $(if $(DRY),$(READY))
-	$(if $(DRY),.venv/bin/python,python3) bench/gpu_check.py $(ARGS)
+	$(if $(DRY),.venv/bin/python,python3) -m bench.gpu.check $(ARGS)
 
 # Results land in bench/results, runs in .benchmarks; ARGS="--quick" to try, "--rows S2" for a part.
 bench-engine: $(READY)
-	.venv/bin/python bench/engine.py $(ARGS)
+	.venv/bin/python -m bench.engine.engine $(ARGS)
 
 bench-policies: $(READY)
-	.venv/bin/python bench/ablation.py $(ARGS)
+	.venv/bin/python -m bench.policies.ablation $(ARGS)
 
 bench-peers: $(READY)  # installs vLLM, transformers and llama.cpp under the user's cache first
-	.venv/bin/python bench/peers.py $(ARGS)
+	.venv/bin/python -m bench.serving.peers $(ARGS)
 
 bench-papers: $(READY)
-	.venv/bin/python bench/papers.py $(ARGS)
+	.venv/bin/python -m bench.papers.papers $(ARGS)
 
 bench-capacity: $(READY)
-	.venv/bin/python bench/capacity.py $(ARGS)
+	.venv/bin/python -m bench.serving.capacity $(ARGS)
 
 bench-kernels: $(READY)
-	.venv/bin/python bench/cpu_kernels.py --out bench/results/cpu_kernels.json $(ARGS)
+	.venv/bin/python -m bench.kernels.cpu_kernels --out bench/results/cpu_kernels.json $(ARGS)
 
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
-	OMP_NUM_THREADS=1 .venv/bin/python bench/all_families.py --out bench/results/families.json $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m bench.models.families --out bench/results/families.json $(ARGS)
 
 bench-report: $(READY)
-	.venv/bin/python bench/report.py
+	.venv/bin/python -m bench.report
 
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parent.parent
+"""The repository. Benches run in it, as modules: `python -m bench.serving.peers`."""
+
 MODEL = {
     "vocab_size": 16384,
     "hidden_size": 768,
@@ -218,8 +221,7 @@ def plain(value: Any) -> Any:
 
 def without_paths(text: str) -> str:
     """Messages for committed results: no folder of this machine in them."""
-    root = Path(__file__).resolve().parent.parent
-    for folder, name in ((root, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
+    for folder, name in ((ROOT, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
         text = text.replace(str(folder), name)
     return text
 
@@ -236,9 +238,8 @@ def _first(path: str, key: str) -> str | None:
 
 
 def _commit() -> str | None:
-    root = Path(__file__).resolve().parent
     try:
-        args = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        args = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
         return subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,6 +1,6 @@
 """Write docs/benchmarks.md and its figures from the committed results: one command.
 
-    python bench/report.py
+    python -m bench.report
 
 Every number of the page is read from `bench/results/`: the JSON documents that the benchmarks
 wrote there, or printed as their last line. Rows that miss their target are marked, and listed on
@@ -14,12 +14,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fronts import ALONE, points_of
-from paper_rows import markdown
-from pareto import draw
-from report_lines import WITHOUT_ZEN, Line, at_most, capacity_lines, over_http_lines
-from validate_sim import BOUND, NUMBERS
-from validate_sim import draw as draw_predictions
+from bench.papers.rows import markdown
+from bench.policies.fronts import ALONE, points_of
+from bench.policies.pareto import draw
+from bench.report_lines import WITHOUT_ZEN, Line, at_most, capacity_lines, over_http_lines
+from bench.sim.validate_sim import BOUND, NUMBERS
+from bench.sim.validate_sim import draw as draw_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -29,7 +29,7 @@ SIM_FIGURE = ROOT / "docs" / "images" / "validate_sim.png"
 
 HEAD = """# Benchmarks
 
-Made by `python bench/report.py` from the files in [bench/results](../bench/results). Every ratio
+Made by `python -m bench.report` from the files in [bench/results](../bench/results). Every ratio
 comes from runs that alternate in one call. Intervals are 95 % bootstrap intervals. Open loop,
 fixed output lengths, greedy; a request that was not served in its window counts as a TTFT of at
 least its wait.
@@ -116,7 +116,7 @@ def _machine(document: dict[str, Any]) -> str:
 
 
 def engine_part(document: dict[str, Any]) -> list[str]:
-    """The rows of `bench/engine.py`."""
+    """The rows of `bench/engine/engine.py`."""
     config = document["config"]
     model = config["model"]
     lines = [
@@ -147,7 +147,7 @@ TITLES = {
 
 
 def policies_part(document: dict[str, Any]) -> list[str]:
-    """The rows of `bench/ablation.py`, and its figure."""
+    """The rows of `bench/policies/ablation.py`, and its figure."""
     config = document["config"]
     lines = [
         "",
@@ -262,7 +262,7 @@ def _simulated(result: dict[str, Any]) -> list[str]:
 
 
 def peers_part(document: dict[str, Any]) -> list[str]:
-    """The rows of `bench/peers.py`."""
+    """The rows of `bench/serving/peers.py`."""
     config = document["config"]
     lines = [
         "",
@@ -280,14 +280,14 @@ def peers_part(document: dict[str, Any]) -> list[str]:
 
 
 def papers_part(document: dict[str, Any]) -> list[str]:
-    """The table of `bench/papers.py`."""
+    """The table of `bench/papers/papers.py`."""
     config = document["config"]
     about = f"{_machine(document)}; live: {config['model']}, engine {json.dumps(config['engine'])}"
     return ["", "## What the papers claim", "", f"- {about}", "", *markdown(document)]
 
 
 def simulator_part(document: dict[str, Any]) -> list[str]:
-    """What `bench/validate_sim.py` compared, and its figure."""
+    """What `bench/sim/validate_sim.py` compared, and its figure."""
     config, policies = document["config"], document["policies"]
     draw_predictions(policies, str(SIM_FIGURE))
     lines = [
@@ -315,7 +315,7 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
 
 
 def decide_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/decide.py`: the slowest policy."""
+    """Lines of `bench/scheduler/decide.py`: the slowest policy."""
     args, rows = document["args"], document["rows"]
     slowest = max(rows, key=lambda row: row["p99_us"])
     what = f"decision and program, {args['scheduler']} scheduler, {args['live']} live requests"
@@ -332,14 +332,14 @@ def decide_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def sim_speed_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/sim_speed.py`."""
+    """Lines of `bench/sim/sim_speed.py`."""
     what = f"{document['config']['requests']:,} Azure-like requests through 48 layers, CPU s"
     grains = document["grains"].items()
     return [at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
 
 
 def perplexity_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/perplexity.py`."""
+    """Lines of `bench/kernels/perplexity.py`."""
     lines: list[Line] = []
     for name, found in document["formats"].items():
         text = f"{found['perplexity']:.3f} ({found['bits_per_byte']:.4f} bits per byte)"
@@ -350,7 +350,7 @@ def perplexity_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def differential_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/differential.py`."""
+    """Lines of `bench/scheduler/differential.py`."""
     num, differences = sum(document["traces"].values()), document["differences"]
     found = f"{num:,} traces, {document['agreed_on']['decisions']:,} decisions, {differences}"
     ok = num >= DIFFERENTIAL_TRACES and not differences
@@ -359,7 +359,7 @@ def differential_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def soak_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/soak.py`."""
+    """Lines of `bench/serving/soak.py`."""
     minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
     accepted = sum(counts.get(name, 0) for name in ("ended", "accepted_and_left", "sent_vanish"))
     problems = len(document["problems"])

@@ -20,7 +20,7 @@ WITHOUT_ZEN = (
 
 
 def capacity_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/capacity.py`, and how strong the rival was."""
+    """Rows of `bench/serving/capacity.py`, and how strong the rival was."""
     found = document.get("platforms")
     if found is None:
         return [*document["lines"], (WITHOUT_ZEN, "", "", None)]
@@ -29,7 +29,7 @@ def capacity_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def over_http_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/over_http.py`."""
+    """Rows of `bench/serving/over_http.py`."""
     reach = document["reach"]
     lines: list[Line] = []
     for row in ("overhead", "small"):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 from families import FAMILIES, make_model
 from torch import nn
 
+from bench.models import families as all_families
+from bench.models import tiny_configs
 from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-
-import all_families  # noqa: E402 - bench is no package
-import tiny_configs  # noqa: E402
 
 PAGE = (ROOT / "docs" / "families.md").read_text()
 RESULTS = ROOT / "bench" / "results" / "families.json"

@@ -1,7 +1,5 @@
 """The parts of `bench/` that decide what a number means."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,36 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
-
-
-@pytest.fixture(scope="module")
-def pareto() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import pareto
-
-        yield pareto
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-@pytest.fixture(scope="module")
-def routing() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import routing
-
-        yield routing
-    finally:
-        sys.path.remove(str(BENCH))
+from bench.papers import parts as papers
+from bench.policies import pareto, routing
 
 
 def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
     return [module.Point(f"rival:step_tokens={i}", be, ms) for i, (be, ms) in enumerate(pairs)]
 
 
-def test_the_frontier_has_what_nobody_beats(pareto: ModuleType) -> None:
+def test_the_frontier_has_what_nobody_beats() -> None:
     found = pareto.frontier(points(pareto, (10, 100), (20, 90), (30, 300), (25, 400), (30, 310)))
     assert [(p.be_tokens_per_s, p.ls_ttft_p99_ms) for p in found] == [(20, 90), (30, 300)]
 
@@ -55,7 +32,6 @@ def test_the_frontier_has_what_nobody_beats(pareto: ModuleType) -> None:
     ],
 )
 def test_the_rival_is_taken_at_our_throughput(
-    pareto: ModuleType,
     ours: tuple[float, float],
     rivals: list[tuple[float, float]],
     rival_ms: float,
@@ -67,11 +43,11 @@ def test_the_rival_is_taken_at_our_throughput(
     assert found.ratio == pytest.approx(rival_ms / 10)
 
 
-def test_no_rival_is_no_match(pareto: ModuleType) -> None:
+def test_no_rival_is_no_match() -> None:
     assert pareto.match(pareto.Point("ours", 1, 1), []) is None
 
 
-def test_forced_routing_is_even_or_skewed_and_follows_the_token(routing: ModuleType) -> None:
+def test_forced_routing_is_even_or_skewed_and_follows_the_token() -> None:
     x_TD = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = {}
     for kind in ("uniform", "skewed"):
@@ -88,7 +64,7 @@ def test_forced_routing_is_even_or_skewed_and_follows_the_token(routing: ModuleT
 
 
 @pytest.mark.slow
-def test_routing_is_forced_inside_the_block_alone(routing: ModuleType, tmp_path: Path) -> None:
+def test_routing_is_forced_inside_the_block_alone(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from qllm.measure.random_moe import make_random_moe
@@ -106,25 +82,14 @@ def test_routing_is_forced_inside_the_block_alone(routing: ModuleType, tmp_path:
         pass
 
 
-@pytest.fixture(scope="module")
-def papers() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import paper_parts
-
-        yield paper_parts
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-def test_a_row_of_the_papers_has_a_value_or_a_reason(papers: ModuleType) -> None:
+def test_a_row_of_the_papers_has_a_value_or_a_reason() -> None:
     claim = papers.Claim("TTFT | mean", "a paper", "2x")
     found = [papers.Row.of(claim, "1.9", "live"), papers.Row.of(claim, None, "live", "no GPU")]
     for wrong in ((None, "live", None), ("1.9", "live", "no GPU")):
         with pytest.raises(ValueError, match="either a value or a reason"):
             papers.Row.of(claim, *wrong)
     part = {"rows": [row._asdict() for row in found], "at": "today", "commit": "abc"}
-    from paper_rows import markdown
+    from bench.papers.rows import markdown
 
     assert markdown({"parts": {"one": part}})[2:] == [
         "| TTFT \\| mean | 2x (a paper) | 1.9 | live; today, commit abc |",
@@ -135,10 +100,10 @@ def test_a_row_of_the_papers_has_a_value_or_a_reason(papers: ModuleType) -> None
 
 @pytest.mark.parametrize("evictions", [0, 3])
 def test_kv_shortage_without_an_eviction_fails(
-    papers: ModuleType, evictions: int, monkeypatch: pytest.MonkeyPatch
+    evictions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from common import Estimate
-    from paper_rows import QUICK, World
+    from bench.common import Estimate
+    from bench.papers.rows import QUICK, World
 
     of_class = {"evictions": evictions, "evict_recomputed_tokens": 100 * evictions}
     alone = {"evictions": 7, "evict_recomputed_tokens": 7}
@@ -159,8 +124,8 @@ def test_kv_shortage_without_an_eviction_fails(
     assert line[1:] == (f"{2 * evictions}; {200 * evictions}", "evictions > 0", evictions > 0)
 
 
-def test_rates_are_judged_by_what_finished(papers: ModuleType) -> None:
-    import paper_rates as rates
+def test_rates_are_judged_by_what_finished() -> None:
+    from bench.papers import rates
 
     def point(ttft: float, met: int, unfinished: int) -> Any:
         run = {

@@ -1,9 +1,7 @@
 """The scheduler and the rings in device code: what they say on a GPU is what they say here."""
 
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,16 +17,13 @@ from on_device import (
 from ring_world import RingWorld
 from test_native_lanes import random_dry_run
 
+from bench.gpu.loop import LoopClient, limits_of
 from qllm import QLLMEngine, SamplingParams
 from qllm.cuda.runner import CudaRunner
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
 from qllm.ingress.structs import RING_END
 from qllm.plugins import load_policy
 from qllm.sim.differential import run_trace
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
-
-from gpu_loop import LoopClient, limits_of
 
 pytestmark = pytest.mark.gpu
 

@@ -106,11 +106,11 @@ POLICIES = Floor(
 )
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
-    "cpu_kernels": "runner",  # what has no public name
-    "decide": "device.scheduler",
-    "gpu_loop": "cuda.runner device",  # its own front end before the loop on the device
-    "native_loop": "device engine models",  # loops side by side behind the same rings
-    "perplexity": "models runner",
+    "kernels.cpu_kernels": "runner",  # what has no public name
+    "scheduler.decide": "device.scheduler",
+    "gpu.loop": "cuda.runner device",  # its own front end before the loop on the device
+    "scheduler.native_loop": "device engine models",  # loops side by side behind the same rings
+    "kernels.perplexity": "models runner",
 }
 """Benches that import more than the others."""
 
@@ -120,7 +120,7 @@ def floor_of(path: str) -> Floor:
     if folder == "policies":
         return POLICIES
     if folder == "bench":
-        return Floor(f"{BENCH} {OWN_BENCHES.get(inner[0], '')}", None)
+        return Floor(f"{BENCH} {OWN_BENCHES.get('.'.join(inner), '')}", None)
     own = ".".join(inner[:2])
     found = FLOORS.get(own) or FLOORS.get(inner[0])
     assert found is not None, f"{path} has no floor: add it in tests/test_floors.py"

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
+from bench.gpu import check as gpu_check
 
-import gpu_check  # noqa: E402 - bench is no package
+ROOT = Path(__file__).resolve().parent.parent
 
 BIG = {"model", "decode", "ls_alone", "mixed_chunked-priority", "mixed_qllm2"}
 LOADS = {"capacity", "load_fcfs"}
@@ -63,7 +62,7 @@ def test_a_part_that_fails_or_hangs_keeps_what_it_said() -> None:
 
 def dry_run(out: Path, *parts: str) -> dict[str, Any]:
     env = os.environ | {"OUT": str(out), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "bench/gpu_check.py", "--dry-run", "--parts", *parts]
+    command = [sys.executable, "-m", "bench.gpu.check", "--dry-run", "--parts", *parts]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     found: dict[str, Any] = json.loads((out / "results.json").read_text())
     errors = {n: s.get("error") for p in found["parts"].values() for n, s in p["sections"].items()}
@@ -83,7 +82,7 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
 
 def test_without_a_gpu_the_real_run_says_what_to_do(tmp_path: Path) -> None:
     env = os.environ | {"OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "bench/gpu_check.py"]
+    command = [sys.executable, "-m", "bench.gpu.check"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "no CUDA device; use --dry-run" in done.stdout

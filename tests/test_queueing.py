@@ -1,30 +1,15 @@
-"""The simulator against queueing theory; `bench/queueing.py` says what is compared and why."""
-
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
+"""The simulator against queueing theory; `bench/sim/queueing.py` says what is compared and why."""
 
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+from bench.sim import queueing
+
 COUNT, LONG, SEED = 600, 2_000_000, 3
 BOUND = 0.05
 
 
-@pytest.fixture(scope="module")
-def queueing() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import queueing
-
-        yield queueing
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-def test_erlang_c_has_its_known_values(queueing: ModuleType) -> None:
+def test_erlang_c_has_its_known_values() -> None:
     assert queueing.erlang_c(1, 0.3) == pytest.approx(0.3)
     assert queueing.erlang_c(2, 1.0) == pytest.approx(1 / 3)
     assert queueing.erlang_c(3, 2.0) == pytest.approx(4 / 9)
@@ -32,7 +17,7 @@ def test_erlang_c_has_its_known_values(queueing: ModuleType) -> None:
         queueing.erlang_c(2, 2.0)
 
 
-def test_two_classes_share_the_waits_of_one(queueing: ModuleType) -> None:
+def test_two_classes_share_the_waits_of_one() -> None:
     rates, service_s = (30.0, 50.0), 0.01
     ls, be = queueing.waits_of_two_classes(rates, service_s)
     assert ls == pytest.approx(queueing.wait_of_one_class(rates[0], service_s))
@@ -40,7 +25,7 @@ def test_two_classes_share_the_waits_of_one(queueing: ModuleType) -> None:
     assert mean == pytest.approx(queueing.wait_of_one_class(sum(rates), service_s))
 
 
-def test_the_recursion_serves_by_hand_what_it_says(queueing: ModuleType) -> None:
+def test_the_recursion_serves_by_hand_what_it_says() -> None:
     unit = queueing.TOKEN_S
     at, tokens = np.array([0.0, 2, 3, 4, 20]) * unit, np.array([6, 3, 2, 1, 5])
     is_be = np.array([True, False, True, False, True])
@@ -50,7 +35,7 @@ def test_the_recursion_serves_by_hand_what_it_says(queueing: ModuleType) -> None
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_one_class_waits_as_erlang_says(queueing: ModuleType, load: float) -> None:
+def test_one_class_waits_as_erlang_says(load: float) -> None:
     found = queueing.compare(load, COUNT, SEED, 0.0, LONG)
     assert found.apart_s < 0.002 * queueing.MEAN_TOKENS * queueing.TOKEN_S
     (mean,) = found.means
@@ -59,7 +44,7 @@ def test_one_class_waits_as_erlang_says(queueing: ModuleType, load: float) -> No
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_two_classes_wait_as_preemptive_resume_says(queueing: ModuleType, load: float) -> None:
+def test_two_classes_wait_as_preemptive_resume_says(load: float) -> None:
     found = queueing.compare(load, COUNT, SEED, 0.5, LONG)
     assert found.apart_s < 0.02 * queueing.MEAN_TOKENS * queueing.TOKEN_S
     assert [mean.what for mean in found.means] == ["LS", "BE"]

@@ -1,37 +1,16 @@
-"""`bench/soak.py` and `bench/over_http.py`: what they check, and a short run of each."""
+"""What `soak.py` and `over_http.py` of bench/serving check, and a short run of each."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+from bench.serving import over_http, soak_cases
 
-
-@pytest.fixture(scope="module")
-def bench_path() -> Iterator[None]:
-    sys.path.insert(0, str(BENCH))
-    yield
-    sys.path.remove(str(BENCH))
-
-
-@pytest.fixture(scope="module")
-def soak_cases(bench_path: None) -> ModuleType:
-    import soak_cases
-
-    return soak_cases
-
-
-@pytest.fixture(scope="module")
-def over_http(bench_path: None) -> ModuleType:
-    import over_http
-
-    return over_http
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def chunk(text: str, reason: str | None = None, tokens: int | None = None) -> str:
@@ -58,9 +37,7 @@ GOOD = [chunk("a"), chunk("bc"), chunk("", "length", 3), "[DONE]"]
         ([*GOOD[:2], chunk("", "length", 2), "[DONE]"], "2 tokens, not 3"),
     ],
 )
-def test_the_soak_sees_what_is_wrong(
-    soak_cases: ModuleType, events: list[str], says: str | None
-) -> None:
+def test_the_soak_sees_what_is_wrong(events: list[str], says: str | None) -> None:
     import re
 
     check = soak_cases.StreamCheck(soak_cases.Case("p", 3, "abc"))
@@ -73,7 +50,7 @@ def test_the_soak_sees_what_is_wrong(
 
 
 @pytest.mark.parametrize("row", ["overhead", "small"])
-def test_a_delayed_ack_would_be_seen(over_http: ModuleType, row: str) -> None:
+def test_a_delayed_ack_would_be_seen(row: str) -> None:
     def minus(ms: float) -> dict[str, Any]:
         both = {"over_python": {"p50": ms, "p99": ms}}
         return {"http_ms": both, "http_whole_ms": both, "kept_alive_ms": {"p50": ms, "p99": ms}}
@@ -89,8 +66,8 @@ def test_a_delayed_ack_would_be_seen(over_http: ModuleType, row: str) -> None:
 
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
-    command = ["nice", sys.executable, str(BENCH / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    command = ["nice", sys.executable, "-m", f"bench.serving.{script}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
@@ -99,7 +76,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing() -> None:
     report = run(
-        "soak.py", "--seconds", "8", "--calm-seconds", "2", "--calibrate-seconds", "2",
+        "soak", "--seconds", "8", "--calm-seconds", "2", "--calibrate-seconds", "2",
     )  # fmt: skip
     assert report["ok"], report["problems"]
     counts = report["counts"]
@@ -115,7 +92,7 @@ def test_a_short_soak_finds_nothing() -> None:
 @pytest.mark.slow
 def test_what_http_costs_is_measured() -> None:
     report = run(
-        "over_http.py", "--model", "tiny", "--rounds", "4", "--seconds", "2", "--turns", "1",
+        "over_http", "--model", "tiny", "--rounds", "4", "--seconds", "2", "--turns", "1",
         "--rate", "4", "--hogs", "1", "--streams", "40", "--idle-seconds", "1",
         "--rows", "overhead,small,interference,streams",
     )  # fmt: skip

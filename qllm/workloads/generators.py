@@ -150,7 +150,7 @@ SCENARIOS: dict[str, Scenario] = {
         ls_share=0.0,
     ),
     "S10": Scenario(
-        what="S2's arrivals for an engine whose routing is forced (bench/routing.py)",
+        what="S2's arrivals for an engine whose routing is forced (bench/policies/routing.py)",
         ls=replace(_CONV, arrivals=Gamma(cv=2.0)),
         be=_BATCH,
         load=0.4,

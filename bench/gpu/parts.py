@@ -1,0 +1,499 @@
+"""The parts of `make gpu-check` that are not tests; see gpu_check.py. One JSON line per section."""
+
+import argparse
+import copy
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bench.gpu.check import MARK, ROOT
+from bench.gpu.kernels import ceilings, kernel_rows
+from qllm import QLLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+POLICIES = ("fcfs", "chunked-priority", "qllm2", "layered", "priority-layered")
+LOADED = POLICIES[:3]
+"""Compared at the loads of the paper's set-up, a fifth of the requests LS, batches of 32."""
+LOADS, LS_SHARE, BATCH = (0.7, 1.0, 1.3), 0.2, 32
+PEER_S = 30.0
+"""Longest wait for the peer."""
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 8192,
+    },
+    "mixtral": {
+        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+TINY = {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "moe_intermediate_size": 32, "intermediate_size": 32,
+    "head_dim": 16,
+}  # fmt: skip
+
+
+class Part:
+    """Runs sections and reports each; a failure of one does not lose the others."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda"
+        self.failed = False
+
+    def section(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        """Run one and print what it found, with its seconds."""
+        begin = time.monotonic()
+        try:
+            found = run()
+        except Exception as error:  # noqa: BLE001 - the point is to go on
+            self.failed = True
+            text = traceback.format_exc()[-1500:]
+            found = {"error": f"{type(error).__name__}: {error}", "trace": text}
+        found |= {"section": name, "seconds": round(time.monotonic() - begin, 2)}
+        print(MARK + json.dumps(found), flush=True)
+
+
+# -- exact: token equality, and a storm of preemptions
+
+REFERENCE = """
+import json, sys, torch
+sys.path.insert(0, "tests")
+from families import make_model
+family, device, prompts, new = json.loads(sys.argv[1])
+torch.backends.cuda.matmul.allow_tf32 = False
+model, out = make_model(family).to(device), []
+model.set_experts_implementation("batched_mm")  # `generate` changes grouped_mm by itself
+for ids in prompts:
+    found = model.generate(torch.tensor([ids], device=device), max_new_tokens=new,
+                           do_sample=False, eos_token_id=None)
+    out.append(found[0, len(ids):].tolist())
+assert "qllm" not in sys.modules
+print(json.dumps(out))
+"""
+
+
+def exact(part: Part) -> None:
+    """Tokens of the engine against `generate` in a process without qllm, four families, fp32."""
+    for family in FAMILIES[:1] if part.dry else FAMILIES:
+        part.section(f"tokens_{family}", lambda family=family: equal_tokens(part, family))
+
+
+def equal_tokens(part: Part, family: str) -> dict[str, Any]:
+    """Alone, and in a storm where LS requests stop BE requests; all against `generate`."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from families import VOCAB, make_model
+
+    rng, new = random.Random(4), 8 if part.dry else 16
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (40, 7, 90, 23)]
+    ask = json.dumps([family, part.device, prompts, new])
+    command = [sys.executable, "-W", "ignore", "-c", REFERENCE, ask]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-800:])
+    wanted = json.loads(done.stdout.splitlines()[-1])
+    with QLLMEngine.from_model(
+        make_model(family).to(part.device), max_kv_tokens=4096, policy="qllm2"
+    ) as engine:
+        alone = [
+            list(engine.submit(p, "LS", new, sampling=GREEDY).result(60).token_ids) for p in prompts
+        ]
+        handles = []
+        for p in prompts * 4:
+            handles.append(engine.submit(p, "BE", new, sampling=GREEDY))
+            handles.append(engine.submit(p, "LS", new, sampling=GREEDY))
+            time.sleep(rng.random() * 0.01)
+        storm = [list(handle.result(120).token_ids) for handle in handles]
+        stats = engine.stats()
+    same = sum(storm[i] == wanted[i // 2 % len(prompts)] for i in range(len(storm)))
+    if alone != wanted or same < len(storm):
+        raise AssertionError(f"alone equal: {alone == wanted}; storm: {same} of {len(storm)} equal")
+    return {
+        "streams": len(storm) + len(alone), "preemptions": stats["num_preemptions"],
+        "distinct_tokens": [len(set(tokens)) for tokens in wanted],
+    }  # fmt: skip
+
+
+# -- one big model: decode, mixed workload, interference, peers
+
+
+def make_model(part: Part, name: str) -> Any:
+    """Random bf16 weights made on the device."""
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {**SHAPES[name], **(TINY if part.dry else {})}
+    config, make = {
+        "qwen3": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+        "mixtral": (MixtralConfig, MixtralForCausalLM),
+    }[name]
+    torch.manual_seed(0)
+    with torch.device(part.device):
+        model = make._from_config(
+            config(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=None),
+            dtype=torch.bfloat16,
+        )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0) if p.dim() == 1 else p.normal_(0.0, p.shape[-1] ** -0.5)
+    model.set_experts_implementation("grouped_mm")
+    return model.train(False)
+
+
+def energy_j() -> float | None:
+    """Joules of the GPU since the driver was loaded; None where NVML is not there."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    except Exception:  # noqa: BLE001 - no NVML, no number
+        return None
+
+
+def device_allocs() -> int:
+    """How often torch has asked the driver for memory."""
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+
+def prompt(rng: random.Random, num: int, vocab: int) -> list[int]:
+    """Random ids."""
+    return [rng.randrange(8, vocab) for _ in range(num)]
+
+
+def engine_of(part: Part, model: Any, policy: str) -> QLLMEngine:
+    """An engine as the benchmark serves with."""
+    return QLLMEngine.from_model(
+        model,
+        policy=policy,
+        max_kv_tokens=2048 if part.dry else 131072,
+        max_num_seqs=BATCH,
+        max_step_tokens=2048,
+        conformance=False,
+    )
+
+
+def decode(part: Part, model: Any, sizes: dict[str, int]) -> dict[str, Any]:
+    """Time per token at batch 1 and 32 after 512 tokens, over the bytes that it must read."""
+    rng, new, out = random.Random(1), 8 if part.dry else 64, {}
+    bandwidth = ceilings(part.device, part.dry)["copy_gb_s"]
+    with engine_of(part, model, "fcfs") as engine:
+        kernels = engine.kernels
+        for batch in (1, 2) if part.dry else (1, 32):
+            prompts = [prompt(rng, 16 if part.dry else 512, sizes["vocab"]) for _ in range(batch)]
+            for _ in range(2):  # the first warms up
+                before = engine.stats()["expert_bytes"]
+                handles = [engine.submit(p, "LS", new, sampling=GREEDY) for p in prompts]
+                results = [handle.result(120) for handle in handles]
+                read = engine.stats()["expert_bytes"] - before
+            tpot = sorted(r.metrics.tpot_ms for r in results)[len(results) // 2]
+            step_bytes = sizes["dense_bytes"] + read / (new + 1)
+            floor_ms = step_bytes / bandwidth / 1e6
+            out[f"batch_{batch}"] = {
+                "tpot_ms": tpot, "floor_ms": floor_ms, "times_floor": tpot / floor_ms,
+                "tokens_per_s": 1e3 * batch / tpot,
+            }  # fmt: skip
+    return out | {"copy_gb_s": bandwidth, "kernels": kernels}
+
+
+def sizes_of(model: Any) -> dict[str, int]:
+    """Bytes of the weights outside the experts, which every step reads, and the vocabulary."""
+    experts = sum(
+        p.numel() * p.element_size() for n, p in model.named_parameters() if ".experts." in n
+    )
+    embed = model.get_input_embeddings().weight
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    dense = total - experts - embed.numel() * embed.element_size()
+    return {"dense_bytes": dense, "vocab": model.config.vocab_size, "total_bytes": total}
+
+
+def mixed(
+    part: Part, model: Any, policy: str, seconds: float, rate: float, *, alone: bool = False
+) -> dict[str, Any]:
+    """A BE backlog of long prompts (or LS `alone`), and LS requests at a rate, for some seconds."""
+    rng, vocab = random.Random(2), model.config.vocab_size
+    long, short, backlog = (40, 12, 2) if part.dry else (1500, 200, 12)
+    backlog = 0 if alone else backlog
+    new = 6 if part.dry else 40
+    with engine_of(part, model, policy) as engine:
+        engine.submit(prompt(rng, short, vocab), "LS", new, sampling=GREEDY).result(120)
+        before, joules, allocs = engine.stats(), energy_j(), device_allocs()
+        flood: list[Any] = []
+        done_be, ls, begin = 0, [], time.monotonic()
+        due = begin + rng.expovariate(rate)
+        while (now := time.monotonic()) < begin + seconds:
+            still = [handle for handle in flood if handle.finish_reason is None]
+            done_be += len(flood) - len(still)
+            flood = still
+            while len(flood) < backlog:
+                flood.append(engine.submit(prompt(rng, long, vocab), "BE", new, sampling=GREEDY))
+            if now >= due:
+                ls.append(engine.submit(prompt(rng, short, vocab), "LS", new, sampling=GREEDY))
+                due += rng.expovariate(rate)
+            time.sleep(0.002)
+        results = [handle.result(120).metrics for handle in ls]
+        after, spent, allocs = engine.stats(), energy_j(), device_allocs() - allocs
+        be_tokens = done_be * (long + new)
+        for handle in flood:
+            handle.cancel()
+    ttft = sorted(m.ttft_ms for m in results)
+    tpot = sorted(m.tpot_ms for m in results)
+    if not ttft:
+        return {"error": "no LS request arrived"}
+    return {
+        "ls_requests": len(ttft), "ls_ttft_mean_ms": sum(ttft) / len(ttft),
+        "ls_ttft_p99_ms": ttft[int(0.99 * (len(ttft) - 1))],
+        "ls_tpot_p99_ms": tpot[int(0.99 * (len(tpot) - 1))],
+        "be_tokens_per_s": be_tokens / seconds,
+        "expert_gb": (after["expert_bytes"] - before["expert_bytes"]) / 1e9,
+        "joules": None if joules is None or spent is None else spent - joules,
+        "preemptions": after["num_preemptions"] - before["num_preemptions"],
+        "device_allocs": allocs,
+    }  # fmt: skip
+
+
+def capacity(part: Part, model: Any) -> dict[str, Any]:
+    """Requests per second with a full queue."""
+    rng, num = random.Random(3), 4 if part.dry else 3 * BATCH
+    with engine_of(part, model, "fcfs") as engine:
+        for _ in range(2):  # the first warms up
+            begin = time.monotonic()
+            handles = [engine.submit(*job(part, rng, model)) for _ in range(num)]
+            for handle in handles:
+                handle.result(120)
+            took = time.monotonic() - begin
+    return {"requests": num, "requests_per_s": num / took}
+
+
+def job(part: Part, rng: random.Random, model: Any) -> tuple[list[int], str, int]:
+    """Prompt, class and output tokens of one request of the paper's mix."""
+    low, high, new = (8, 24, 4) if part.dry else (64, 512, 32)
+    ids = prompt(rng, rng.randint(low, high), model.config.vocab_size)
+    return ids, "LS" if rng.random() < LS_SHARE else "BE", new
+
+
+def loaded(part: Part, model: Any, policy: str, full_rate: float) -> dict[str, Any]:
+    """Open loop at parts of the capacity; who has no token yet has waited until the end."""
+    seconds, out = 1.0 if part.dry else 5.0, {}
+    with engine_of(part, model, policy) as engine:
+        engine.submit(*job(part, random.Random(4), model)).result(120)
+        for load in LOADS[:1] if part.dry else LOADS:
+            rng, handles = random.Random(5), []
+            begin = due = time.monotonic()
+            while (due := due + rng.expovariate(load * full_rate)) < begin + seconds:
+                time.sleep(max(0.0, due - time.monotonic()))
+                handles.append((due, engine.submit(*job(part, rng, model))))
+            end = begin + seconds
+            time.sleep(max(0.0, end - time.monotonic()))
+            for _, handle in handles:
+                handle.cancel()
+            found = [(due, handle.result(60).metrics) for due, handle in handles]
+            ttft = [
+                1e3 * (end - due) if m.ttft_ms is None else m.ttft_ms
+                for due, m in found
+                if m.priority == 0
+            ]
+            tokens = sum(m.num_prefilled_tokens + m.num_output_tokens for _, m in found)
+            out[str(load)] = {
+                "requests": len(found), "ls_requests": len(ttft),
+                "ls_ttft_mean_ms": sum(ttft) / len(ttft) if ttft else None,
+                "tokens_per_s": tokens / seconds,
+            }  # fmt: skip
+    return out
+
+
+def _spin(until: float) -> None:
+    while time.time() < until:
+        sum(range(10_000))
+
+
+def interference(part: Part, model: Any) -> dict[str, Any]:
+    """The mix again, with every host core busy."""
+    seconds, rate = (1.5, 4.0) if part.dry else (6.0, 8.0)
+    with hogs(part, seconds + 25) as cores:
+        return mixed(part, model, "qllm2", seconds, rate) | {"busy_cores": cores}
+
+
+@contextmanager
+def hogs(part: Part, seconds: float) -> Iterator[int]:
+    """Every host core is busy meanwhile, for some seconds at most."""
+    cores, until = 1 if part.dry else os.cpu_count() or 1, time.time() + seconds
+    context = multiprocessing.get_context("spawn")
+    spinners = [context.Process(target=_spin, args=(until,), daemon=True) for _ in range(cores)]
+    for process in spinners:
+        process.start()
+    try:
+        yield cores
+    finally:
+        for process in spinners:
+            process.terminate()
+
+
+def eager(part: Part, model: Any, prompts: list[list[int]], new: int) -> float:
+    """Seconds of `generate` on one batch."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=new, do_sample=False)
+    ids = torch.tensor(prompts, device=part.device)
+    begin = time.monotonic()
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    return time.monotonic() - begin
+
+
+def continuous(part: Part, model: Any, prompts: list[list[int]], new: int) -> float:
+    """Seconds of transformers' continuous batching, its start excluded."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model.set_attn_implementation("sdpa")
+    wanted = {
+        "page_size": 64, "block_size": 64, "num_blocks": 320, "max_batch_tokens": 2048,
+        "max_requests_per_batch": len(prompts), "allow_block_sharing": False,
+    }  # fmt: skip
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=new),
+        continuous_batching_config=ContinuousBatchingConfig(
+            **{name: value for name, value in wanted.items() if name in known}
+        ),
+    )
+    manager.start()
+    try:
+        manager.add_request(prompts[0][:4], request_id="warm", max_new_tokens=2)
+        _collect(manager, 1)
+        begin = time.monotonic()
+        for i, ids in enumerate(prompts):
+            manager.add_request(ids, request_id=f"r{i}", max_new_tokens=new)
+        _collect(manager, len(prompts))
+        return time.monotonic() - begin
+    finally:
+        manager.stop(block=True)
+
+
+def _collect(manager: Any, num: int) -> None:
+    """Wait for that many requests, at most a while."""
+    limit, done = time.monotonic() + PEER_S, 0
+    while done < num:
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{done} of {num} requests came back in {PEER_S} s")
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            done += 1
+
+
+def peer(part: Part, model: Any, run: Callable[..., float]) -> dict[str, Any]:
+    """Decode tokens per second of transformers on the same weights: two runs, their difference."""
+    rng, batch, new = random.Random(1), 2 if part.dry else 32, 8 if part.dry else 64
+    length = 16 if part.dry else 512
+    prompts = [prompt(rng, length, model.config.vocab_size) for _ in range(batch)]
+    run(part, model, prompts, 2)
+    times = {num: run(part, model, prompts, num) for num in (1, new)}
+    return {"tokens_per_s": batch * (new - 1) / (times[new] - times[1]), "seconds_by_new": times}
+
+
+def on_device(part: Part, model: Any) -> dict[str, Any]:
+    """Decode by the loop on the device, quiet and with busy cores; tokens as the host's."""
+    from bench.gpu.loop import measure
+
+    rng, num, new = random.Random(1), *((2, 8) if part.dry else (BATCH, 64))
+    prompts = [prompt(rng, 16 if part.dry else 512, model.config.vocab_size) for _ in range(num)]
+    if part.dry:
+        model = copy.deepcopy(model).float()  # which the fake of graphs can record
+    with engine_of(part, model, "fcfs") as engine:
+        handles = [engine.submit(ids, "LS", new, sampling=GREEDY) for ids in prompts]
+        wanted = [list(handle.result(120).token_ids) for handle in handles]
+    return measure(model, prompts, wanted, lambda: hogs(part, 15), part.dry)
+
+
+def big(part: Part, name: str) -> None:
+    """Everything that is measured on one model, the most wanted first."""
+    begin = time.monotonic()
+    model = make_model(part, name)
+    sizes = sizes_of(model)
+    set_up = {"set_up_s": round(time.monotonic() - begin, 1), **sizes}
+    part.section("model", lambda: set_up)
+    part.section("decode", lambda: decode(part, model, sizes))
+    seconds, rate = (1.5, 4.0) if part.dry else (5.0, 8.0)
+    part.section("ls_alone", lambda: mixed(part, model, "qllm2", seconds, rate, alone=True))
+    for policy in POLICIES[1:3] if part.dry else POLICIES:
+        part.section(
+            f"mixed_{policy}", lambda policy=policy: mixed(part, model, policy, seconds, rate)
+        )
+    if name == "qwen3":
+        part.section("interference", lambda: interference(part, model))
+        part.section("loop_on_device", lambda: on_device(part, model))
+        part.section("peer_eager", lambda: peer(part, model, eager))
+        part.section("peer_continuous_batching", lambda: peer(part, model, continuous))
+    else:
+        load_sections(part, model)
+
+
+def load_sections(part: Part, model: Any) -> None:
+    """The paper's set-up at parts of the measured capacity."""
+    full: dict[str, Any] = {}
+    part.section("capacity", lambda: full.setdefault("found", capacity(part, model)))
+    for policy in LOADED[:1] if part.dry else LOADED:
+        part.section(
+            f"load_{policy}",
+            lambda policy=policy: loaded(part, model, policy, full["found"]["requests_per_s"]),
+        )
+
+
+def kernels(part: Part) -> None:
+    """Each kernel over its byte or FLOP floor."""
+    part.section("ceilings", lambda: ceilings(part.device, part.dry))
+    for name, row in kernel_rows(part.device, part.dry):
+        part.section(name, row)
+
+
+def probe(part: Part) -> None:
+    """What turns and switches cost; without a GPU there is nothing to measure."""
+    if part.dry:
+        part.section("while", lambda: {"skipped": "no GPU: nothing of this runs on a CPU"})
+        return
+    from bench.gpu.probe import PARTS
+
+    for name, run in PARTS.items():
+        part.section(name, run)
+
+
+def main() -> int:
+    """Run one part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=("exact", "kernels", "probe", *SHAPES))
+    parser.add_argument("--dry-run", action="store_true")
+    asked = parser.parse_args()
+    part = Part(asked.dry_run)
+    if part.dry:
+        torch.set_num_threads(1)
+    if asked.part == "exact":
+        exact(part)
+    elif asked.part == "kernels":
+        kernels(part)
+    elif asked.part == "probe":
+        probe(part)
+    else:
+        big(part, asked.part)
+    return int(part.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What a device scheduler would rest on, measured: python3 -m bench.gpu.probe [OUT.json].
+
+    while     one iteration of a WHILE node with a one-thread kernel
+    switch    one SWITCH inside the WHILE with 2, 8, 100 and 400 bodies: time, set-up, memory
+    children  torch graphs as the bodies of the SWITCH: the results of eager
+
+Each part is guarded: a failure is recorded with its text and the rest goes on. Never run.
+"""
+
+import ctypes
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings import driver, nvrtc, runtime
+
+SOURCE = b"""
+extern "C" __device__ __cudart_builtin__ void CUDARTAPI
+cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
+// c: run handle, switch handle, count, limit, bodies, runs of a body
+extern "C" __global__ void sched(unsigned long long* c) {
+  c[2]++;
+  if (c[4]) cudaGraphSetConditional((cudaGraphConditionalHandle)c[1], (unsigned)(c[2] % c[4]));
+  cudaGraphSetConditional((cudaGraphConditionalHandle)c[0], c[2] < c[3] ? 1u : 0u);
+}
+extern "C" __global__ void body(unsigned long long* c) { c[5]++; }
+"""
+DEFAULT_AT_LAUNCH = 1
+"""cudaGraphCondAssignDefault"""
+
+
+def checked(result: Sequence[Any]) -> Any:
+    """What a call of cuda-bindings returned, without the error code."""
+    if int(result[0]) != 0:
+        raise RuntimeError(str(result[0]))
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def load() -> tuple[Any, Any, Any]:
+    """The kernels `sched` and `body`, and the module that must outlive them."""
+    program = checked(nvrtc.nvrtcCreateProgram(SOURCE, b"probe.cu", 0, [], []))
+    major, minor = torch.cuda.get_device_capability()
+    compiled = nvrtc.nvrtcCompileProgram(
+        program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]
+    )
+    if int(compiled[0]):
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(log.decode())
+    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    module = checked(driver.cuModuleLoadData(cubin))
+    sched, body = (checked(driver.cuModuleGetFunction(module, n)) for n in (b"sched", b"body"))
+    return sched, body, module
+
+
+def add_kernel(graph: Any, function: Any, control: torch.Tensor) -> Any:
+    """A node of one thread."""
+    p = driver.CUDA_KERNEL_NODE_PARAMS()
+    p.func = function
+    p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
+    p.kernelParams = ((control.data_ptr(),), (ctypes.c_void_p,))
+    return checked(driver.cuGraphAddKernelNode(driver.CUgraph(init_value=int(graph)), [], 0, p))
+
+
+def conditional(graph: Any, after: list[Any], kind: str, size: int) -> tuple[int, list[Any]]:
+    """A conditional node: its handle and the graphs of its bodies."""
+    first = int(kind == "While")
+    handle = checked(runtime.cudaGraphConditionalHandleCreate(graph, first, DEFAULT_AT_LAUNCH))
+    p = runtime.cudaGraphNodeParams()
+    p.type = runtime.cudaGraphNodeType.cudaGraphNodeTypeConditional
+    p.conditional.handle = handle
+    kinds = runtime.cudaGraphConditionalNodeType
+    p.conditional.type = getattr(kinds, f"cudaGraphCondType{kind}")
+    p.conditional.size = size
+    nodes = [runtime.cudaGraphNode_t(init_value=int(node)) for node in after]
+    checked(runtime.cudaGraphAddNode(graph, nodes, None, len(nodes), p))
+    return int(handle), list(p.conditional.phGraph_out)
+
+
+def loop(bodies: int, iterations: int, children: Sequence[Any] = ()) -> dict[str, Any]:
+    """WHILE { sched; SWITCH }: time of an iteration, time and memory of instantiation."""
+    control = torch.zeros(16, dtype=torch.int64, device="cuda")
+    sched, body, module = load()
+    graph = checked(runtime.cudaGraphCreate(0))
+    run_handle, inside = conditional(graph, [], "While", 1)
+    node, switch_handle = add_kernel(inside[0], sched, control), 0
+    if bodies:
+        switch_handle, slots = conditional(inside[0], [node], "Switch", bodies)
+        for i, slot in enumerate(slots):
+            if children:
+                child = runtime.cudaGraph_t(init_value=int(children[i].raw_cuda_graph()))
+                checked(runtime.cudaGraphAddChildGraphNode(slot, None, 0, child))
+            else:
+                add_kernel(slot, body, control)
+    start = torch.tensor([run_handle, switch_handle, 0, iterations, bodies, 0], device="cuda")
+    torch.cuda.synchronize()
+    free, begin = torch.cuda.mem_get_info()[0], time.monotonic()
+    made = checked(runtime.cudaGraphInstantiate(graph, 0))
+    seconds = time.monotonic() - begin
+    stream, found = torch.cuda.Stream(), []
+    for _ in range(4):
+        control[:6] = start
+        torch.cuda.synchronize()
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        a.record(stream)
+        checked((*runtime.cudaGraphLaunch(made, stream.cuda_stream), None))
+        b.record(stream)
+        stream.synchronize()
+        found.append(a.elapsed_time(b))
+    memory = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    seen = int(control[2])
+    runtime.cudaGraphExecDestroy(made)
+    driver.cuModuleUnload(module)
+    return {
+        "us_per_iteration": min(found) * 1e3 / iterations, "iterations_seen": seen,
+        "instantiate_s": seconds, "memory_mb": memory,
+    }  # fmt: skip
+
+
+def torch_children() -> dict[str, Any]:
+    """Four captured products as bodies, each run twice."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    graphs, outs, weights = [], [], []
+    for _ in range(4):
+        weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+        out = torch.zeros(64, 1024, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.mm(x, weight, out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            torch.mm(x, weight, out=out)
+        graphs.append(graph)
+        outs.append(out)
+        weights.append(weight)
+    for out in outs:
+        out.zero_()
+    found = loop(4, 8, graphs)
+    pairs = zip(outs, weights, strict=True)
+    return found | {"equal_to_eager": [bool(torch.equal(y, x @ w)) for y, w in pairs]}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "while": lambda: loop(0, 2000),
+    "switch": lambda: {str(n): loop(n, 2000) for n in (2, 8, 100, 400)},
+    "children": torch_children,
+}
+
+
+def main() -> None:
+    """Run every part and print, and write if asked, what was found."""
+    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name, run in PARTS.items():
+        try:
+            result[name] = run()
+        except Exception as error:  # noqa: BLE001 - the point is to go on
+            trace = traceback.format_exc()[-900:]
+            result[name] = {"error": f"{type(error).__name__}: {error}", "trace": trace}
+        print(name, json.dumps(result[name]), flush=True)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

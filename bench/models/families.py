@@ -1,0 +1,142 @@
+"""Every causal language model of the installed transformers, tiny and random, against `generate`.
+
+Each is given to an engine with default settings (fp32, one thread, start-up check on). It must
+serve the greedy tokens of `generate` with close log-probabilities, its prompts whole and cut into
+chunks, or be refused with a ModelError. The last line is JSON; `--out` writes it to a file as well.
+"""
+
+import argparse
+import json
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+import transformers
+
+from bench.models.tiny_configs import VOCAB, CannotMakeError, model_types, tiny_model
+from qllm import QLLMEngine, SamplingParams
+from qllm.errors import ModelError
+
+LENGTHS = (40, 7, 23)
+NEW = 12
+CLOSE = 1e-3
+"""Most that a log-probability may differ: chunks sum in another order than one pass."""
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
+ARMS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunked": {"policy": "chunked", "max_step_tokens": 16},
+}
+"""Settings of the engines that every model is tried with."""
+
+
+def prompts() -> list[list[int]]:
+    """Seeded random ids, none of them special."""
+    made = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (n,), generator=made).tolist() for n in LENGTHS]
+
+
+class Stream(NamedTuple):
+    """Greedy tokens of one prompt, and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def generated(model: Any) -> list[Stream]:
+    """What transformers gives for each prompt."""
+    model.generation_config.eos_token_id = None
+    out = []
+    for ids in prompts():
+        given = torch.tensor([ids])
+        found = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=NEW,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = found.sequences[0, len(ids) :].tolist()
+        logprobs = torch.log_softmax(torch.cat(found.logits).float(), -1)
+        out.append(Stream(tokens, [logprobs[i, t].item() for i, t in enumerate(tokens)]))
+    return out
+
+
+def served(model: Any, **settings: Any) -> tuple[list[Stream], list[str]]:
+    """What the engine gives for each prompt, and the drivers of its layers."""
+    settings = {"threads": 1, "max_kv_tokens": 1024, **settings}
+    with QLLMEngine.from_model(model, **settings) as engine:
+        handles = [engine.submit(ids, "BE", NEW, sampling=GREEDY) for ids in prompts()]
+        results = [handle.result(120) for handle in handles]
+        drivers = sorted(set(engine.drivers))
+    streams = [
+        Stream(list(result.token_ids), [x.chosen for x in result.logprobs]) for result in results
+    ]
+    return streams, drivers
+
+
+def difference(streams: list[Stream], expected: list[Stream]) -> float:
+    """Largest difference of two log-probabilities; infinite where a token differs."""
+    if [s.tokens for s in streams] != [s.tokens for s in expected]:
+        return math.inf
+    pairs = zip(streams, expected, strict=True)
+    return max(abs(a - b) for s, e in pairs for a, b in zip(s.logprobs, e.logprobs, strict=True))
+
+
+def outcome(model_type: str, arms: Sequence[str] = tuple(ARMS)) -> dict[str, Any]:
+    """What became of one family: `result` is one of equal, refused, not made, WRONG, RAISED."""
+    try:
+        model = tiny_model(model_type)
+    except CannotMakeError as error:
+        return {"result": "not made", "reason": str(error)}
+    try:
+        found = {arm: served(model, **ARMS[arm]) for arm in arms}
+    except ModelError as error:
+        return {"result": "refused", "reason": str(error)}
+    except Exception as error:  # noqa: BLE001 - this is what the bench looks for
+        return {"result": "RAISED", "reason": f"{type(error).__name__}: {error}"[:300]}
+    expected = generated(model)
+    far = {arm: difference(streams, expected) for arm, (streams, _) in found.items()}
+    wrong = [arm for arm, largest in far.items() if largest > CLOSE]
+    return {
+        "result": "WRONG" if wrong else "equal",
+        "reason": f"differs from generate: {', '.join(wrong)}" if wrong else "",
+        "drivers": found[arms[0]][1],
+        "distinct_tokens": min(len(set(stream.tokens)) for stream in expected),
+        "logprobs_vary_by": min(max(s.logprobs) - min(s.logprobs) for s in expected),
+        "largest_logprob_difference": max(far.values()),
+    }
+
+
+def main() -> None:
+    """Try every family, or those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="model types; all by default")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    table = {}
+    for model_type in args.families or model_types():
+        table[model_type] = row = outcome(model_type)
+        print(f"{model_type:26} {row['result']:9} {row['reason']}", flush=True)
+    report = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "counts": dict(Counter(row["result"] for row in table.values())),
+        "families": table,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
