@@ -3,9 +3,10 @@
     python scripts/walk.py            prints one JSON line
     python scripts/walk.py --list     names them first
 
-A chat of 8 tokens goes over HTTP to the model `tiny`; two come before the one that is counted. Every
-thread of the server's process and the thread of the engine's loop are watched. Counted are functions
-of `qllm` and of policies by file and name; comprehensions and lambdas belong to what is around them.
+A chat of 8 tokens goes over HTTP to the model `tiny`; two come before the one that is counted.
+Every thread of the server's process and the thread of the engine's loop are watched. Counted are
+functions of `qllm` and of policies by file and name; comprehensions and lambdas belong to what is
+around them.
 """
 
 import argparse
