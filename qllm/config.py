@@ -14,23 +14,25 @@ CHOICES = {
     "kernels": ("fast", "reference"),
     "expert_weights": ("auto", "int8", "int8-g64"),
     "on_policy_error": ("fail", "fcfs"),
-    "scheduler": ("python", "native"),
-    "loop": ("host", "native", "conditional"),
+    "loop": ("host", "conditional"),
 }
 """Settings that name one of a few."""
 DEVICE_LOOP = "conditional"
 GONE = {
     "attention": "CUDA has one attention kernel, and it needs no setting; leave it out",
     "host": "say where the engine runs with run_in='process' or run_in='thread'",
+    "scheduler": "Python decides, and with loop='conditional' the device does; leave it out",
 }
 """Settings that there were once, and what to do instead."""
-GONE_VALUES = {("loop", "device-launch"): "is gone: a loop on the device is 'conditional'"}
+GONE_VALUES = {
+    ("loop", "device-launch"): "is gone: a loop on the device is 'conditional'",
+    ("loop", "native"): "is gone: it saved little on a CPU; leave loop out",
+}
 """Values that settings had once."""
 MAX_COUNT = (1 << 31) - 1
 """Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
-ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail", "scheduler": "python"}
-"""Settings that other loops do not have, and the values they have there. (Their decisions are
-native anyway.)"""
+ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail"}
+"""Settings that a loop on the device does not have, and the values they have there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +74,11 @@ class EngineConfig:
     on_policy_error: str = "fail"
     """A policy that breaks on one request ends that one. One that works for none: "fail" ends them
     all, "fcfs" falls back."""
-    scheduler: str = "python"
-    """"python"; or "native", the same decisions in C++ (for a `RankPolicy`; needs numba)."""
     loop: str = "host"
     """Who takes requests out of the rings, decides and hands tokens over. "host": the engine loop,
-    in Python. "native": the same in C++, around the host's kernels. "conditional": the device, with
-    no CPU in it, as one graph that loops and switches over captured stages. All but "host" are for
-    a `RankPolicy` and a process host; docs/serving.md says what they do not serve."""
+    in Python. "conditional": the device, with no CPU in it, as one graph that loops and switches
+    over captured stages; for a `RankPolicy` and an engine in a process of its own, and
+    docs/serving.md says what it does not serve."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -136,22 +136,18 @@ class EngineConfig:
                     f"leave {name} at {plain!r}"
                 )
 
-    def check_place(self, run_in: str, device: str, has_meeting: bool) -> None:
+    def check_place(self, run_in: str, device: str) -> None:
         """Return if the loop can run there.
 
         Raises:
-            ConfigError: It needs a process of its own, a GPU, or front ends of this machine only.
+            ConfigError: It needs a process of its own, or a GPU.
         """
         if self.loop == "host":
             return
         if run_in != "process":
             raise ConfigError(f"loop={self.loop!r} serves rings and needs run_in='process'")
-        if self.on_device and device.split(":")[0] != "cuda":
-            raise ConfigError(
-                f"loop={self.loop!r} runs on a GPU and device={device!r}; use 'native' or 'host'"
-            )
-        if has_meeting and not self.on_device:
-            raise ConfigError(f"loop={self.loop!r} has no front ends of other hosts; use 'host'")
+        if device.split(":")[0] != "cuda":
+            raise ConfigError(f"loop={self.loop!r} runs on a GPU and device={device!r}; use 'host'")
 
     @property
     def on_device(self) -> bool:

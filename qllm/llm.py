@@ -136,7 +136,7 @@ class QLLMEngine:
             raise ConfigError(f"run_in={run_in!r} is unknown; use one of {', '.join(PLACES)}")
         if run_in != "process" and (listen is not None or meeting is not None):
             raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs run_in='process'")
-        config.check_place(run_in, str(device), meeting is not None)
+        config.check_place(run_in, str(device))
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how["trust_remote_code"] = trust_remote_code
         if run_in == "thread":

@@ -14,8 +14,8 @@ import numpy as np
 
 from qllm.device import layout, serving
 from qllm.device.cubins import kernel_of
-from qllm.device.scheduler import NativeScheduler
 from qllm.policy import RankPolicy
+from support.native_scheduler import NativeScheduler
 
 THREADS = 128
 """Threads of a block that fills a lane."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from qllm.device.server import NativeServer, address_of
 from qllm.engine.loop import EngineLoop
-from qllm.engine.native_loop import NativeLoop
 from qllm.errors import QueueFullError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
@@ -27,6 +26,7 @@ from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import LIMITS, SHAPE, FlakyRunner
 from qllm.sim.runner import SimCosts, VirtualClock
 from qllm.types import NS_PER_MS, FinishReason, RequestId, SamplingParams, Slo
+from support.native_loop import NativeLoop
 
 MAX_TOTAL = 512
 SHIPPED = ["fcfs", "ls-first", "priority", "qllm2", "chunked", "chunked-priority", "edf"]

@@ -12,13 +12,13 @@ from qllm.device.block import Zeros, host_zeros
 from qllm.device.deciding import host_calls
 from qllm.device.layout import NONE
 from qllm.device.records import Records
-from qllm.device.scheduler import NativeScheduler
 from qllm.device.stages import branches, check_stages, lanes_of
 from qllm.errors import InvariantError
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.policy import RankPolicy
 from qllm.scheduler.decision import Limits
 from qllm.types import NS_PER_MS, SamplingParams, Slo
+from support.native_scheduler import NativeScheduler
 
 NO_SLO = Slo()
 

@@ -221,17 +221,6 @@ def test_a_good_file_is_restored(engine: QLLMEngine, good: Path) -> None:
     assert len([h.result(60) for h in engine.restore(unchanged)]) == 3
 
 
-def test_either_scheduler_takes_over_what_the_other_parked(
-    engine: QLLMEngine, good: Path, tmp_path: Path
-) -> None:
-    whole = {h.request_id: h.result(60).token_ids for h in flood(engine)}
-    with engine_of("mixtral", "bf16", scheduler="native") as native:
-        its = save_at(native, boundaries(0)[0], tmp_path / "native.qllm").path
-        for taker, path in ((native, good), (native, its), (engine, its)):
-            assert {h.request_id: h.result(60).token_ids for h in taker.restore(path)} == whole
-            assert_untouched(taker)
-
-
 def test_truncated_and_foreign_files_are_refused(
     engine: QLLMEngine, good: Path, tmp_path: Path
 ) -> None:

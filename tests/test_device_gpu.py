@@ -23,7 +23,7 @@ from qllm.cuda.runner import CudaRunner
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
 from qllm.ingress.structs import RING_END
 from qllm.plugins import load_policy
-from qllm.sim.differential import run_trace
+from support.differential import run_trace
 
 pytestmark = pytest.mark.gpu
 

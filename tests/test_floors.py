@@ -93,7 +93,6 @@ FLOORS = {
         f"{BASE} engine ingress measure models plugins record runner scheduler sim",
         STDLIB | {"numpy", "torch", "transformers"},
     ),
-    "sim.differential": Floor(f"{BASE} device.scheduler scheduler sim", PURE | {"random"}),
     "cli": Floor(
         f"{BASE} cores device.rank kernels llm measure models plugins record server sim workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
@@ -107,9 +106,7 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "kernels.cpu_kernels": "runner",  # what has no public name
-    "scheduler.decide": "device.scheduler",
     "gpu.loop": "cuda.runner device",  # its own front end before the loop on the device
-    "scheduler.native_loop": "device engine models",  # loops side by side behind the same rings
     "kernels.perplexity": "models runner",
 }
 """Benches that import more than the others."""
@@ -180,7 +177,7 @@ def test_a_module_imports_only_what_its_floor_may(path: str) -> None:
         ("qllm/record/trace.py", "from qllm import engine"),
         ("qllm/sim/runner.py", "import torch"),
         ("qllm/sim/runner.py", "from qllm.runner.frame import Frame"),
-        ("qllm/device/scheduler.py", "import torch"),
+        ("qllm/device/server.py", "import torch"),
         ("qllm/device/block.py", "from qllm.engine.loop import EngineLoop"),
         ("qllm/device/ring_memory.py", "from qllm.ingress.layout import REASONS"),
         ("qllm/ingress/layout.py", "from qllm.device.serving import SERVING"),

@@ -17,7 +17,7 @@ HOMES = {
     # the CPU beside a device; a machine's name where addresses are
     "host": "cli config device engine.remote ingress.remote server",
     # the tensors of captured stages
-    "lane": "cuda device engine.gpu engine.native_loop",
+    "lane": "cuda device engine.gpu",
     # some layers captured as one graph; and Triton's own name of a parameter
     "stage": "cuda device kernels.triton",
     # what the request log does with an open request; and CUDA's own word for graphs

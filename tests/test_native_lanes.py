@@ -27,8 +27,8 @@ from qllm.runner.frame import Frame
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.program import OpKind, Program
-from qllm.sim.differential import random_shape
 from qllm.types import Grain, SamplingParams
+from support.differential import random_shape
 
 LIMITS = Limits(
     max_num_seqs=5, max_step_tokens=40, block_size=4, num_blocks=60, grain=Grain.LAYER,

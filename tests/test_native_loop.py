@@ -15,7 +15,6 @@ from families import VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.device.server import NativeServer, address_of
-from qllm.engine.native_loop import NativeLoop
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
@@ -25,6 +24,7 @@ from qllm.plugins import load_policy
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Limits
 from qllm.types import FinishReason, Grain, Priority, RequestId, Slo
+from support.native_loop import NativeLoop
 
 LIMITS = Limits(
     max_num_seqs=3,

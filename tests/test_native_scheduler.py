@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import VOCAB, make_model
 from on_device import DeviceCalls
 
-from qllm import QLLMEngine, SamplingParams
 from qllm.device import layout
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
-from qllm.device.scheduler import NativeScheduler
 from qllm.errors import CheckpointError, ConfigError, PolicyError
 from qllm.plan import NO_CUTS
 from qllm.plugins import load_policy
@@ -24,8 +21,9 @@ from qllm.scheduler.decision import Limits
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import LIMITS, SHAPE, World
-from qllm.sim.differential import DifferenceError, Twin, random_shape, random_world, run_trace
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
+from support.differential import DifferenceError, Twin, random_shape, random_world, run_trace
+from support.native_scheduler import NativeScheduler
 
 SHIPPED = ["fcfs", "ls-first", "priority", "qllm2", "chunked", "chunked-priority", "edf"]
 SHIPPED += ["layered", "priority-layered"]
@@ -215,53 +213,6 @@ def test_an_old_extension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         NativeScheduler(load_policy("fcfs"), SHAPE, NO_CUTS, LIMITS)
 
 
-# -- in the engine
-
-
-def answers(scheduler: str) -> list[Any]:
-    greedy = SamplingParams(temperature=0, ignore_eos=True)
-    rng = random.Random(3)
-    with QLLMEngine.from_model(
-        make_model("mixtral"),
-        scheduler=scheduler,
-        policy="qllm2",
-        conformance=False,
-        threads=1,
-        max_kv_tokens=256,
-        max_num_seqs=3,
-        exactness="batch-invariant",
-    ) as engine:
-        handles = [
-            engine.submit(
-                [rng.randrange(VOCAB) for _ in range(rng.randint(5, 40))],
-                "LS" if i % 3 == 2 else "BE",
-                8,
-                sampling=greedy,
-            )
-            for i in range(9)
-        ]
-        results = [handle.result(60) for handle in handles]
-        assert type(engine._client._core.loop.scheduler).__name__ == (
-            "NativeScheduler" if scheduler == "native" else "Scheduler"
-        )
-    return [(r.token_ids, r.finish_reason) for r in results]
-
-
-def test_the_engine_gives_the_same_tokens() -> None:
-    native = answers("native")
-    assert native == answers("python")
-    assert len({tuple(tokens) for tokens, _ in native}) == 9
-
-
-def test_the_engine_refuses_what_it_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="scheduler='rust' is unknown; use one of python, native"):
-        QLLMEngine.from_model(make_model("mixtral"), scheduler="rust")
-    with pytest.raises(ConfigError, match="policy Laps plans by itself"):
-        QLLMEngine.from_model(
-            make_model("mixtral"), scheduler="native", policy="laps", conformance=False
-        )
-
-
 def test_limits_reach_the_block() -> None:
     limits = Limits(
         max_num_seqs=5,
@@ -276,7 +227,7 @@ def test_limits_reach_the_block() -> None:
     assert [block.get(name) for name in names] == [5, 77, 4, 9, 123]
 
 
-def test_numba_is_loaded_for_the_native_scheduler_alone() -> None:
+def test_numba_is_loaded_for_the_loop_on_the_device_alone() -> None:
     code = (
         "import sys, qllm.engine.build; print(sorted({'numba', 'qllm.device'} & set(sys.modules)))"
     )

@@ -20,8 +20,8 @@ from qllm.ingress.memory import FrontEndMemory
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
-from qllm.sim.differential import random_costs, random_shape
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, SamplingParams, Slo
+from support.differential import random_costs, random_shape
 
 LS, BE = Priority.LS, Priority.BE
 # -- record by record

@@ -209,7 +209,7 @@ def test_every_architecture_gets_its_kernel(name: str, capability: tuple[int, in
 def test_the_command_says_for_what_it_compiled() -> None:
     done = runner.invoke(app, ["policies", "--compile", "edf"])
     assert done.exit_code == 0
-    assert "edf: rank compiles for this machine (scheduler='native')" in done.stdout
+    assert "edf: rank compiles for this machine\n" in done.stdout
     found = re.findall(r"rank compiles for (sm_\d+), \d{4} bytes of LTO-IR", done.stdout)
     assert found == ["sm_80", "sm_90", "sm_100", "sm_120"]
 

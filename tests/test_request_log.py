@@ -266,12 +266,11 @@ PROMPT = tuple(range(5, 40))
 
 
 @pytest.mark.parametrize("num_done", [1, 7, 11])
-@pytest.mark.parametrize("scheduler", ["python", "native"])
-def test_an_engine_goes_on_where_another_was(scheduler: str, num_done: int) -> None:
+def test_an_engine_goes_on_where_another_was(num_done: int) -> None:
     penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
     sampling = SamplingParams(temperature=1.1, top_p=0.95, seed=5, ignore_eos=True, **penalties)
     settings: dict[str, Any] = {"conformance": False, "exactness": "batch-invariant", "threads": 1}
-    with QLLMEngine.from_model(make_model("mixtral"), scheduler=scheduler, **settings) as engine:
+    with QLLMEngine.from_model(make_model("mixtral"), **settings) as engine:
         whole = engine.submit(list(PROMPT), "LS", 12, sampling=sampling).result(60)
         assert len(set(whole.token_ids)) > 8
         client = engine._client

@@ -16,12 +16,8 @@ from hypothesis import strategies as st
 from qllm.device.native import load_native
 from qllm.ingress import Cancel, Submission, codec, layout, ring
 from qllm.ingress.layout import HEADER, LINE, STRUCTS, TRAILER
-from qllm.ingress.native import native_ends
 from qllm.ingress.ring import (
-    ENDS,
     OVERHEAD,
-    Ends,
-    Reader,
     Record,
     RingError,
     RingWriter,
@@ -29,6 +25,7 @@ from qllm.ingress.ring import (
 )
 from qllm.record.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, Sampled, SamplingParams, Slo
+from support.native_rings import ENDS, Ends, native_ends
 
 # -- the layout
 
@@ -102,7 +99,7 @@ class Pair:
         self.num_read += record is not None
         return record
 
-    def reader_of(self, data: bytes) -> Reader:
+    def reader_of(self, data: bytes) -> Any:
         """A reader at the same place that sees `data` instead."""
         reader: Any = self.ends.reader(
             memoryview(bytearray(data)), memoryview(bytearray(8)).cast("Q")

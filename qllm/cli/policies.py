@@ -39,7 +39,7 @@ def _compile(name: str) -> None:
 
     policy = load_policy(name)
     compile_host(policy)
-    typer.echo(f"{name}: rank compiles for this machine (scheduler='native')")
+    typer.echo(f"{name}: rank compiles for this machine")
     for capability in ARCHITECTURES:
         code = compile_device(policy, capability)
         arch = "sm_{}{}".format(*capability)

@@ -9,12 +9,10 @@ import torch
 
 from qllm.config import EngineConfig
 from qllm.engine.loop import EngineLoop
-from qllm.engine.protocol import Deciding, Sink
+from qllm.engine.protocol import Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.ingress import Call, Ingress, Submission
 from qllm.ingress.messages import ModelInfo
-from qllm.ingress.native import native_ends
-from qllm.ingress.ring import ENDS, Ends
 from qllm.models.loader import LoadedModel, vocabulary_of
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
@@ -23,23 +21,6 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Limits, Parked
 from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_MS, FinishReason, RequestId
-
-
-def _scheduler(config: EngineConfig) -> Callable[..., Deciding]:
-    if config.scheduler == "python":
-        return Scheduler
-    from qllm.device.scheduler import NativeScheduler  # numba is needed only here
-
-    return NativeScheduler
-
-
-def ring_ends(config: EngineConfig) -> Ends:
-    """The engine's ends of the rings: of the language that its scheduler is in."""
-    if config.scheduler == "python":
-        return ENDS
-    from qllm.device.native import load_native  # nothing else needs the extension
-
-    return native_ends(load_native())
 
 
 @contextmanager
@@ -278,7 +259,7 @@ class EngineCore(LoadedRunner):
         try:
             self.loop = EngineLoop(
                 ingress,
-                _scheduler(config)(policy, self.runner.shape, self.runner.cuts, self.limits),
+                Scheduler(policy, self.runner.shape, self.runner.cuts, self.limits),
                 self.runner,
                 sink,
                 now_ns,

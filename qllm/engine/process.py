@@ -410,10 +410,6 @@ def _kind_of(config: EngineConfig) -> type[ServedEngine]:
     """The kind of engine that the setting `loop` asks for. All take the same arguments."""
     if config.loop == "host":
         return LoopEngine
-    if config.loop == "native":
-        from qllm.engine.native import NativeEngine  # numba is needed only here
-
-        return NativeEngine
     from qllm.engine.gpu import GpuEngine  # cuda-bindings are needed only here
 
     return GpuEngine

@@ -1,10 +1,9 @@
 """An engine behind the rings of its front ends, as its process sees it.
 
-    LoopEngine     the loop of the host (`qllm.engine.loop`), in Python
-    NativeEngine   the native server around the host's runner (`qllm.engine.native`)
-    GpuEngine    the loop on the device; the host watches (`qllm.device.launcher`)
+    LoopEngine   the loop of the host (`qllm.engine.loop`)
+    GpuEngine    the loop on the device (`qllm.engine.gpu`); the host watches
 
-Who serves is the setting `loop`. All of them take the same records and give the same answers.
+Which of them serves is the setting `loop`. Both take the same records and give the same answers.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qllm.config import EngineConfig
 from qllm.engine import checkpoint
-from qllm.engine.build import EngineCore, LoadedRunner, ring_ends
+from qllm.engine.build import EngineCore, LoadedRunner
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
@@ -176,8 +175,7 @@ class LoopEngine(ServedEngine):
 
     @staticmethod
     def check(policy: Any, config: EngineConfig) -> None:
-        if config.scheduler == "native":
-            check_compilable(policy)
+        """Every policy runs here."""
 
     def __init__(
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
@@ -187,7 +185,7 @@ class LoopEngine(ServedEngine):
         self._ingress = ingress(
             context.control, context.doorbell, context.now_ns, self._close, context.broken
         )
-        self._now_ns, self._ends = context.now_ns, ring_ends(config)
+        self._now_ns = context.now_ns
         self._links: dict[int, Link] = {}
         self.prepared = self._core = EngineCore(
             loaded, policy, config,
@@ -205,7 +203,7 @@ class LoopEngine(ServedEngine):
         return self._ingress.flush()
 
     def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
-        self.post(partial(self._ingress.attach, FrontEndPort(block, doorbell, self._ends)))
+        self.post(partial(self._ingress.attach, FrontEndPort(block, doorbell)))
 
     def attach_over(self, block: FrontEndMemory, link: Link) -> None:
         assert isinstance(self._ingress, NixlIngress)

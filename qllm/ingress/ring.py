@@ -16,8 +16,7 @@ reader looks again until all bytes are there, and gives them back only after.
 
 import time
 import zlib
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from qllm.errors import QllmError
 from qllm.ingress.layout import HEADER, LINE, TRAILER, body_struct
@@ -40,33 +39,6 @@ class Record(NamedTuple):
     flags: int
     body: bytes
     """Without header and trailer; zeros may follow what was written."""
-
-
-class Reader(Protocol):
-    """The reading end of a ring, whoever wrote it."""
-
-    @property
-    def has_news(self) -> bool: ...
-    def read(self) -> Record | None: ...
-
-
-class Writer(Protocol):
-    """The writing end of a ring, whoever wrote it."""
-
-    @property
-    def head(self) -> int: ...
-    @property
-    def num_used(self) -> int: ...
-    @property
-    def fill(self) -> float: ...
-    def write(self, kind: int, flags: int, body: bytes) -> bool: ...
-
-
-class Ends(NamedTuple):
-    """What makes the two ends, of a ring's bytes and its reader's word."""
-
-    reader: Callable[[memoryview, memoryview], Reader]
-    writer: Callable[[memoryview, memoryview], Writer]
 
 
 def record_bytes(num_body_bytes: int) -> int:
@@ -202,7 +174,3 @@ class RingReader:
         if end <= self._capacity:
             return bytes(self._bytes[start:end])
         return bytes(self._bytes[start:]) + bytes(self._bytes[: end - self._capacity])
-
-
-ENDS = Ends(RingReader, RingWriter)
-"""Those of this file; `qllm.ingress.native` has the same in C++."""

@@ -26,7 +26,7 @@ from qllm.ingress.codec import (
 from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
-from qllm.ingress.ring import ENDS, Ends, RingError
+from qllm.ingress.ring import RingError, RingReader, RingWriter
 from qllm.plan import ANY_ARRIVAL
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.protocol import Watch
@@ -92,11 +92,11 @@ class Announcer(Protocol):
 class FrontEndPort:
     """The engine's ends of one front end's rings. Used by the loop's thread alone."""
 
-    def __init__(self, block: FrontEndMemory, doorbell: Announcer, ends: Ends = ENDS) -> None:
+    def __init__(self, block: FrontEndMemory, doorbell: Announcer) -> None:
         self.number = block.number
-        self._requests = (ends.reader(*block.rings["ls"]), ends.reader(*block.rings["be"]))
-        self._cancels = ends.reader(*block.rings["cancel"])
-        self.tokens = ends.writer(*block.rings["token"])
+        self._requests = tuple(RingReader(*block.rings[name]) for name in ("ls", "be"))
+        self._cancels = RingReader(*block.rings["cancel"])
+        self.tokens = RingWriter(*block.rings["token"])
         self._words = block.segment.words
         self._doorbell = doorbell
         self._backlog: deque[tuple[int, int, bytes]] = deque()

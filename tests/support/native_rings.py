@@ -1,12 +1,20 @@
 """Ends of rings in C++: `qllm.ingress.ring` byte for byte, from the source that a GPU compiles."""
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from qllm.ingress.ring import BROKEN_AFTER_NS, Ends, Record, RingError, record_bytes
+from qllm.ingress.ring import (
+    BROKEN_AFTER_NS,
+    Record,
+    RingError,
+    RingReader,
+    RingWriter,
+    record_bytes,
+)
 from qllm.ingress.structs import RING_END
 
 
@@ -81,6 +89,17 @@ class NativeRingWriter(_NativeEnd):
             length = record_bytes(len(body))
             raise ValueError(f"a record of {length} bytes exceeds a ring of {len(self._held[0])}")
         return bool(done)
+
+
+class Ends(NamedTuple):
+    """The two ends of a ring, each made of its bytes and its reader's word."""
+
+    reader: Callable[[memoryview, memoryview], Any]
+    writer: Callable[[memoryview, memoryview], Any]
+
+
+ENDS = Ends(RingReader, RingWriter)
+"""Those of the product, in Python."""
 
 
 def native_ends(native: Any) -> Ends:

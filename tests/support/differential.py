@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from qllm.device.scheduler import NativeScheduler
 from qllm.errors import InvariantError, PolicyError
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.policy import Groups, RankPolicy, Reads, Ride, Slack
@@ -22,6 +21,7 @@ from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import World, random_costs
 from qllm.types import NS_PER_MS, FrameId, Grain, RequestId, Slo
+from support.native_scheduler import NativeScheduler
 
 _FIELDS = [f.name for f in fields(Request)]
 
