@@ -2,7 +2,7 @@
 
 The CPU kernels and the native scheduler are extensions of the limited API. Where no compiler is
 there, the install goes on without them: torch computes then, and the start-up log and
-`qllm doctor` say so; `scheduler="native"` is refused.
+`qllm doctor` say so; a loop on the device is refused.
 """
 
 from pathlib import Path

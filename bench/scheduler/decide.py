@@ -32,7 +32,7 @@ from qllm.types import Priority, Slo
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.native_scheduler import NativeScheduler  # noqa: E402 - held equal to ours by tests
+from support.native_scheduler import NativeScheduler
 
 CUTS = CutRule(
     max_cost=92.75,
