@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qllm.device import serving
-from qllm.device.block import Zeros, host_zeros
 from qllm.device.deciding import host_calls
 from qllm.device.layout import NONE
-from qllm.device.records import Records
+from qllm.device.records import Records, Zeros, host_zeros
 from qllm.device.stages import branches, check_stages, lanes_of
 from qllm.errors import InvariantError
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, ModelShape

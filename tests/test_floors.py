@@ -67,6 +67,7 @@ FLOORS = {
         f"{BASE} cores cuda device ingress models plugins record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
+    "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
     "engine.loop": Floor(
         f"{BASE} engine.costs engine.protocol ingress record runner.protocol scheduler", PURE

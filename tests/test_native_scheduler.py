@@ -202,7 +202,7 @@ def test_a_policy_that_plans_is_refused() -> None:
 
 def test_without_the_extension_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qllm.device._scheduler", None)
-    with pytest.raises(ConfigError, match=r"was not built .*use scheduler='python'"):
+    with pytest.raises(ConfigError, match=r"was not built .*use loop='host'"):
         NativeScheduler(load_policy("fcfs"), SHAPE, NO_CUTS, LIMITS)
 
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from qllm.device import layout
-from qllm.device.block import Block, Zeros, host_zeros
+from qllm.device.block import Block
 from qllm.device.layout import NONE
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
+from qllm.device.records import Zeros, host_zeros
 from qllm.errors import InvariantError, PolicyError
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy

@@ -174,21 +174,6 @@ ENUMS = {
 }
 
 
-def cell(name: str) -> int:
-    """The index of a field of STATE in a view of 8-byte words."""
-    assert STATE.fields is not None
-    return int(STATE.fields[name][1]) // 8
-
-
-def section_offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Where each section begins, and the bytes of the whole block.
-
-    Args:
-        sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
-    """
-    return place(STATE, SECTIONS, sizes)
-
-
 def place(
     head: Dtype, sections: Sequence[Section], sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], int]:

@@ -8,7 +8,7 @@ at set-up, attaches front ends, and then looks at a few words.
 from collections.abc import Callable
 from typing import Any
 
-from qllm.device.block import Zeros, host_zeros
+from qllm.device.records import Zeros, host_zeros
 from qllm.device.server import NativeServer
 from qllm.device.stages import branches, check_stages, lanes_of
 from qllm.plan import NO_CUTS, ModelShape

@@ -18,7 +18,7 @@ def load_native() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the native scheduler was not built ({error}); install qllm where a C++ compiler is, "
-            "or use scheduler='python' and loop='host'"
+            "or use loop='host'"
         ) from error
     for what, module in (("STATE", layout), ("SERVING", serving), ("LANES", lanes)):
         built = getattr(native, f"{what}_VERSION", "?")

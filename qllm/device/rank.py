@@ -61,7 +61,7 @@ def compile_host(policy: Any) -> HostRank:
     except ImportError as error:
         raise ConfigError(
             "the native scheduler compiles the policy's rank with numba, which is not installed; "
-            "pip install 'qllm-runtime[native]', or use scheduler='python' and loop='host'"
+            "pip install 'qllm-runtime[device]', or use loop='host'"
         ) from error
     i64 = numba.types.int64
     signature = numba.types.void(*[i64] * len(ARGUMENTS), numba.types.CPointer(i64))
@@ -141,12 +141,10 @@ def rank_tree(policy: Any) -> tuple[ast.Module, str]:
     if not isinstance(policy, RankPolicy):
         raise ConfigError(
             f"policy {name} plans by itself; only a RankPolicy can be compiled, so use "
-            "scheduler='python' and loop='host' for it"
+            "loop='host' for it"
         )
     if not policy.compilable:
-        raise ConfigError(
-            f"policy {name} says compilable=False; use scheduler='python' and loop='host' for it"
-        )
+        raise ConfigError(f"policy {name} says compilable=False; use loop='host' for it")
     method = type(policy).rank
     try:
         lines, first = inspect.getsourcelines(method)

@@ -1,21 +1,27 @@
 """A block of memory of the native side: a head of numbers, and the arrays that it says where."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qllm.device import layout
-from qllm.device.block import Zeros, host_zeros
 from qllm.device.layout import Section
 from qllm.ingress.structs import Dtype
 
+Zeros = Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]
+
+
+def host_zeros(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Memory of the host."""
+    return np.zeros(count, np.int64)
+
 
 class Records:
-    """One block.
+    """Memory that begins with a head of numbers; arrays follow at the offsets it names.
 
     Args:
-        head: What it begins with: numbers of eight bytes.
+        head: What it begins with: fields of eight bytes, or arrays of such.
         sections: What follows.
         sizes: What the sizes of sections are products of; fields of the head.
         version: Of the block.
@@ -30,24 +36,21 @@ class Records:
         version: int,
         zeros: Zeros = host_zeros,
     ) -> None:
-        offsets, num_bytes = layout.place(head, sections, sizes)
+        self.offsets, num_bytes = layout.place(head, sections, sizes)
         self.memory = zeros(-(-num_bytes // 8))
         self.address: int = self.memory.ctypes.data
         self._arrays: dict[str, np.ndarray[Any, Dtype]] = {
             s.name: np.frombuffer(
-                self.memory.data, s.dtype, layout.count_of(s, sizes), offsets[s.name]
+                self.memory.data, s.dtype, layout.count_of(s, sizes), self.offsets[s.name]
             )
             for s in sections
         }
         self._cells = memoryview(self.memory.data)
-        self._at = {name: i for i, name in enumerate(head.names or ())}
+        assert head.fields is not None
+        self.num_cells = head.itemsize // 8
+        self._at = {name: field[1] // 8 for name, field in head.fields.items()}
         self.set(version=version, **sizes)
-        self.set(**{f"at_{name}": at for name, at in offsets.items()})
-
-    @property
-    def num_cells(self) -> int:
-        """Numbers of the head."""
-        return len(self._at)
+        self.set(**{f"at_{name}": at for name, at in self.offsets.items()})
 
     def index(self, name: str) -> int:
         """Where a number of the head lies, in numbers."""
@@ -60,7 +63,7 @@ class Records:
     def set(self, **numbers: int) -> None:
         """Change numbers of the head."""
         for name, value in numbers.items():
-            self._cells[self._at[name]] = value
+            self._cells[self._at[name]] = int(value)
 
     def cell(self, name: str) -> memoryview:
         """A number of the head as a view of one, for who looks often."""

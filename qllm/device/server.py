@@ -12,10 +12,9 @@ import numpy as np
 
 from qllm.config import EngineConfig
 from qllm.device import serving
-from qllm.device.block import host_zeros
 from qllm.device.deciding import NativeDecider
 from qllm.device.layout import NONE
-from qllm.device.records import Records
+from qllm.device.records import Records, host_zeros
 from qllm.errors import ConfigError, InvariantError
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.structs import RING_END

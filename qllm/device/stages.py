@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from qllm.device import lanes
-from qllm.device.block import Zeros, host_zeros
-from qllm.device.records import Records
+from qllm.device.records import Records, Zeros, host_zeros
 from qllm.errors import ConfigError
 from qllm.ingress.structs import Dtype
 from qllm.policy import Groups, RankPolicy

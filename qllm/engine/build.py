@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.protocol import Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
@@ -18,7 +19,7 @@ from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
 from qllm.runner.runner import TorchRunner
-from qllm.scheduler.decision import Limits, Parked
+from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_MS, FinishReason, RequestId
 
@@ -137,17 +138,7 @@ class LoadedRunner:
                 except BaseException:
                     self.runner.close()  # the model is the caller's, as it was
                     raise
-        segment_ns = min(config.max_segment_ms, 1e6) * NS_PER_MS
-        self.limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_step_tokens,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            grain=config.grain,
-            max_segment_ns=int(segment_ns),
-            batch_invariant=config.batch_invariant,
-            capabilities=self.runner.capabilities,
-        )
+        self.limits = limits_of(config, self.runner.capabilities)
         meta = {"model": loaded.name, "policy": repr(policy)}
         self.trace = Trace(meta=meta)
         self.info = ModelInfo(

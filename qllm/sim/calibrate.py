@@ -20,6 +20,7 @@ import numpy as np
 
 from qllm.config import EngineConfig
 from qllm.engine.build import torch_threads
+from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.ingress import InprocIngress, Submission
 from qllm.measure.random_moe import SIZES, make_random_moe
@@ -32,7 +33,6 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile, FileShape, FitError
-from qllm.sim.run import limits_of
 from qllm.sim.timeline import SimCosts, Work, expert_coverage, work_of
 from qllm.types import FinishReason, Priority, RequestId, Sampled, SamplingParams, Slo
 

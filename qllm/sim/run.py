@@ -13,18 +13,18 @@ from functools import lru_cache
 from typing import Any
 
 from qllm.config import EngineConfig
+from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.errors import ConfigError, PolicyError
 from qllm.ingress import Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Arrived, Event, Trace
-from qllm.scheduler.decision import Limits
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile
 from qllm.sim.ingress import VirtualIngress
 from qllm.sim.runner import SimRunner, VirtualClock
-from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
+from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
 from qllm.workloads.mix import Sent
 from qllm.workloads.spec import RequestSpec
 
@@ -173,19 +173,6 @@ class _World:
             if isinstance(item, Submission):
                 self.loop.meet(item)
                 self.loop.end(item.request_id, FinishReason.CANCELLED, None)
-
-
-def limits_of(config: EngineConfig) -> Limits:
-    """What decisions depend on of the settings."""
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_step_tokens=config.max_step_tokens,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        grain=config.grain,
-        max_segment_ns=int(min(config.max_segment_ms, 1e6) * NS_PER_MS),
-        batch_invariant=config.batch_invariant,
-    )
 
 
 @lru_cache(maxsize=4096)

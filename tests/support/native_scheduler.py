@@ -5,10 +5,11 @@ on the host: it decides on integers, and this class keeps the `Request` objects 
 to date. Decisions are those of `Scheduler`, one by one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qllm.device.block import NativePool
+from qllm.device import layout
+from qllm.device.block import FRAME, ROW, Block
 from qllm.device.deciding import SLOT, NativeDecider
 from qllm.device.layout import NONE
 from qllm.errors import CheckpointError, PolicyError
@@ -20,6 +21,28 @@ from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding
 from qllm.scheduler.rules import check_state
 from qllm.types import NS_PER_MS, FrameId, Frontier, RequestId
+
+
+class NativePool:
+    """The KV blocks of a block of state, as `qllm.scheduler.blocks.BlockPool` shows them."""
+
+    def __init__(self, block_size: int, block: Block) -> None:
+        self.block_size = block_size
+        self.num_blocks = block.sizes["num_blocks"]
+        self.block = block
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds."""
+        return self.block.get("num_free")
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens of one request need."""
+        return -(-num_tokens // self.block_size)
+
+    def check(self, tables: Mapping[RequestId, Sequence[int]]) -> None:
+        """See `Block.check_blocks`."""
+        self.block.check_blocks(tables)
 
 
 class NativeScheduler(NativeDecider):
@@ -69,7 +92,7 @@ class NativeScheduler(NativeDecider):
         """A request arrived."""
         slot = self._add(request)
         if request.num_output_tokens:
-            self.block.restore(slot, request)
+            restore(self.block, slot, request)
 
     def _add(self, request: Request) -> int:
         ttft_ms, tpot_ms = request.slo
@@ -84,7 +107,7 @@ class NativeScheduler(NativeDecider):
         slot: int = self._do(self.native.add, *numbers)
         if slot < 0:
             old = self.block.sizes["capacity"]
-            self.block = self.pool.block = self.block.grown(2 * old)
+            self.block = self.pool.block = grown(self.block, 2 * old)
             self._do(self.native.add_slots, old)
             slot = self._do(self.native.add, *numbers)
         self.requests[request.request_id] = request
@@ -125,7 +148,7 @@ class NativeScheduler(NativeDecider):
                 "max_kv_tokens or let other requests finish"
             )
         slot = self._add(request)
-        self.block.restore(slot, request)
+        restore(self.block, slot, request)
         self._do(self.native.adopt, slot)
         self._refresh(request)
 
@@ -144,7 +167,7 @@ class NativeScheduler(NativeDecider):
             )
         parked = Parked(program=program, index=index, parked_ns=now_ns, dead=set(dead))
         frame = self._do(self.native.new_frame)
-        self.block.restore_frame(frame, parked, self._slots)
+        restore_frame(self.block, frame, parked, self._slots)
         self._do(self.native.park, frame)
         self.frames[program.frame_id] = parked
         for row in parked.held_rows():
@@ -211,3 +234,50 @@ class NativeScheduler(NativeDecider):
         """
         check_state(self.requests, self.frames, self.pool)
         self.block.check_order(self._slots)
+
+
+def grown(block: Block, capacity: int) -> Block:
+    """A copy with room for more requests; the new slots are not linked yet."""
+    bigger = Block({**block.sizes, "capacity": capacity}, block.zeros)
+    own = {"capacity", *(f"at_{section.name}" for section in layout.SECTIONS)}
+    num_cells = layout.STATE.itemsize // 8
+    for at in set(range(num_cells)) - {block.index(name) for name in own}:
+        bigger.memory[at] = block.memory[at]
+    for section in layout.SECTIONS:
+        old = block.array(section.name)
+        bigger.array(section.name)[: len(old)] = old
+    return bigger
+
+
+def restore(block: Block, slot: int, request: Request) -> None:
+    """Write the counters of a request that was added as a new one."""
+    record = block.array("requests")[slot]
+    for name in ("served_ns", "last_progress_ns", "evictions", "preemptions", "failures"):
+        record[name] = getattr(request, name)
+    for name in ("first_token_ns", "last_token_ns"):
+        at_ns = getattr(request, name)
+        record[name] = NONE if at_ns is None else at_ns
+    record["num_tokens"] = request.num_tokens
+    record["num_computed"] = request.num_computed_tokens
+    if request.frontier is not None:
+        record["front_lo"], record["front_hi"], record["front_layer"] = request.frontier
+
+
+def restore_frame(block: Block, frame: int, parked: Parked, slots: Mapping[RequestId, int]) -> None:
+    """Write a parked frame, and to its live requests that they are in it."""
+    program, index = parked.program, parked.index
+    FRAME.pack_into(
+        block.bytes,
+        block.offsets["frames"] + frame * FRAME.size,
+        *(program.frame_id, parked.parked_ns, program.stop_below, len(program.rows)),
+        *(program.layer_at(index), program.inside_layer(index), program.grain, -1, 0),
+    )
+    at, requests = block.rows_at(frame), block.array("requests")
+    for row, samples in zip(program.rows, program.samples, strict=True):
+        is_dead = row.request_id in parked.dead
+        slot = 0 if is_dead else slots[row.request_id]
+        flags = layout.SAMPLES * samples | layout.DEAD * is_dead
+        ROW.pack_into(block.bytes, at, *row, slot, flags)
+        at += ROW.size
+        if not is_dead:
+            requests[slot]["frame"] = frame

@@ -1,0 +1,19 @@
+"""What decisions depend on of an engine's settings."""
+
+from qllm.config import EngineConfig
+from qllm.scheduler.decision import Limits
+from qllm.types import NS_PER_MS, Cap
+
+
+def limits_of(config: EngineConfig, capabilities: Cap = Cap.NONE) -> Limits:
+    """The limits of an engine whose runner has these capabilities."""
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        grain=config.grain,
+        max_segment_ns=int(min(config.max_segment_ms, 1e6) * NS_PER_MS),
+        batch_invariant=config.batch_invariant,
+        capabilities=capabilities,
+    )
