@@ -2,10 +2,10 @@
 
 from qllm.config import EngineConfig
 from qllm.scheduler.decision import Limits
-from qllm.types import NS_PER_MS, Cap
+from qllm.types import CAPABILITIES, NS_PER_MS, Cap
 
 
-def limits_of(config: EngineConfig, capabilities: Cap = Cap.NONE) -> Limits:
+def limits_of(config: EngineConfig, capabilities: Cap = CAPABILITIES) -> Limits:
     """The limits of an engine whose runner has these capabilities."""
     return Limits(
         max_num_seqs=config.max_num_seqs,

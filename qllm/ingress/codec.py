@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,7 @@ from qllm.ingress.admission import wrong_number
 from qllm.ingress.layout import body_struct
 from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import Record
-from qllm.record.metrics import MetricsBuilder, RequestMetrics
-from qllm.record.trace import Arrived, Finished, Token
+from qllm.record.metrics import RequestMetrics, token_latencies
 from qllm.types import (
     FinishReason,
     Logprobs,
@@ -282,23 +281,9 @@ class EngineMetrics:
         self, request_id: RequestId, name: str, reason: FinishReason, token_ns: Sequence[int]
     ) -> RequestMetrics:
         """Add what the tokens tell that reached the front end."""
-        builder = MetricsBuilder()
-        builder.feed(
-            Arrived(
-                at_ns=self.arrival_ns,
-                request_id=request_id,
-                priority=self.priority,
-                num_prompt_tokens=self.num_prompt_tokens,
-                max_tokens=len(token_ns),
-                name=name,
-            )
-        )
-        for at_ns in token_ns:
-            builder.feed(Token(at_ns=at_ns, request_id=request_id, token_id=0))
-        end_ns = token_ns[-1] if token_ns else self.arrival_ns
-        metrics = builder.feed(Finished(at_ns=end_ns, request_id=request_id, reason=reason))
-        assert metrics is not None
-        return replace(metrics, **{f.name: getattr(self, f.name) for f in fields(self)})
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        times = token_latencies(self.arrival_ns, token_ns)
+        return RequestMetrics(request_id=request_id, name=name, reason=reason, **known, **times)
 
 
 def encode_finish(

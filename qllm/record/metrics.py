@@ -1,14 +1,15 @@
 """Metrics as functions of events: per request while it lives, per class for a whole trace.
 
 `MetricsBuilder` takes events one by one. The engine feeds it as it emits and gets the
-`RequestMetrics` of a request with its `Finished`; `summarize` feeds it a trace. There is
-no other code that computes a metric.
+`RequestMetrics` of a request with its `Finished`; `summarize` feeds it a trace. `token_latencies`
+also serves a front end, which has the times of its tokens. No other code computes a metric.
 """
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from qllm.plan import Row
 from qllm.record.trace import (
@@ -89,6 +90,18 @@ class RequestMetrics:
         if slo.ttft_ms is not None and self.ttft_ms > slo.ttft_ms:
             return False
         return slo.tpot_ms is None or self.tpot_ms is None or self.tpot_ms <= slo.tpot_ms
+
+
+def token_latencies(arrival_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:
+    """The fields of RequestMetrics that follow from arrival and the times of the tokens."""
+    at = token_ns
+    return {
+        "num_output_tokens": len(at),
+        "ttft_ms": (at[0] - arrival_ns) / NS_PER_MS if at else None,
+        "tpot_ms": (at[-1] - at[0]) / (len(at) - 1) / NS_PER_MS if len(at) > 1 else None,
+        "itl_ms": tuple((b - a) / NS_PER_MS for a, b in pairwise(at)),
+        "e2e_ms": (at[-1] - arrival_ns) / NS_PER_MS if at else None,
+    }
 
 
 @dataclass(slots=True)
@@ -178,7 +191,6 @@ class _Meter:
         start = arrived.at_ns
         prompt = arrived.num_prompt_tokens
         whole, part = min(prompt, self.lo), min(prompt, self.hi) - min(prompt, self.lo)
-        tpot = (at[-1] - at[0]) / (len(at) - 1) / NS_PER_MS if len(at) > 1 else None
         return RequestMetrics(
             request_id=arrived.request_id,
             name=arrived.name,
@@ -186,12 +198,8 @@ class _Meter:
             arrival_ns=start,
             num_prompt_tokens=prompt,
             num_prefilled_tokens=whole + part * self.depth // max(1, num_layers),
-            num_output_tokens=len(at),
             queue_ms=None if self.planned_ns is None else (self.planned_ns - start) / NS_PER_MS,
-            ttft_ms=(at[0] - start) / NS_PER_MS if at else None,
-            tpot_ms=tpot,
-            itl_ms=tuple((b - a) / NS_PER_MS for a, b in pairwise(at)),
-            e2e_ms=(at[-1] - start) / NS_PER_MS if at else None,
+            **token_latencies(start, at),
             preemptions=self.preemptions,
             parked_ms=self.parked_ns / NS_PER_MS,
             max_stall_ms=self.stall_ns / NS_PER_MS,
