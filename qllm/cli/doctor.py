@@ -70,7 +70,7 @@ def _fingerprints(model: str, trust_remote_code: bool) -> None:
             part.source,
             part.digest or "no source",
             part.kind or "unknown",
-            part.num_layers,
+            str(part.num_layers),
         )
         for part in parts_of(skeleton(model, trust_remote_code))
     ]

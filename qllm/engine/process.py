@@ -90,7 +90,7 @@ class EngineProcess:
         attendant = self._attend(self._owner, OWNER)
         try:
             listener = _listener(self._start.listen)
-            listener = self._remote_listener()
+            remote = self._remote_listener()
         except ConfigError as error:
             self._owner.send(("failed", error))
             return 1
@@ -101,15 +101,15 @@ class EngineProcess:
             self._owner.send(("failed", portable_error(error)))
             return 1
         freeze_garbage()
-        if listener is not None:
-            listener.listen()  # whoever started us may tell others at once
+        if remote is not None:
+            remote.listen()  # whoever started us may tell others at once
         self._welcome(self._owner)
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
-        if listener is not None:
+        if remote is not None:
             model = _found_anywhere(self._start.model)
             prepared = engine.prepared
-            listener.open(EngineCard(prepared.info, self._start.config, prepared.trace.meta, model))
+            remote.open(EngineCard(prepared.info, self._start.config, prepared.trace.meta, model))
         crash = engine.serve()
         if crash is not None:
             self._control.error = crash_text(crash)

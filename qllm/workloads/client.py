@@ -107,7 +107,7 @@ def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> li
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
     """
-    return _run(server, lambda session: _send(session, server, arrivals, seconds))
+    return _run(server, lambda session: _send_all(session, server, arrivals, seconds))
 
 
 def saturate_http(
@@ -157,7 +157,7 @@ def _run(
         raise ConfigError(f"no server answers at {server.url}: {error}") from None
 
 
-async def _send(
+async def _send_all(
     session: "aiohttp.ClientSession", server: Server, arrivals: Sequence[Arrival], seconds: float
 ) -> list[Served]:
     start = time.monotonic()
