@@ -10,15 +10,10 @@ from hypothesis import strategies as st
 
 from qllm.measure.plots import choose_window, ttft_figure
 from qllm.plan import NO_STOP, Row
-from qllm.record.metrics import (
-    Distribution,
-    MetricsBuilder,
-    RequestMetrics,
-    percentile,
-    request_metrics,
-)
-from qllm.record.metrics import summarize as summarize_trace
+from qllm.record.metrics import MetricsBuilder, RequestMetrics
 from qllm.record.perfetto import DEVICE_TID, to_perfetto, write_perfetto
+from qllm.record.summary import Distribution, percentile, request_metrics
+from qllm.record.summary import summarize as summarize_trace
 from qllm.record.trace import (
     EVENT_TYPES,
     Arrived,

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.common import ROOT, Job, make_jobs
 from qllm import QLLMEngine, SamplingParams
-from qllm.record.metrics import request_metrics
+from qllm.record.summary import request_metrics
 from qllm.record.trace import Parked
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=20)

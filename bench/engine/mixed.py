@@ -9,7 +9,8 @@ import numpy as np
 
 from bench.common import Job, make_jobs, make_prompt
 from qllm import QLLMEngine, SamplingParams
-from qllm.record.metrics import RequestMetrics, request_metrics
+from qllm.record.metrics import RequestMetrics
+from qllm.record.summary import request_metrics
 from qllm.record.trace import Arrived, Event, Parked, Planned, Ran, Token, Trace
 from qllm.types import NS_PER_MS, NS_PER_S, Priority
 

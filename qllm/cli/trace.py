@@ -9,7 +9,7 @@ import typer
 from .app import app, clean, print_table
 
 if TYPE_CHECKING:
-    from qllm.record.metrics import Distribution, Summary
+    from qllm.record.summary import Distribution, Summary
 
 
 @app.command()
@@ -30,7 +30,7 @@ def trace(
         write_perfetto(recorded, perfetto)
         typer.echo(f"{perfetto}: open it in ui.perfetto.dev")
         return
-    from qllm.record.metrics import summarize
+    from qllm.record.summary import summarize
 
     print_summary(summarize(recorded), recorded.meta)
 

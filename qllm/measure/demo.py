@@ -26,7 +26,7 @@ from qllm.measure.random_moe import SIZES, make_random_moe
 from qllm.models.loader import LoadedModel, load
 from qllm.plugins import load_policy
 from qllm.record import perfetto
-from qllm.record.metrics import ClassMetrics, Summary, request_metrics
+from qllm.record.summary import ClassMetrics, Summary, request_metrics
 from qllm.record.trace import Parked
 from qllm.types import Priority
 from qllm.workloads.mix import (

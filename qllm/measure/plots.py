@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qllm.errors import ConfigError
-from qllm.record.metrics import percentile
+from qllm.record.summary import percentile
 from qllm.record.trace import Arrived, Event, Parked, Planned, Ran, Token
 from qllm.types import NS_PER_MS, FrameId, Priority, RequestId
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from qllm.errors import EngineClosedError
-from qllm.record.metrics import percentile
+from qllm.record.summary import percentile
 from qllm.types import Priority
 
 from .answers import EventStream, event

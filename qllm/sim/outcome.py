@@ -6,8 +6,9 @@ from pathlib import Path
 
 from qllm.errors import ConfigError
 from qllm.measure.plots import ttft_figure
-from qllm.record.metrics import RequestMetrics, percentile, request_metrics
+from qllm.record.metrics import RequestMetrics
 from qllm.record.perfetto import write_perfetto
+from qllm.record.summary import percentile, request_metrics
 from qllm.sim.costs import CostFile
 from qllm.sim.run import Simulated
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from qllm.record.metrics import percentile
 from qllm.record.perfetto import class_name
+from qllm.record.summary import percentile
 from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 

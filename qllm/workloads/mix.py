@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qllm.errors import ConfigError, QueueFullError
-from qllm.record.metrics import RequestMetrics, Summary, percentile, request_metrics, summarize
+from qllm.record.metrics import RequestMetrics
+from qllm.record.summary import Summary, percentile, request_metrics, summarize
 from qllm.record.trace import Arrived, Event, Parked, Token, Trace
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams, Slo
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qllm.record.metrics import RequestMetrics, request_metrics
+from qllm.record.metrics import RequestMetrics
 from qllm.record.perfetto import class_name
+from qllm.record.summary import request_metrics
 from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Token
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, FrameId, Priority, RequestId, Slo
 from qllm.workloads.measure import Served, Window, distribution, report
