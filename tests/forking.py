@@ -1,4 +1,4 @@
-"""A program with an engine of every host, which forks: run by `test_forks`.
+"""A program with an engine of every kind, which forks: run by `test_forks`.
 
 Each way is what one child does. Per way and host it prints one JSON line: how the child ended
 and what the parent's engine answers afterwards.

@@ -1,4 +1,4 @@
-"""What the tests of the process host share; policies here can be imported by an engine."""
+"""What the tests of engines in processes share; policies here can be imported by an engine."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The process host keeps the promises of the thread host, and survives what a thread cannot."""
+"""An engine in a process keeps the promises of one on a thread, and survives what it cannot."""
 
 import asyncio
 import os

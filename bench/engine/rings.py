@@ -172,8 +172,8 @@ def poll_ns() -> dict[str, float]:
     cell = Segment.create("cell", 64).words
     array = np.frombuffer(cell, np.int64)
     places = {
-        "plain attribute (thread host)": (StopWord(time.monotonic_ns), "x.word < 0"),
-        "shm stop word (process host)": (ingress.stop, "x.word < 0"),
+        "plain attribute (thread)": (StopWord(time.monotonic_ns), "x.word < 0"),
+        "shm stop word (process)": (ingress.stop, "x.word < 0"),
         "bare shared memoryview cell": (cell, "x[0] < 0"),
         "bare shared numpy cell": (array, "x[0] < 0"),
     }

@@ -1,4 +1,4 @@
-"""What every host runs: a model, its runner, a scheduler and the loop over them."""
+"""An engine put together: a model, its runner, a scheduler and the loop over them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -110,7 +110,7 @@ def naming_family(model: Any, what: str) -> Iterator[None]:
 
 
 class LoadedRunner:
-    """A model ready to compute, and what is told of it: the same for every kind of loop.
+    """Loads the runner of a model and describes the model to front ends, whatever the loop.
 
     Args:
         loaded: The model.
@@ -178,7 +178,7 @@ class LoadedRunner:
         """Numbers of the run so far that every loop on the host has. Callable from any thread.
 
         Args:
-            loop: An `EngineLoop` or a `NativeLoop`; its thread counts on meanwhile.
+            loop: An `EngineLoop`; its thread counts on meanwhile.
             decider: Who decides: knows the frame that runs, and those that are parked.
         """
         segments = self.runner.segments

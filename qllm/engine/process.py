@@ -1,4 +1,4 @@
-"""The engine's process, as the process host starts it.
+"""The engine's process, as `ProcessClient` starts it.
 
 The loop runs on the main thread; a thread per front end answers what is rare. Requests and tokens
 go through rings alone. The connection to a front end carries start-up, checkpoints, statistics

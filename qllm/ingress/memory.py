@@ -30,7 +30,7 @@ _ERROR_AT = offset(CONTROL_MEMORY, "error")
 
 
 def available() -> bool:
-    """Whether this system has what the process host needs: Linux has."""
+    """Whether this system has what an engine in another process needs: Linux has."""
     return hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(select, "poll")
 
 
