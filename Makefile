@@ -5,13 +5,16 @@ PIP := .venv/bin/python $(INSTALL)
 READY := .venv/.ready
 CLIENTS := .venv/clients
 
-.PHONY: demo test test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
+.PHONY: demo test test-all test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(READY)
 	.venv/bin/qllm demo
 
 test: $(CLIENTS)/.ready
 	scripts/test
+
+test-all: $(CLIENTS)/.ready  # every case of what `make test` samples
+	scripts/test --all
 
 test-peers: $(READY)  # after `make bench-peers`
 	scripts/test -m peers -n 0
