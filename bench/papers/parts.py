@@ -103,11 +103,12 @@ def layered_rows(world: World) -> list[Row]:
     """The same live."""
     scale = world.scale
     low, high = scale.prompt
-    requests = long_prompts(world.capacity, scale.count, scale.prompt, (16, 32), 1)
+    capacity = world.bench.capacity((low + high) // 2)
+    requests = long_prompts(capacity, scale.count, scale.prompt, (16, 32), 1)
     timing = Timing(
         warmup_s=0.0,
         window_s=requests[-1].at_s + 0.1,
-        drain_s=4 * high / world.capacity.prefill_tokens_per_s + 2.0,
+        drain_s=4 * high / capacity.prefill_tokens_per_s + 2.0,
     )
 
     def run(name: str) -> Latencies:

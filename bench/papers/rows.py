@@ -82,7 +82,7 @@ FULL = Scale(
     timing=Timing(warmup_s=3.0, window_s=20.0, drain_s=12.0),
     loads=(0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
     all_policies=True,
-    prompt=(4000, 8000),
+    prompt=(2000, 4000),
     count=24,
     simulated=400,
     hog_s=60.0,

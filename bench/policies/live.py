@@ -85,10 +85,14 @@ class Bench:
             **{"threads": 1, "conformance": False, "record": True, **self.settings, **changes},
         )
 
-    def capacity(self) -> Capacity:
-        """Capacity of this machine, with the model and settings of the bench."""
+    def capacity(self, prompt_tokens: int = 512) -> Capacity:
+        """Capacity of this machine, with the model and settings of the bench.
+
+        Args:
+            prompt_tokens: Of the prompts whose rate is measured; longer ones are slower per token.
+        """
         with self.engine("priority") as engine:
-            return measure_capacity(engine, self.corpus)
+            return measure_capacity(engine, self.corpus, prompt_tokens=prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
