@@ -59,7 +59,7 @@ bench-report: $(READY)
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc qllm/device/csrc/*.cpp qllm/device/csrc/*.h)
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools

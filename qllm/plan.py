@@ -69,7 +69,7 @@ class ModelShape(NamedTuple):
     max_position: int
     """Longest sequence the model was made for."""
     recompute_above: int | None = None
-    """Tokens: KV of a sequence up to that long is of no use once it is longer (`models.rope`)."""
+    """Tokens: KV of a sequence up to that long is of no use once it is longer (`runner.rope`)."""
 
 
 class CutRule(NamedTuple):

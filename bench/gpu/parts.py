@@ -1,4 +1,4 @@
-"""The parts of `make gpu-check` that are not tests; see gpu_check.py. One JSON line per section."""
+"""The parts of `make gpu-check` that are not tests; see check.py. One JSON line per section."""
 
 import argparse
 import copy

@@ -65,7 +65,7 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write all numbers here, as JSON.")] = None,
 ) -> None:
-    """Replay a workload in real time and print what each class got.
+    """Send a workload in real time and print what each class got.
 
     With --url, MODEL is only the tokenizer that prompts are made with.
     """

@@ -44,7 +44,7 @@ NOTHING = SamplingParams(temperature=0)
 
 
 class CudaRunner(TorchRunner):
-    """The Runner of `plan.py` on a device.
+    """The `Runner` of `runner/protocol.py` on a device.
 
     Args:
         model: In evaluation mode, whole, on the device.

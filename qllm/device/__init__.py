@@ -1,1 +1,1 @@
-"""The native scheduler: one source for the host and the device (see docs/device-scheduler.md)."""
+"""Scheduler, rings and loop in C++, one source for host and device (docs/device-scheduler.md)."""

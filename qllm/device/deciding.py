@@ -1,8 +1,8 @@
 """What every user of the native decisions does: settings in, rows and effects out as programs.
 
-The core speaks of slots, rows and layers on one block of memory. `NativeDecider` owns that block,
+The C++ code speaks of slots, rows and layers on one block of memory. `NativeDecider` owns it,
 turns rows into programs and effects into values, and keeps the parked programs. Who keeps what
-of a request is up to its two kinds: `NativeScheduler` has `Request` objects for the engine loop,
+of a request is up to its kinds: `NativeScheduler` of the tests has `Request` objects,
 `NativeServer` has none.
 """
 

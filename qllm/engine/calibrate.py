@@ -24,7 +24,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
     Args:
         runner: With no request in it; it has none afterwards.
         limits: As many requests, tokens and blocks are used as they allow.
-        now_ns: A clock that has seen the work of `runner.run` when it returned.
+        now_ns: The clock; when `runner.run` has returned, it must include the work of that run.
     """
     costs, stop = Costs(), StopWord(now_ns)  # nobody lowers it
     fits = limits.num_blocks * limits.block_size // (PROMPT + ROUNDS + limits.block_size)

@@ -52,7 +52,7 @@ class GpuEngine(ServedEngine):
         self.prepared = prepared = LoadedRunner(loaded, policy, config, context.threads)
         runner = prepared.runner
         assert isinstance(runner, CudaRunner)  # `EngineConfig.check_place` has seen the device
-        self._seat, self._calls = context, deque[Callable[[], None]]()
+        self._context, self._calls = context, deque[Callable[[], None]]()
         self._leaving: set[int] = set()
         self._far: dict[int, DeviceRings] = {}
         self._looked_s = 0.0
@@ -93,7 +93,7 @@ class GpuEngine(ServedEngine):
             if number in self._leaving:
                 self._leaving.remove(number)
             else:
-                self._seat.broken(number, why)
+                self._context.broken(number, why)
 
     def _forget(self, number: int) -> None:
         """Close the link of a front end at once, and its memory while nothing runs."""
@@ -116,7 +116,7 @@ class GpuEngine(ServedEngine):
             try:
                 self._engine.attach(block)
             except QllmError as error:
-                self._seat.broken(block.number, str(error))
+                self._context.broken(block.number, str(error))
 
         self.post(attach)
 
@@ -130,7 +130,7 @@ class GpuEngine(ServedEngine):
             try:
                 self._engine.attach(block)
             except QllmError as error:
-                self._seat.broken(block.number, str(error))
+                self._context.broken(block.number, str(error))
 
         assert self._links is not None
         self._links.add(block.number, link)
@@ -147,7 +147,7 @@ class GpuEngine(ServedEngine):
         self.post(detach)
 
     def close(self) -> None:
-        self._seat.control.stop = True
+        self._context.control.stop = True
 
     def post(self, function: Callable[[], None]) -> None:
         self._calls.append(function)

@@ -1,4 +1,4 @@
-"""The engine loop: rings -> scheduler -> runner -> tokens. There is one, and everything runs it.
+"""The engine loop: rings -> scheduler -> runner -> tokens. API, simulator and tests run it.
 
 take what arrived -> decide -> effects -> run a program until its end or a boundary
      ^                                                              |

@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 class Deciding(Protocol):
-    """What the loop asks of a scheduler: `Scheduler`, or the native one."""
+    """What the loop asks of a scheduler: `Scheduler`; tests have one in C++."""
 
     policy: Any
     costs: CostTable

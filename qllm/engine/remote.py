@@ -1,7 +1,7 @@
 """Where an engine lets front ends of other hosts in.
 
-Each has a TCP connection of its own (`transports.meeting`) for what is rare, and rings over NIXL
-for requests and tokens. When its connection ends or is silent, it is gone.
+Each has a TCP connection of its own (`qllm.ingress.remote.meeting`) for what is rare, and rings
+over NIXL for requests and tokens. When its connection ends or is silent, it is gone.
 """
 
 import base64

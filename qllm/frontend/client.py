@@ -1,8 +1,8 @@
 """Where the engine loop lives, as `QLLMEngine` sees it.
 
-The thread client runs it on a thread of this process, the process client in a process of its own.
-Both do the same; whoever waits for a request holds a `Handle`, and a client ends every handle it
-was given, whatever happens to the loop.
+The thread client runs it on a thread of this process, the process client in a process of its own,
+and the remote client reaches one on another host. Callers hold a `Handle` per request, and a client
+ends every handle it was given, whatever happens to the loop.
 """
 
 import _thread
@@ -26,7 +26,7 @@ MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], 
 
 
 class Client(ABC):
-    """Runs one engine. Every method may be called from any thread."""
+    """Runs or reaches one engine. Every method may be called from any thread."""
 
     info: ModelInfo
 
@@ -186,7 +186,7 @@ class Client(ABC):
 
 
 _OPEN: set[Client] = set()
-"""Hosts of this process that serve."""
+"""Clients of this process that serve."""
 
 
 def close_collected(client: Client) -> None:

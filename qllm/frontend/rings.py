@@ -23,7 +23,8 @@ CLOSE_S = 30.0
 class RingClient(Client):
     """The front end of an engine elsewhere: handles here, rings between.
 
-    A subclass makes `_front_end`, calls `_take` on one thread, `_end_all` at the end, and asks.
+    A subclass makes `_front_end`, calls `_take` on its receiver thread and `_end_all` when the
+    engine is gone, and implements `_ask`.
     """
 
     def __init__(self, front_end: FrontEndRings) -> None:

@@ -11,7 +11,7 @@ from qllm.runner.protocol import Watch
 
 
 class StopWord:
-    """The word that an arrival lowers and a running program polls (`qllm.plan.Stop`)."""
+    """The word that an arrival lowers and a running program polls (`qllm.runner.protocol.Stop`)."""
 
     __slots__ = ("_changes", "_lock", "lowered_ns", "now_ns", "stop_at_ns", "word")
 
@@ -26,7 +26,7 @@ class StopWord:
         """How often the word went down, raised after it has."""
 
     def watch(self) -> Watch:
-        """What changes when the word goes down (`qllm.plan.Stop`)."""
+        """What changes when the word goes down (`qllm.runner.protocol.Stop`)."""
         return Watch(self._changes.buffer_info()[0], self._changes[0])
 
     def lower(self, priority: int) -> None:

@@ -44,7 +44,7 @@ class Start(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The answer to a front end that attaches; four descriptors follow (see `send_hello`)."""
+    """The answer to a front end that attaches; four descriptors follow."""
 
     info: ModelInfo
     config: EngineConfig

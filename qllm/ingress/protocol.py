@@ -17,7 +17,7 @@ CONTROL = -(2**30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request that passed every check at the door."""
+    """A request that passed every check of `submit`."""
 
     request_id: RequestId
     name: str

@@ -200,7 +200,7 @@ class ShmStop:
         self._address = int(np.frombuffer(bell, "u1").ctypes.data)
 
     def watch(self) -> Watch | None:
-        """The bell and the number seen last (`qllm.plan.Stop`)."""
+        """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
         return Watch(self._address, self.seen)
 
     @property
@@ -276,7 +276,7 @@ class ShmIngress:
     def attach(self, port: FrontEndPort) -> None:
         """Serve one more front end."""
         self.ports[port.number] = port
-        self.stop.seen = -1  # what it has put already was seen without it
+        self.stop.seen = -1  # an earlier look may have missed what it put before it was attached
 
     def wait(self, timeout_ns: int | None) -> None:
         """Sleep until something arrives or the time has passed; at most `BEAT_NS`."""

@@ -1,4 +1,4 @@
-"""Events and their sequence, the trace, from which metrics are computed and a run is replayed.
+"""Events and their sequence, the trace, from which metrics are computed and a schedule is repeated.
 
 An event is one fact with `at_ns`, the engine's clock. The engine emits; `qllm.record.metrics` and
 `qllm.record.perfetto` are functions of what it emitted. A file is JSON lines, the first a header:

@@ -5,7 +5,7 @@
     reference   transformers' own modules: the bits of `model.forward`.
 
 Level L2 asks for rows that do not depend on each other. Our kernels are made so; for what torch
-multiplies a rule is found at start (`models.linear`).
+multiplies a rule is found at start (`runner.layers.rows`).
 """
 
 import logging
@@ -75,7 +75,7 @@ class Compute:
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
         self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
-        """Greedy rows keep the best of their logits alone (`models.heads`)."""
+        """Greedy rows keep the best of their logits alone (`runner.heads`)."""
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
@@ -109,7 +109,7 @@ class Compute:
         _leave(self._held)
 
     def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
-        """Run those ops under the rule that call glue of the model; the others follow it anyway."""
+        """Wrap the ops that call the model's own code, so that they follow the rule."""
         if not self._enters_rule:
             return
 

@@ -4,7 +4,7 @@ Against `model.forward`, layer by layer, in a prefill and in a decode step:
 
     every part of a layer (attention, router, the rest) gets the input that the model's own part
     had, so that errors neither grow nor change the experts; what comes out differs by no more
-    than rounding explains (`models.reference` measures on the model itself how much that is).
+    than rounding explains (`runner.reference` measures on the model itself how much that is).
 
 Bits are not compared there: the same product has other bits in blocks of other sizes, with
 another number of threads, and in our kernels. Against itself, bit by bit, with the tokens free:
@@ -37,7 +37,7 @@ BEYOND_WINDOW = 8
 """Tokens of the prompt beyond a sliding window, if it is no longer than `MAX_PROMPT`."""
 MAX_PROMPT = 512
 BOUND = {torch.float32: 64.0}
-"""Largest difference that rounding explains, in spreads (`models.reference`); 8 in 16 bits, whose
+"""Largest difference that rounding explains, in spreads (`runner.reference`); 8 in 16 bits, whose
 sums are in fp32. Most seen, in small models of eight families and some 1,024 wide: 7.8 and 2.6."""
 UNCLEAR = 24
 """One in so many tokens whose choice of experts seemed clear, at least one, may be routed another

@@ -35,7 +35,7 @@ LOGITS_AT_ONCE = 1 << 22
 KEY_QUERIES = 16
 """Queries that an attention which stops between keys takes at once, if their projections fit."""
 FEW_MORE = 1.25
-"""Times the keys of a segment that its last one may have."""
+"""The last segment may have up to this many times the keys of the others."""
 FILL = 0.6
 """Part of `max_segment_ms` that nominal costs may fill."""
 

@@ -42,7 +42,7 @@ class LayerState:
     weights_TK: Tensor | None = None
     next_TD: Tensor | None = None
     space: Any = None
-    """`models.sweep.LayerBuffers` whose tensors these are, if one call ran them all."""
+    """`runner.sweep.LayerBuffers` whose tensors these are, if one call ran them all."""
 
     def gather(self) -> Tensor:
         """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
@@ -150,7 +150,7 @@ class Frame:
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
-        """Per group, of layers with experts and of dense ones: `models.sweep.LayerOps`."""
+        """Per group, of layers with experts and of dense ones: `runner.sweep.LayerOps`."""
 
     def tokens(self, group: int) -> Tensor | None:
         """Packed positions of a group's tokens; None if they are all tokens."""
@@ -286,7 +286,7 @@ class Frame:
         members: Sequence[int],
         shape: tuple[int, int],
     ) -> Scores:
-        """Prompts that end in HEAD, of which the active rows are, and that are asked about.
+        """Find the prompts that end in this HEAD op and whose log-probabilities are asked for.
 
         Args:
             requests: Of the rows, by id.

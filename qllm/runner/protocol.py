@@ -14,7 +14,7 @@ class Watch(NamedTuple):
 
     address: int
     seen: int
-    """While the word is this, the stop word is what it was at the next reading of it."""
+    """While the watched word has this value, the stop word is as it was read after `watch()`."""
 
 
 class Stop(Protocol):

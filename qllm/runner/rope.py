@@ -45,7 +45,7 @@ class Switch:
     """KV of a length up to `at` is not used beyond it."""
 
     def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """The length of the positions below it; a position beyond it has its own.
+        """The length n that chooses frequencies below position n; a later position p uses p + 1.
 
         Args:
             num_prompt_tokens: Of the request.

@@ -40,11 +40,11 @@ OnLogits = Callable[[RequestId, int, Tensor], None]
 
 
 class TorchRunner:
-    """The Runner of `plan.py` over a causal language model of transformers.
+    """The `Runner` of `runner/protocol.py` over a causal language model of transformers.
 
     Args:
         model: In evaluation mode, whole, on one device. Its attention modules get a config of
-            their own (see `models.attention`); `model.forward` gives what it gave before.
+            their own (see `runner.layers.attention`); `model.forward` gives what it gave before.
         max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
         batch_invariant: Level L2; its self-test runs here and finds the rule.
         kernels, expert_weights: See `EngineConfig`.
@@ -106,7 +106,7 @@ class TorchRunner:
         self.compute = compute
         self._drivers, self._banks, self._head = compute.drivers, compute.banks, compute.head
         self.sweep = compute.sweep
-        """Runs what it covers in one call; with `models.sweep.NOTHING` every op runs by itself."""
+        """Runs what it covers in one call; with `runner.sweep.NOTHING` every op runs by itself."""
         self.drivers = tuple(driver.kind for driver in self._drivers)
         """Who runs each layer."""
         self._ops: dict[OpKind, RunOp] = {

@@ -21,7 +21,7 @@ from qllm.types import Logprobs, PromptLogprobs, Sampled
 
 
 class Head(Protocol):
-    """The output head as vocabulary blocks (`models.packed.Head`)."""
+    """The output head as vocabulary blocks (`runner.layers.linears.Head`)."""
 
     num_blocks: int
 
@@ -29,7 +29,7 @@ class Head(Protocol):
 
 
 class Costs(Protocol):
-    """How much fits into a segment (`models.cuts.Costs`)."""
+    """How much fits into a segment (`runner.cuts.Costs`)."""
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int: ...
     def rows_to_read(self, vocab_size: int) -> int: ...

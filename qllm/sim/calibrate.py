@@ -90,7 +90,7 @@ class Measured:
 
 
 class _Probe:
-    """An engine without a host, whose runner is watched."""
+    """An engine without a client, whose runner is watched."""
 
     def __init__(self, runner: TorchRunner, config: EngineConfig) -> None:
         self.runner = runner
@@ -342,7 +342,7 @@ def calibrate(
         )
         probe = _Probe(runner, config)
         gc.collect()
-        gc.freeze()  # as the host of an engine does
+        gc.freeze()  # as an engine's process does
         try:
             probe.serve(loads[0])
             for chosen in [*loads] * rounds:

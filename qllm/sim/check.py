@@ -165,7 +165,7 @@ class World:
         self.ingress.put_at(at_ns, Cancel(request_id))
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """See `qllm.engine.loop.Sink`."""
+        """See `qllm.engine.protocol.Sink`."""
         assert sampled.request_id not in self.finished, "a token after the end"
         self.tokens[sampled.request_id] += 1
         return False
@@ -177,7 +177,7 @@ class World:
         error: str | None,
         metrics: RequestMetrics | None,
     ) -> None:
-        """See `qllm.engine.loop.Sink`."""
+        """See `qllm.engine.protocol.Sink`."""
         assert request_id not in self.finished, "finished twice (I13)"
         self.finished[request_id] = reason
         self.errors[request_id] = error

@@ -77,7 +77,7 @@ class CostFile(_Strict):
     cuts: dict[str, float] | None = None
     """Fields of `qllm.plan.CutRule`; None does not cut."""
     costs: dict[str, float]
-    """Fields of `qllm.sim.runner.SimCosts`, all of them."""
+    """Fields of `qllm.sim.timeline.SimCosts`, all of them."""
     max_kv_tokens: int = Field(ge=1)
     """Tokens of KV that the machine has room for."""
     expert_bytes: int = Field(ge=0)

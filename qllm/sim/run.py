@@ -93,7 +93,7 @@ class _World:
         )
 
     def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
-        """Let a request arrive; None if the engine would refuse it at the door."""
+        """Let a request arrive; None if the engine would refuse it in `submit`."""
         total = spec.num_prompt_tokens + spec.max_tokens
         room = self._config.num_blocks * self._config.block_size
         if total > min(room, self.runner.shape.max_position):
@@ -207,7 +207,7 @@ def simulate(
     """Serve requests on a virtual clock.
 
     Args:
-        requests: What arrives and when. The door (`max_waiting`) is not simulated; requests
+        requests: What arrives and when. `max_waiting` is not simulated; requests
             longer than the engine could hold are counted as refused.
         policy: A policy's name or object.
         costs: The model and the machine.

@@ -131,7 +131,7 @@ class SimRunner:
         self.clock.at_ns += round(costs.step_ns + len(program.rows) * costs.step_row_ns)
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        """Move the clock to where the program stops; see `qllm.plan.Runner.run`."""
+        """Move the clock to where the program stops; see `qllm.runner.protocol.Runner.run`."""
         if start != START:  # a resumed frame was not accepted just now
             self._between_runs(program)
         frame = self.frames[program.frame_id]

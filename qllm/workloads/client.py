@@ -1,4 +1,4 @@
-"""Replay a workload against an OpenAI-compatible server: open loop, streamed, fixed lengths.
+"""Send a workload to an OpenAI-compatible server: open loop, streamed, fixed lengths.
 
 A request is sent at its time whatever the server is doing, and there is no limit on how many are
 open: a client that waits hides the queue it makes. Latencies count from the time a request was
@@ -138,7 +138,7 @@ def _run(
         import aiohttp
     except ImportError:
         raise ConfigError(
-            "replaying against a server needs aiohttp: pip install 'qllm-runtime[bench]'"
+            "sending a workload to a server needs aiohttp: pip install 'qllm-runtime[bench]'"
         ) from None
 
     async def run() -> list[Served]:

@@ -53,7 +53,7 @@ class ServerStop:
         self._lowered = server.memory.cell("lowered_ns")
 
     def watch(self) -> Watch:
-        """The bell and the number seen last (`qllm.plan.Stop`)."""
+        """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
         return Watch(self._address, self._seen[0])
 
     @property

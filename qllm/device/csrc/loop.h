@@ -4,7 +4,7 @@
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
 //
 // A turn does bounded work and leaves everything in the blocks: a launch may end after any.
-// The rules are those of the loop on the host (qllm/engine/native_loop.py). Costs are not fitted here
+// The rules are those of the loop on the host (qllm/engine/loop.py). Costs are not fitted here
 // (qllm/engine/calibrate.py measures them before).
 #pragma once
 #include "server.h"

@@ -89,7 +89,7 @@ class Puller:
         return [words, *((at, at, size) for at, size in parts if size)]
 
     def _take_words(self) -> None:
-        """Take a tail that can be one: an own writer must never be told of too much room."""
+        """Take a tail only if it is plausible: a wrong one would overwrite unread records."""
         first, landed = _WORDS_AT // 8, _LANDING // 8
         wrong = False
         for i, writer in enumerate(self._writers):

@@ -6,7 +6,7 @@
 
 namespace qllm {
 
-// As OpKind of qllm/plan.py.
+// As OpKind of qllm/scheduler/program.py.
 enum Kind : int64_t { kAttn = 1, kRoute = 2, kExperts = 3, kCombine = 4 };
 
 // A layer of which every part is ours.
@@ -46,7 +46,7 @@ struct Sweep {
   Unit* units;                       // room for S
 
   int64_t unit_rows;
-  double range_ns, unit_ns, row_ns;  // units of one range: see `_experts` of qllm/runner/runner.py
+  double range_ns, unit_ns, row_ns;  // units of one range: see `Work` of qllm/runner/layers/work.py
 
   // Return at the boundaries of this grain when asked: when the word at `watch` is not `seen`, or
   // when `left_ns` have passed. Without a watch every such boundary returns.

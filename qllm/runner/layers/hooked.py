@@ -1,4 +1,4 @@
-"""Replay: drive a layer whose glue is unknown, by hooks on the unmodified layer.
+"""Hooked layers: drive a layer whose glue is unknown, by hooks on the unmodified layer.
 
 A layer is called three times over the same rows. While it runs, its parts are replaced, on the
 instance, by stubs that hand back what they gave before or unwind the call:

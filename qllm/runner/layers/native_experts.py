@@ -1,7 +1,7 @@
 """Experts with our CPU kernels, their weights packed in place of the module's.
 
     pack     layer by layer: pack into new memory on huge pages, free the module's
-    unpack     layer by layer: allocate, put every bit back, free the packed
+    unpack   layer by layer: allocate, put every bit back, free the packed
 
 int8 is not undone: what comes back are the rounded weights.
 
