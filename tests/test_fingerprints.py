@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES, make_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
 from typer.testing import CliRunner
 
 from qllm.cli import app
@@ -16,12 +16,14 @@ from qllm.models.loader import wrap
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def dense() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2,
+def unknown() -> FlexOlmoForCausalLM:
+    """A family whose layers are driven by hooks."""
+    config = FlexOlmoConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_experts=4,
+        num_attention_heads=2, num_key_value_heads=2, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return FlexOlmoForCausalLM(config).eval()
 
 
 def test_the_tables_are_of_the_version_that_tests_install() -> None:
@@ -62,7 +64,7 @@ def test_a_changed_source_is_said(
 
 
 def test_nothing_is_said_of_other_families(caplog: pytest.LogCaptureFixture) -> None:
-    model = dense()
+    model = unknown()
     with caplog.at_level(logging.WARNING, "qllm"):
         wrap(model)
     assert not caplog.records
@@ -79,9 +81,9 @@ def test_doctor_prints_digests(tmp_path: Path) -> None:
         assert part.digest in done.stdout
         assert part.source in done.stdout
     assert "unknown" not in done.stdout.split("transformers")[0]
-    dense().config.save_pretrained(tmp_path)
+    unknown().config.save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["doctor", "--fingerprints", str(tmp_path)])
-    assert "LlamaDecoderLayer.forward" in done.stdout
+    assert "FlexOlmoDecoderLayer.forward" in done.stdout
     assert "unknown" in done.stdout.split("transformers")[0]
     done = CliRunner().invoke(app, ["doctor", "--fingerprints", "no such folder"])
     assert done.exit_code == 2

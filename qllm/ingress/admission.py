@@ -1,7 +1,8 @@
 """What the engine takes of a request, whoever wrote it: the last check before the scheduler.
 
 `submit` refuses all of this when it is called. A record in a ring may come from a front end of
-another release, or from one that is broken; what it asks must not reach policies, which compute with it.
+another release, or from one that is broken; what it asks must not reach policies, which compute
+with it.
 The native server checks the same (`qllm/device/csrc/claim.h`).
 """
 

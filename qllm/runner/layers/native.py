@@ -1,8 +1,8 @@
 """The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
 
 A part that is not in the tables of `qllm.models.fingerprints`, or whose shape the kernels are not
-made for, stays with torch. Results round where the modules round and differ from theirs only by the order of
-fp32 sums.
+made for, stays with torch. Results round where the modules round and differ from theirs only by
+the order of fp32 sums.
 """
 
 from collections.abc import Iterable, Iterator
