@@ -395,7 +395,7 @@ def test_a_policy_that_waits_for_ever_is_named_and_its_requests_fail(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("decision", "scheduler"):
-        monkeypatch.setattr(f"qllm.{module}.MAX_IDLE_NS", 500 * NS_PER_MS)
+        monkeypatch.setattr(f"qllm.scheduler.{module}.MAX_IDLE_NS", 500 * NS_PER_MS)
     world = World(Planner(SLEEP[how]))
     for _ in range(2):
         world.submit(Priority.LS, 9, 2, at_ns=5 * NS_PER_MS)

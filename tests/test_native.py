@@ -361,7 +361,7 @@ def test_dead_tokens_give_zeros_to_the_projection() -> None:
 def bank_of(model: nn.Module) -> tuple[NativeBank, TorchBank]:
     """Two banks of the same weights; the first has packed its own."""
     ours: Any = NativeBank(discover(copy.deepcopy(model)).layers[0].experts)
-    ours.enter()
+    ours.pack()
     return ours, TorchBank(discover(model).layers[0].experts, PLAIN, in_place=False)
 
 

@@ -203,8 +203,8 @@ def asks(engine: QLLMEngine, name: str, path: str) -> Any:
 def test_closing_ends_calls_that_wait_for_an_engine_that_stands_still(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    for module in ("process_host", "ring_host"):
-        monkeypatch.setattr(f"qllm.{module}.CLOSE_S", 0.3)
+    for module in ("process", "rings"):
+        monkeypatch.setattr(f"qllm.frontend.{module}.CLOSE_S", 0.3)
     path = str(tmp_path / "socket")
     engine = QLLMEngine.from_pretrained(model, listen=path, record=True, **SETTINGS)
     other = QLLMEngine.attach(path)
