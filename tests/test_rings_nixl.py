@@ -86,7 +86,7 @@ def test_a_request_there_and_its_tokens_back(pair: Pair) -> None:
     assert items[0].token_ids == tuple(range(300))
     assert stop.word == ANY_ARRIVAL
     pair.ingress.decided(num_live=2, num_waiting=1)
-    sink = RingSink(pair.ingress.lanes)
+    sink = RingSink(pair.ingress.ports)
     for n in range(300):
         sink.on_token(Sampled(1, n), n)
     sink.on_finish(1, FinishReason.LENGTH, None, None)
@@ -137,7 +137,7 @@ def test_a_link_that_fails_cuts_its_front_end_off(
     pair.until(lambda: pair.ingress.stop.word == 0)
     monkeypatch.setattr(pair.links[1], "is_done", fail)
     pair.until(lambda: pair.ingress.drain() or pair.broken)
-    assert pair.ingress.lanes == {}
+    assert pair.ingress.ports == {}
     assert pair.ingress.drain() == []
     pair.ingress.wait(1_000_000)
 
