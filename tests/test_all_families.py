@@ -100,6 +100,7 @@ PARTS = {
 """Refused families that once raised whatever came, and the part that is named."""
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("family", [*MOE, *DENSE])
 def test_a_family_gives_the_tokens_of_generate(family: str) -> None:
     assert family in tiny_configs.model_types(), "take it off the list, here and in the docs"
@@ -108,6 +109,7 @@ def test_a_family_gives_the_tokens_of_generate(family: str) -> None:
     assert found["logprobs_vary_by"] > 20 * all_families.CLOSE, "it would not show a wrong step"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("family", PARTS)
 def test_a_family_that_cannot_be_driven_is_refused_by_name(family: str) -> None:
     assert family in tiny_configs.model_types(), "take it off the list"

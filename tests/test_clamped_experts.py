@@ -84,6 +84,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.double().norm())
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("d", "f"), [(64, 32), (70, 40), (130, 66)])
 @pytest.mark.parametrize("tokens", [1, 6, 7, 40])
 def test_they_compute_what_the_module_computes(kind: str, d: int, f: int, tokens: int) -> None:

@@ -45,6 +45,7 @@ def test_a_right_model_is_accepted_and_a_wrong_one_is_refused(number: int) -> No
         assert startup.refusal(model, runner), f"{case.name}: {name}"
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", WRONG)
 def test_every_part_that_is_wrong_is_seen_in_bf16(name: str) -> None:
     """In the first family that has the part; 16 bits hide most."""

@@ -157,6 +157,7 @@ def test_op_by_op_the_tokens_are_those_of_the_cpu(family: str) -> None:
     assert runner.pages.num_free == runner.pages.num_pages
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_by_stages_the_tokens_are_those_of_the_cpu(family: str) -> None:
     runner, fake = captured_runner(family, layers_per_stage=2)
@@ -260,6 +261,7 @@ def _with_head(runner: CudaRunner) -> list[Any]:
 # -- parking
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grain", [Grain.LAYER, Grain.EXPERT])
 @pytest.mark.parametrize("stages", [True, False])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])

@@ -217,6 +217,7 @@ def jobs_of(seed: int, num: int = 14) -> list[Job]:
     return random_jobs(random.Random(seed), num, LONGEST - 8, VOCAB)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
@@ -282,6 +283,7 @@ def _pair(*both: Any) -> tuple[Any, ...]:
     return both
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_cancels_cost_nobody_else_a_token(seed: int) -> None:
     jobs, rng = jobs_of(seed, 12), random.Random(seed)

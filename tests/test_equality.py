@@ -296,6 +296,7 @@ STORMS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "dtype", "policy", "seed"), STORMS)
 def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     family: str, dtype: str, policy: str, seed: int

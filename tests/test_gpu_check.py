@@ -22,6 +22,7 @@ def test_the_budgets_fit_into_eight_minutes() -> None:
     assert sum(gpu_check.BUDGETS_S.values()) < 8 * 60
 
 
+@pytest.mark.exhaustive
 def test_tests_for_a_gpu_import_only_what_is_there() -> None:
     """The machine with the GPU has torch, transformers, cupy; no server, no NIXL, no pydantic."""
     missing = ("fastapi", "nixl", "openai", "pydantic", "starlette", "uvicorn")
@@ -71,6 +72,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
     return {name: set(part["sections"]) for name, part in found["parts"].items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     found = dry_run(tmp_path, *gpu_check.BUDGETS_S)
@@ -78,6 +80,11 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     assert found["qwen3"] == BIG | PEERS
     assert found["mixtral"] == BIG | LOADS
     assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_1.0"} <= found["kernels"]
+
+
+@pytest.mark.slow
+def test_a_dry_run_walks_a_part(tmp_path: Path) -> None:
+    assert dry_run(tmp_path, "exact") == {"exact": {"tokens_mixtral"}}
 
 
 def test_without_a_gpu_the_real_run_says_what_to_do(tmp_path: Path) -> None:

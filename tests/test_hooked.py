@@ -181,6 +181,7 @@ def model_of(family: str, name: str, folder: Path) -> Any:
     return load(folder / f"{family}-{name}").model
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.usefixtures("no_known_glue")
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])

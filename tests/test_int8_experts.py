@@ -87,6 +87,7 @@ SHAPES = [(64, 32), (70, 40), (130, 66), (256, 100)]
 """D and F: panels of every width, and groups that end inside of a row."""
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize(("d", "f"), SHAPES)
 @pytest.mark.parametrize("tokens", [1, 5, 6, 7, 40])

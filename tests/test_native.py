@@ -95,6 +95,7 @@ def mixtral(**more: Any) -> nn.Module:
 # -- products
 
 
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("num_out", [1, 15, 16, 17, 64, 65, 100, 200])
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 97, 100])
 @pytest.mark.parametrize("num_in", [70, 262, 1030])
@@ -214,6 +215,7 @@ def attend_both(model: nn.Module, spans: list[tuple[int, int]], warm: int) -> tu
     return outs[0], outs[1]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("make", "window"), [(qwen3, None), (mixtral, None), (mixtral, 40)])
 @pytest.mark.parametrize(
     "spans",
@@ -255,6 +257,7 @@ SHAPES = [(4, 2, 32), (3, 3, 128), (12, 4, 64), (6, 1, 96), (50, 1, 32), (4, 2, 
 """Query heads, KV heads and their width."""
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("heads", "groups", "head"), SHAPES)
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (1, False), (100, False), (90, True)])
 def test_queries_attend_the_keys_before_them_and_no_others(
@@ -290,6 +293,7 @@ def test_queries_attend_the_keys_before_them_and_no_others(
             assert far.mean() <= 1.05 * farther.mean()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("heads", "groups", "head"), SHAPES)
 @pytest.mark.parametrize("window", [None, 90])
 def test_no_cut_of_the_queries_and_no_thread_changes_a_bit(

@@ -61,6 +61,7 @@ def modules(width: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ["rms", "rms_wide", "layer"])
 @pytest.mark.parametrize("width", [16, 70, 128])
 def test_norms_are_those_of_the_modules(name: str, width: int) -> None:
@@ -142,6 +143,7 @@ def is_near_fp64(model: Any) -> None:
     assert off(ours, exact).max() <= 1.3 * off(theirs, exact).max()
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_as_near_to_fp64_as_the_modules_in_bf16(family: str) -> None:
     is_near_fp64(make_model(family, torch.bfloat16))
@@ -166,6 +168,7 @@ def _native(layer: Any) -> NativeDriver:
     return driver
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_no_neighbour_and_no_thread_changes_a_bit(family: str) -> None:
     parts = discover(make_model(family, torch.bfloat16))
@@ -261,6 +264,7 @@ def sorted_by_id(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     return ids_TK.gather(1, order), weights_TK.gather(1, order)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routers_choose_and_weigh_as_the_modules(family: str) -> None:
     parts = discover(make_model(family, torch.bfloat16)).layers[LAYER]
@@ -335,6 +339,7 @@ def test_routers_that_cannot_choose_so_many_are_refused() -> None:
 # -- the whole
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_are_native(family: str) -> None:
     model = make_model(family, torch.bfloat16)
@@ -374,6 +379,7 @@ def of_all_rows(kind: Any, driver: NativeDriver, parts: Any, x_TD: Tensor) -> Te
     return kind.dense(driver, x_TD, x_TD)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("rows", [1, 7, 40, 200])
 def test_shared_experts_and_dense_layers_are_near_fp64(family: str, rows: int) -> None:

@@ -132,6 +132,7 @@ def attack(rng: random.Random) -> tuple[str, int, int, bytes]:
     return ring, kind, flags, bytes(data)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("number", range(40))
 def test_no_record_of_an_attacker_harms_another_front_end(number: int) -> None:
     rng = random.Random(number)

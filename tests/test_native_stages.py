@@ -85,6 +85,7 @@ PAIRS = [(family, name) for family in FAMILIES for name in ("qllm2", "priority-l
 PAIRS += [("mixtral", name) for name in POLICIES if ("mixtral", name) not in PAIRS]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_tokens_and_branches_are_those_of_the_host(family: str, name: str) -> None:
     sure = [Job(0, 10, tuple(range(45)), 4, GREEDY), Job(STAGE_NS, 0, (5, 7), 4, GREEDY)]

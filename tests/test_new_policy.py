@@ -168,6 +168,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
         yield match[1], match[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
     found = list(blocks(ROOT / "docs" / "policies.md"))

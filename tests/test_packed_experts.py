@@ -60,6 +60,7 @@ def assert_whole(model: Any, before: dict[str, Tensor]) -> None:
         assert torch.equal(bits(now[name].detach()), bits(weight)), name
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 2), (16, 6), (17, 70), (64, 8), (65, 4), (200, 34), (48, 96)]

@@ -188,6 +188,7 @@ def checkpointed(world: World) -> None:
 WAYS = [chunked, by_layers, stopped, evicted, in_company, checkpointed]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("family", "kernels", "dtype"), PATHS[1:3])
 @pytest.mark.parametrize("cut", [None, 0.3], ids=["uncut", "cut"])

@@ -191,6 +191,7 @@ def test_rank_is_linked_into_the_scheduler_kernel() -> None:
     assert all(kernel.encode() in cubin for kernel in KERNELS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capability"),

@@ -324,6 +324,7 @@ def namespace() -> Iterator[str]:
         ip("netns", "del", name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_front_end_in_another_network(namespace: str, model: str, secret_file: Path) -> None:
     meeting = Meeting(Address("198.18.77.1", free_port()), "tcp", SECRET)

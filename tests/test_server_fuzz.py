@@ -175,6 +175,7 @@ def test_a_short_soak(served: Serving, engine: QLLMEngine) -> None:
     assert set(done) == {"whole", "leave", "malformed", "half"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_longer_soak(served: Serving, engine: QLLMEngine) -> None:
     assert sum(soak(served, engine, 30, 12).values()) > 100

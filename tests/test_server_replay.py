@@ -176,6 +176,7 @@ def go_on(served: Serving, engine: QLLMEngine, clients: list[Client]) -> None:
     until(lambda: served.front.engine is not engine, 60)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path) -> None:
     door = str(tmp_path / "engine")
@@ -239,6 +240,7 @@ def test_all_that_wait_end_when_there_is_no_further_engine() -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_while_there_is_no_engine() -> None:
     """Deadlines and clients that leave do not wait for the next one."""

@@ -89,6 +89,7 @@ def test_a_short_soak_finds_nothing() -> None:
     assert report["memory"]["engine_rss_mb"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_http_costs_is_measured() -> None:
     report = run(

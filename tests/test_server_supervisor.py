@@ -89,6 +89,7 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         served.front.engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
     make = partial(tiny_engine, policy=Poisoned(), **SETTINGS)
