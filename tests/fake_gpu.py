@@ -116,7 +116,7 @@ def install() -> None:
     def of_cuda(policy: Any, device: Any) -> tuple[Any, Any]:
         return ThreadedApi(), _dangerous(Kernel(policy))
 
-    qllm.device.launcher._of_cuda = of_cuda
+    qllm.device.launcher._cuda_api = of_cuda
 
 
 def _dangerous(kernel: Any) -> Any:

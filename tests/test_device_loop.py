@@ -24,7 +24,7 @@ from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key
 from qllm.device import lanes
 from qllm.device.graph import KernelCall, LoopGraph, Watch, serve
-from qllm.device.launcher import DeviceEngine, _of_cuda
+from qllm.device.launcher import DeviceEngine, _cuda_api
 from qllm.device.loop import DeviceLoop
 from qllm.device.server import address_of, attach
 from qllm.errors import ConfigError
@@ -275,7 +275,7 @@ def test_the_kernel_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("qllm.device.graph_api.CudaLoopApi", lambda: SimpleNamespace(load=_pair))
     monkeypatch.setattr("qllm.device.cubins.kernel_of", lambda *what: what[1])
-    _, loaded = _of_cuda(policy_of("fcfs"), torch.device("cuda"))
+    _, loaded = _cuda_api(policy_of("fcfs"), torch.device("cuda"))
     assert loaded == ((9, 0), "qllm_turn")
 
 

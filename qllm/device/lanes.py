@@ -14,7 +14,7 @@ from qllm.ingress.structs import Dtype, c_struct
 VERSION = 2
 """Version of everything in this file."""
 NOTHING, CANNOT = -1, -2
-"""In place of a branch: nothing can run now; the frame that runs fits no stage."""
+"""Returned instead of a branch: nothing can run now; the running frame fits no stage."""
 GOES_ON, PARKED, OVER = range(3)
 """What became of the running frame after a stage."""
 BROKEN = -1

@@ -1,4 +1,4 @@
-"""The loop on the device, put together: memory of both sides, the kernel, the graph, the watch.
+"""Builds the loop on the device: memory of both sides, the kernel, the CUDA graph, the watchdog.
 
 The host makes everything at start, launches the graph, and then reads a few words now and then.
 It touches no request and no token. Never run on a GPU (docs/gpu-status.md).
@@ -161,7 +161,7 @@ class DeviceEngine:
             self._take_in(block)
         self.memory = OnDevice(self.loop, device)
         if api is None or function is None:
-            api, function = _of_cuda(policy, device)
+            api, function = _cuda_api(policy, device)
         captured = [runner.stages.captured[key] for key in self.loop.keys]
         self._graph = LoopGraph(api, KernelCall(function, self.memory.addresses), captured)
 
@@ -270,7 +270,7 @@ class DeviceEngine:
         self._pinned.clear()
 
 
-def _of_cuda(policy: RankPolicy, device: torch.device) -> tuple[LoopApi, Any]:
+def _cuda_api(policy: RankPolicy, device: torch.device) -> tuple[LoopApi, Any]:
     from qllm.device.cubins import kernel_of
     from qllm.device.graph_api import CudaLoopApi
 

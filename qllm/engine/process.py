@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine.build import crash_text
-from qllm.engine.remote import RemoteFrontEnd, RemoteListener, short
+from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.ingress.front_end import ring_bytes
@@ -107,7 +107,7 @@ class EngineProcess:
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
         if remote is not None:
-            model = _found_anywhere(self._start.model)
+            model = _absolute_model_path(self._start.model)
             prepared = engine.prepared
             remote.open(EngineCard(prepared.info, self._start.config, prepared.trace.meta, model))
         crash = engine.serve()
@@ -167,7 +167,7 @@ class EngineProcess:
             prepared.info,
             self._start.config,
             prepared.trace.meta,
-            _found_anywhere(self._start.model),
+            _absolute_model_path(self._start.model),
             bool(self._start.load.get("trust_remote_code")),
         )
         control, engine = self._control.segment, self._doorbell
@@ -300,7 +300,7 @@ class EngineProcess:
             said = {"draining": control.draining, "error": control.error}
             return {"now_ns": self._now_ns(), **said}
         if op == "stats":
-            return short(self._op_stats())
+            return trim_latencies(self._op_stats())
         if op == "statuses":
             return self._op_statuses([int(i) for i in args[0]])
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
@@ -343,7 +343,7 @@ def portable_error(error: Exception) -> Exception:
     return error
 
 
-def _found_anywhere(model: str) -> str:
+def _absolute_model_path(model: str) -> str:
     """The name of a model for a process that may have another working directory."""
     is_folder = model not in ("tiny", *ALIASES) and os.path.isdir(model)
     return os.path.abspath(model) if is_folder else model

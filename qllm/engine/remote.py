@@ -188,6 +188,6 @@ def peer_from(message: dict[str, Any]) -> Peer:
     return Peer(metadata, int(message["address"]), kind, int(message["device"]), is_pulled)
 
 
-def short(stats: dict[str, Any]) -> dict[str, Any]:
-    """Statistics small enough to be asked for again and again."""
+def trim_latencies(stats: dict[str, Any]) -> dict[str, Any]:
+    """Statistics with the latest latencies alone, small enough to ask for often."""
     return {**stats, "preempt_latencies_ms": stats["preempt_latencies_ms"][-MAX_LATENCIES:]}

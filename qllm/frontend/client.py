@@ -34,7 +34,7 @@ class Client(ABC):
         self.admission_lock = threading.RLock()
         """Held while a request enters, so that none enters a client that has ended."""
         self.handles: dict[RequestId, Handle] = {}
-        """Who waits."""
+        """Open requests by id."""
         self.is_leaving = False
         """It is being closed, or will be: no engine is left to ask for anything."""
         self._numbers = itertools.count()

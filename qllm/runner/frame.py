@@ -118,7 +118,7 @@ class RequestState:
         return tensors, meta
 
     def restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Take up what `export` gave."""
+        """Restore from `export`."""
         for name in tensors:
             if name.startswith("k."):
                 layer = int(name[2:])
@@ -357,7 +357,7 @@ class Frame:
         return out
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take up what `export` gave, except the expert work, which needs its bank."""
+        """Restore from `export`, except the expert work, which needs its bank."""
         group, self.slots_done = tensors["numbers"].tolist()
         self.group = None if group < 0 else group
         self.master_TD, self.x_TD = tensors.get("master"), tensors.get("x")

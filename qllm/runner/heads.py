@@ -85,7 +85,7 @@ class HeadState:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
-        """Take up what `export` gave."""
+        """Restore from `export`."""
         greedy = tensors.get("head.greedy")
         ids = () if greedy is None else greedy.tolist()
         head = cls(tensors["head.x"], ids, Scores.restored(tensors))

@@ -183,7 +183,7 @@ class LayerBuffers:
             self.next_TD.copy_(state.next_TD)
 
     def write_pointers(self, s: _Sweep) -> None:
-        """Say where the tensors are."""
+        """Write the addresses of the tensors into the struct."""
         tokens, width = self.mid_TD.shape
         s.tokens, s.width, s.top_k = tokens, width, self.ids_TK.shape[1]
         s.wide = self.weights_TK.dtype is torch.float32
@@ -497,4 +497,4 @@ def _watch(s: _Sweep, stop: Stop, below: int) -> None:
 
 
 NOTHING = Sweep((), (), 0)
-"""Covers no layer."""
+"""A sweep that covers no layer: every op runs on its own."""

@@ -34,7 +34,7 @@ class Ranking:
         self.waiting: list[Ranked] = []
         """Those who hold none, best first."""
         self.num_own_tiers = 0
-        """How many have a tier that is not their priority."""
+        """Requests whose tier differs from their priority."""
         self._where: dict[RequestId, Ranked] = {}
         """The places of those who wait."""
         self._unranked = list(requests)

@@ -16,7 +16,7 @@ from qllm.scheduler.ranking import Ranking
 from qllm.types import NS_PER_MS
 
 RIDE_CAP = 8
-"""Most allowances that are saved up; one decode step of the best tier earns one."""
+"""Cap on saved allowances; one decode step of the best tier earns one."""
 MARGIN_GROWTH = 8
 """A gap that was too long adds this part of the target to the margin."""
 MARGIN_DECAY = 512

@@ -112,9 +112,9 @@ class Scheduler:
         return effects
 
     def _let_go(self) -> None:
-        """Let go of frames of which only rows are left that have left the sweep."""
+        """Drop parked frames whose remaining rows have all left the sweep."""
         for parked in [p for p in self.frames.values() if not p.live_rows()]:
-            # what is done of the layer belonged to the dead: who waits left below it
+            # the work in this layer was of cancelled rows; live rows left the sweep at its start
             parked.index = parked.program.layer_start(parked.index)
             self._owed.append(self._split(parked))
 

@@ -33,7 +33,7 @@ MAX_ERRORS = 100
 LINES_AT_ONCE = 64
 """Read from a file at a time."""
 MOST_DEATHS = 2
-"""Engines that may die under a line: the first perhaps of another one, the next of this alone."""
+"""Retries per batch line: the first crash may have been another request's fault."""
 RETRY_S = 0.5
 """Between two tries when the engine's queue is full or there is no engine."""
 

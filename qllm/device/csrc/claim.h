@@ -137,7 +137,7 @@ struct Claimer : Publisher {
     while (at >= 0 && f.pending[at].request_id != id) at--;
     return at;
   }
-  // A ring was seen empty: what the cancels so far are for is not in it.
+  // The ring was empty, so no pending cancel refers to a request still in it.
   QLLM_D static void passed(FrontEnd& f, i32 ring) {
     for (i32 at = f.num_pending - 1; at >= 0; at--) {
       f.pending[at].passed |= ring;

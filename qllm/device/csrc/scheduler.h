@@ -165,7 +165,7 @@ struct Scheduler : Ranking {
   QLLM_HD void unpark(i32 frame) {
     take_out(parked, &s->num_parked, find(parked, s->num_parked, frame));
   }
-  // Let go of frames of which only rows are left that have left the sweep.
+  // Drop parked frames whose remaining rows have all left the sweep.
   QLLM_HD void let_go() {
     for (i32 p = 0; p < s->num_parked;) {
       i32 frame = parked[p];
@@ -176,7 +176,7 @@ struct Scheduler : Ranking {
         p++;
         continue;
       }
-      // what is done of the layer belonged to the dead: who waits left below it
+      // the work in this layer was of cancelled rows; live rows left the sweep at its start
       for (i32 i = 0; i < f.num_rows; i++) {
         const Row& row = rows_of(frame)[i];
         if (row.flags & DEAD) continue;

@@ -204,7 +204,7 @@ struct Stages : Block {
     columns[2 * stride] = num;
     columns[3 * stride] = row.lo + a;
   }
-  // How row `head` of the sampling is done: greedily where nobody listens.
+  // Fill the sampling parameters of row `head`; dead rows sample greedily.
   QLLM_HD void write_head(const Lane& lane, i64 head, const Row* row, i32 last) const {
     bool live = row && has_live_request(*row);
     const Serving* as = live ? serving + row->slot : nullptr;

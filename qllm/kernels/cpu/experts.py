@@ -184,9 +184,9 @@ class Mlp:
     """SwiGLU that every row goes through: shared experts, or a dense layer.
 
     Args:
-        gate_FD: bf16 weights, as of `up_FD` and `down_DF`.
-        up_FD: See above.
-        down_DF: See above.
+        gate_FD: bf16 weights [F, D].
+        up_FD: bf16 weights [F, D].
+        down_DF: bf16 weights [D, F].
         share_1D: Its product with a row scales the row's output by a sigmoid.
     """
 
