@@ -107,7 +107,7 @@ class Exactness(enum.StrEnum):
 
 
 class Driver(enum.StrEnum):
-    """Who runs a layer; named in every result (per layer)."""
+    """The driver of a layer; every result names that of each layer."""
 
     FAST = "fast"
     """Our glue over the model's own submodules, for a layer whose fingerprint is known."""

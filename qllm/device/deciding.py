@@ -123,7 +123,7 @@ class NativeDecider:
 
     @property
     def policy(self) -> RankPolicy:
-        """Who ranks."""
+        """The policy whose `rank` was compiled."""
         return self._policy
 
     @policy.setter

@@ -123,7 +123,7 @@ class EngineProcess:
         return 0 if crash is None else 1
 
     def _unlink(self) -> None:
-        """Nobody else attaches."""
+        """Let no further front end attach."""
         if self._start.listen is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._start.listen)

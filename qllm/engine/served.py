@@ -28,7 +28,7 @@ from qllm.scheduler.rules import refuse_policy
 from qllm.types import CAPABILITIES, RequestId, RequestStatus, SamplingParams
 
 Broken = Callable[[int, str], None]
-"""Told the number of a front end that was cut off, and why."""
+"""Called with the number of a front end that was cut off, and why."""
 
 
 class ProcessContext(NamedTuple):
@@ -114,7 +114,7 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def leave(self, number: int) -> None:
-        """Nobody waits any more for the requests of a front end: free them, soon, and its link."""
+        """A front end has left: free its requests, soon, and its link."""
 
     @abstractmethod
     def close(self) -> None:

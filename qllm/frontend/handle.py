@@ -152,7 +152,7 @@ class Handle:
         cancel: Callable[[RequestId], None],
         status: Callable[[RequestId], RequestStatus],
     ) -> None:
-        """Somebody else has the request from now on; a cancel before this has not reached them."""
+        """Give the request to another engine; a cancel before this has not reached that one."""
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
 

@@ -35,7 +35,7 @@ CONNECT_S = 10.0
 BEAT_S = 1.0
 """The engine is asked for its time this often, and so shows that it lives."""
 IDLE_S = 0.05
-"""Nobody rings a doorbell from afar: without open requests we look this often, and else as often
+"""No doorbell rings from another host: without open requests we look this often, and else as often
 as the front end says (`nap_s`)."""
 FIRST_ECHOES = 8
 

@@ -146,7 +146,7 @@ class RequestLog:
         self._next()
 
     def cancel(self, number: RequestId) -> None:
-        """Nobody wants this request any more."""
+        """End a request that its caller gave up."""
         self._end(number, FinishReason.CANCELLED, None)
 
     def end_all(self, why: str) -> None:

@@ -217,4 +217,5 @@ class ThreadClient(Client):
 
 
 _SERVED: dict[int, ThreadClient] = {}
-"""Who serves a model, by the id of its decoder; changed by single operations, without a lock."""
+"""The client that serves a model, by the id of its decoder; changed by single operations, without
+a lock."""

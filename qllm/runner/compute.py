@@ -1,4 +1,4 @@
-"""Who computes: the drivers, experts, products and head of one runner, chosen once.
+"""The drivers, experts, products and head of one runner, chosen once.
 
     fast        our CPU kernels where they are made for a part (bf16); else torch. Last bits may
                 differ from transformers'.

@@ -108,7 +108,7 @@ class TorchRunner:
         self.sweep = compute.sweep
         """Runs what it covers in one call; with `runner.sweep.NOTHING` every op runs by itself."""
         self.drivers = tuple(driver.kind for driver in self._drivers)
-        """Who runs each layer."""
+        """The driver of each layer."""
         self._ops: dict[OpKind, RunOp] = {
             OpKind.EMBED: self._embed,
             OpKind.ATTN: self._attn,

@@ -112,7 +112,7 @@ class _Shaper:
         )
 
     def stop_below(self, rows: Sequence[Row]) -> int:
-        """Whose arrival stops these rows.
+        """The priority below which an arrival stops these rows.
 
         The stop word carries priorities: where tiers are not priorities, any arrival stops
         them, and a false alarm resumes them.
@@ -436,7 +436,7 @@ class _Shaper:
         return max(0, costs.decode(num_rows + num_more) - costs.decode(num_rows))
 
     def waits_longer(self, joining: Sequence[Row], other: Plan) -> bool:
-        """Whose turn it is: whoever made progress longer ago; work that never ran goes first."""
+        """Whether these rows made progress longer ago; work that never ran goes first."""
         last = [
             min(self.view.by_id[row.request_id].last_progress_ns for row in rows)
             for rows in (joining, other.rows)

@@ -98,7 +98,7 @@ class Keys:
         self._digests = [digest(key) for key in keys]
 
     def caller(self, authorization: str) -> str:
-        """Who calls, as a name that is not the key. It takes the same time whoever it is.
+        """A name of the caller that is not the key. It takes the same time for every key.
 
         Raises:
             ApiError: 401.

@@ -40,7 +40,7 @@ class Question:
     ls_rate: float
     """LS requests per second."""
     workload: str = "S2"
-    """Whose lengths and LS arrival pattern are taken."""
+    """The workload that gives lengths and LS arrival pattern."""
     seconds: float | None = None
     """Length of every run; None is long enough for `MIN_LS_REQUESTS`."""
     seed: int = 0
