@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from hosts import LONG, SETTINGS, pid_of, wait_for
+from engines import LONG, SETTINGS, pid_of, wait_for
 from test_process_client import ATTACHED
 
 from qllm import QLLMEngine, SamplingParams

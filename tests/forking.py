@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import LONG, SETTINGS, stand_still, wait_for
+from engines import LONG, SETTINGS, stand_still, wait_for
 
 from qllm import QLLMEngine
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
@@ -143,7 +143,7 @@ def main(model: str, folder: str) -> None:
                 found += len(open_[name].result(HANG_S).token_ids)
             except QllmError as error:
                 found = str(error)
-            line = {"way": way, "host": name, "child": code, "found": found}
+            line = {"way": way, "client": name, "child": code, "found": found}
             sys.stdout.write(f"{json.dumps(line)}\n")
             sys.stdout.flush()
     for engine in reversed(engines.values()):

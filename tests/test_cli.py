@@ -255,7 +255,7 @@ def test_who_is_not_served_counts_as_waiting() -> None:
     assert Waits(served=(), censored=()).percentile(50) is None
 
 
-def test_a_replay_ends_with_its_window_and_answers_as_alone(model: Path) -> None:
+def test_a_sent_workload_ends_with_its_window_and_answers_as_alone(model: Path) -> None:
     from qllm.llm import QLLMEngine
 
     arrivals = make_workload(SMALL, CORPUS)

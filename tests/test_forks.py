@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import save_model
+from engines import save_model
 
-HOSTS = ("process", "attached", "remote", "thread")
+CLIENTS = ("process", "attached", "remote", "thread")
 WAYS = ("leave", "use", "collect", "close", "multiprocessing")
 
 
@@ -21,14 +21,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stdout + done.stderr
-    return {(line["way"], line["host"]): (line["child"], line["found"]) for line in lines}
+    return {(line["way"], line["client"]): (line["child"], line["found"]) for line in lines}
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_parents_engine_goes_on(found: dict[tuple[str, str], Any], way: str, host: str) -> None:
-    assert found[way, host] == (7, 8)
+def test_the_parents_engine_goes_on(
+    found: dict[tuple[str, str], Any], way: str, client: str
+) -> None:
+    assert found[way, client] == (7, 8)
 
 
 def test_every_way_was_tried(found: dict[tuple[str, str], Any]) -> None:
-    assert set(found) == {(way, host) for way in WAYS for host in HOSTS}
+    assert set(found) == {(way, client) for way in WAYS for client in CLIENTS}

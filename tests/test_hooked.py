@@ -185,7 +185,7 @@ def model_of(family: str, name: str, folder: Path) -> Any:
 @pytest.mark.usefixtures("no_known_glue")
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_replayed_layers_give_the_bits_of_forward_when_parked_at_every_boundary(
+def test_hooked_layers_give_the_bits_of_forward_when_parked_at_every_boundary(
     family: str, name: str, folder: Path, references: References
 ) -> None:
     model = model_of(family, name, folder)
@@ -202,7 +202,7 @@ def test_replayed_layers_give_the_bits_of_forward_when_parked_at_every_boundary(
 
 
 @pytest.mark.parametrize("family", UNKNOWN)
-def test_discovery_gives_a_family_it_does_not_know_to_replay(
+def test_discovery_gives_a_family_it_does_not_know_to_hooks(
     family: str, folder: Path, references: References
 ) -> None:
     driven = Driven(model_of(family, "bf16", folder))
@@ -247,7 +247,7 @@ def test_the_model_can_be_used_while_a_frame_is_parked(references: References) -
     assert_same(driven.logits[1], references["qwen2_moe", "bf16", 1])
 
 
-def test_a_dense_layer_is_replayed_whole() -> None:
+def test_a_dense_layer_is_hooked_whole() -> None:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3}
     config = LlamaConfig(**sizes, intermediate_size=96, num_attention_heads=4)
     torch.manual_seed(0)
@@ -321,7 +321,7 @@ X = torch.ones(3, 4)
         ({"experts": 2}, "called its experts 2 times, not once"),
     ],
 )
-def test_a_layer_that_cannot_be_replayed_is_refused(counts: dict[str, int], message: str) -> None:
+def test_a_layer_that_cannot_be_hooked_is_refused(counts: dict[str, int], message: str) -> None:
     layer = Odd(**counts)
     hooked = HookedLayer(layer, layer.attn, None, layer.block.experts)
     with pytest.raises(ModelError, match=f"Odd cannot be hooked: it {message}"):  # noqa: PT012

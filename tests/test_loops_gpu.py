@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from device_loops import serves_an_engine
-from hosts import save_model
+from engines import save_model
 
 
 @pytest.mark.gpu

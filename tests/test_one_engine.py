@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines import wait_for
 from families import make_model
-from hosts import wait_for
 
 import qllm.engine.build
 import qllm.frontend.thread

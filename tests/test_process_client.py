@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import VOCAB
-from hosts import (
+from engines import (
     LONG,
     SETTINGS,
     pid_of,
     save_model,
     wait_for,
 )
+from families import VOCAB
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import (
@@ -85,7 +85,9 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def test_answers_are_those_of_the_thread_host(engine: QLLMEngine, threaded: QLLMEngine) -> None:
+def test_answers_are_those_of_an_engine_on_a_thread(
+    engine: QLLMEngine, threaded: QLLMEngine
+) -> None:
     for request in REQUESTS:
         keywords = {"prompt": "q", "max_tokens": 12, "request_id": "r", **request}
         want = threaded.submit(**keywords).result(60)
@@ -229,7 +231,7 @@ def _missing() -> None:
     os.stat("/nowhere/at/all")
 
 
-def test_checkpoints_go_from_host_to_host(
+def test_checkpoints_go_from_engine_to_engine(
     engine: QLLMEngine, threaded: QLLMEngine, tmp_path: Path
 ) -> None:
     keywords: dict[str, Any] = {"max_tokens": 300, "sampling": LONG, "request_id": "moved"}

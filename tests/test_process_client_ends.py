@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import make_model
-from hosts import (
+from engines import (
     LONG,
     SETTINGS,
     Crash,
@@ -25,6 +24,7 @@ from hosts import (
     save_model,
     wait_for,
 )
+from families import make_model
 
 from qllm import QLLMEngine, QueueFull
 from qllm.errors import (

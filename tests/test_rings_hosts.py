@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hosts import LONG, SETTINGS, pid_of, save_model, wait_for
+from engines import LONG, SETTINGS, pid_of, save_model, wait_for
 from serving import until
 
 from qllm import QLLMEngine, SamplingParams

@@ -249,7 +249,7 @@ def test_order_and_ranges_of_experts_change_no_bit(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_unknown_glue_is_replayed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_glue_is_driven_by_hooks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover_module, "LAYER_GLUE", {})
     model, ids = model_of(family, "fp32"), prompt_of(PROMPT)
     runner, logits = runner_of(model)

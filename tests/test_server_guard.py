@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hosts import stand_still
+from engines import stand_still
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until

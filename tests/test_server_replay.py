@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hosts import POISON, Poisoned, pid_of
+from engines import POISON, Poisoned, pid_of
 from serving import Serving, serving, tiny_engine, until
 
 from qllm import QLLMEngine, SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hosts import POISON, Poisoned, is_alive, pid_of
+from engines import POISON, Poisoned, is_alive, pid_of
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until
