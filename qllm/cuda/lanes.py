@@ -79,7 +79,7 @@ class Lane:
         }  # fmt: skip
         device = hidden_SD.device
         total = sum(sizes.values())
-        self._client = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
         cuda: Any = torch.cuda
         self._copied = cuda.Event() if device.type == "cuda" else None
@@ -87,7 +87,7 @@ class Lane:
         self.on_device: dict[str, Tensor] = {}
         at = 0
         for name, size in sizes.items():
-            for tensor, views in ((self._client, self._here), (self._device, self.on_device)):
+            for tensor, views in ((self._host, self._here), (self._device, self.on_device)):
                 view = tensor[at : at + size]
                 is_real = name in ("temperature", "top_p", "min_p")
                 views[name] = view.view(torch.float64) if is_real else view
@@ -135,7 +135,7 @@ class Lane:
             for i, (seq, tok, pos, num) in enumerate(tiles):
                 columns[:, i] = seq, tok, num, pos
         self._load_heads(heads)
-        self._device.copy_(self._client, non_blocking=True)
+        self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
