@@ -56,7 +56,7 @@ FLOORS = {
     "ingress.structs": Floor("", PURE | {"numpy"}),
     "ingress.remote": Floor(f"{BASE} record runner.protocol ingress", STDLIB | {"nixl", "numpy"}),
     "device": Floor(f"{BASE} scheduler ingress", PURE | {"cuda", "numba", "numpy"}),
-    "device.cubins": Floor("errors device", STDLIB),
+    "device.cubins": Floor("errors device", STDLIB | {"cuda"}),
     "device.graph": Floor("errors device cuda", STDLIB | {"cuda", "numpy"}),
     "device.graph_api": Floor("errors device cuda", STDLIB | {"cuda", "torch"}),
     "device.launcher": Floor(f"{BASE} scheduler ingress device cuda", STDLIB | {"numpy", "torch"}),

@@ -16,7 +16,7 @@ from test_new_policy import made
 from typer.testing import CliRunner
 
 from qllm.cli import app
-from qllm.device.link import KERNELS, link_kernel
+from qllm.device.cubins import KERNELS, link_kernel
 from qllm.device.rank import ARCHITECTURES, compile_device, compile_host
 from qllm.errors import ConfigError
 from qllm.plugins import load_policy
