@@ -23,7 +23,7 @@ from qllm.record import trace
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.rank_plan import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
 from qllm.scheduler.ranking import Ranking
-from qllm.scheduler.ride import Riding, ride_allowance_ns, settle, tpot_target_ns
+from qllm.scheduler.ride import Riding, ahead_ns, ride_allowance_ns, settle, tpot_target_ns
 from qllm.sim.check import LIMITS, SHAPE, Watched, World, watch
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.runner import SimCosts, VirtualClock
@@ -562,6 +562,37 @@ def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) ->
     assert sum(gap > target_ns for gap in gaps) <= 0.03 * len(gaps)
     assert sum(gaps) > 1.2 * len(gaps) * min(gaps), "nobody rode"
     assert any(number in world.finished or scheduler.requests[number].served_ns for number in batch)
+    world.run()
+    finished_well(world)
+
+
+def test_who_is_behind_its_target_is_let_catch_up() -> None:
+    """Prefills of its own tier hold a chat up: nobody rides until its mean is at the target."""
+    world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
+    chat = world.submit(LS, 10, 60)
+    for _ in range(3):
+        world.step()
+    request = world.scheduler.requests[chat]
+    target_ns = 2 * world.scheduler.costs.decode(1)
+    request.slo = Slo(tpot_ms=target_ns / NS_PER_MS)
+    batch = world.submit(BE, 900, 300)
+    world.step()
+    rode = waited = 0
+    while chat not in world.finished:
+        if request.num_output_tokens == 12 and len(world.scheduler.requests) == 2:
+            for _ in range(8):
+                world.submit(LS, 900, 1)
+        late = ahead_ns([request], world.clock()) or 0
+        served = world.scheduler.requests[batch].served_ns
+        world.step()
+        if chat not in world.finished and request.is_decoding:
+            gained = world.scheduler.requests[batch].served_ns - served
+            rode, waited = rode + (gained > 0), waited + (late < 0)
+            assert late >= 0 or not gained
+    assert rode > 3
+    assert waited > 3
+    tokens = request.num_output_tokens - 1
+    assert (request.last_token_ns or 0) - (request.first_token_ns or 0) <= tokens * target_ns
     world.run()
     finished_well(world)
 

@@ -26,7 +26,7 @@ from qllm.policy import (
     next_row,
 )
 from qllm.scheduler.ranking import Ranked, Ranking
-from qllm.scheduler.ride import RIDE_CAP, ride_allowance_ns, tpot_target_ns
+from qllm.scheduler.ride import RIDE_CAP, ahead_ns, ride_allowance_ns, tpot_target_ns
 from qllm.scheduler.turns import scores
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
@@ -381,6 +381,8 @@ class _Shaper:
         target_ns = tpot_target_ns(decoding)
         allowance = ride_allowance_ns(self.policy, self.view.costs, len(decoding), target_ns)
         room_ns = NO_DEADLINE if target_ns is None else self.room_ns(allowance)
+        if (ahead := ahead_ns(decoding, self.view.now_ns)) is not None:
+            room_ns = min(room_ns, ahead - self.view.costs.decode(len(decoding)))
         if min(room_ns, self.view.ride_credit_ns) < MIN_SLICE_NS:
             return best
         slice_ns = min(self.view.ride_credit_ns, room_ns)

@@ -2,9 +2,11 @@
 
 A decode step of the best tier earns credit: what the TPOT targets of its requests leave, or
 without targets a fraction of the step. Whatever the other tiers run meanwhile spends it. Under a
-target no single gap may be longer than it either. Predictions do not hold that by themselves (a
-slice ends at the next boundary, a decode step is sometimes slow), so the room that a gap leaves
-is cut by a margin, which grows with every gap that was too long and shrinks with the others.
+target no single gap may be longer than it either, and a request that is behind its target so far,
+because prefills of its own tier held it up, leaves nothing until it has caught up. Predictions do
+not hold that by themselves (a slice ends at the next boundary, a decode step is sometimes slow), so
+the room that a gap leaves is cut by a margin, which grows with every gap that was too long and
+shrinks with the others.
 """
 
 from collections.abc import Sequence
@@ -44,6 +46,20 @@ def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
     """The strictest target of these requests."""
     targets = [int(r.slo.tpot_ms * NS_PER_MS) for r in decoding if r.slo.tpot_ms is not None]
     return min(targets, default=None)
+
+
+def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
+    """Time until the first of these requests is behind its target; negative if one is already.
+
+    A request is behind when its tokens so far took longer than the target allows for so many, and
+    one more is due. None without targets, or before a first token.
+    """
+    ahead = [
+        r.first_token_ns + r.num_output_tokens * int(r.slo.tpot_ms * NS_PER_MS) - now_ns
+        for r in decoding
+        if r.slo.tpot_ms is not None and r.first_token_ns is not None
+    ]
+    return min(ahead, default=None)
 
 
 def ride_allowance_ns(

@@ -423,10 +423,14 @@ struct Shapes : Ranking {
   }
   // Let the next worse tier with work use what the best tier's decodes can spare.
   QLLM_HD Plan ride_along(const Plan& best, i32 next) {
-    i64 tpot_ns = kNone;
+    i64 tpot_ns = kNone, ahead_ns = kNoDeadline;
     for (i32 i = 0; i < best.num_rows; i++) {
-      i64 own = requests[best.rows[i].slot].tpot_ns;
-      if (own != kNone) tpot_ns = tpot_ns == kNone ? own : least(tpot_ns, own);
+      const Request& r = requests[best.rows[i].slot];
+      if (r.tpot_ns == kNone) continue;
+      tpot_ns = tpot_ns == kNone ? r.tpot_ns : least(tpot_ns, r.tpot_ns);
+      if (r.first_token_ns == kNone) continue;
+      i64 due_ns = r.first_token_ns + i64(r.num_tokens - r.num_prompt) * r.tpot_ns;
+      ahead_ns = least(ahead_ns, due_ns - now_ns);
     }
     i64 allowance = ride_allowance_ns(*this, best.num_rows, tpot_ns);
     i64 room_ns = kNoDeadline;
@@ -434,6 +438,8 @@ struct Shapes : Ranking {
       i64 used_ns = s->ride_spent_ns ? now_ns - s->ride_best_ns : 0;
       room_ns = allowance - s->ride_margin_ns - used_ns;
       if (!used_ns) room_ns = most(kMinSliceNs, room_ns);
+      // a request that is behind its target so far leaves nothing
+      room_ns = least(room_ns, ahead_ns - decode_cost(best.num_rows));
     }
     if (room_ns < kMinSliceNs) return best;
     i64 slice_ns = least(s->ride_credit_ns, room_ns);
