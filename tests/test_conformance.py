@@ -66,6 +66,7 @@ def test_the_sample_has_every_family_dtype_and_number_of_threads() -> None:
     assert len({(case.dtype, case.threads) for case in cases}) == 6
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_starts_with_two_threads_and_with_cuts(family: str, name: str) -> None:

@@ -212,6 +212,7 @@ def test_latents_that_expand_in_an_unknown_way_are_refused() -> None:
         CudaRunner(model, num_pages=8, graphs=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_interpreted_kernels_give_the_first_tokens(family: str) -> None:
     drivers = [Driver(device_runner(family, kernels_name=name)) for name in ("torch", "triton")]

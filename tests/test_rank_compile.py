@@ -185,6 +185,7 @@ def test_every_architecture_gets_its_lto_ir() -> None:
     assert codes != {cc: compile_device(load_policy("fcfs"), cc) for cc in ARCHITECTURES}
 
 
+@pytest.mark.exhaustive
 def test_rank_is_linked_into_the_scheduler_kernel() -> None:
     cubin = link_kernel(load_policy("qllm2"), (9, 0))
     assert cubin.startswith(b"\x7fELF")

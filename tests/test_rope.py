@@ -196,6 +196,7 @@ def slow_down(engine: QLLMEngine) -> None:
     runner.run = slow
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_and_a_replayed_request_keep_their_factors(
     kind: str, generated: dict[tuple[str, str], Answer], tmp_path: Path

@@ -207,6 +207,7 @@ def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path)
             served.front.engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_that_kills_engines_fails_alone() -> None:
     new = partial(make, policy=Poisoned())
