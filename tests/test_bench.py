@@ -1,5 +1,6 @@
 """The parts of `bench/` that decide what a number means."""
 
+import ast
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 
 from bench.papers import parts as papers
 from bench.policies import pareto, routing
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
@@ -158,3 +161,31 @@ def test_rates_are_judged_by_what_finished() -> None:
     best = [row.here for row in rates._attainment_rows(points, "live")]
     assert best[0] == "0.5x of capacity (0.5x 100%, 1x 25%, 2x 0%)"
     assert best[2] == "2x of capacity (0.5x 100%, 1x 100%, 2x 100%)"
+
+
+def assigned(tree: ast.Module) -> set[str]:
+    """Names that a module defines or imports at its top."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        else:
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda p: p.stem)
+def test_what_a_bench_imports_of_others_is_there(path: Path) -> None:
+    """Imports inside functions too, which fail only when an hour has passed."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("bench"):
+            continue
+        place = ROOT / str(node.module).replace(".", "/")
+        if place.is_dir():
+            missing = {a.name for a in node.names if not (place / f"{a.name}.py").exists()}
+        else:
+            tree = ast.parse(place.with_suffix(".py").read_text())
+            missing = {a.name for a in node.names} - assigned(tree)
+        assert missing == set(), node.module

@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 def main() -> None:
     """Send poison on every way in, a quarter on each."""
+    from poison import Outcome, in_rings, over_http, through_python, together
     from serving import serving, tiny_engine
 
     from bench.common import machine
-    from bench.serving.poison import Outcome, in_rings, over_http, through_python, together
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
