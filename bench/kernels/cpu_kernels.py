@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.common import MODEL, Table, cpu_ticks, machine
+from bench.common import MODEL, ROOT, Table, cpu_ticks, machine
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention
 from qllm.kernels.cpu.norms import Norm
@@ -45,7 +45,7 @@ TOKENS = (1, 8, 64, 512)
 COLD_BYTES = 512 << 20
 """Weights that are rotated, so that no cache keeps them."""
 LONG = 32768
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu_kernels.json"
+RESULTS = ROOT / "bench" / "results" / "cpu_kernels.json"
 REACH = {"experts": 0.75, "gemm": 0.7, "invariant": 1.05, "stop_ms": 5.0}
 """Shares of the roofline and of torch's rate; a step at level L2 over one without, which is noise;
 and how long a stop may wait."""

@@ -11,12 +11,11 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.common import machine
+from bench.common import ROOT, machine
 from qllm.models.loader import load
 from qllm.plan import Plan, Row
 from qllm.runner.runner import TorchRunner
@@ -24,7 +23,7 @@ from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START
 from qllm.types import Grain, SamplingParams
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.append(str(ROOT / "scripts"))
 import train_tiny
 
 WINDOW = 256

@@ -19,17 +19,15 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.common import machine
+from bench.common import ROOT, machine
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-import startup  # noqa: E402 - the tests are no package
-from startup import WRONG, Case  # noqa: E402
+import startup
+from startup import WRONG, Case
 
 
 def wrong_of(case: Case, model: Any, checked: Counter[str], num: int) -> dict[str, bool]:

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from bench.common import busy_cores, machine, plain, without_paths
+from bench.common import ROOT, busy_cores, machine, plain, without_paths
 from bench.papers.parts import CLAIMS, PARTS
 from bench.papers.rows import FULL, QUICK, Row, World
 from bench.serving.servers import PEERS
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "papers.json"
+RESULTS = ROOT / "bench" / "results" / "papers.json"
 ENGINE = {"max_num_seqs": 16, "max_step_tokens": 4096}
 """The same for every policy."""
 ARMS = "vllm-512"

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.common import Table, busy_cores, machine, plain, without_paths
+from bench.common import ROOT, Table, busy_cores, machine, plain, without_paths
 from bench.policies.fronts import Windows, front_row, points_of, stall_lines
 from bench.policies.isolation import HELD, HELD_TARGET, Evicted, decode_row, held_row
 from bench.policies.live import Bench, Timing
@@ -34,7 +34,6 @@ from bench.policies.loads import loads_row
 from bench.policies.simulated import sim_row
 from qllm.workloads.capacity import Capacity
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "policies-cpu.json"
 RUNS = ROOT / ".benchmarks" / "policies"
 LIVE = ("loads", "decode", "S5", "S6", "S2", "S3", "S7")

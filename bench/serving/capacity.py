@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common import Table, machine, paired, plain
+from bench.common import ROOT, Table, machine, paired, plain
 from bench.serving.servers import (
     PEERS,
     Place,
@@ -47,7 +47,6 @@ from qllm.workloads.client import saturate_http
 from qllm.workloads.measure import Served, Window, class_report
 from qllm.workloads.mix import Arrival
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Table, busy_cores, estimate, machine, plain, quantile, without_paths
+from bench.common import ROOT, Table, busy_cores, estimate, machine, plain, quantile, without_paths
 from bench.serving.servers import (
     PEERS,
     VLLM_ARMS,
@@ -44,7 +44,6 @@ from qllm.workloads.measure import Served, Window, report
 from qllm.workloads.mix import Arrival, Mix, make_workload, only
 from qllm.workloads.tokens import with_tokens
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "peers-cpu.json"
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
 ALONE = ("qllm", "vllm-512")

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.common import Table, machine, plain
+from bench.common import ROOT, Table, machine, plain
 from qllm.config import EngineConfig
 from qllm.record.trace import Arrived, Finished
 from qllm.sim.costs import CostFile, FileShape
@@ -40,7 +40,7 @@ from qllm.sim.run import simulate
 from qllm.types import FinishReason, Priority
 from qllm.workloads.spec import RequestSpec
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "queueing.json"
+RESULTS = ROOT / "bench" / "results" / "queueing.json"
 LOADS = (0.3, 0.6, 0.8)
 BOUND = 0.05
 MEAN_TOKENS = 100

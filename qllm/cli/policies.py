@@ -91,8 +91,8 @@ def new_policy(
     out: Annotated[Path, typer.Option(help="Folder to make the package in.")] = Path(),
 ) -> None:
     """Write a package with a policy of your own, its tests and its entry point."""
-    from qllm.cli import new_policy
+    from qllm.cli.new_policy import new_policy as write_package
 
-    folder = new_policy.new_policy(name, kind, out)
+    folder = write_package(name, kind, out)
     typer.echo(f"{folder}: a {kind} policy, its tests and README. Next:")
     typer.echo(f"  cd {folder}\n  python -m pip install -e .\n  python -m pytest")

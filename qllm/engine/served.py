@@ -161,7 +161,7 @@ class ServedEngine(ABC):
         """Write every unfinished request to a file; return how many."""
         raise self._has_none("checkpoint")
 
-    def restore(self, path: str, first: RequestId) -> list["Restored"]:
+    def restore(self, path: str, first: RequestId) -> list[Restored]:
         """Take over the requests of a checkpoint, which get the numbers from `first` on."""
         raise self._has_none("restore")
 
@@ -242,7 +242,7 @@ class LoopEngine(ServedEngine):
         core = self._core
         return int(self.on_loop(lambda: checkpoint.save(core.loop, core.runner, path)))
 
-    def restore(self, path: str, first: RequestId) -> list["Restored"]:
+    def restore(self, path: str, first: RequestId) -> list[Restored]:
         core, numbers = self._core, itertools.count(first)
 
         def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Restored:

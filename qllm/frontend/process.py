@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import MakeHandle
@@ -29,12 +29,10 @@ from qllm.frontend.rings import CLOSE_S, RingClient
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment, available
+from qllm.ingress.messages import Hello, Restored, Start
 from qllm.ingress.shm import Doorbell
 from qllm.record.trace import Trace
 from qllm.types import NS_PER_S
-
-if TYPE_CHECKING:  # imports torch
-    from qllm.ingress.messages import Hello, Restored, Start
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -112,7 +110,7 @@ class ProcessClient(RingClient):
         self._register()
 
     @classmethod
-    def spawn(cls, start: "Start") -> "ProcessClient":
+    def spawn(cls, start: Start) -> "ProcessClient":
         """Start an engine's process and wait until it serves.
 
         Raises:
@@ -153,7 +151,7 @@ class ProcessClient(RingClient):
             raise ConfigError(f"no engine listens at {path!r}: {error}") from error
         return cls(Connection(link.detach()))
 
-    def _receive_hello(self) -> "Hello":
+    def _receive_hello(self) -> Hello:
         try:
             kind, value = self._connection.recv()
         except (EOFError, OSError) as error:

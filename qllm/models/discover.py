@@ -15,6 +15,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ def fingerprint(module: nn.Module) -> str:
     return source_digest(inspect.unwrap(type(module).forward))
 
 
+@cache
 def source_digest(function: Callable[..., Any]) -> str:
     """Digest of the source of a function, names normalised; empty if it has no source."""
     try:
