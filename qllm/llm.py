@@ -428,10 +428,10 @@ class QLLMEngine:
         return self._client.checkpoint(path)
 
     def restore(self, path: str | os.PathLike[str]) -> list[Handle]:
-        """Take over the requests of a checkpoint, to be finished here from where they were.
+        """Finish the requests of a checkpoint here, without log-probabilities, in the time left.
 
         Raises:
-            CheckpointError: The file is truncated, of another version, or of another model.
+            CheckpointError: The file is truncated or of another version or model, or does not fit.
         """
         return self._client.restore(path, self._handle)
 

@@ -146,6 +146,11 @@ def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
         )
 
 
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(f"{name} has {count} entries; at most {most} are allowed")
+
+
 def check_text(name: str, value: Any) -> None:
     """Return if every string in a value can be encoded.
 
@@ -182,6 +187,16 @@ def _is_number(value: Any) -> bool:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+MOST_STOPS = 256
+"""Most stop strings of a request."""
+MOST_STOP_CHARS = 16_384
+"""Most characters of them in all."""
+MOST_STOP_TOKENS = 1024
+"""Most stop token ids of a request."""
+MOST_BIASES = 4096
+"""Most tokens with a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +259,16 @@ class SamplingParams:
         ok = isinstance(self.stop, tuple) and all(isinstance(x, str) and x for x in self.stop)
         _check("stop", self.stop, ok, "a non-empty string or a list of them")
         check_text("stop", self.stop)
+        if len(self.stop) > MOST_STOPS or sum(map(len, self.stop)) > MOST_STOP_CHARS:
+            raise InvalidRequestError(
+                f"stop has {len(self.stop)} strings of {sum(map(len, self.stop))} characters in "
+                f"all; at most {MOST_STOPS} and {MOST_STOP_CHARS} are allowed, because every token "
+                "is searched for each"
+            )
         ids = self.stop_token_ids
         ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
         _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
+        _check_count("stop_token_ids", len(ids), MOST_STOP_TOKENS)
         _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "a bool")
         for name in ("logprobs", "prompt_logprobs"):
             n = getattr(self, name)
@@ -256,6 +278,7 @@ class SamplingParams:
             _is_int(k) and k >= 0 and _is_number(v) for k, v in bias.items()
         )
         _check("logit_bias", bias, ok, "a mapping of token id to a finite number")
+        _check_count("logit_bias", len(bias), MOST_BIASES)
 
     @property
     def greedy(self) -> bool:

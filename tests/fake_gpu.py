@@ -14,12 +14,13 @@ import torch
 from fake_cuda import FakeCuda
 from fake_loop import FakeLoopApi
 
+from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
-from qllm.cuda.runner import CudaRunner
 from qllm.device import lanes
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
 from qllm.errors import DeviceError
+from qllm.runner.runner import TorchRunner
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -91,9 +92,9 @@ class Kernel:
         return branch, bool(self._cell(at, "goes_on").value)
 
 
-def runner_of(model: Any, config: Any) -> CudaRunner:
+def runner_of(model: Any, config: Any) -> TorchRunner:
     """A runner with captured stages, on the CPU."""
-    return CudaRunner(
+    return cuda_runner(
         model, num_pages=config.num_blocks, page_size=config.block_size,
         max_num_seqs=config.max_num_seqs, max_step_tokens=config.max_step_tokens,
         max_total_tokens=LONGEST,

@@ -10,12 +10,12 @@ import torch
 from stage_loop import StageLoop
 
 from qllm.cuda.lanes import Bucket, Lane
-from qllm.cuda.runner import CudaRunner
 from qllm.cuda.stages import Key, Stages
 from qllm.device import lanes, layout
 from qllm.engine.loop import EngineLoop
 from qllm.ingress import Submission
 from qllm.plan import ANY_ARRIVAL, NO_CUTS
+from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.ingress import VirtualIngress
@@ -76,11 +76,11 @@ class ParkCount(Scheduler):
 class HostWorld:
     """The engine as it is, on a clock that moves by `STAGE_NS` per stage."""
 
-    def __init__(self, runner: CudaRunner, policy: Any, limits: Limits) -> None:
-        assert runner.stages is not None
+    def __init__(self, runner: TorchRunner, policy: Any, limits: Limits) -> None:
+        assert runner.backend.stages is not None
         self.clock = VirtualClock()
         self.ingress = VirtualIngress(self.clock)
-        self.runner, self.stages = runner, runner.stages
+        self.runner, self.stages = runner, runner.backend.stages
         self.scheduler = ParkCount(policy, runner.shape, NO_CUTS, limits)
         self.loop = EngineLoop(self.ingress, self.scheduler, runner, self, self.clock)
         self.loop.costs = SimpleNamespace(observe=lambda *_: None)  # type: ignore[assignment]

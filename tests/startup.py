@@ -16,8 +16,9 @@ from families import FAMILIES, MAKERS
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.discover import base_model
+from qllm.models.discover import base_model, discover
 from qllm.runner import conformance
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.attention import Span
 from qllm.runner.runner import TorchRunner
 
@@ -119,11 +120,11 @@ def runner_of(case: Case, model: Any, **more: Any) -> TorchRunner:
     settings = {"max_segment_ms": case.max_segment_ms, **more}
     if case.level == "batch-invariant":
         try:
-            return TorchRunner(model, batch_invariant=True, **settings)
+            return cpu_runner(model, batch_invariant=True, **settings)
         except ModelError as error:
             if "batch-invariant results are not possible here" not in str(error):
                 raise
-    return TorchRunner(model, **settings)
+    return cpu_runner(model, **settings)
 
 
 @contextmanager
@@ -175,6 +176,15 @@ def _fill(value: float, *names: str) -> Change:
         return bool(found)
 
     return change
+
+
+def _no_correction(layer: Any) -> bool:
+    """Where a choice is left: of 4 experts of 4 it is the same without."""
+    routers = [m for m in layer.modules() if hasattr(m, "e_score_correction_bias")]
+    chosen = [m.e_score_correction_bias for m in routers if m.top_k < len(m.weight)]
+    for bias in chosen:
+        bias.fill_(0.0)
+    return bool(chosen)
 
 
 def _epsilon(name: str) -> Change:
@@ -263,7 +273,7 @@ IN_LAYERS: dict[str, Change] = {
     "no sinks": _fill(-1e4, "sinks"),
     "no shared experts": _fill(0.0, "shared_expert", "shared_experts"),
     "no gate of the shared expert": _fill(0.0, "shared_expert_gate"),
-    "no correction of the choice": _fill(0.0, "e_score_correction_bias"),
+    "no correction of the choice": _no_correction,
     "gate for up": _halves_swapped,
     "one expert": _one_expert,
     "activation of the experts": _other_activation,
@@ -293,6 +303,8 @@ def _rope(case: Case, model: Any, **more: Any) -> TorchRunner | None:
 def _top_k(case: Case, model: Any) -> TorchRunner | None:
     if case.family == "phimoe":
         return None  # its router always takes two
+    if model.config.num_experts_per_tok == discover(model).shape.num_experts:
+        return None  # there is no expert more
     return _with_config(case, model, "", num_experts_per_tok=model.config.num_experts_per_tok + 1)
 
 
@@ -348,12 +360,12 @@ def _last_epsilon(model: Any) -> bool:
 def _positions(case: Case, model: Any) -> TorchRunner:
     """Decoded tokens stand one position too far."""
     runner = runner_of(case, copy.deepcopy(model))
-    real = runner._rope.of
+    real = runner.rope.of
 
     def of(ranges: Any, lengths: Any = None) -> Any:
         return real([(lo + (lo > 0), hi + (lo > 0)) for lo, hi in ranges], lengths)
 
-    runner._rope.of = of  # type: ignore[method-assign]
+    runner.rope.of = of  # type: ignore[method-assign]
     return runner
 
 

@@ -17,6 +17,7 @@ from transformers import (
 
 from qllm.kernels import cpu
 from qllm.plan import CutRule, Plan, Row
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.protocol import Watch
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sweep import NOTHING
@@ -127,12 +128,12 @@ def runner_of(
     model: nn.Module, *, native: bool, fine: bool = False, **settings: Any
 ) -> TorchRunner:
     """A runner of a copy: experts belong to one runner at a time."""
-    runner = TorchRunner(copy.deepcopy(model), max_segment_ms=float("inf"), **settings)
+    runner = cpu_runner(copy.deepcopy(model), max_segment_ms=float("inf"), **settings)
     if not native:
-        runner.sweep = NOTHING
+        runner.backend.sweep = NOTHING
     if fine:
-        runner.cuts = FINE
-        object.__setattr__(runner._costs, "range_ns", 2.5 * runner._costs.unit_ns)
+        runner.backend.cuts = FINE
+        object.__setattr__(runner.backend.costs, "range_ns", 2.5 * runner.backend.costs.unit_ns)
     return runner
 
 
@@ -209,7 +210,7 @@ def run_beside(runners: list[TorchRunner], program: Program, share: float, seed:
             for row, request in enumerate(program.request_ids):
                 done = program.frontier_layer(row, at)
                 assert_same(kv_of(runner, request, done), kv_of(runners[0], request, done))
-                mine, theirs = (r._requests[request].kv.written for r in (runner, runners[0]))
+                mine, theirs = (r.requests[request].kv.written for r in (runner, runners[0]))
                 assert mine == theirs
         stops += at != program.end
     sampled = [[s.token_id for s in runner.finish(program)] for runner in runners]

@@ -213,7 +213,7 @@ def test_status_passes_through_its_states() -> None:
             elif hits:
                 states.append(handle.status)
 
-        object.__setattr__(engine._client.runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
         handle = engine.call(lambda: _watched(engine, look, engine.submit(ids(64), "BE", 2)))
         handle.result(60)
         engine._client.runner.on_segment = None

@@ -8,6 +8,7 @@ import torch
 from families import make_model
 
 from qllm.engine.calibrate import ROUNDS, measure_costs
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.program import Index, Program
@@ -37,7 +38,7 @@ class Timed:
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_the_table_is_what_steps_took_and_the_runner_is_empty(is_invariant: bool) -> None:
     torch.set_num_threads(1)
-    runner = TorchRunner(make_model("mixtral"), batch_invariant=is_invariant)
+    runner = cpu_runner(make_model("mixtral"), batch_invariant=is_invariant)
     clock = Timed(runner)
     limits = replace(LIMITS, batch_invariant=is_invariant)
     table = measure_costs(runner, limits, lambda: clock.at_ns)
@@ -45,13 +46,13 @@ def test_the_table_is_what_steps_took_and_the_runner_is_empty(is_invariant: bool
     assert [table.decode(rows) for rows in (1, 2, 4)] == [13_000, 16_000, 22_000]
     assert table.prefill_token_ns == (10_000 + 20 * 3_000) // 20
     assert [p.num_tokens for p in clock.programs] == [20] * 4 + [1] * 3 + [2] * 3 + [4] * 3
-    assert runner._requests == {}
+    assert runner.requests == {}
     assert runner.frames == {}
 
 
 def test_it_stays_within_the_limits() -> None:
-    runner = TorchRunner(make_model("mixtral"))
-    for num_blocks, seqs, most in ((10, 8, 1), (24, 8, 2), (1000, 3, 2), (4000, 500, 256)):
+    runner = cpu_runner(make_model("mixtral"))
+    for num_blocks, seqs, most in ((10, 8, 4), (24, 8, 8), (1000, 3, 2), (4000, 500, 256)):
         clock = Timed(runner)
         measure = replace(LIMITS, num_blocks=num_blocks, max_num_seqs=seqs, max_step_tokens=2)
         measure_costs(runner, measure, lambda clock=clock: clock.at_ns)  # type: ignore[misc]

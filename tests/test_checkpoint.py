@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.engine import checkpoint
 from qllm.errors import CheckpointError
 from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL
@@ -60,7 +61,7 @@ def prompt_of(n: int, seed: int) -> list[int]:
 
 def engine_of(family: str, dtype: str, **settings: Any) -> QLLMEngine:
     made = QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**SETTINGS, **settings})
-    object.__setattr__(made._client.runner._costs, "range_ns", 0.5)
+    object.__setattr__(made._client.runner.backend.costs, "range_ns", 0.5)
     return made
 
 
@@ -190,7 +191,7 @@ def assert_untouched(engine: QLLMEngine) -> None:
     stats = engine.stats()
     assert (stats["num_live"], stats["num_waiting"]) == (0, 0)
     assert not engine._client.handles
-    assert not engine._client.runner._requests
+    assert not engine._client.runner.requests
     assert not engine._client.runner.frames
     assert engine._client.loop.scheduler.pool.num_free == engine.config.num_blocks
     engine.call(engine._client.loop.scheduler.check)
@@ -269,6 +270,27 @@ def _no_sampling(document: dict[str, Any], tensors: Any) -> None:
     document["requests"][1]["sampling"]["sneed"] = 1
 
 
+def test_a_parked_prefill_comes_back_with_the_blocks_that_it_writes_to(tmp_path: Path) -> None:
+    """Its prompt is 30 tokens, of which none is computed in every layer."""
+    with engine_of("mixtral", "fp32", block_size=4) as engine:
+        saved = save_at(engine, lambda program, index, count: count >= 5, tmp_path / "saved")
+    found: list[tuple[int, int]] = []
+    with engine_of("mixtral", "fp32", block_size=4) as engine:
+        loop: Any = engine._client.loop
+        take_over = loop.restored_frame
+
+        def look(program: Program, *rest: Any) -> None:
+            held = {i: 4 * len(r.block_table) for i, r in loop.scheduler.requests.items()}
+            found.extend((held[row.request_id], row.hi) for row in program.rows)
+            take_over(program, *rest)
+
+        loop.restored_frame = look
+        for handle in engine.restore(saved.path):
+            handle.result(60)
+    assert found
+    assert all(room >= hi for room, hi in found)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -313,15 +335,42 @@ def test_too_little_kv_is_refused(good: Path) -> None:
         assert_untouched(engine)
 
 
-def test_a_restored_request_that_can_never_finish_is_refused(good: Path) -> None:
+def _asks_for_much(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+    document["requests"][-1]["max_tokens"] = 5000
+
+
+def test_a_restored_request_that_can_never_finish_is_refused(good: Path, tmp_path: Path) -> None:
     """Its KV fits now, its last token never will."""
-    with engine_of("mixtral", "bf16", max_kv_tokens=96, block_size=8) as engine:
-        try:
-            handles = engine.restore(good)
-        except CheckpointError:
-            assert_untouched(engine)
-        else:
-            assert all(len(h.result(60).token_ids) in (4, 10, 14) for h in handles)
+    path = edited(good, tmp_path / "much", _asks_for_much)
+    with engine_of("mixtral", "bf16") as engine:
+        with pytest.raises(CheckpointError, match=r"the engine serves at most 512; raise max_kv"):
+            engine.restore(path)
+        assert_untouched(engine)
+
+
+def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> None:
+    """And has no log-probabilities, rather than some that are moved."""
+    asked = SamplingParams(temperature=0, ignore_eos=True, logprobs=1)
+    path = tmp_path / "timed"
+
+    def save(engine: QLLMEngine) -> int:
+        loop: Any = engine._client.loop
+        (live,) = loop.live.values()
+        assert live.request.num_output_tokens
+        return checkpoint.save(loop, engine._client.runner, path)
+
+    with engine_of("mixtral", "fp32") as engine:
+        handle = engine.submit(prompt_of(9, 1), "BE", 400, sampling=asked, timeout_s=50.0)
+        next(iter(handle))
+        assert engine.call(lambda: save(engine)) == 1
+        handle.cancel()
+    with engine_of("mixtral", "fp32") as engine:
+        loop: Any = engine._client.loop
+        (handle,) = engine.restore(path)
+        left_ns = [live.submission.deadline_ns - engine.now_ns() for live in loop.live.values()]
+        assert all(0 < ns <= 50e9 for ns in left_ns)
+        handle.cancel()
+        assert handle.result(60).logprobs is None
 
 
 def test_restored_requests_live_beside_new_ones(engine: QLLMEngine, good: Path) -> None:

@@ -14,11 +14,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qllm.kernels import cpu
 from qllm.runner import conformance
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.experts import TorchBank
 from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.rows import PLAIN
 from qllm.runner.layers.work import Work
-from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -119,7 +119,7 @@ def test_a_closed_runner_leaves_them_as_they_were() -> None:
     model, ids = make_model("gpt_oss", torch.bfloat16), prompt_of(20)
     before = weights_of(model)
     expected_logits = forward(model, ids)
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     assert experts_of(model)[0].gate_up_proj.is_meta
     assert runner.names["experts"] == f"qllm {KINDS[0]} (3)"
     conformance.check(model, runner)

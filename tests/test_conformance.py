@@ -22,9 +22,9 @@ from qllm.errors import ModelError
 from qllm.models.discover import discover
 from qllm.runner import reference
 from qllm.runner.conformance import BEYOND_WINDOW, NUM_PROMPT, _Probe, _tokens, check
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.drivers import Routed
 from qllm.runner.reference import LayerPass, Routing
-from qllm.runner.runner import TorchRunner
 
 SAMPLE = [8 * (i % 6) + 3 * i % 8 for i in range(12)]
 """Every family, every dtype with one thread and with two."""
@@ -127,7 +127,7 @@ def test_near_ties_of_a_router_may_be_decided_either_way(
     layer = LayerPass(torch.zeros(24, 64), routing=routing)
     found = ids.clone()
     found[: num_unclear + num_clear, 3] = 7
-    probe = _Probe(model, TorchRunner(model))
+    probe = _Probe(model, cpu_runner(model))
     if is_refused:
         with pytest.raises(ModelError, match="here: other experts or weights for 2 of 24 tokens"):
             probe._compare_routing(found, weights, layer, "here")
@@ -139,7 +139,7 @@ def test_near_ties_of_a_router_may_be_decided_either_way(
 
 def test_another_choice_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("mixtral", torch.bfloat16)
-    runner = TorchRunner(model, kernels="reference")
+    runner = cpu_runner(model, kernels="reference")
     driver: Any = runner._drivers[1]
     real = driver.route
 
@@ -167,7 +167,7 @@ def test_the_part_that_differs_is_named(
     part: str, where: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("mixtral", DTYPES[name])
-    runner = TorchRunner(model, kernels="reference")
+    runner = cpu_runner(model, kernels="reference")
     driver: Any = runner._drivers[1]
     real, off = getattr(driver, part), 1 + 64 * reference.unit(DTYPES[name])
 
@@ -189,7 +189,7 @@ def test_a_pass_that_is_parked_must_have_the_bits_of_an_uncut_one(
 ) -> None:
     """Rounding explains this difference against the model; not between our own passes."""
     model = make_model("mixtral")
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     driver: Any = runner._drivers[1]
     real, calls, first_of_a = driver.combine, [], 5  # after two passes of each of two records
 
@@ -238,7 +238,7 @@ def test_the_record_of_a_forward(quiet: bool) -> None:
 def test_the_prompt_is_longer_than_a_short_window() -> None:
     """Also where the runner does not know of it; `WRONG["no window"]` would not show else."""
     model = make_model("gpt_oss")
-    assert len(_tokens(model, TorchRunner(model))) == NUM_PROMPT + 1  # its window is 12
+    assert len(_tokens(model, cpu_runner(model))) == NUM_PROMPT + 1  # its window is 12
     cases = map(startup.case_of, range(4, 900, 8))
     case = next(case for case in cases if case.changes["sliding_window"] == 40)
     model = startup.make(case)
@@ -246,3 +246,16 @@ def test_the_prompt_is_longer_than_a_short_window() -> None:
         assert runner is not None
         assert len(_tokens(model, runner)) == 40 + BEYOND_WINDOW + 1
         assert (startup.refusal(model, runner) is None) == (runner.model is model)
+
+
+def test_an_expert_that_no_token_of_the_prompt_is_routed_to_is_met() -> None:
+    case = startup.case_of(87)
+    model = startup.make(case)
+    with startup.threads_of(case):
+        right = startup.refusal(model, startup.runner_of(case, startup.make(case)))
+        runner = startup.wrong_runner("one expert", case, model)
+        assert runner is not None
+        wrong = startup.refusal(model, runner)
+    assert right is None
+    assert wrong is not None
+    assert "first different: layer 0" in wrong

@@ -11,19 +11,20 @@ from families import DTYPES, VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
+from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
-from qllm.cuda.runner import CudaRunner
 from qllm.engine import build
 from qllm.errors import ConfigError
+from qllm.runner.runner import TorchRunner
 
 BUCKETS = [Bucket(8, False), Bucket(96, True)]
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, seed=3, ignore_eos=True)
 
 
 def on_device(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeCuda]) -> None:
-    def make(model: Any, config: Any) -> CudaRunner:
+    def make(model: Any, config: Any) -> TorchRunner:
         fakes.append(FakeCuda())
-        return CudaRunner(
+        return cuda_runner(
             model, num_pages=config.num_blocks, page_size=config.block_size, max_num_seqs=8,
             max_total_tokens=128, graphs=fakes[-1], buckets=BUCKETS, layers_per_stage=1,
         )  # fmt: skip
@@ -85,15 +86,14 @@ def test_stages_hold_the_longest_sequence_that_the_shape_says(
     class OnCuda:
         device = torch.device("cuda")
 
-    def make(_: OnCuda, **how: Any) -> CudaRunner:
-        return CudaRunner(model, **{**how, "graphs": FakeCuda(), "buckets": BUCKETS})
+    def make(_: OnCuda, **how: Any) -> TorchRunner:
+        return cuda_runner(model, **{**how, "graphs": FakeCuda(), "buckets": BUCKETS})
 
-    monkeypatch.setattr("qllm.cuda.runner.CudaRunner", make)
+    monkeypatch.setattr("qllm.cuda.backend.cuda_runner", make)
     config = EngineConfig(max_num_seqs=2, max_kv_tokens=1 << 16)
     runner = build.make_runner(OnCuda(), config)
-    assert isinstance(runner, CudaRunner)
-    assert runner.stages is not None
-    longest = runner.stages.lanes[True].max_pages * config.block_size
+    assert runner.backend.stages is not None
+    longest = runner.backend.stages.lanes[True].max_pages * config.block_size
     assert 0 <= longest - runner.shape.max_position < config.block_size
     runner.close()
 

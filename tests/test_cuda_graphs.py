@@ -8,9 +8,9 @@ from fake_cuda import FakeCuda, FakeGraph
 from families import make_model
 
 from qllm.cuda import stages as stages_module
+from qllm.cuda.backend import cuda_runner, default_buckets
 from qllm.cuda.graphs import ALLOWED, Graphs
 from qllm.cuda.lanes import Bucket
-from qllm.cuda.runner import CudaRunner, default_buckets
 from qllm.errors import ModelError
 from qllm.plan import NO_CUTS, Plan, Row
 from qllm.scheduler.compile import compile_program
@@ -92,15 +92,15 @@ def test_what_lies_in_the_pool_does_not_outlive_the_next_replay() -> None:
 
 def test_every_stage_is_captured_for_every_bucket_and_class() -> None:
     buckets = [Bucket(2, False), Bucket(32, True)]
-    runner = CudaRunner(
+    runner = cuda_runner(
         make_model("mixtral"), num_pages=8, page_size=4, max_num_seqs=2, max_total_tokens=32,
         graphs=FakeCuda(), buckets=buckets, layers_per_stage=2,
     )  # fmt: skip
-    assert runner.stages is not None
+    assert runner.backend.stages is not None
     # whole: decode 1, prefill with and without head 2; by 2 of 3 layers: decode 2, prefill 3
-    assert len(runner.stages.captured) == 8
-    assert all(isinstance(graph, FakeGraph) for graph in runner.stages.captured.values())
-    names = sorted(map(str, runner.stages.captured))
+    assert len(runner.backend.stages.captured) == 8
+    assert all(isinstance(graph, FakeGraph) for graph in runner.backend.stages.captured.values())
+    names = sorted(map(str, runner.backend.stages.captured))
     assert "layers 0-1 (embedding, 2 tokens, decode)" in names
     assert "layers 2-2 (head, 32 tokens, prefill)" in names
 
@@ -113,7 +113,7 @@ def test_default_buckets_reach_the_limits() -> None:
 
 
 def test_a_stage_is_found_where_the_ops_are_one_and_nowhere_else() -> None:
-    shape = CudaRunner(make_model("qwen2_moe"), num_pages=8, graphs=False).shape
+    shape = cuda_runner(make_model("qwen2_moe"), num_pages=8, graphs=False).shape
     assert shape.is_moe == (True, False, True)
     rows = (Row(0, 0, 5, 0, 3), Row(1, 4, 5, 0, 2))  # the second leaves at layer 2
     program = compile_program(

@@ -11,11 +11,13 @@ import torch
 from fake_cuda import FakeCuda
 from families import DTYPES, FAMILIES, VOCAB, make_model
 
+from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
-from qllm.cuda.runner import CudaRunner
-from qllm.errors import ModelError
+from qllm.errors import InvariantError, ModelError
 from qllm.plan import NO_CUTS, NO_STOP, Plan, Row
 from qllm.runner import conformance
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.frame import Frame
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, Program
@@ -34,12 +36,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def device_runner(family: str, **settings: Any) -> CudaRunner:
+def device_runner(family: str, **settings: Any) -> TorchRunner:
     how = {"num_pages": NUM_PAGES, "page_size": 4, "max_num_seqs": 4, "max_total_tokens": 96}
-    return CudaRunner(make_model(family), **{**how, "graphs": False, **settings})
+    return cuda_runner(make_model(family), **{**how, "graphs": False, **settings})
 
 
-def captured_runner(family: str, **settings: Any) -> tuple[CudaRunner, FakeCuda]:
+def captured_runner(family: str, **settings: Any) -> tuple[TorchRunner, FakeCuda]:
     fake = FakeCuda()
     how = {"graphs": fake, "buckets": BUCKETS, "layers_per_stage": 1, **settings}
     return device_runner(family, **how), fake
@@ -66,6 +68,7 @@ class Driver:
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner, self.frames = runner, 0
+        self.tables = runner.backend.new_tables()
         self.tokens: dict[int, list[int]] = {}
 
     def add(self, request: int, ids: list[int], sampling: SamplingParams = GREEDY) -> None:
@@ -90,7 +93,7 @@ class Driver:
             shape=self.runner.shape,
             cuts=NO_CUTS,
         )
-        self.runner.accept(program)
+        self.runner.accept(program, self.tables.cover(program.rows))
         return program
 
     def finish(self, program: Program) -> None:
@@ -135,7 +138,7 @@ def sampling_of(temperature: float) -> SamplingParams:
 def wanted(family: str, temperature: float) -> dict[int, list[int]]:
     key = family, temperature
     if key not in WANTED:
-        cpu = TorchRunner(make_model(family), max_segment_ms=float("inf"), kernels="reference")
+        cpu = cpu_runner(make_model(family), max_segment_ms=float("inf"), kernels="reference")
         WANTED[key] = schedule(cpu, sampling_of(temperature), Grain.STEP)
         assert len({t for tokens in WANTED[key].values() for t in tokens}) > 3
     return WANTED[key]
@@ -149,12 +152,11 @@ def forget(runner: TorchRunner) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_by_op_the_tokens_are_those_of_the_cpu(family: str) -> None:
     runner = device_runner(family)
-    assert runner.stages is None
-    assert runner.not_captured == "not asked for"
+    assert runner.backend.stages is None
+    assert runner.backend.not_captured == "not asked for"
     for grain, temperature in ((Grain.STEP, 0.0), (Grain.EXPERT, 0.8)):
         assert schedule(runner, sampling_of(temperature), grain) == wanted(family, temperature)
         forget(runner)
-    assert runner.pages.num_free == runner.pages.num_pages
 
 
 @pytest.mark.sampled(4)
@@ -176,12 +178,12 @@ def test_the_largest_step_is_rehearsed_outside_of_graphs() -> None:
     model.model.layers[2].self_attn.o_proj.register_forward_hook(
         lambda _, args, out: seen.append((args[0].shape[0], fake.on_side))
     )
-    CudaRunner(model, num_pages=NUM_PAGES, page_size=4, graphs=fake, buckets=BUCKETS)
+    cuda_runner(model, num_pages=NUM_PAGES, page_size=4, graphs=fake, buckets=BUCKETS)
     assert (64, False) in seen[-1:]
 
 
 def test_weights_read_are_counted_on_the_device() -> None:
-    cpu = TorchRunner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
+    cpu = cpu_runner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
     schedule(cpu, GREEDY, Grain.STEP)
     for runner in (device_runner("mixtral"), captured_runner("mixtral")[0]):
         schedule(runner, GREEDY, Grain.LAYER)
@@ -209,7 +211,7 @@ def test_latents_that_expand_in_an_unknown_way_are_refused() -> None:
     attn: Any = model.model.layers[2].self_attn
     attn.kv_b_proj = torch.nn.Linear(32, attn.kv_b_proj.out_features, bias=True)
     with pytest.raises(ModelError, match="layer 2: DeepseekV3Attention expands its latents"):
-        CudaRunner(model, num_pages=8, graphs=False)
+        cuda_runner(model, num_pages=8, graphs=False)
 
 
 @pytest.mark.sampled(2)
@@ -237,10 +239,10 @@ def test_known_attention_rotates_and_writes_in_one_launch(family: str, num: int)
 
 def test_a_window_of_known_attention_is_kept() -> None:
     tokens = []
-    for how in (TorchRunner, CudaRunner):
+    for how in (cpu_runner, cuda_runner):
         model = make_model("mixtral")
         model.config.sliding_window = 6
-        more = {"kernels": "reference"} if how is TorchRunner else {"num_pages": NUM_PAGES}
+        more = {"kernels": "reference"} if how is cpu_runner else {"num_pages": NUM_PAGES}
         runner = how(model, **more)
         tokens.append(schedule(runner, sampling_of(0.8), Grain.STEP))
     assert tokens[0] == tokens[1] != wanted("mixtral", 0.8)
@@ -248,15 +250,15 @@ def test_a_window_of_known_attention_is_kept() -> None:
 
 def test_what_the_device_cannot_sample_is_sampled_on_the_host() -> None:
     odd = SamplingParams(temperature=0, logprobs=2, repetition_penalty=1.3)
-    cpu = TorchRunner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
+    cpu = cpu_runner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
     runner, fake = captured_runner("mixtral")
     assert schedule(runner, odd, Grain.STEP) == schedule(cpu, odd, Grain.STEP)
     assert not any(graph is g for g in fake.replays for graph in _with_head(runner))
 
 
-def _with_head(runner: CudaRunner) -> list[Any]:
-    assert runner.stages is not None
-    return [graph for key, graph in runner.stages.captured.items() if key.head]
+def _with_head(runner: TorchRunner) -> list[Any]:
+    assert runner.backend.stages is not None
+    return [graph for key, graph in runner.backend.stages.captured.items() if key.head]
 
 
 # -- parking
@@ -300,7 +302,7 @@ def test_parked_frames_lose_nothing(family: str, stages: bool, grain: Grain) -> 
 
 
 @pytest.mark.parametrize("stages", [True, False])
-def test_a_dead_row_is_skipped_and_a_dropped_frame_gives_its_pages_back(stages: bool) -> None:
+def test_a_dead_row_is_skipped_and_a_dropped_frame_is_run_again(stages: bool) -> None:
     runner = captured_runner("mixtral")[0] if stages else device_runner("mixtral")
     driver = Driver(runner)
     for i in range(3):
@@ -314,12 +316,11 @@ def test_a_dead_row_is_skipped_and_a_dropped_frame_gives_its_pages_back(stages: 
     assert driver.tokens[0] == []
     assert driver.tokens[1] == wanted("mixtral", 0.0)[1][:1]
     runner.remove(0)
-    before = runner.pages.num_free
     program = driver.program([driver.row(2)], Grain.LAYER)
-    assert runner.pages.num_free < before
     runner.run(program, START, Poll(p=1.0))
     runner.drop(program)
-    assert runner.pages.num_free == before
+    if stages:
+        assert all(lane.loaded is None for lane in runner.backend.stages.lanes.values())
     driver.sweep([driver.row(2)])
     assert driver.tokens[2] == wanted("mixtral", 0.0)[2][:1]
 
@@ -343,11 +344,95 @@ def test_broken_logits_name_the_request() -> None:
     model = make_model("mixtral")
     with torch.no_grad():
         model.lm_head.weight[3, 0] = float("nan")
-    runner = CudaRunner(model, num_pages=8, page_size=4, graphs=False)
+    runner = cuda_runner(model, num_pages=8, page_size=4, graphs=False)
     driver = Driver(runner)
     driver.add(5, PROMPTS[1])
     with pytest.raises(ValueError, match="request 5: the largest logit is nan"):
         driver.sweep([driver.row(5)])
+
+
+def test_a_runner_addresses_the_blocks_that_it_is_given_and_no_others() -> None:
+    runner = device_runner("mixtral")
+    driver = Driver(runner)
+    driver.add(0, PROMPTS[0])
+    driver.add(1, PROMPTS[1])
+    driver.sweep([driver.row(0), driver.row(1)])
+    for request in (0, 1):
+        kv: Any = runner.requests[request].kv
+        assert kv.pages == driver.tables.cover([driver.row(request)])[0][: len(kv.pages)]
+    row = driver.row(0)
+    driver.frames += 1
+    program = compile_program(
+        Plan(rows=(row,)), frame_id=driver.frames, samples=[True], shape=runner.shape, cuts=NO_CUTS
+    )
+    pages = list(runner.requests[0].kv.pages)  # type: ignore[attr-defined]
+    for wrong, words in (
+        ([], "0 KV blocks of 4 tokens do not hold 24"),
+        ([*pages[1:], pages[0]], "moved"),
+        ([*pages, NUM_PAGES], "are not all pages"),
+    ):
+        for _ in range(2):  # it is refused again when it is tried again
+            with pytest.raises(InvariantError, match=words):
+                runner.accept(program, [wrong])
+
+
+@pytest.mark.parametrize("how", [cpu_runner, device_runner])
+def test_what_a_dropped_frame_began_is_no_part_of_a_checkpoint(how: Any) -> None:
+    def made() -> TorchRunner:
+        if how is device_runner:
+            return device_runner("mixtral")
+        return cpu_runner(make_model("mixtral"), max_segment_ms=float("inf"), kernels="reference")
+
+    runner = made()
+    driver = Driver(runner)
+    driver.add(0, PROMPTS[2])
+    driver.sweep([driver.row(0, 16)])
+    program = driver.program([driver.row(0, 16)], Grain.LAYER)
+    runner.run(program, START, Poll(p=1.0))
+    runner.drop(program)
+    tensors, meta = runner.export_request(0)
+    assert {t.shape[2] for name, t in tensors.items() if name[0] in "kv"} == {16}
+    runner.close()
+    other = made()
+    again = Driver(other)
+    row = Row(0, 0, 16, 0, other.shape.num_layers)
+    other.import_request(0, GREEDY, tensors, meta, again.tables.cover([row])[0])
+    again.tokens[0] = []
+    again.sweep([again.row(0)])
+    assert again.tokens[0] == wanted("mixtral", 0.0)[2][:1]
+
+
+def test_a_split_that_fails_leaves_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = captured_runner("mixtral", layers_per_stage=1)
+    driver = Driver(runner)
+    driver.add(0, PROMPTS[0])
+    program = driver.program([driver.row(0)], Grain.LAYER)
+    index = runner.run(program, START, Poll(p=1.0))
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Frame, "save_rows", fail)
+    with pytest.raises(MemoryError):
+        runner.split(program, index)
+    assert not runner.frames
+    assert all(lane.loaded is None for lane in runner.backend.stages.lanes.values())
+
+
+def test_a_frame_that_is_resumed_at_a_finer_grain_stops_between_experts() -> None:
+    runner = device_runner("mixtral")
+    driver = Driver(runner)
+    driver.add(0, PROMPTS[2])
+    program = driver.program([driver.row(0)], Grain.LAYER)
+    index = runner.run(program, START, Poll(p=1.0))
+    assert not program.inside_layer(index)
+    finer, inside = replace(program, grain=Grain.EXPERT), 0
+    while index != program.end:
+        index = runner.run(finer, index, Poll(p=1.0))
+        inside += index.pos > 0
+    assert inside
+    driver.finish(program)
+    assert driver.tokens[0] == wanted("mixtral", 0.0)[2][:1]
 
 
 @pytest.mark.gpu
@@ -355,7 +440,7 @@ def test_broken_logits_name_the_request() -> None:
 def test_on_a_gpu_the_tokens_are_those_of_the_cpu(family: str) -> None:
     model = make_model(family, DTYPES["fp32"]).cuda()
     for graphs in (None, False):
-        runner = CudaRunner(
+        runner = cuda_runner(
             model, num_pages=NUM_PAGES, page_size=16, max_num_seqs=4, max_total_tokens=96,
             graphs=graphs, buckets=BUCKETS, layers_per_stage=2,
         )  # fmt: skip
@@ -369,10 +454,9 @@ def test_on_a_gpu_the_tokens_are_those_of_the_cpu(family: str) -> None:
 def test_the_start_up_check_holds_on_pages(family: str) -> None:
     """It parks the runner, and goes on from frames that it wrote itself."""
     model = make_model(family)
-    runner = CudaRunner(model, num_pages=64, page_size=4, graphs=False)
-    free = runner.pages.num_free
+    runner = cuda_runner(model, num_pages=64, page_size=4, graphs=False)
     conformance.check(model, runner)
-    assert runner.pages.num_free == free
+    assert not runner.requests
     wrong: Any = runner._drivers[1]
     wrong.combine = lambda x, *rest, real=wrong.combine: real(x, *rest) * (1 + 2e-5)
     if runner.shape.is_moe[1]:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from qllm.errors import InvalidRequestError
 from qllm.frontend.detokenizer import MAX_WINDOW, Detokenizer
+from qllm.types import SamplingParams
 
 CORPUS = [
     "the cat sat on the mat, the end.",
@@ -194,6 +196,21 @@ def test_a_stop_string_cuts_the_same_text_however_it_arrives(
         assert expected.startswith(seen), "handed out what a stop string takes back"
     assert stopped == is_cut
     assert seen + detokenizer.finish() == expected
+
+
+def test_every_token_is_searched_for_a_bounded_number_of_stop_strings() -> None:
+    SamplingParams(stop=["x" * 64] * 256)
+    for stop in (["x"] * 257, ["x" * 16_385]):
+        with pytest.raises(InvalidRequestError, match="at most 256 and 16384 are allowed"):
+            SamplingParams(stop=stop)
+
+
+def test_every_record_holds_a_bounded_number_of_ids() -> None:
+    SamplingParams(stop_token_ids=[1] * 1024, logit_bias=dict.fromkeys(range(4096), 1.0))
+    with pytest.raises(InvalidRequestError, match="stop_token_ids has 1025 entries; at most 1024"):
+        SamplingParams(stop_token_ids=[1] * 1025)
+    with pytest.raises(InvalidRequestError, match="logit_bias has 4097 entries; at most 4096"):
+        SamplingParams(logit_bias=dict.fromkeys(range(4097), 1.0))
 
 
 def test_only_what_may_begin_a_stop_string_waits() -> None:

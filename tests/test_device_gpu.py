@@ -19,7 +19,7 @@ from test_native_lanes import random_dry_run
 
 from bench.gpu.loop import LoopClient, limits_of
 from qllm import QLLMEngine, SamplingParams
-from qllm.cuda.runner import CudaRunner
+from qllm.cuda.backend import cuda_runner
 from qllm.ingress.ring import OVERHEAD, RingReader, RingWriter
 from qllm.ingress.structs import RING_END
 from qllm.plugins import load_policy
@@ -108,7 +108,7 @@ def test_the_loop_on_the_device_gives_the_tokens_of_the_host(policy: str) -> Non
     with QLLMEngine.from_model(model, max_num_seqs=8, max_kv_tokens=4096) as engine:
         handles = [engine.submit(ids, "BE", 9, sampling=greedy) for ids in prompts]
         wanted = [list(handle.result(120).token_ids) for handle in handles]
-    runner = CudaRunner(
+    runner = cuda_runner(
         model, num_pages=256, max_num_seqs=8, max_step_tokens=256, max_total_tokens=128,
         layers_per_stage=1,
     )  # fmt: skip

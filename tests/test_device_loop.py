@@ -20,7 +20,7 @@ from families import make_model
 from stage_worlds import STAGE_NS, HostWorld, Job, random_jobs
 from test_native_stages import LIMITS, LONGEST, VOCAB, policy_of, runner_of
 
-from qllm.cuda.runner import CudaRunner
+from qllm.cuda.backend import cuda_runner
 from qllm.cuda.stages import Key
 from qllm.device import lanes
 from qllm.device.graph import KernelCall, LoopGraph, Watch, serve
@@ -67,11 +67,11 @@ class World:
         turns: int = 1000,
     ) -> None:
         runner = runner_of(family)
-        assert runner.stages is not None
-        self.stages, self.clock = runner.stages, VirtualClock()
+        assert runner.backend.stages is not None
+        self.stages, self.clock = runner.backend.stages, VirtualClock()
         self.control = ControlMemory.create(0)
         self.loop = DeviceLoop(
-            policy_of(policy), runner.stages, runner.pages, runner.shape, LIMITS,
+            policy_of(policy), runner.backend.stages, runner.backend.pages, runner.shape, LIMITS,
             control=address_of(self.control.words), max_total_tokens=LONGEST, now_ns=self.clock,
             turns=turns, capacity=64, max_front_ends=1, ls_slots=2,
         )  # fmt: skip
@@ -207,7 +207,7 @@ def engine_of(world: World, runner: Any, policy: str, **changes: Any) -> DeviceE
 
     how: dict[str, Any] = {"api": TimedApi(world), "function": conditional, "turns": 9} | changes
     engine = DeviceEngine(
-        runner, policy_of(policy), LIMITS, control=world.control, front_ends=[world.block],
+        runner.backend, policy_of(policy), LIMITS, control=world.control, front_ends=[world.block],
         now_ns=world.clock, max_total_tokens=LONGEST, capacity=64, ls_slots=2, **how,
     )  # fmt: skip
     return engine
@@ -265,7 +265,7 @@ def test_the_engine_put_together_works_on_copies_of_the_blocks() -> None:
 
 
 def test_a_loop_needs_stages_that_were_captured() -> None:
-    runner = CudaRunner(make_model("mixtral"), num_pages=8, graphs=False)
+    runner = cuda_runner(make_model("mixtral"), num_pages=8, graphs=False)
     world = World("mixtral", "fcfs", [])
     with pytest.raises(ConfigError, match="there are none: not asked for"):
         engine_of(world, runner, "fcfs")

@@ -256,9 +256,7 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr("qllm.device.rings.attributes_of", lambda device: HOPPER)
     control, near = ControlMemory.create(0), FrontEndMemory.create(0, (8192,) * 4)
     far = [DeviceRings(1, (8192,) * 4, VRAM, CUDA1), block_of(2, 8192)]
-    head = SimpleNamespace(weight=SimpleNamespace(device=CUDA1))
-    runner: Any = SimpleNamespace(stages=object(), parts=SimpleNamespace(lm_head=head))
-    runner.pages = runner.shape = None
+    backend: Any = SimpleNamespace(stages=object(), pages=None, shape=None, device=CUDA1)
 
     def stop(*_: Any, **settings: Any) -> None:
         raise DeviceError("here a device is needed")
@@ -269,7 +267,7 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr("qllm.device.launcher.OnDevice", stop)
     with pytest.raises(DeviceError, match="here a device is needed"):
         DeviceEngine(
-            runner, policy_of("fcfs"), LIMITS, control=control, front_ends=[near, *far],
+            backend, policy_of("fcfs"), LIMITS, control=control, front_ends=[near, *far],
             now_ns=VirtualClock(), max_total_tokens=LONGEST,
         )  # fmt: skip
     segments = [control.segment, near.segment, far[1].memory]
@@ -281,9 +279,9 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
 
 def _engine(blocks: list[Any], control: ControlMemory, clock: VirtualClock) -> DeviceEngine:
     return DeviceEngine(
-        runner_of("mixtral"), policy_of("qllm2"), LIMITS, control=control, front_ends=blocks,
-        now_ns=clock, max_total_tokens=LONGEST, api=object(), function=object(), capacity=64,
-        ls_slots=2,
+        runner_of("mixtral").backend, policy_of("qllm2"), LIMITS, control=control,
+        front_ends=blocks, now_ns=clock, max_total_tokens=LONGEST, api=object(),
+        function=object(), capacity=64, ls_slots=2,
     )  # fmt: skip
 
 

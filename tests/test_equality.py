@@ -22,7 +22,7 @@ from qllm.frontend.handle import Handle, Result
 from qllm.plan import CutRule, Plan
 from qllm.policy import NO_STOP, View, next_row
 from qllm.record import trace
-from qllm.runner.runner import TorchRunner
+from qllm.runner.cpu import cpu_runner
 from qllm.scheduler.program import Index, Program
 from qllm.types import Cap, FinishReason, Grain
 
@@ -133,8 +133,8 @@ def test_greedy_tokens_are_those_of_generate(
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_the_row_rule_holds_for_thousands_of_rows(family: str, dtype: str) -> None:
     """A wrong rule shows in one row of several hundred: few rows prove nothing."""
-    runner = TorchRunner(make_model(family, DTYPES[dtype]), batch_invariant=True)
-    rule, generator = runner.compute.rule, torch.Generator().manual_seed(1)
+    runner = cpu_runner(make_model(family, DTYPES[dtype]), batch_invariant=True)
+    rule, generator = runner.backend.compute.rule, torch.Generator().manual_seed(1)
     seen, wrong = set(), {}
     with torch.inference_mode():
         for name, module in runner.model.named_modules():
@@ -265,8 +265,8 @@ class Chaos:
 
 def fine(engine: QLLMEngine) -> None:
     """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    engine._client.runner.cuts = engine._client.loop.scheduler.cuts = CUTS
-    object.__setattr__(engine._client.runner._costs, "range_ns", 0.5)
+    engine._client.runner.backend.cuts = engine._client.loop.scheduler.cuts = CUTS
+    object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
 
 
 def same(result: Result, solo: Result) -> bool:
@@ -353,9 +353,9 @@ def test_a_storm_in_order_mode_equals_the_replay_of_its_schedule(
         storm = Storm(engine, seed)
         results = storm.run()
         events = list(engine.trace.events)
-    runner = TorchRunner(make_model(family, DTYPES[dtype]), kernels=kernels)
-    runner.cuts = CUTS
-    object.__setattr__(runner._costs, "range_ns", 0.5)
+    runner = cpu_runner(make_model(family, DTYPES[dtype]), kernels=kernels)
+    runner.backend.cuts = CUTS
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     torch.set_num_threads(1)
     found = replay(events, runner)
     show(found._replace(sampled={}))
@@ -405,9 +405,9 @@ def test_who_left_the_sweep_loses_nothing_when_the_others_die_inside_a_layer() -
     assert split.frame_id == stopped.frame_id
     assert split.index < stopped.end
     assert results[0].finish_reason is FinishReason.CANCELLED
-    runner = TorchRunner(make_model("mixtral", DTYPES["bf16"]), kernels="reference")
-    runner.cuts = CUTS
-    object.__setattr__(runner._costs, "range_ns", 0.5)
+    runner = cpu_runner(make_model("mixtral", DTYPES["bf16"]), kernels="reference")
+    runner.backend.cuts = CUTS
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     torch.set_num_threads(1)
     found = replay(events, runner)
     for handle, result in zip(handles[1:], results[1:], strict=True):

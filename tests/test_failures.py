@@ -82,9 +82,9 @@ def assert_clean(engine: QLLMEngine) -> None:
     assert scheduler.pool.num_free == engine.config.num_blocks
     assert not scheduler.requests
     assert not scheduler.frames
-    assert not runner._requests
+    assert not runner.requests
     assert not runner.frames
-    assert not runner._sampler._requests
+    assert not runner.sampler._requests
     assert not engine._client.handles
     assert not engine._client.loop.metrics._meters
     assert not engine._client.loop.metrics._frames
@@ -182,7 +182,7 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
                     members = program.groups[program.ops[-1].group]
                     if len(members) == out.shape[0]:
                         for i, r in enumerate(members):
-                            request = runner._requests.get(program.rows[r].request_id)
+                            request = runner.requests.get(program.rows[r].request_id)
                             if request is not None and request.ids[:7] == marker:
                                 out[i] = float("nan")
                 return out
@@ -523,11 +523,11 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
         real = engine._client.runner.accept
         left = [times]
 
-        def accept(program: Any) -> None:
+        def accept(program: Any, tables: Any) -> None:
             left[0] -= 1
             if left[0] >= 0:
                 raise MemoryError("no room for a frame")
-            real(program)
+            real(program, tables)
 
         monkeypatch.setattr(engine._client.runner, "accept", accept)
         handles = submit_all(engine, [ids(5), ids(6)])
@@ -786,7 +786,7 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
 
 def test_a_parked_request_times_out() -> None:
     with engine_of(policy_settings={"ride_frac": 0.0, "max_be_stall_ms": None}) as engine:
-        object.__setattr__(engine._client.runner._costs, "range_ns", 0.5)
+        object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
         hits: list[Handle] = []
         later: list[Callable[..., None]] = []
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qllm.kernels import cpu
 from qllm.runner.frame import Frame
-from qllm.runner.kv import RequestKV
+from qllm.runner.kv import SlabKV
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, Index, Program
 from qllm.types import Grain
@@ -38,13 +38,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Pages:
-    """Mapped memory of the slabs, by the `RequestKV` that holds them."""
+    """Mapped memory of the slabs, by the `SlabKV` that holds them."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._of: dict[int, list[tuple[mmap.mmap, int, int]]] = {}
 
-    def empty(self, kv: RequestKV, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def empty(self, kv: SlabKV, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor over pages of its own."""
         count = torch.Size(shape).numel()
         size = -(-count * like.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -53,7 +53,7 @@ class Pages:
         self._of.setdefault(id(kv), []).append((memory, out.data_ptr(), size))
         return out
 
-    def forbid(self, kv: RequestKV) -> int:
+    def forbid(self, kv: SlabKV) -> int:
         """Take the rights to the pages away; return how many bytes they are."""
         held = self._of.pop(id(kv), [])
         for _, address, size in held:
@@ -67,9 +67,9 @@ class Pages:
 def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
     """Let slabs lie on pages that are forbidden once they are cleared."""
     found = Pages()
-    clear = RequestKV.clear
+    clear = SlabKV.clear
 
-    def reserve(self: RequestKV, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
+    def reserve(self: SlabKV, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
         def layers(like: Tensor) -> tuple[Tensor, ...]:
             _, heads, _, width = like.shape
             shape = (len(self.slabs), 1, heads, self.capacity, width)
@@ -77,12 +77,12 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
 
         self.slabs = list(zip(layers(k_1GTH), layers(v_1GTH), strict=True))
 
-    def clear_and_forbid(self: RequestKV) -> None:
+    def clear_and_forbid(self: SlabKV) -> None:
         clear(self)
         assert found.forbid(self) > 0, "nothing was evicted"
 
-    monkeypatch.setattr(RequestKV, "_reserve", reserve)
-    monkeypatch.setattr(RequestKV, "clear", clear_and_forbid)
+    monkeypatch.setattr(SlabKV, "_reserve", reserve)
+    monkeypatch.setattr(SlabKV, "clear", clear_and_forbid)
     return found
 
 
@@ -161,7 +161,7 @@ def test_a_frame_never_touches_the_kv_of_an_evicted_row(
     runner = runner_of(MODELS[name](), native=True, fine=True)
     assert signal_of(lambda: evict_and_go_on(runner, warm=warm)) == 0
     assert evict_and_go_on(runner, warm=warm) == [0, 2]
-    kv = runner._requests[EVICTED].kv
+    kv = runner.requests[EVICTED].kv
     assert (kv.written, kv.committed, set(kv.slabs)) == (0, 0, {None})
 
 

@@ -11,6 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from qllm.kernels import cpu
 from qllm.plan import Plan, Row
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.heads import HeadState
 from qllm.runner.layers.linears import HEAD_BLOCK, Head
 from qllm.runner.layers.rows import PLAIN
@@ -124,7 +125,7 @@ def runner_of(**settings: Any) -> TorchRunner:
     )
     model = MixtralForCausalLM(config).bfloat16().eval()
     model.lm_head.weight.data = torch.randn(VOCAB, WIDTH).bfloat16()
-    return TorchRunner(model, **settings)
+    return cpu_runner(model, **settings)
 
 
 class Poll:
@@ -184,7 +185,7 @@ def at_head(runner: TorchRunner, program: Program) -> Index:
 def test_a_frame_parked_in_the_head_goes_on_after_a_checkpoint() -> None:
     asked = [GREEDY, *ASKING, GREEDY]
     expected, runner = tokens(runner_of(), asked), runner_of()
-    object.__setattr__(runner._costs, "segment_ns", 0.4 * runner._costs.head_ns)
+    object.__setattr__(runner.backend.costs, "segment_ns", 0.4 * runner.backend.costs.head_ns)
     program = program_of(runner, asked)
     at = at_head(runner, program)
     state: Any = runner.frames[0].head
@@ -204,7 +205,7 @@ def test_a_frame_parked_in_the_head_goes_on_after_a_checkpoint() -> None:
 def test_greedy_rows_hold_no_logits_and_dead_rows_get_no_token() -> None:
     asked = [GREEDY] * 4
     expected, runner = tokens(runner_of(), asked), runner_of()
-    object.__setattr__(runner._costs, "segment_ns", 0.4 * runner._costs.head_ns)
+    object.__setattr__(runner.backend.costs, "segment_ns", 0.4 * runner.backend.costs.head_ns)
     program = program_of(runner, asked)
     at = at_head(runner, program)
     state: Any = runner.frames[0].head
@@ -231,7 +232,7 @@ def test_broken_logits_name_the_request(asked: list[SamplingParams]) -> None:
     bad = torch.full((WIDTH,), torch.nan).bfloat16()
     runner.model.lm_head.weight.data[HEAD_BLOCK + 3] = bad  # type: ignore[union-attr, operator]
     runner.close()
-    broken = TorchRunner(runner.model)
+    broken = cpu_runner(runner.model)
     program = program_of(broken, asked)
     with pytest.raises(ValueError, match=r"request 0: the largest logit is nan.*position 5"):
         broken.run(program, START, Poll(99))

@@ -21,6 +21,7 @@ from qllm.models import discover
 from qllm.models.loader import load
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner.conformance import check
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.hooked import HookedLayer
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
@@ -125,7 +126,7 @@ class Driven:
     """A runner whose logits are kept, and its requests."""
 
     def __init__(self, model: Any) -> None:
-        self.runner = TorchRunner(model, max_segment_ms=float("inf"), kernels="reference")
+        self.runner = cpu_runner(model, max_segment_ms=float("inf"), kernels="reference")
         self.logits: dict[int, list[Tensor]] = {1: [], 2: []}
         self.runner.on_logits = lambda request_id, _, row: self.logits[request_id].append(row)
         self.frames = count()
@@ -382,7 +383,7 @@ def test_conformance_holds_and_leaves_no_trace(family: str, name: str, folder: P
     model = model_of(family, name, folder)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     before = snapshot(model, runner)
     check(model, runner)
     assert snapshot(model, runner) == before
@@ -393,7 +394,7 @@ def test_conformance_wants_close_logits_of_a_batch_invariant_runner(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("flex_olmo", "fp32", folder)
-    runner = TorchRunner(model, batch_invariant=True)
+    runner = cpu_runner(model, batch_invariant=True)
     check(model, runner)
     wrong: Any = runner._drivers[1]
     real = wrong.combine
@@ -406,7 +407,7 @@ def test_conformance_names_the_first_layer_that_differs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("flex_olmo", "fp32", folder)
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     wrong: Any = runner._drivers[1]
     real = wrong.combine
     monkeypatch.setattr(wrong, "combine", lambda x, *rest: real(x, *rest) + 1e-4)
@@ -421,7 +422,7 @@ def test_conformance_sees_what_only_preemption_breaks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("flex_olmo", "fp32", folder)
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     wrong: Any = runner._drivers[1]
     real = wrong.attend
     buffer = torch.zeros(64, model.config.hidden_size)
@@ -440,7 +441,7 @@ def test_conformance_names_the_layer_that_raises(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("flex_olmo", "fp32", folder)
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
 
     def broken(*args: Tensor) -> Tensor:
         raise TypeError("missing argument")

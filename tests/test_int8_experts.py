@@ -18,6 +18,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Int8Stack
 from qllm.llm import QLLMEngine
 from qllm.runner import conformance
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Work
 from qllm.runner.runner import TorchRunner
@@ -177,8 +178,8 @@ def logits_of(runner: TorchRunner, ids: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_a_runner_with_int8_is_close_to_one_without(family: str, weights: str) -> None:
     ids = prompt_of(9)
-    plain = logits_of(TorchRunner(make_model(family, torch.bfloat16)), ids)
-    runner = TorchRunner(make_model(family, torch.bfloat16), expert_weights=weights)
+    plain = logits_of(cpu_runner(make_model(family, torch.bfloat16)), ids)
+    runner = cpu_runner(make_model(family, torch.bfloat16), expert_weights=weights)
     conformance.check(runner.model, runner)
     assert runner.names["experts"].startswith(f"qllm {KINDS[0]} {weights} (")
     found = logits_of(runner, ids)
@@ -190,7 +191,7 @@ def test_a_runner_with_int8_is_close_to_one_without(family: str, weights: str) -
 def test_the_reference_and_a_closed_model_have_the_rounded_weights(weights: str) -> None:
     model, ids = make_model("mixtral", torch.bfloat16), prompt_of(9)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    runner = TorchRunner(model, expert_weights=weights)
+    runner = cpu_runner(model, expert_weights=weights)
     with runner.as_reference():
         first = forward(model, ids)
     with runner.as_reference():
@@ -208,7 +209,7 @@ def test_the_reference_and_a_closed_model_have_the_rounded_weights(weights: str)
 def test_another_format_is_another_model_and_reads_half() -> None:
     names, read = set(), []
     for weights in ("auto", *FORMATS):
-        runner = TorchRunner(make_model("mixtral", torch.bfloat16), expert_weights=weights)
+        runner = cpu_runner(make_model("mixtral", torch.bfloat16), expert_weights=weights)
         names.add(runner.fingerprint())
         add(runner, 1, prompt_of(9))
         serve(runner, 1)
@@ -224,7 +225,7 @@ def test_where_int8_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="needs kernels='fast'"):
         EngineConfig(expert_weights="int8", kernels="reference")
     with pytest.raises(ConfigError, match="kernels='reference' has no others"):
-        TorchRunner(
+        cpu_runner(
             make_model("mixtral", torch.bfloat16), kernels="reference", expert_weights="int8"
         )
     with pytest.raises(ConfigError, match="layer 0 has MixtralExperts in float32"):

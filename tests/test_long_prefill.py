@@ -13,7 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.plan import Plan, Row
-from qllm.runner.kv import RequestKV
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
@@ -57,7 +58,7 @@ def long_runner(dtype: torch.dtype) -> TorchRunner:
         tie_word_embeddings=False,
     )
     model = Qwen3MoeForCausalLM(config).to(dtype).eval()
-    return TorchRunner(model, max_segment_ms=BOUND_MS)
+    return cpu_runner(model, max_segment_ms=BOUND_MS)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def runner() -> TorchRunner:
 def hold(runner: TorchRunner, request: int, done: int) -> None:
     """A request whose first tokens have KV: zeros."""
     runner.add(request, [3] * LONG, GREEDY, LONG, LONG)
-    kv = runner._requests[request].kv
+    kv = runner.requests[request].kv
     kv.base((GROUPS, HEAD, HEAD), torch.empty(0, dtype=torch.bfloat16))
     for slab in kv.slabs:
         assert slab is not None
@@ -132,7 +133,7 @@ def test_blocks_of_queries_shrink_with_their_position(runner: TorchRunner) -> No
 
 
 def test_what_attention_over_latents_costs() -> None:
-    costs = TorchRunner(make_model("deepseek_v3", torch.bfloat16))._costs
+    costs = cpu_runner(make_model("deepseek_v3", torch.bfloat16)).backend.costs
     rank, rotated, heads = 32, 32, 4
     rate = 120 if cpu.kind() in cpu.SUM_PAIRS else 70
     assert costs.query_key_ns == pytest.approx(2 * heads * (2 * rank + rotated) / rate)
@@ -140,7 +141,7 @@ def test_what_attention_over_latents_costs() -> None:
 
 
 def test_keys_outside_a_window_are_not_counted() -> None:
-    span = Span(RequestKV(1, LONG), 0, LONG - 1, LONG)
+    span = Span(SlabKV(1, LONG), 0, LONG - 1, LONG)
     step = Step([span, span._replace(lo=1000, hi=1010)], 11, latent=False)
     assert step.first_key(None) == 0
     assert step.first_key(64) == 896  # the block of key 937
@@ -150,8 +151,8 @@ def test_keys_outside_a_window_are_not_counted() -> None:
 
 
 def test_without_a_bound_nothing_is_cut() -> None:
-    free = TorchRunner(make_model("mixtral", torch.bfloat16), max_segment_ms=float("inf"))
-    assert free._costs.keys(1 << 20, 1, 1 << 31) > 1 << 30
+    free = cpu_runner(make_model("mixtral", torch.bfloat16), max_segment_ms=float("inf"))
+    assert free.backend.costs.keys(1 << 20, 1, 1 << 31) > 1 << 30
 
 
 # -- the bits
@@ -159,8 +160,8 @@ def test_without_a_bound_nothing_is_cut() -> None:
 
 def small(family: str) -> TorchRunner:
     """A runner whose attention stops after every block of keys."""
-    made = TorchRunner(make_model(family, torch.bfloat16))
-    made._costs = replace(made._costs, query_key_ns=1e12)
+    made = cpu_runner(make_model(family, torch.bfloat16))
+    made.backend.costs = replace(made.backend.costs, query_key_ns=1e12)
     return made
 
 
@@ -181,8 +182,8 @@ def add(runner: TorchRunner) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stopping_between_keys_changes_no_bit(family: str) -> None:
-    whole, cut, outs = TorchRunner(make_model(family, torch.bfloat16)), small(family), []
-    whole._costs = replace(whole._costs, query_key_ns=1e-9, key_ns=1e-9)
+    whole, cut, outs = cpu_runner(make_model(family, torch.bfloat16)), small(family), []
+    whole.backend.costs = replace(whole.backend.costs, query_key_ns=1e-9, key_ns=1e-9)
     stops = []
     for made in (whole, cut):
         outs.append(logits_of(made))

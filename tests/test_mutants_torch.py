@@ -52,8 +52,8 @@ def run(*, disturbed: bool) -> Streams:
         model, conformance=False, threads=1, policy_settings={"ride_frac": 0.0}
     ) as engine:
         runner = engine._client.runner
-        runner.cuts = engine._client.loop.scheduler.cuts = CUTS
-        object.__setattr__(runner._costs, "range_ns", 0.5)
+        runner.backend.cuts = engine._client.loop.scheduler.cuts = CUTS
+        object.__setattr__(runner.backend.costs, "range_ns", 0.5)
         handles = []
         count = 0
 
@@ -221,7 +221,7 @@ def commit_kv_early(patch: pytest.MonkeyPatch) -> None:
         out = real(self, frame, op, *rest)
         for r in frame.program.groups[op.group]:
             row = frame.program.rows[r]
-            self._requests[row.request_id].kv.committed = row.hi
+            self.requests[row.request_id].kv.committed = row.hi
         return out
 
     patch.setattr(TorchRunner, "_attn", attn)

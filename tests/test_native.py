@@ -17,7 +17,8 @@ from qllm.kernels.cpu.routers import Router
 from qllm.models.discover import discover
 from qllm.plan import NO_CUTS, Plan, Row
 from qllm.runner import compute
-from qllm.runner.kv import RequestKV
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step, install
 from qllm.runner.layers.drivers import FastDriver
 from qllm.runner.layers.experts import TorchBank
@@ -26,7 +27,6 @@ from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.rows import PLAIN
 from qllm.runner.layers.work import Work
 from qllm.runner.rope import RopeTable
-from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START
 from qllm.types import Grain, SamplingParams
@@ -204,7 +204,7 @@ def attend_both(model: nn.Module, spans: list[tuple[int, int]], warm: int) -> tu
         install([p.self_attn for p in parts.layers])
         made, at = [], 0
         for i, (lo, hi) in enumerate(spans):
-            kv = RequestKV(2, 400)
+            kv = SlabKV(2, 400)
             if warm:
                 kv.write(1, rand(1, GROUPS, warm, HEAD, seed=i), rand(1, GROUPS, warm, HEAD), 0)
             made.append(Span(kv, at, lo, hi))
@@ -244,7 +244,7 @@ def attention(heads: int, groups: int, head: int, sinks_N: Tensor | None = None)
 
 
 def attended(
-    kernel: Attention, q: Tensor, kv: RequestKV, cuts: list[int], window: int | None
+    kernel: Attention, q: Tensor, kv: SlabKV, cuts: list[int], window: int | None
 ) -> Tensor:
     """The queries of positions [cuts[0], cuts[-1]), cut into spans there."""
     spans = [Span(kv, lo - cuts[0], lo, hi) for lo, hi in pairwise(cuts)]
@@ -264,7 +264,7 @@ def test_queries_attend_the_keys_before_them_and_no_others(
     heads: int, groups: int, head: int, window: int | None, sinks: bool
 ) -> None:
     sinks_N = rand(heads, seed=4) * 3 if sinks else None
-    kernel, kv = attention(heads, groups, head, sinks_N), RequestKV(1, 300)
+    kernel, kv = attention(heads, groups, head, sinks_N), SlabKV(1, 300)
     k, v = rand(1, groups, 280, head, seed=1), rand(1, groups, 280, head, seed=2)
     kv.write(0, k, v, 0)
     keys, values = (t[0].double().repeat_interleave(heads // groups, 0) for t in (k, v))
@@ -299,7 +299,7 @@ def test_queries_attend_the_keys_before_them_and_no_others(
 def test_no_cut_of_the_queries_and_no_thread_changes_a_bit(
     heads: int, groups: int, head: int, window: int | None
 ) -> None:
-    kernel, kv = attention(heads, groups, head, rand(heads)), RequestKV(1, 400)
+    kernel, kv = attention(heads, groups, head, rand(heads)), SlabKV(1, 400)
     kv.write(0, *(rand(1, groups, 310, head, seed=s, scale=3) for s in (1, 2)), 0)
     q = rand(110, heads * head, seed=3)
     whole = attended(kernel, q, kv, [200, 310], window)
@@ -318,8 +318,8 @@ def test_cutting_a_prompt_changes_no_bit(make: Any) -> None:
     rules = [NO_CUTS, NO_CUTS._replace(max_cost=9.0, min_block=1, max_block=8)]
     logits: list[Tensor] = []
     for rule, chunks in ((rules[0], [130]), (rules[1], [130]), (rules[0], [1, 64, 77, 130])):
-        runner = TorchRunner(model)
-        runner.cuts = rule
+        runner = cpu_runner(model)
+        runner.backend.cuts = rule
         runner.on_logits = lambda request, position, x: logits.append(x.clone())
         runner.add(0, ids, SamplingParams(temperature=0), 130, 140)
         for frame, (lo, hi) in enumerate(pairwise([0, *chunks])):
@@ -352,7 +352,7 @@ def test_dead_tokens_give_zeros_to_the_projection() -> None:
     parts = discover(model)
     rope = RopeTable(parts.rotary_emb, torch.device("cpu"), torch.bfloat16)
     x = rand(3, WIDTH)
-    alive = Step([Span(RequestKV(2, 64), 1, 5, 6)], 3, latent=False)
+    alive = Step([Span(SlabKV(2, 64), 1, 5, 6)], 3, latent=False)
     out = driver.attend(x, rope.of([(5, 6)] * 3), alive)
     assert torch.equal(out[0], x[0])
     assert torch.equal(out[2], x[2])
@@ -408,13 +408,13 @@ def test_any_partition_of_the_units_gives_the_same_bits() -> None:
 
 
 def test_a_runner_names_its_kernels(kind: str) -> None:
-    names = TorchRunner(qwen3()).compute.names
+    names = cpu_runner(qwen3()).backend.compute.names
     ours = f"qllm {KINDS[0]}"
     assert names["experts"] == f"{ours} (2)"
     assert names["head"] == ours
     assert names["router"] == names["attention"] == f"{ours} (2 of 2 layers)"
-    assert TorchRunner(qwen3(), kernels="reference").compute.names["router"] == "torch"
-    half = TorchRunner(qwen3(), max_packed_bytes=0).compute.names
+    assert cpu_runner(qwen3(), kernels="reference").backend.compute.names["router"] == "torch"
+    half = cpu_runner(qwen3(), max_packed_bytes=0).backend.compute.names
     assert half["experts"] == f"{ours} (2)"  # packed in place, they cost nothing
     assert half["head"] == "torch linear"
 
@@ -423,9 +423,9 @@ def test_without_a_build_torch_computes_and_the_names_say_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu, "MISSING", "no compiler")
-    runner = TorchRunner(qwen3())
+    runner = cpu_runner(qwen3())
     assert "no compiler" in caplog.text
-    names = runner.compute.names
+    names = runner.backend.compute.names
     assert names["missing"] == "no compiler"
     assert names["router"] == "torch"
     assert "qllm" not in " ".join(names.values())

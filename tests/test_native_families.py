@@ -17,12 +17,12 @@ from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import Router
 from qllm.models import fingerprints
 from qllm.models.discover import discover
-from qllm.runner.kv import RequestKV
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step, install
 from qllm.runner.layers.drivers import FastDriver
 from qllm.runner.layers.native import NativeDriver
 from qllm.runner.rope import RopeTable
-from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -120,7 +120,7 @@ def spans_of(cuts: list[list[int]]) -> list[Span]:
     """One request per list, its queries cut there."""
     out, at = [], 0
     for marks in cuts:
-        kv = RequestKV(3, CAPACITY)
+        kv = SlabKV(3, CAPACITY)
         for lo, hi in pairwise(marks):
             out.append(Span(kv, at + lo - marks[0], lo, hi))
         at += marks[-1] - marks[0]
@@ -217,7 +217,7 @@ def test_latents_attend_as_the_keys_and_values_they_stand_for(low_rank: bool, he
     )
     x, angle = rand(num, d, seed=5), torch.arange(num)[:, None] * 0.9 ** torch.arange(tail // 2)
     cos, sin = (t.repeat(1, 2).bfloat16() for t in (angle.cos(), angle.sin()))
-    spans = [Span(RequestKV(1, 100), 0, 0, num)]
+    spans = [Span(SlabKV(1, 100), 0, 0, num)]
     at = Step(spans, num, latent=True).addresses(kernel.slab, x)
     q = kernel.enter(x, cos, sin, 0, at.address, 1)
     found = kernel.attend(q, 0, None, at.address, 1, True).view(num, heads, value)
@@ -343,7 +343,7 @@ def test_routers_that_cannot_choose_so_many_are_refused() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_are_native(family: str) -> None:
     model = make_model(family, torch.bfloat16)
-    names, moe = TorchRunner(model).compute.names, sum(discover(model).shape.is_moe)
+    names, moe = cpu_runner(model).backend.compute.names, sum(discover(model).shape.is_moe)
     ours = f"qllm {KINDS[0]} (3 of 3 layers)"
     assert names["attention"] == ours
     assert names["router"] == f"qllm {KINDS[0]} ({moe} of 3 layers)"
@@ -354,7 +354,7 @@ def test_heads_that_the_kernels_are_not_made_for_stay_with_torch() -> None:
     model = make_model("gpt_oss", torch.bfloat16)
     attn: Any = discover(model).layers[1].self_attn
     attn.head_dim = 48
-    compute = TorchRunner(model).compute
+    compute = cpu_runner(model).backend.compute
     names = compute.names
     assert names["attention"].startswith(f"qllm {KINDS[0]} (2 of 3 layers), sdpa")
     assert not compute.stops_between_keys

@@ -13,14 +13,16 @@ from on_device import DeviceTurns
 from stage_loop import StageLoop
 from stage_worlds import NativeWorld, dry_stages, random_jobs
 
+from qllm.cuda.backend import CudaBackend
 from qllm.cuda.lanes import Bucket, Lane
-from qllm.cuda.runner import CudaRunner
+from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Key, Stages
 from qllm.device import lanes, layout, serving
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
 from qllm.device.stages import check_stages
 from qllm.errors import ConfigError, InvariantError
+from qllm.kernels.select import kernels
 from qllm.plan import NO_CUTS, ModelShape, Plan, Row
 from qllm.plugins import load_policy
 from qllm.runner.frame import Frame
@@ -94,7 +96,8 @@ class Mirror:
     def _know(self, request_id: int, slot: int) -> None:
         pages: list[int] = []
         self.loop.scheduler.block.extend_table(slot, pages)
-        kv = SimpleNamespace(pages=pages, slot=lambda t: pages[t // 4] * 4 + t % 4)
+        kv = PagedKV(Pages(1, 1 << 16, 4, kernels("torch")), 1 << 20)
+        kv.hold(pages, len(pages) * 4)
         record = self.loop.server.array("serving")[slot]
         how = SamplingParams(
             temperature=float(record["temperature"]), top_k=int(record["top_k"]),
@@ -106,16 +109,12 @@ class Mirror:
         )
 
     def _load(self, frame: Frame, group: int, lane: Lane) -> None:
-        def kv_of(request_id: int) -> Any:
-            return self.requests[request_id].kv
-
-        host: Any = SimpleNamespace(
-            _requests=self.requests,
-            _kv=kv_of,
-            _sampler=SimpleNamespace(simple=lambda i: self.requests[i].simple),
-            _sampling_rows=partial(CudaRunner._sampling_rows, None),  # type: ignore[arg-type]
+        runner: Any = SimpleNamespace(
+            requests=self.requests,
+            sampler=SimpleNamespace(simple=lambda i: self.requests[i].simple),
         )
-        CudaRunner._load(host, lane, frame, group)
+        backend: Any = SimpleNamespace(_sampling_rows=partial(CudaBackend._sampling_rows, None))
+        CudaBackend._load(backend, runner, lane, frame, group)
 
     # comparisons
 
@@ -147,7 +146,7 @@ class Mirror:
             extra = [key._replace(head=False) for key in capture if key.head]
             self.stages.captured = capture | dict.fromkeys(extra)
         try:
-            return self.stages.part(program, op, True)
+            return self.stages.part(program, op, program.grain, True)
         finally:
             self.stages.captured = capture
 

@@ -21,7 +21,7 @@ from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.plugins import load_policy
-from qllm.runner.runner import TorchRunner
+from qllm.runner.cpu import cpu_runner
 from qllm.scheduler.decision import Limits
 from qllm.types import FinishReason, Grain, Priority, RequestId, Slo
 from support.native_loop import NativeLoop
@@ -42,7 +42,7 @@ class Served:
     """A native loop on a thread, and its front ends."""
 
     def __init__(self) -> None:
-        self.runner = TorchRunner(make_model("mixtral"), batch_invariant=True)
+        self.runner = cpu_runner(make_model("mixtral"), batch_invariant=True)
         zero_ns = time.monotonic_ns()
         self.now_ns = lambda: time.monotonic_ns() - zero_ns
         self.control, self.bell = ControlMemory.create(zero_ns), Doorbell.create()

@@ -21,7 +21,9 @@ from qllm.scheduler.decision import Limits
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import LIMITS, SHAPE, World
+from qllm.sim.runner import SimCosts
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
+from qllm_policies.qllm2 import Qllm2
 from support.differential import DifferenceError, Twin, random_shape, random_world, run_trace
 from support.native_scheduler import NativeScheduler
 
@@ -47,6 +49,17 @@ def test_any_shape_decides_the_same() -> None:
         policy = random_shape(random.Random(number))
         seen += run_trace(policy, f"any-{number}").seen
     assert all(seen[what] for what in ("resume", "slice", "evictkv", "kill", "drop")), seen
+
+
+@pytest.mark.parametrize("frac", [0.25, 0.5, 2.0])
+def test_a_crowd_that_rides_along_is_capped_the_same(frac: float) -> None:
+    slow = SimCosts(expert_ns=NS_PER_MS, head_ns=2 * NS_PER_MS)
+    world = World(Qllm2(ride_frac=frac), costs=slow, scheduler=Twin)
+    for priority, count in ((LS, 2), (BE, 12)):
+        for _ in range(count):
+            world.submit(priority, 10, 60)
+    world.run()
+    assert world.scheduler.seen["accept"] >= 60
 
 
 def by_number(policy: Any, *args: Any, **settings: Any) -> NativeScheduler:

@@ -115,7 +115,8 @@ EVERYTHING += ["evict_recomputed_tokens", "retry_recomputed_tokens", "parked", "
 def test_every_record_of_any_shape_is_that_of_the_python_engine() -> None:
     seen: Counter[str] = Counter()
     for number in range(60):
-        seen += compare(lambda n=number: random_shape(random.Random(n)), f"any-{number}")
+        # a rank by service may evict in turns for ever: "any-1" does
+        seen += compare(lambda n=number: random_shape(random.Random(n)), f"any-shape-{number}")
     assert all(seen[what] for what in EVERYTHING), seen
 
 

@@ -13,9 +13,10 @@ from families import FAMILIES, VOCAB, make_model
 from stage_loop import StageLoop
 from stage_worlds import STAGE_NS, HostWorld, Job, NativeWorld, Outcome, random_jobs
 
+from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
-from qllm.cuda.runner import CudaRunner
 from qllm.plugins import load_policy
+from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Limits
 from qllm.types import Grain, SamplingParams
 
@@ -39,8 +40,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @cache
-def runner_of(family: str, k: int = 1) -> CudaRunner:
-    return CudaRunner(
+def runner_of(family: str, k: int = 1) -> TorchRunner:
+    return cuda_runner(
         make_model(family), num_pages=LIMITS.num_blocks, page_size=4, max_num_seqs=4,
         max_total_tokens=LONGEST, graphs=FakeCuda(), layers_per_stage=k,
         buckets=[Bucket(4, False), Bucket(16, True), Bucket(104, True)],
@@ -54,17 +55,26 @@ def policy_of(name: str) -> Any:
     return load_policy(name, settings)
 
 
-def loop_of(runner: CudaRunner, name: str, limits: Limits = LIMITS) -> StageLoop:
-    assert runner.stages is not None
+def loop_of(runner: TorchRunner, name: str, limits: Limits = LIMITS) -> StageLoop:
+    assert runner.backend.stages is not None
     return StageLoop(
-        policy_of(name), runner.stages, runner.pages, runner.shape, limits, max_total_tokens=LONGEST
+        policy_of(name),
+        runner.backend.stages,
+        runner.backend.pages,
+        runner.shape,
+        limits,
+        max_total_tokens=LONGEST,
     )
 
 
-def spoil(runner: CudaRunner) -> None:
+def spoil(runner: TorchRunner) -> None:
     """Let nobody find what another left."""
-    assert runner.stages is not None
-    tensors = [runner.pages._k, runner.pages._v, runner.stages.lanes[True].hidden_SD]
+    assert runner.backend.stages is not None
+    tensors = [
+        runner.backend.pages._k,
+        runner.backend.pages._v,
+        runner.backend.stages.lanes[True].hidden_SD,
+    ]
     with torch.inference_mode():
         for t in tensors:
             assert t is not None
@@ -73,8 +83,9 @@ def spoil(runner: CudaRunner) -> None:
 
 def both(family: str, name: str, jobs: list[Job], k: int = 1) -> tuple[Outcome, Outcome]:
     runner = runner_of(family, k)
-    host = HostWorld(runner, policy_of(name), LIMITS).run(jobs)
-    assert runner.pages.num_free == runner.pages.num_pages
+    world = HostWorld(runner, policy_of(name), LIMITS)
+    host = world.run(jobs)
+    assert world.scheduler.pool.num_free == LIMITS.num_blocks
     spoil(runner)
     with torch.inference_mode():
         native = NativeWorld(loop_of(runner, name)).run(jobs)
@@ -151,8 +162,8 @@ def test_a_request_without_a_finite_logit_fails_alone() -> None:
     ]
     wanted = HostWorld(runner, policy_of("qllm2"), LIMITS).run(jobs).tokens
     loop = loop_of(runner, "qllm2")
-    assert runner.stages is not None
-    peaks = [lane.peaks_R for lane in runner.stages.lanes.values()]
+    assert runner.backend.stages is not None
+    peaks = [lane.peaks_R for lane in runner.backend.stages.lanes.values()]
 
     def replay(branch: int) -> None:
         loop.replay(branch)

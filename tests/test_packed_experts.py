@@ -19,10 +19,10 @@ from qllm.kernels.cpu.experts import Experts
 from qllm.llm import QLLMEngine
 from qllm.models.discover import discover
 from qllm.runner import conformance
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.native import NativeDriver
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Work
-from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -87,7 +87,7 @@ def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
     model, ids = make_model("mixtral", torch.bfloat16), prompt_of(9)
     before, expected = weights_of(model), forward(model, ids)
     parameters = dict(model.named_parameters())
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     for experts in experts_of(model):
         assert experts.gate_up_proj.is_meta
         assert experts.down_proj.is_meta
@@ -109,26 +109,26 @@ def test_a_strided_parameter_comes_back_with_its_strides() -> None:
         experts.down_proj = torch.nn.Parameter(turned, requires_grad=False)
     before = weights_of(model)
     assert not experts_of(model)[0].down_proj.is_contiguous()
-    TorchRunner(model).close()
+    cpu_runner(model).close()
     assert_whole(model, before)
 
 
 def test_while_packed_the_model_says_so() -> None:
     model, ids = make_model("qwen3_moe", torch.bfloat16), prompt_of(9)
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     with pytest.raises(ModelError, match="packed for the runner"):
         forward(model, ids)
     with pytest.raises(ModelError, match=r"packed for another runner.*close"):
-        TorchRunner(model, kernels="reference")
+        cpu_runner(model, kernels="reference")
     runner.close()
     forward(model, ids)
-    TorchRunner(model, kernels="reference").close()
+    cpu_runner(model, kernels="reference").close()
 
 
 def test_only_experts_that_our_kernels_run_are_packed() -> None:
     for runner in (
-        TorchRunner(make_model("mixtral")),
-        TorchRunner(make_model("mixtral", torch.bfloat16), kernels="reference"),
+        cpu_runner(make_model("mixtral")),
+        cpu_runner(make_model("mixtral", torch.bfloat16), kernels="reference"),
     ):
         assert not any(e.gate_up_proj.is_meta for e in experts_of(runner.model))
 
@@ -136,7 +136,7 @@ def test_only_experts_that_our_kernels_run_are_packed() -> None:
 def test_the_reference_has_the_weights_while_it_computes() -> None:
     model, ids = make_model("mixtral", torch.bfloat16), prompt_of(9)
     before, expected = weights_of(model), forward(model, ids)
-    runner = TorchRunner(model)
+    runner = cpu_runner(model)
     name = runner.fingerprint()
     with runner.as_reference():
         assert_whole(model, before)
@@ -147,14 +147,14 @@ def test_the_reference_has_the_weights_while_it_computes() -> None:
     serve(runner, 1)
     assert runner.fingerprint() == name
     runner.close()
-    again = TorchRunner(model, kernels="reference")
+    again = cpu_runner(model, kernels="reference")
     assert again.fingerprint() == name
 
 
 def test_a_dropped_runner_gives_the_weights_back() -> None:
     model = make_model("mixtral", torch.bfloat16)
     before = weights_of(model)
-    TorchRunner(model)
+    cpu_runner(model)
     gc.collect()
     assert_whole(model, before)
 
@@ -172,7 +172,7 @@ def test_a_layer_that_does_not_fit_leaves_the_model_whole(monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu, "huge_empty", huge_empty)
     monkeypatch.setattr(cpu.Arena, "take", lambda self, *s: torch.empty(s, dtype=torch.bfloat16))
     with pytest.raises(MemoryError, match="no memory") as caught:
-        TorchRunner(model)
+        cpu_runner(model)
     assert len(made) == 4
     assert_whole(model, before)  # although what failed is still referred to
     assert caught.tb is not None
@@ -212,7 +212,7 @@ def test_make_runner_packs_models_of_any_size() -> None:
 MEMORY = """
 import ctypes, re, torch
 from transformers import MixtralConfig, MixtralForCausalLM
-from qllm.runner.runner import TorchRunner
+from qllm.runner.cpu import cpu_runner
 
 def read(name):
     text = open("/proc/self/status").read()
@@ -228,12 +228,12 @@ with torch.device("meta"):
 model = model.bfloat16().to_empty(device="cpu").eval()
 for p in model.parameters():
     torch.nn.init.normal_(p)
-TorchRunner(model).close()  # what a first runner allocates for itself
+cpu_runner(model).close()  # what a first runner allocates for itself
 for step in ("packed", "whole"):
     before = read("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
     if step == "packed":
-        runner = TorchRunner(model)
+        runner = cpu_runner(model)
     else:
         runner.close()
     print(read("VmRSS") - before, read("VmHWM") - before)

@@ -1,6 +1,7 @@
 """An engine in a process keeps the promises of one on a thread, and survives what it cannot."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -223,8 +224,23 @@ def test_a_call_runs_in_the_engine(engine: QLLMEngine) -> None:
         engine.call(lambda: 1)
     with pytest.raises(ConfigError, match="the answer of call cannot leave"):
         engine.call(threading.Lock)
+    for broken in (_pointer, _nested):
+        with pytest.raises(ConfigError, match="the answer of call cannot leave"):
+            engine.call(broken)
+        assert engine.call(os.getpid) == pid_of(engine)
     with pytest.raises(FileNotFoundError):
         engine.call(_missing)
+
+
+def _pointer() -> Any:
+    return ctypes.pointer(ctypes.c_int(1))
+
+
+def _nested() -> Any:
+    found: list[Any] = []
+    for _ in range(100_000):
+        found = [found]
+    return found
 
 
 def _missing() -> None:
@@ -310,7 +326,7 @@ def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: 
         assert other.stdin is not None
         assert other.stdout is not None
         number = int(other.stdout.readline())
-        assert number >> NUMBER_BITS > 1
+        assert number >> NUMBER_BITS > 0
         mine = engine.submit("hello", max_tokens=400, sampling=LONG)
         wait_for(lambda: engine.stats()["num_live"] == 4)
         other.stdin.write("\n")
@@ -320,3 +336,22 @@ def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: 
         assert len(mine.result(60).token_ids) == 400
     ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
     assert ends[number] is FinishReason.CANCELLED
+
+
+def test_ids_of_a_restore_that_failed_are_not_given_again(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: Any = engine._client
+    asked: list[int] = []
+
+    def fail(op: str, path: str, first: int) -> Any:
+        asked.append(first)
+        raise CheckpointError("not whole")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_ask", fail)
+        with pytest.raises(CheckpointError):
+            engine.restore("anywhere")
+    handle = engine.submit([1, 2, 3], "LS", 2)
+    assert handle.number >= asked[0] + 1000
+    assert len(handle.result(60).token_ids) == 2

@@ -13,13 +13,14 @@ from sweeps import Poll, prompt_of
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
-from qllm.cuda.runner import CudaRunner
 from qllm.errors import InvalidRequestError, RequestFailedError
 from qllm.ingress import codec
 from qllm.ingress.ring import Record
 from qllm.llm import QLLMEngine
 from qllm.plan import Plan, Row
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.linears import HEAD_BLOCK
 from qllm.runner.runner import TorchRunner
 from qllm.runner.scores import Score
@@ -56,8 +57,11 @@ class World:
     def __init__(self, runner: TorchRunner, *, cut: float | None = None) -> None:
         self.runner = runner
         if cut is not None:
-            object.__setattr__(runner._costs, "segment_ns", cut * runner._costs.head_ns)
+            object.__setattr__(
+                runner.backend.costs, "segment_ns", cut * runner.backend.costs.head_ns
+            )
         self.layers = runner.shape.num_layers
+        self.tables = runner.backend.new_tables()
         self.num_frames = 0
         self.first: dict[int, Sampled] = {}
         self.num_tokens: dict[int, int] = {}
@@ -79,7 +83,7 @@ class World:
             shape=self.runner.shape,
             cuts=self.runner.cuts,
         )
-        self.runner.accept(program)
+        self.runner.accept(program, self.tables.cover(rows))
         poll, at = Poll(0, float(stops)), START
         while at != program.end:
             at = self.runner.run(program, at, poll)
@@ -93,7 +97,7 @@ class World:
             )
 
     def asks(self, request: int) -> bool:
-        return self.runner._requests[request].num_top is not None
+        return self.runner.requests[request].num_top is not None
 
     def found(self, request: int = 0) -> list[Logprobs]:
         prompt = self.first[request].prompt
@@ -102,7 +106,7 @@ class World:
 
 
 def runner_of(family: str, kernels: str, dtype: torch.dtype, **settings: Any) -> TorchRunner:
-    return TorchRunner(make_model(family, dtype), kernels=kernels, **settings)
+    return cpu_runner(make_model(family, dtype), kernels=kernels, **settings)
 
 
 @cache
@@ -242,8 +246,8 @@ def wide_model(dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["native", "torch"])
 def test_no_segment_of_the_head_does_more_than_it_may(dtype: torch.dtype) -> None:
-    world = World(TorchRunner(wide_model(dtype)))
-    runner, costs = world.runner, world.runner._costs
+    world = World(cpu_runner(wide_model(dtype)))
+    runner, costs = world.runner, world.runner.backend.costs
     per_row = 15.0 * runner.shape.vocab_size
     object.__setattr__(costs, "head_ns", per_row)
     object.__setattr__(costs, "head_row_ns", per_row / 2)
@@ -276,7 +280,7 @@ def test_prompts_in_pages_are_scored_and_captured_heads_are_left_alone(
     graphs = FakeCuda() if is_captured else False
     how: dict[str, Any] = {"buckets": [Bucket(64, True)], "layers_per_stage": 1, "graphs": graphs}
     sizes = {"num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_total_tokens": 96}
-    world = World(CudaRunner(make_model("mixtral"), **sizes, **how))
+    world = World(cuda_runner(make_model("mixtral"), **sizes, **how))
     way(world)
     expected = whole("mixtral", "reference", torch.float32)
     assert [x.chosen for x in world.found()] == pytest.approx(
@@ -288,7 +292,7 @@ def test_broken_logits_fail_the_request_and_name_the_token() -> None:
     runner = runner_of(*PATHS[1])
     runner.model.lm_head.weight.data[7] = torch.nan  # type: ignore[union-attr, operator]
     runner.close()
-    world = World(TorchRunner(runner.model))
+    world = World(cpu_runner(runner.model))
     world.add(0)
     with pytest.raises(ValueError, match="prompt token 1 is not a number"):
         world.sweep(world.row(0, 0, 40))
@@ -379,7 +383,7 @@ def test_hidden_states_of_a_prompt_are_not_copied_at_once() -> None:
     asked = world.row(0, 39, 40)
     world.add(0)
     world.sweep(world.row(0, 0, 39))
-    hidden = runner._requests[0].hidden[0].data_ptr()
+    hidden = runner.requests[0].hidden[0].data_ptr()
     seen: set[int] = set()
 
     def looked(program: Program, at: Index) -> None:
@@ -400,7 +404,7 @@ def test_more_alternatives_than_the_vocabulary_has_are_all_of_it() -> None:
         num_attention_heads=1, num_key_value_heads=1, head_dim=32, num_local_experts=4,
         tie_word_embeddings=False,
     )  # fmt: skip
-    world = World(TorchRunner(MixtralForCausalLM(config).eval()))
+    world = World(cpu_runner(MixtralForCausalLM(config).eval()))
     world.add(0, SamplingParams(temperature=0, prompt_logprobs=20), (1, 2, 3, 4))
     world.sweep(world.row(0, 0, 4))
     assert [sorted(i for i, _ in x.top) for x in world.found()] == [list(range(11))] * 3
@@ -428,7 +432,7 @@ def test_a_commit_that_fails_commits_no_row(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MemoryError):
         world.sweep(world.row(0, 0, 7), world.row(1, 0, 5))
     assert [world.runner.num_committed(i) for i in (0, 1)] == [0, 0]
-    assert [held.hidden for held in world.runner._requests.values()] == [[], []]
+    assert [held.hidden for held in world.runner.requests.values()] == [[], []]
 
 
 def test_hidden_states_are_found_across_chunks() -> None:

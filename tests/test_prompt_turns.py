@@ -13,7 +13,7 @@ from sweeps import prompt_of
 from qllm.engine.loop import EngineLoop
 from qllm.ingress import InprocIngress, Submission
 from qllm.policy import Ride
-from qllm.runner.runner import TorchRunner
+from qllm.runner.cpu import cpu_runner
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.scheduler import Scheduler
 from qllm.scheduler.turns import TURN_NS
@@ -57,9 +57,9 @@ class World:
     ) -> None:
         self.at_ns, self.tick_ns = 0, tick_ns
         self.ingress = InprocIngress(self.now_ns)
-        self.runner = TorchRunner(make_model("mixtral", torch.bfloat16))
+        self.runner = cpu_runner(make_model("mixtral", torch.bfloat16))
         if cut is not None:
-            costs = self.runner._costs
+            costs = self.runner.backend.costs
             object.__setattr__(costs, "segment_ns", cut * costs.head_ns)
         limits = Limits(
             max_num_seqs=seats, max_step_tokens=step_tokens, block_size=16, num_blocks=64,

@@ -17,6 +17,7 @@ from qllm.models import discover as discover_module
 from qllm.models.discover import discover
 from qllm.plan import CutRule, Plan, Row
 from qllm.policy import NO_STOP
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers import experts as experts_module
 from qllm.runner.layers import linears
 from qllm.runner.runner import TorchRunner
@@ -93,7 +94,7 @@ def forward(model: Any, ids: list[int], steps: int = STEPS) -> list[Tensor]:
 
 
 def runner_of(model: Any, **settings: Any) -> tuple[TorchRunner, dict[tuple[int, int], Tensor]]:
-    runner = TorchRunner(model, **{"max_segment_ms": INF, "kernels": "reference", **settings})
+    runner = cpu_runner(model, **{"max_segment_ms": INF, "kernels": "reference", **settings})
     logits: dict[tuple[int, int], Tensor] = {}
     runner.on_logits = lambda request, position, x: logits.update({(request, position): x.clone()})
     return runner, logits
@@ -136,9 +137,9 @@ def serve(runner: TorchRunner, request_id: int, steps: int = STEPS) -> None:
 
 def fine(runner: TorchRunner) -> None:
     """One expert unit per range, small row cuts, and two blocks of vocabulary."""
-    runner.cuts = CUTS
-    object.__setattr__(runner._costs, "range_ns", 0.5)
-    object.__setattr__(runner._costs, "segment_ns", 0.6 * runner._costs.head_ns)
+    runner.backend.cuts = CUTS
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
+    object.__setattr__(runner.backend.costs, "segment_ns", 0.6 * runner.backend.costs.head_ns)
 
 
 def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -242,7 +243,7 @@ def test_order_and_ranges_of_experts_change_no_bit(
 
     monkeypatch.setattr(experts_module.TorchBank, "_matmul", backwards)
     runner, logits = runner_of(model)
-    object.__setattr__(runner._costs, "range_ns", 0.5)
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     add(runner, 1, ids)
     serve(runner, 1)
     assert_same(list(logits.values()), expected)
@@ -459,7 +460,7 @@ def test_batch_mates_change_no_bit_in_l2(family: str, dtype: str) -> None:
     model = model_of(family, dtype)
     lengths = {1: PROMPT, 2: 9, 3: 13}
     together, batched = runner_of(model, batch_invariant=True)
-    together.cuts = CUTS
+    together.backend.cuts = CUTS
     for request_id, n in lengths.items():
         add(together, request_id, prompt_of(n, n))
     sweep(together, next_row(together, 3), next_row(together, 1))
@@ -467,7 +468,7 @@ def test_batch_mates_change_no_bit_in_l2(family: str, dtype: str) -> None:
     sweep(together, *(next_row(together, i) for i in lengths))
     for request_id, n in lengths.items():
         alone, solo = runner_of(model, batch_invariant=True)
-        alone.cuts = CUTS
+        alone.backend.cuts = CUTS
         add(alone, request_id, prompt_of(n, n))
         serve(alone, request_id, 1)
         for key, x in solo.items():
@@ -478,24 +479,24 @@ def test_unsafe_models_are_refused() -> None:
     model = make_model("mixtral")
     model.train()
     with pytest.raises(ModelError, match="training"):
-        TorchRunner(model)
+        cpu_runner(model)
     model.eval()
     layer = model.model.layers[0]
     layer._hf_hook = object()
     with pytest.raises(ModelError, match="accelerate hook"):
-        TorchRunner(model)
+        cpu_runner(model)
     del layer._hf_hook
     layer.mlp.experts.forward = lambda *a: a
     with pytest.raises(ModelError, match="replaced on the instance"):
-        TorchRunner(model)
+        cpu_runner(model)
     del layer.mlp.experts.forward
     layer.mlp.experts.has_gate = False
     with pytest.raises(ModelError, match="no gate"):
-        TorchRunner(model)
+        cpu_runner(model)
     layer.mlp.experts.has_gate = True
     model.lm_head.to("meta")
     with pytest.raises(ModelError, match="meta device"):
-        TorchRunner(model)
+        cpu_runner(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -383,3 +383,15 @@ def test_cuda_chooses_what_the_cpu_chooses() -> None:
         logits = rows(num, 5000).round()  # many ties
         arguments = (range(num), [9] * num, [(3, 4)] * num)
         assert sampler.sample(logits.cuda(), *arguments) == sampler.sample(logits, *arguments)
+
+
+@pytest.mark.parametrize("penalty", [1e-320, 1e-300, 1e-30])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_penalty_gives_a_token_of_the_vocabulary(penalty: float, top_p: float) -> None:
+    asked = SamplingParams(temperature=1, top_p=top_p, repetition_penalty=penalty, seed=1)
+    asked_more = SamplingParams(
+        temperature=1, top_p=top_p, repetition_penalty=penalty, seed=1, logprobs=2
+    )
+    for sampling in (asked, asked_more):
+        token = sample_one([1.0, 2.0, -3.0, 0.5], sampling, prompt=(0, 1), outputs=(1,)).token_id
+        assert token in (0, 1)

@@ -23,6 +23,7 @@ from qllm.record import trace
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.rank_plan import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
 from qllm.scheduler.ranking import Ranking
+from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding, ahead_ns, ride_allowance_ns, settle, tpot_target_ns
 from qllm.sim.check import LIMITS, SHAPE, Watched, World, watch
 from qllm.sim.check import overload as overloaded_world
@@ -539,6 +540,28 @@ def test_no_more_decodes_join_than_the_target_allows() -> None:
         scheduler.riding = Riding(8 * target_ns)
         plan = shape_plan(scheduler.view(world.clock()), scheduler.policy)
         assert [row.request_id for row in plan.rows] == [chat, *batch[:joining]]
+    world.run()
+
+
+def test_what_joins_a_step_adds_no_more_than_two_allowances() -> None:
+    world = World(Qllm2(ride_frac=0.25), costs=SLOW)
+    best = [world.submit(LS, 10, 400) for _ in range(2)]
+    batch = [world.submit(BE, 10, 400) for _ in range(6)]
+    scheduler, count = world.scheduler, len(best) + len(batch)
+    while not (
+        len(scheduler.requests) == count
+        and all(r.is_decoding and r.frame_id is None for r in scheduler.requests.values())
+    ):
+        world.step()
+    costs = scheduler.costs
+    allowance_ns = costs.decode(2) // 4
+    scheduler.riding = Riding(8 * allowance_ns)
+    rows = [row.request_id for row in shape_plan(scheduler.view(0), scheduler.policy).rows]
+    joined = len(rows) - len(best)
+    assert rows == [*best, *batch[:joined]]
+    assert 1 <= joined < len(batch)
+    added_ns = [costs.decode(2 + n) - costs.decode(2) for n in (joined, joined + 1)]
+    assert added_ns[0] <= 2 * allowance_ns < added_ns[1]
     world.run()
 
 
@@ -1117,3 +1140,29 @@ def test_the_same_view_gives_the_same_plan() -> None:
             assert shape_plan(view, Qllm2()) == shape_plan(view, Qllm2())
         world.step()
     finished_well(world)
+
+
+def test_a_chunk_that_is_moved_to_its_cut_is_charged_for_all_of_it() -> None:
+    """At level L2 64 tokens of a prompt of 600 become 600: BE waits for KV, and nothing breaks."""
+    limits = replace(LIMITS, num_blocks=64, batch_invariant=True)
+    world = World(Qllm2(chunk_tokens=64), limits, costs=SLOW)
+    chat = world.submit(LS, 500, 400, slo=Slo(tpot_ms=1000.0))
+    for _ in range(20):
+        world.step()
+    late = world.submit(BE, 600, 8)
+    world.run()
+    assert not world.loop.policy_errors
+    assert world.finished == dict.fromkeys((chat, late), FinishReason.LENGTH)
+
+
+def test_a_policy_hears_of_requests_of_a_checkpoint() -> None:
+    heard: list[int] = []
+
+    class Listens(Fcfs):
+        def on_arrival(self, view: View, request: Any) -> None:
+            heard.append(request.request_id)
+
+    world = World(Listens())
+    request = Request(request_id=7, priority=LS, arrival_ns=5, num_prompt_tokens=9, max_tokens=3)
+    world.scheduler.adopt(request)
+    assert heard == [7]

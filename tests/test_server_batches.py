@@ -137,7 +137,31 @@ def test_a_file_that_is_no_batch_fails(
 def test_a_batch_has_a_largest_size() -> None:
     text = line(0).encode()
     many = (text.replace(b"line-0", b"line-%d" % n) for n in range(50_002))
-    assert [p.code for p in problems(many, COMPLETIONS)[1]] == ["too_many_lines"]
+    assert [p.code for p in problems(many, COMPLETIONS, 1 << 20)[1]] == ["too_many_lines"]
+
+
+def test_a_line_is_no_larger_than_a_body_may_be() -> None:
+    """It is refused before it is parsed, which would hold up everybody."""
+    lines = iter([b"[" * 5000, b'{"custom_id": "a"'])
+    total, found = problems(lines, COMPLETIONS, 4096)
+    assert total == 2
+    assert [p.code for p in found] == ["line_too_large", "invalid_json_line"]
+    assert "5000 bytes; at most 4096 (max_body_bytes)" in found[0].message
+
+
+def test_an_upload_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    class Full:
+        def read(self, size: int = -1) -> bytes:
+            raise OSError(28, "No space left on device")
+
+    store = Store(tmp_path)
+    with pytest.raises(OSError, match="No space"):
+        store.add_file("a", "f.jsonl", Full())  # type: ignore[arg-type]
+    assert not list((tmp_path / "files").iterdir())
+    store.close()
+    (tmp_path / "files" / "file-1.part").write_bytes(b"half")  # a server was killed
+    Store(tmp_path).close()
+    assert not list((tmp_path / "files").iterdir())
 
 
 def test_a_cancelled_batch_keeps_what_was_answered(

@@ -1,5 +1,6 @@
 """`echo` with `logprobs` over HTTP, and a model of several names."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from serving import Serving, serving, tiny_engine
 from qllm.errors import ConfigError, InvalidRequestError
 from qllm.frontend.prompts import refuse_unserved
 from qllm.llm import QLLMEngine
+from qllm.server.completions import CompletionWriter
 from qllm.server.config import load_config
 from qllm.types import SamplingParams
 
@@ -152,3 +154,21 @@ def test_names_come_as_one_string_or_as_a_list(given: Any, names: tuple[str, ...
 def test_a_name_that_is_none_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="served_model_name"):
         load_config(None, {}, {"model": "m", "served_model_name": given})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_whole_prompt_is_shown_off_the_event_loop(
+    served: Serving, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    threads: list[str] = []
+    show = CompletionWriter._shown_prompt
+
+    def seen(self: CompletionWriter, *args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return show(self, *args)
+
+    monkeypatch.setattr(CompletionWriter, "_shown_prompt", seen)
+    body = {"prompt": TEXT, "echo": True, "logprobs": 2, "max_tokens": 2, "stream": stream}
+    assert served.post("/v1/completions", body).status_code == 200
+    assert threads
+    assert all("text" in name for name in threads), threads

@@ -1,3 +1,4 @@
+import json
 import socket
 import threading
 import time
@@ -279,3 +280,19 @@ def test_many_at_once_all_end(engine: QLLMEngine) -> None:
             thread.join(60)
         assert codes == [200] * 40
         until(lambda: served.front._num_ls == 0)
+
+
+def test_a_client_that_takes_no_bytes_gives_its_seats_back(engine: QLLMEngine) -> None:
+    with serving(engine, stalled_client_s=0.5, max_ls=4) as served:
+        body = {"prompt": "x", "max_tokens": 900, "n": 4, "stream": True, "logprobs": 20}
+        body |= {"ignore_eos": True}
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.socket() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.connect((host, int(port)))
+            data = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            head += "Content-Type: application/json\r\n\r\n"
+            link.sendall(head.encode() + data)
+            until(lambda: served.front._num_ls == 4)
+            until(lambda: served.front._num_ls == 0)

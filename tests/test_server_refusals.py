@@ -266,3 +266,19 @@ def test_a_choice_that_cannot_be_submitted_takes_the_others_back(
     assert served.post("/v1/completions", {**ENDLESS, "n": 3}).status_code == 429
     until(lambda: is_idle(engine))
     assert served.front._num_ls == 0
+
+
+def test_a_tokenizer_that_raises_costs_no_seat(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> str:
+        raise IndexError("piece id is out of range")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(served.front.engine.tokenizer), "decode", broken)
+        for _ in range(3):
+            served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
+    until(lambda: served.front._num_ls == 0)
+    assert not served.front._settling
+    answer = served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
+    assert answer.status_code == 200

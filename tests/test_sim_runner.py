@@ -230,7 +230,7 @@ def test_work_done_twice_or_not_at_all_is_an_error() -> None:
         runner = SimRunner(SHAPE, clock)
         runner.add(1, (0,) * 20, SamplingParams(), 20, 30)
         program = make([Row(1, 0, 20, 0, 4)])
-        runner.accept(program)
+        runner.accept(program, [[0, 1]])
         stop: Any = World(Qllm2()).ingress.stop
         runner.run(program, START, stop)
         runner.requests[1].layer_work -= lost

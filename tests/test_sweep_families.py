@@ -36,7 +36,9 @@ def pair(model: nn.Module, expert_weights: str = "auto") -> list[TorchRunner]:
 
 def stop_between_keys(runner: TorchRunner) -> None:
     """After every block of them."""
-    runner._costs = replace(runner._costs, query_key_ns=1e12, attn_ns=1.0, segment_ns=1.0)
+    runner.backend.costs = replace(
+        runner.backend.costs, query_key_ns=1e12, attn_ns=1.0, segment_ns=1.0
+    )
 
 
 def run_all(runners: list[TorchRunner], seed: int) -> int:
@@ -62,7 +64,7 @@ def test_every_family_is_swept_as_it_is_run_one_by_one(family: str) -> None:
 @pytest.mark.parametrize("weights", ["int8", "int8-g64"])
 def test_int8_experts_are_swept(weights: str) -> None:
     runners = pair(make_model("gpt_oss", torch.bfloat16), weights)
-    assert runners[1].sweep.num_layers == 3
+    assert runners[1].backend.sweep.num_layers == 3
     assert run_all(runners, 2) > 20
     assert runners[1].expert_bytes > 0
 

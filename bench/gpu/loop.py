@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from bench.gpu.check import ROOT
-from qllm.cuda.runner import CudaRunner
+from qllm.cuda.backend import CudaBackend, cuda_runner
 from qllm.device.launcher import DeviceEngine
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.plugins import load_policy
+from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Limits
 from qllm.types import Grain, Priority, SamplingParams, Slo
 
@@ -43,7 +44,7 @@ class LoopClient:
     """
 
     def __init__(
-        self, runner: CudaRunner, policy: str, limits: Limits, max_total_tokens: int, dry: bool
+        self, runner: TorchRunner, policy: str, limits: Limits, max_total_tokens: int, dry: bool
     ) -> None:
         settings: dict[str, Any] = {}
         if dry:
@@ -55,8 +56,9 @@ class LoopClient:
         self.now_ns = lambda: time.monotonic_ns() - zero_ns
         self.control = ControlMemory.create(zero_ns)
         block, bell = FrontEndMemory.create(0, (1 << 20,) * 4), Doorbell.create()
+        assert isinstance(runner.backend, CudaBackend)
         self.engine = DeviceEngine(
-            runner, load_policy(policy), limits, control=self.control, front_ends=[block],
+            runner.backend, load_policy(policy), limits, control=self.control, front_ends=[block],
             now_ns=self.now_ns, max_total_tokens=max_total_tokens, capacity=64, ls_slots=2,
             **settings,
         )  # fmt: skip
@@ -127,12 +129,13 @@ class LoopClient:
         self.front_end.close()
 
 
-def limits_of(runner: CudaRunner, seats: int, step_tokens: int) -> Limits:
+def limits_of(runner: TorchRunner, seats: int, step_tokens: int) -> Limits:
     """What the stages of a runner were captured for."""
-    pages = runner.pages
+    assert isinstance(runner.backend, CudaBackend)
+    pages = runner.backend.pages
     return Limits(
         max_num_seqs=seats, max_step_tokens=step_tokens, block_size=pages.page_size,
-        num_blocks=pages.num_pages - 2 * seats, grain=Grain.LAYER, max_segment_ns=10**12,
+        num_blocks=pages.num_pages, grain=Grain.LAYER, max_segment_ns=10**12,
     )  # fmt: skip
 
 
@@ -168,7 +171,7 @@ def measure(
         from fake_cuda import FakeCuda
 
         graphs = FakeCuda()
-    runner = CudaRunner(
+    runner = cuda_runner(
         model, num_pages=256 if dry else 4096, max_num_seqs=seats, max_step_tokens=step_tokens,
         max_total_tokens=longest, graphs=graphs,
     )  # fmt: skip

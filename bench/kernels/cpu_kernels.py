@@ -30,7 +30,8 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention
 from qllm.kernels.cpu.norms import Norm
 from qllm.plan import Plan, Row
-from qllm.runner.kv import RequestKV
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Work
@@ -206,7 +207,7 @@ def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
     norm = Norm(torch.ones(2).bfloat16(), 1e-6)
     kernel = Attention(qkv, norm, **shape, scale=h**-0.5)
     for keys in (512,) if quick else (512, 2048, 8192):
-        kv = RequestKV(1, keys)
+        kv = SlabKV(1, keys)
         kv.write(0, torch.randn(1, g, keys, h).bfloat16(), torch.randn(1, g, keys, h).bfloat16(), 0)
         for queries in (256, 1):
             q = torch.randn(queries, n * h).bfloat16()
@@ -239,7 +240,7 @@ def two_layers(**settings: Any) -> TorchRunner:
     torch.manual_seed(0)
     more = {"num_hidden_layers": 2, "max_position_embeddings": LONG, "vocab_size": 2048}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MODEL, **more}))
-    return TorchRunner(model.bfloat16().eval(), **settings)
+    return cpu_runner(model.bfloat16().eval(), **settings)
 
 
 def program_of(runner: TorchRunner, rows: tuple[Row, ...], frame: int) -> Program:
@@ -256,7 +257,7 @@ def program_of(runner: TorchRunner, rows: tuple[Row, ...], frame: int) -> Progra
 def hold(runner: TorchRunner, request: int, tokens: int) -> None:
     """A request whose first `tokens` tokens have KV, of noise."""
     runner.add(request, [5] * LONG, GREEDY, LONG, LONG)
-    kv = runner._requests[request].kv
+    kv = runner.requests[request].kv
     shape = (1, MODEL["num_key_value_heads"], tokens, MODEL["head_dim"])
     for layer in range(2):
         kv.write(layer, torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), 0)

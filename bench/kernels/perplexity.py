@@ -18,6 +18,7 @@ import torch
 from bench.common import ROOT, machine
 from qllm.models.loader import load
 from qllm.plan import Plan, Row
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START
@@ -97,12 +98,14 @@ def score(texts: list[str], expert_weights: str | None) -> dict[str, Any]:
             found = train_tiny.model_bits(loaded.model, loaded.tokenizer, texts, WINDOW)
         found *= math.log(2)
     else:
-        runner = TorchRunner(loaded.model, max_segment_ms=math.inf, expert_weights=expert_weights)
+        runner = cpu_runner(loaded.model, max_segment_ms=math.inf, expert_weights=expert_weights)
         frames = iter(range(1 << 30))
         cut.sort(key=len)  # windows of about one length side by side
         found = sum(nats(runner, cut[i : i + ROWS], frames) for i in range(0, len(cut), ROWS))
         kernel = runner.names["experts"]
-        per_expert = next(bank.unit_bytes for bank in runner.compute.banks if bank is not None)
+        per_expert = next(
+            bank.unit_bytes for bank in runner.backend.compute.banks if bank is not None
+        )
     return {
         "kernel": kernel,
         "expert_bytes": per_expert,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.errors import QllmError
+from qllm.errors import ConfigError, QllmError
 
 from .app import INTERRUPTED, Threads, app, clean, parse_setting, quiet
 
@@ -40,6 +40,10 @@ def run(
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
     settings = dict(parse_setting(text) for text in setting or ())
+    for name in ("policy", "dtype", "trust_remote_code", "threads"):
+        if name in settings:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name} is no setting for --set; give it as --{flag}")
     quiet()
     from qllm.llm import QLLMEngine
 

@@ -1,4 +1,4 @@
-"""The runner for CUDA devices: paged KV, fused kernels, captured stages.
+"""The backend for CUDA devices: paged KV, fused kernels, captured stages.
 
 Everything but `graphs` runs on any torch device, with Triton kernels on CUDA and their plain-torch
 references elsewhere, which is how it is tested without a GPU.

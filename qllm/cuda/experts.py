@@ -6,6 +6,7 @@ from torch import Tensor
 from qllm.errors import InvariantError
 from qllm.kernels.routing import ExpertWeights
 from qllm.kernels.select import Kernels
+from qllm.runner.cuts import Costs
 from qllm.runner.layers.work import Unit, Work
 
 
@@ -72,6 +73,12 @@ class DeviceWork(Work):
         )
         self.done[start:stop] = b"\1" * (stop - start)
         return self.units[stop - 1].hi - self.units[start].lo
+
+    def end_of_range(self, start: int, costs: Costs) -> int:
+        return start + 1
+
+    def bytes_read(self, start: int, stop: int) -> int:
+        return 0  # the device counts
 
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         slots_TKD = self.slots_SD.view(*self.ids_TK.shape, -1)[lo:hi]

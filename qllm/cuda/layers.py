@@ -49,7 +49,7 @@ class RotatingDriver(FastDriver):
 
 
 class DeviceLayers:
-    """What a device runner computes with.
+    """What the CUDA backend computes with.
 
     Args:
         model: On the device.

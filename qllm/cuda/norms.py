@@ -1,4 +1,4 @@
-"""RMSNorm modules of the model call our kernel while a device runner drives it."""
+"""RMSNorm modules of the model call our kernel while the CUDA backend drives it."""
 
 from typing import Any
 

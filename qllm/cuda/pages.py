@@ -3,11 +3,11 @@
     page p      slots [p * page_size, (p + 1) * page_size) of every layer
     request     position t lies in slot pages[t // page_size] * page_size + t % page_size
 
-The scheduler charges blocks of the same size, so the pool cannot run out before the scheduler
-says so; `spare` pages cover requests whose last frame was dropped half way.
+The pages of a request are its blocks, and whose block is whose is decided in one place:
+`qllm.scheduler.blocks.BlockPool`, or the native scheduler where it runs on the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from qllm.runner.kv import RequestKV
 
 
 class Pages:
-    """The pool. Its memory is made at the first write, in the shape that is written.
+    """The memory of all pages. It is made at the first write, in the shape that is written.
 
     Args:
-        num_layers: L.
-        num_pages: Pages.
+        num_layers: Number of layers.
+        num_pages: Number of pages.
         page_size: Tokens of a page.
         kernels: Write the slots.
     """
@@ -30,28 +30,8 @@ class Pages:
     def __init__(self, num_layers: int, num_pages: int, page_size: int, kernels: Kernels) -> None:
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self._kernels = kernels
-        self._free = list(range(num_pages - 1, -1, -1))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-
-    @property
-    def num_free(self) -> int:
-        """Pages that no request holds."""
-        return len(self._free)
-
-    def take(self, num: int) -> list[int]:
-        """Hand out pages.
-
-        Raises:
-            InvariantError: There are not enough: the scheduler let in more than it may.
-        """
-        if num > len(self._free):
-            raise InvariantError(f"{num} KV pages are wanted and {len(self._free)} are free")
-        return [self._free.pop() for _ in range(num)]
-
-    def give(self, pages: list[int]) -> None:
-        """Take pages back."""
-        self._free.extend(reversed(pages))
 
     def release(self) -> None:
         """Free the memory; no request may use it any more."""
@@ -97,31 +77,30 @@ class Pages:
 
 
 class PagedKV(RequestKV):
-    """KV of one request. `write` and `read` are for what no kernel attends to (latents)."""
+    """KV of one request. Checkpoints read and write through it; kernels use the slots."""
 
-    __slots__ = ("_pool", "pages")
+    __slots__ = ("_memory", "pages")
 
-    def __init__(self, pool: Pages, capacity: int) -> None:
-        super().__init__(0, capacity)
-        self._pool = pool
+    def __init__(self, memory: Pages, capacity: int) -> None:
+        super().__init__(capacity)
+        self._memory = memory
         self.pages: list[int] = []
 
-    def reserve(self, num_tokens: int) -> None:
-        """Hold pages for positions [0, num_tokens)."""
-        need = -(-num_tokens // self._pool.page_size) - len(self.pages)
-        if need > 0:
-            self.pages += self._pool.take(need)
-
-    def trim(self) -> None:
-        """Give back the pages that hold nothing committed."""
-        keep = -(-self.committed // self._pool.page_size)
-        self._pool.give(self.pages[keep:])
-        del self.pages[keep:]
-        self.written = self.committed
+    def hold(self, blocks: Sequence[int], hi: int) -> None:
+        size, held = self._memory.page_size, len(self.pages)
+        if hi > len(blocks) * size:
+            raise InvariantError(f"{len(blocks)} KV blocks of {size} tokens do not hold {hi}")
+        if held and blocks[held - 1] != self.pages[-1]:
+            raise InvariantError(f"the KV of a request moved from {self.pages} to {blocks}")
+        new = blocks[held:]
+        if new and not 0 <= min(new) <= max(new) < self._memory.num_pages:
+            raise InvariantError(f"{blocks} are not all pages of {self._memory.num_pages}")
+        self.pages += new
+        self.reach(hi)
 
     def slot(self, position: int) -> int:
         """Where the KV of a position lies."""
-        size = self._pool.page_size
+        size = self._memory.page_size
         return self.pages[position // size] * size + position % size
 
     def _slots(self, lo: int, hi: int, device: torch.device) -> Tensor:
@@ -129,24 +108,22 @@ class PagedKV(RequestKV):
 
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         hi = lo + k_1GTH.shape[2]
-        self.reserve(hi)
         slots = self._slots(lo, hi, k_1GTH.device)
-        self._pool.write(layer, k_1GTH[0].transpose(0, 1), v_1GTH[0].transpose(0, 1), slots)
+        self._memory.write(layer, k_1GTH[0].transpose(0, 1), v_1GTH[0].transpose(0, 1), slots)
         self.reach(hi)
 
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         if hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
-        k, v = self._pool.layer(layer)
+        k, v = self._memory.layer(layer)
         slots = self._slots(lo, hi, k.device)
         return k[slots].transpose(0, 1)[None], v[slots].transpose(0, 1)[None]
 
     def clear(self) -> None:
-        self._pool.give(self.pages)
+        super().clear()
         self.pages = []
-        self.committed = self.written = 0
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        for layer in range(self._pool.num_layers if self.written else 0):
+        for layer in range(self._memory.num_layers if self.written else 0):
             for name, t in zip("kv", self.read(layer, 0, self.written), strict=True):
                 yield f"{name}.{layer}", t

@@ -165,15 +165,16 @@ class Stages:
         fitting = (b for b in self._buckets if b.tokens >= num_tokens and b.prefill == prefill)
         return next(fitting, None)
 
-    def part(self, program: Program, op: int, can_sample: bool) -> Part | None:
+    def part(self, program: Program, op: int, grain: Grain, can_sample: bool) -> Part | None:
         """The stage whose first op this is, if a graph was captured for it.
 
         Args:
             program: What runs.
             op: Index of the op.
+            grain: Where it may stop now.
             can_sample: The device can sample all rows that do.
         """
-        whole = program.grain is Grain.STEP
+        whole = grain is Grain.STEP
         part = self._part(program, op, can_sample, whole)
         # rows of a cohort leave a step in the middle: it goes by stages, and is not parked there
         return self._part(program, op, can_sample, False) if whole and part is None else part

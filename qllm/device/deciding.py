@@ -234,9 +234,18 @@ class NativeDecider:
             one_query_from=alone,
         )
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
+        tables = [self._table(numbers[SLOT]) for numbers in found]
         return Decision(
-            effects=(*effects, Accept(program, ())), program=program, slice_ns=plan.slice_ns
+            effects=(*effects, Accept(program, (), tuple(tables))),
+            program=program,
+            slice_ns=plan.slice_ns,
         )
+
+    def _table(self, slot: int) -> list[int]:
+        """The KV blocks of a request."""
+        table: list[int] = []
+        self.block.extend_table(slot, table)
+        return table
 
     def _broken(self, answer: int) -> PolicyError:
         waiting = self.block.get("num_live")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qllm.cuda.runner import CudaRunner
+from qllm.cuda.backend import CudaBackend
 from qllm.device import serving
 from qllm.device.graph import KernelCall, LoopApi, LoopGraph, Watch, serve
 from qllm.device.loop import DeviceLoop
@@ -98,7 +98,7 @@ class DeviceEngine:
     """One loop on the device, and the front ends whose rings it reads.
 
     Args:
-        runner: With captured stages.
+        backend: The backend, with captured stages.
         policy: A `RankPolicy`.
         limits: Settings.
         control: The engine's control block.
@@ -120,7 +120,7 @@ class DeviceEngine:
 
     def __init__(
         self,
-        runner: CudaRunner,
+        backend: CudaBackend,
         policy: RankPolicy,
         limits: Limits,
         *,
@@ -134,11 +134,11 @@ class DeviceEngine:
         costs: CostTable | None = None,
         **settings: Any,
     ) -> None:
-        if runner.stages is None:
+        if backend.stages is None:
             raise ConfigError(
-                f"the loop runs captured stages, and there are none: {runner.not_captured}"
+                f"the loop runs captured stages, and there are none: {backend.not_captured}"
             )
-        device = runner.parts.lm_head.weight.device
+        device = backend.device
         self.home = ring_memory_of(device, None)
         """Where the control block and the rings of front ends of this machine lie."""
         self._device, self._look = device, look
@@ -151,7 +151,7 @@ class DeviceEngine:
             self._pin(CONTROL, control.segment)
         settings.setdefault("max_front_ends", max(1, len(front_ends)))
         self.loop = DeviceLoop(
-            policy, runner.stages, runner.pages, runner.shape, limits,
+            policy, backend.stages, backend.pages, backend.shape, limits,
             control=address_of(control.words), max_total_tokens=max_total_tokens, now_ns=now_ns,
             **settings,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class DeviceEngine:
         self.memory = OnDevice(self.loop, device)
         if api is None or function is None:
             api, function = _cuda_api(policy, device)
-        captured = [runner.stages.captured[key] for key in self.loop.keys]
+        captured = [backend.stages.captured[key] for key in self.loop.keys]
         self._graph = LoopGraph(api, KernelCall(function, self.memory.addresses), captured)
 
     # -- front ends, between two launches

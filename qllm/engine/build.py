@@ -18,6 +18,7 @@ from qllm.models.loader import LoadedModel, vocabulary_of
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
@@ -56,7 +57,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         ModelError: The model cannot be driven safely.
     """
     if model.device.type != "cuda":
-        return TorchRunner(
+        return cpu_runner(
             model,
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
@@ -67,9 +68,9 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
     if config.expert_weights != "auto":
         raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
-    from qllm.cuda.runner import CudaRunner
+    from qllm.cuda.backend import cuda_runner
 
-    return CudaRunner(
+    return cuda_runner(
         model,
         num_pages=config.num_blocks,
         page_size=config.block_size,
@@ -159,7 +160,7 @@ class LoadedRunner:
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
         # OpenMP's threads spin for milliseconds after every operator, beside our own
-        count = 1 if self._is_native else self.threads
+        count = 1 if self.runner.backend.is_native else self.threads
         if count is not None:
             set_own_torch_threads(count)
         try:
@@ -167,12 +168,6 @@ class LoadedRunner:
         except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
             return error
         return None
-
-    @property
-    def _is_native(self) -> bool:
-        """Whether layers are left to torch nowhere."""
-        runner = self.runner
-        return isinstance(runner, TorchRunner) and runner.sweep.num_layers == len(runner.drivers)
 
     def stats_of(self, loop: Any, decider: Any) -> dict[str, Any]:
         """Numbers of the run so far that every loop on the host has. Callable from any thread.

@@ -7,6 +7,7 @@ from qllm.ingress.inproc import StopWord
 from qllm.plan import ANY_ARRIVAL, Plan, Row
 from qllm.policy import CostTable
 from qllm.runner.protocol import Runner
+from qllm.scheduler.blocks import BlockTables
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.program import START, Program
@@ -27,18 +28,18 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
         now_ns: The clock; when `runner.run` has returned, it must include the work of that run.
     """
     costs, stop = Costs(), StopWord(now_ns)  # nobody lowers it
-    fits = limits.num_blocks * limits.block_size // (PROMPT + ROUNDS + limits.block_size)
-    most = max(1, min(limits.max_num_seqs, fits, 1 << (COST_LEVELS - 1)))
     prompt = max(1, min(PROMPT, limits.max_step_tokens))
-    sizes = [1 << level for level in range(COST_LEVELS) if 1 << level <= most]
-    frame_id = FrameId(1 << 40)
+    sizes = [1 << level for level in range(COST_LEVELS) if 1 << level <= limits.max_num_seqs]
+    while len(sizes) > 1 and _blocks(sizes, prompt, limits.block_size) > limits.num_blocks:
+        sizes.pop()
+    frame_id, tables = FrameId(1 << 40), BlockTables(limits.num_blocks, limits.block_size)
 
     def run(rows: list[Row]) -> None:
         nonlocal frame_id
         program = _program(runner, limits, frame_id, rows)
         frame_id = FrameId(frame_id + 1)
         start_ns = now_ns()
-        runner.accept(program)
+        runner.accept(program, tables.cover(program.rows))
         runner.run(program, START, stop)
         runner.finish(program)
         costs.observe(program, now_ns() - start_ns)
@@ -56,6 +57,12 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
     for i in range(sizes[-1]):
         runner.remove(RequestId(i))
     return costs.table()
+
+
+def _blocks(sizes: list[int], prompt: int, block_size: int) -> int:
+    """KV blocks of requests of which the first take part in the decodes of every size."""
+    rounds = [ROUNDS * sum(size > i for size in sizes) for i in range(sizes[-1])]
+    return sum(-(-(prompt + tokens) // block_size) for tokens in rounds)
 
 
 def _program(runner: Runner, limits: Limits, frame_id: FrameId, rows: list[Row]) -> Program:

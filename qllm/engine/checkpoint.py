@@ -7,12 +7,14 @@ Both functions run on the engine's thread, between two programs.
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from qllm.engine import archive
 from qllm.engine.loop import EngineLoop, Live
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission
+from qllm.ingress.admission import refusal
 from qllm.plan import Row
 from qllm.record import trace
 from qllm.runner.runner import TorchRunner
@@ -52,7 +54,7 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     requests, frames = [], []
     for number, live in loop.live.items():
         state, meta = runner.export_request(number)
-        requests.append({**_request_meta(live), "runner": meta})
+        requests.append({**_request_meta(live, loop.now_ns()), "runner": meta})
         tensors.update(_prefixed(f"request.{number}.", state))
     for frame_id, parked in loop.scheduler.frames.items():
         frames.append(_frame_meta(parked))
@@ -150,8 +152,9 @@ def _unprefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _request_meta(live: Live) -> dict[str, Any]:
+def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
     submission, request = live
+    deadline_ns = submission.deadline_ns
     return {
         "number": submission.request_id,
         "name": submission.name,
@@ -160,6 +163,7 @@ def _request_meta(live: Live) -> dict[str, Any]:
         "stop_ids": sorted(submission.stop_ids),
         "max_tokens": submission.max_tokens,
         "slo": list(submission.slo),
+        "time_left_ns": None if deadline_ns is None else max(1, deadline_ns - now_ns),
         "counters": {name: getattr(request, name) for name in COUNTERS},
         "frontier": request.frontier,
     }
@@ -195,9 +199,11 @@ def _load_request(
     adopt: Adopt[H],
     now_ns: int,
 ) -> H:
-    sampling = trace.sampling_from_dict(meta["sampling"])
+    # the front end had the log-probabilities so far, and it is gone: the rest would be misplaced
+    asked = trace.sampling_from_dict(meta["sampling"])
+    sampling = replace(asked, logprobs=None)
     ids = tuple(meta["runner"]["token_ids"])
-    num_prompt = meta["runner"]["num_prompt_tokens"]
+    num_prompt, time_left_ns = meta["runner"]["num_prompt_tokens"], meta.get("time_left_ns")
     handle = adopt(meta["name"], ids[:num_prompt], sampling)
     number = handle.number
     request = Request(
@@ -222,11 +228,15 @@ def _load_request(
         max_tokens=meta["max_tokens"],
         slo=request.slo,
         arrival_ns=now_ns,
-        deadline_ns=None,
+        deadline_ns=None if time_left_ns is None else now_ns + time_left_ns,
     )
+    limits = loop.scheduler.limits
+    refused = refusal(submission, runner.shape, limits.num_blocks * limits.block_size)
+    if refused is not None:
+        raise CheckpointError(f"request {meta['name']!r}: {refused}; raise max_kv_tokens")
     state = _unprefixed(f"request.{meta['number']}.", tensors)
-    runner.import_request(number, sampling, state, dict(meta["runner"]))
     loop.restored(submission, request)
+    runner.import_request(number, sampling, state, dict(meta["runner"]), request.block_table)
     for token in ids[num_prompt:]:
         handle.on_token(Sampled(number, token))
     return handle

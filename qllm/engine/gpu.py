@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qllm.config import EngineConfig
-from qllm.cuda.runner import CudaRunner
+from qllm.cuda.backend import CudaBackend
 from qllm.device import lanes, layout
 from qllm.device.launcher import LANES, STATE, DeviceEngine
 from qllm.device.ring_memory import RingMemory
@@ -50,8 +50,8 @@ class GpuEngine(ServedEngine):
     ) -> None:
         super().__init__(loaded, policy, config, context)
         self.prepared = prepared = LoadedRunner(loaded, policy, config, context.threads)
-        runner = prepared.runner
-        assert isinstance(runner, CudaRunner)  # `EngineConfig.check_place` has seen the device
+        runner, backend = prepared.runner, prepared.runner.backend
+        assert isinstance(backend, CudaBackend)  # `EngineConfig.check_place` has seen the device
         self._context, self._calls = context, deque[Callable[[], None]]()
         self._leaving: set[int] = set()
         self._far: dict[int, DeviceRings] = {}
@@ -64,7 +64,7 @@ class GpuEngine(ServedEngine):
             self._links = LinkDriver(context.profile, context.broken)
         costs = measure_costs(runner, prepared.limits, time.perf_counter_ns)
         self._engine = DeviceEngine(
-            runner, policy, prepared.limits,
+            backend, policy, prepared.limits,
             control=context.control, front_ends=(), now_ns=context.now_ns, costs=costs,
             max_total_tokens=prepared.max_total_tokens, look=self._look, **sizes_of(config),
         )  # fmt: skip

@@ -192,10 +192,10 @@ class EngineLoop:
         return request
 
     def restored(self, item: Submission, request: Request) -> None:
-        """Take over a request of a checkpoint, which the runner knows already."""
+        """Take over a request of a checkpoint; the runner has to know it before the next step."""
         self.meet(item)
-        self._know(item, request)
         self.scheduler.adopt(request)
+        self._know(item, request)
 
     def disown(self, request_id: RequestId) -> None:
         """Undo `restored`, or what came before it, of a checkpoint that was not whole."""
@@ -412,7 +412,7 @@ class EngineLoop:
         now = self.now_ns()
         if isinstance(effect, Accept):
             program = effect.program
-            self.runner.accept(program)
+            self.runner.accept(program, effect.tables)
             for old in effect.from_frames:
                 self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
             self._emit(trace.planned(program, effect.from_frames, now))

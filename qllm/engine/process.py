@@ -42,6 +42,8 @@ from qllm.record.trace import Event
 from qllm.types import RequestId, RequestStatus
 
 OWNER = 0
+LISTEN_AGAIN_S = 0.1
+"""Until front ends are met again, after there was no descriptor for one."""
 GRACE_S = 5.0
 """How long an engine without its owner, or with tokens that nobody takes, goes on."""
 
@@ -200,7 +202,12 @@ class EngineProcess:
 
     def _listen(self, listener: socket.socket) -> None:
         while not self.engine.ended.is_set():
-            link, _ = listener.accept()
+            try:
+                link, _ = listener.accept()
+            except OSError as error:  # no descriptors are left, for now
+                sys.stderr.write(f"qllm: a front end cannot be met: {error}\n")
+                time.sleep(LISTEN_AGAIN_S)
+                continue
             if _peer(link)[1] != os.getuid():
                 link.close()
                 continue
@@ -220,13 +227,13 @@ class EngineProcess:
 
     def _serve_front_end(self, connection: Connection, number: int) -> None:
         """Answer what a front end asks until it is gone."""
-        poll = select.poll()
-        poll.register(connection.fileno(), select.POLLIN)
-        with socket.socket(fileno=os.dup(connection.fileno())) as link:
-            pidfd = _pidfd(_peer(link)[0])
-        if pidfd is not None:
-            poll.register(pidfd, select.POLLIN)
+        poll, pidfd = select.poll(), None
         try:
+            poll.register(connection.fileno(), select.POLLIN)
+            with socket.socket(fileno=os.dup(connection.fileno())) as link:
+                pidfd = _pidfd(_peer(link)[0])
+            if pidfd is not None:
+                poll.register(pidfd, select.POLLIN)
             while connection.fileno() in dict(poll.poll()):
                 op, args = connection.recv()
                 self._answer(connection, op, args)
@@ -245,8 +252,11 @@ class EngineProcess:
             answer = ("error", portable_error(error))
         try:
             connection.send(answer)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            text = f"the answer of {op} cannot leave the engine's process: {error}; {THREAD}"
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever pickling its result raised
+            what = f"{type(error).__name__}: {error}"
+            text = f"the answer of {op} cannot leave the engine's process: {what}; {THREAD}"
             connection.send(("error", ConfigError(text)))
 
     def _broken(self, number: int, why: str) -> None:

@@ -42,6 +42,8 @@ _BOOT = (
 
 WATCH_S = 1.0
 """The receiver looks at the engine's heartbeat this often, whatever arrives."""
+MOST_RESTORED = 1 << 20
+"""Request ids that a restore may take before it fails; they are not given again."""
 NAP_S = 0.0002
 """Between two looks into the token ring of a device, which rings no doorbell."""
 
@@ -280,6 +282,7 @@ class ProcessClient(RingClient):
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         with self.admission_lock:  # the receiver waits with tokens of requests it does not know
             first = self.new_number()
+            self._numbers = itertools.count(first + MOST_RESTORED)  # if it fails, nobody has them
             restored: list[Restored] = self._ask("restore", os.path.abspath(path), first)
             self._numbers = itertools.count(first + max(1, len(restored)))
             handles = []

@@ -1,4 +1,4 @@
-"""The kernels a device runner computes with, chosen by name and never by accident."""
+"""The kernels the CUDA backend computes with, chosen by name and never by accident."""
 
 from collections.abc import Callable
 from importlib import import_module

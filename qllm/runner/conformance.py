@@ -13,6 +13,7 @@ another number of threads, and in our kernels. Against itself, bit by bit, with 
     B            prefill, parked at every boundary          decode, parked at every boundary
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import ModelError
+from qllm.errors import ConfigError, ModelError
 from qllm.models.discover import base_model, discover
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner import reference
@@ -43,6 +44,7 @@ UNCLEAR = 24
 """One in so many tokens whose choice of experts seemed clear, at least one, may be routed another
 way all the same; so the prefill judges a router, not the decode step."""
 _A, _B, _C = -1, -2, -3
+_log = logging.getLogger("qllm")
 
 
 class _Always:
@@ -60,6 +62,7 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
 
     Raises:
         ModelError: They differ, or a layer cannot be driven; names family, layer and driver.
+        ConfigError: There is too little KV.
     """
     tokens = _tokens(model, runner)
     with torch.inference_mode():
@@ -81,7 +84,20 @@ def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
     """
     window = getattr(base_model(model).config, "sliding_window", None)
     beyond = [window + BEYOND_WINDOW] if isinstance(window, int) else []
-    most = min(MAX_PROMPT, runner.shape.max_position - 2)
+    kv = runner.backend.new_tables()
+    room = kv.num_blocks // 2 * kv.block_size - 3  # two requests at once
+    if room < 1:
+        raise ConfigError(
+            f"the start-up check needs 2 KV blocks of {kv.block_size} tokens, there are "
+            f"{kv.num_blocks}; raise max_kv_tokens, or set conformance=False"
+        )
+    most = min(MAX_PROMPT, runner.shape.max_position - 2, room)
+    if beyond and room < beyond[0] <= MAX_PROMPT:
+        _log.warning(
+            "the start-up check ends inside the sliding window of %d tokens: there is KV for %d",
+            window,
+            room,
+        )
     length = max([n for n in (NUM_PROMPT, *beyond) if n <= most], default=most)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(runner.shape.vocab_size, (length + 1,), generator=generator).tolist()
@@ -115,6 +131,7 @@ class _Probe:
         self.programs: list[Program] = []
         self.logits: dict[tuple[RequestId, int], Tensor] = {}
         self._last: tuple[Program, Index] | None = None
+        self._tables = runner.backend.new_tables()
         dtype = runner.parts.lm_head.weight.dtype
         self._unit, self._bound = unit(dtype), BOUND.get(dtype, 8.0)
 
@@ -196,9 +213,9 @@ class _Probe:
 
     def _meet_routing(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
         """The router of a layer chose."""
-        routing = expected.layers[layer].routing
+        routing, experts_TK = expected.layers[layer].routing, expected.layers[layer].experts_TK
         where = f"the router of {self._layer(layer)}"
-        if routing is None:
+        if routing is None or experts_TK is None:
             raise ModelError(self._message(f"{where}, which model.forward does not run"))
         starts = sorted(int(n.split(".")[1]) for n in tensors if n.endswith(".ids") and n[0] == "r")
         ids, weights = (
@@ -211,7 +228,7 @@ class _Probe:
         self._compare_routing(ids, weights, expected.layers[layer], where)
         for lo in starts:
             rows = slice(lo, lo + len(tensors[f"routed.{lo}.ids"]))
-            for name, right in (("ids", routing.ids_TK), ("weights", routing.weights_TK)):
+            for name, right in (("ids", experts_TK), ("weights", routing.weights_TK)):
                 tensors[f"routed.{lo}.{name}"] = right[rows].to(tensors[f"routed.{lo}.{name}"])
 
     def _compare_routing(
@@ -304,7 +321,7 @@ class _Probe:
             cuts=self.runner.cuts,
         )
         self._last = None
-        self.runner.accept(program)
+        self.runner.accept(program, self._tables.cover(program.rows))
         self.programs.append(program)
         return program
 

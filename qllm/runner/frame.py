@@ -20,6 +20,7 @@ from qllm.runner.layers.attention import Step
 from qllm.runner.layers.drivers import Rope, Routed
 from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
+from qllm.runner.sampler import Unread
 from qllm.runner.scores import NO_SCORES, Score, Scores
 from qllm.scheduler.program import Index, Program
 from qllm.types import RequestId, Sampled
@@ -96,6 +97,11 @@ class RequestState:
         self.kept = None
         self.hidden = []
 
+    def forget_begun(self) -> None:
+        """Forget what was computed in some layers and not in all."""
+        self.kv.written = self.kv.committed
+        self.kept = None
+
     def take(self, token_id: int) -> None:
         """Append a token of the output; the prompt's log-probabilities went out with the first."""
         self.ids.append(token_id)
@@ -117,8 +123,12 @@ class RequestState:
         }
         return tensors, meta
 
-    def restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Restore from `export`."""
+    def restore(
+        self, tensors: dict[str, Tensor], meta: dict[str, Any], blocks: Sequence[int]
+    ) -> None:
+        """Restore from `export`, into blocks that hold all that was written."""
+        written = [t.shape[2] for name, t in tensors.items() if name.startswith("k.")]
+        self.kv.hold(blocks, max(written, default=0))
         for name in tensors:
             if name.startswith("k."):
                 layer = int(name[2:])
@@ -135,6 +145,8 @@ class Frame:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.grain = program.grain
+        """Where it may stop in the run that it is in."""
         self.dead: set[RequestId] = set()
         self.group: int | None = None
         """The group whose rows `x_TD` holds."""
@@ -143,6 +155,7 @@ class Frame:
         self.layer = LayerState()
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
+        self.unread: Unread | None = None
         self.slots_done = 0
         """(token, layer, expert slot) triples executed, for I1."""
         self.rope: Rope | None = None

@@ -1,36 +1,84 @@
-"""KV of requests: one contiguous slab per layer, reserved once at the longest length.
+"""KV of requests. The scheduler says which blocks a request has, the backend where they lie.
 
-Reserving costs address space, not memory: pages are touched when tokens are written, so growth
-never copies and attention reads one contiguous range per head. The slabs of the layers lie one
-after the other, so that a kernel finds all of them from one address.
+On a CPU a block is only counted: a request has one contiguous slab per layer, reserved once at its
+longest length. Reserving costs address space, not memory: pages are touched when tokens are
+written, so growth never copies and attention reads one contiguous range per head. The slabs of the
+layers lie one after the other, so that a kernel finds all of them from one address.
 
     layer slab   k_1GSH   [. committed .|. written, not committed .|. reserved, untouched .......]
                           0             committed                  written            capacity
+
+On a device a block is a page (`qllm.cuda.pages`).
 """
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from qllm.errors import InvariantError
 
 
-class RequestKV:
-    """Slabs of one request, made when it first writes, in the shape it writes."""
+class RequestKV(ABC):
+    """KV of one request.
 
-    __slots__ = ("_base", "capacity", "committed", "slabs", "written")
+    Args:
+        capacity: Most tokens.
+    """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    __slots__ = ("capacity", "committed", "written")
+
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.committed = 0
         """Tokens whose KV exists in every layer."""
         self.written = 0
         """Tokens whose KV exists in some layer."""
+
+    def reach(self, hi: int) -> None:
+        """Note that positions below `hi` are written, or will be before they are read."""
+        if hi > self.written:
+            self.written = hi
+
+    def clear(self) -> None:
+        """Let go of everything; the request recomputes."""
+        self.committed = self.written = 0
+
+    def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
+        """Put back what `export` gave for one layer."""
+        self.write(layer, k_1GSH, v_1GSH, 0)
+
+    @abstractmethod
+    def hold(self, blocks: Sequence[int], hi: int) -> None:
+        """Take all blocks of the request; positions below `hi` may be written from now on."""
+
+    @abstractmethod
+    def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
+        """Store the keys and values of positions [lo, lo + T)."""
+
+    @abstractmethod
+    def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of positions [lo, hi)."""
+
+    @abstractmethod
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Named copies of what is written, committed or not."""
+
+
+class SlabKV(RequestKV):
+    """Slabs of one request, made when it first writes, in the shape it writes."""
+
+    __slots__ = ("_base", "slabs")
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(capacity)
         self.slabs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._base: tuple[int, int] | None = None
 
+    def hold(self, blocks: Sequence[int], hi: int) -> None:
+        """See `RequestKV`: the slab has room for any `hi`, and its address is no block's."""
+
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
-        """Store the keys and values of positions [lo, lo + T)."""
         num_tokens = k_1GTH.shape[2]
         hi = lo + num_tokens
         slab = self.slabs[layer]
@@ -42,13 +90,7 @@ class RequestKV:
         slab[1].narrow(2, lo, num_tokens).copy_(v_1GTH)
         self.reach(hi)
 
-    def reach(self, hi: int) -> None:
-        """Positions below `hi` are written, or will be before they are read."""
-        if hi > self.written:
-            self.written = hi
-
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values of positions [lo, hi)."""
         slab = self.slabs[layer]
         if slab is None or hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
@@ -81,18 +123,12 @@ class RequestKV:
         self.slabs = list(zip(layers(k_1GTH), layers(v_1GTH), strict=True))
 
     def clear(self) -> None:
-        """Free the slabs; the request recomputes."""
+        super().clear()
         self.slabs = [None] * len(self.slabs)
         self._base = None
-        self.committed = self.written = 0
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named copies of what is written, committed or not."""
         for layer, slab in enumerate(self.slabs):
             if slab is not None:
                 for name, t in zip("kv", slab, strict=True):
                     yield f"{name}.{layer}", t[:, :, : self.written].clone()
-
-    def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
-        """Put back what `export` gave for one layer."""
-        self.write(layer, k_1GSH, v_1GSH, 0)

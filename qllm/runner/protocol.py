@@ -60,8 +60,12 @@ class Runner(Protocol):
     """
 
     shape: ModelShape
-    cuts: CutRule
     segments: Segments
+
+    @property
+    def cuts(self) -> CutRule:
+        """Where programs are cut."""
+        ...
 
     def add(
         self,
@@ -75,15 +79,21 @@ class Runner(Protocol):
         ...
 
     def remove(self, request_id: RequestId) -> None:
-        """Forget a request that is in no frame, and free its KV."""
+        """Forget a request that is in no frame; its KV is not read or written any more."""
         ...
 
     def evict(self, request_id: RequestId) -> None:
-        """Free the KV of a request that is in no frame; its tokens stay."""
+        """Forget the KV of a request that is in no frame; its tokens stay."""
         ...
 
-    def accept(self, program: Program) -> None:
+    def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
         """Make the frame of a program.
+
+        Args:
+            program: The program.
+            tables: Per row all KV blocks of its request, which have room up to `row.hi`. Whose
+                block is whose is the scheduler's word; a runner addresses them, and hands out
+                none.
 
         Rows that start above layer 0 continue from the hidden states that `split` or `finish`
         kept for their request.

@@ -59,6 +59,9 @@ class LayerPass:
     given_TD: Tensor | None = None
     """What the layer was given of it."""
     routing: Routing | None = None
+    """What its router chose."""
+    experts_TK: Tensor | None = None
+    """The experts that ran."""
     out_TD: Tensor | None = None
     spread_T: Tensor | None = None
 
@@ -103,7 +106,8 @@ def record(
         parts: Of the model.
         tokens: Of each pass.
         quiet: Scale the input of every layer, what its attention adds, and the input of the last
-            norm to `QUIET`.
+            norm to `QUIET`; and let tokens go to the experts one after the other, not to those that
+            the router chose.
     """
     device = next(model.parameters()).device
     last = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -124,6 +128,7 @@ class _Recorder:
 
     def __init__(self, parts: ModelParts, quiet: bool) -> None:
         self._parts, self._quiet = parts, quiet
+        self._num_experts = parts.shape.num_experts
         self._generator = torch.Generator().manual_seed(0)
         self._hooks = ExitStack()
         self._pass = Pass()
@@ -198,8 +203,13 @@ class _Recorder:
             layer = self._pass.layers[-1]
             shape = (1 + NUM_NOISY, len(layer.x_TD), -1)
             layer.routing = _routing(ids.reshape(shape), weights.reshape(shape))
-            for name, t in zip(names, (ids, weights), strict=True):
-                same = t.reshape(shape)[:1].expand(1 + NUM_NOISY, -1, -1)
+            layer.experts_TK = chosen = ids.reshape(shape)[0].clone()
+            if self._quiet:  # experts that no token of the prompt is routed to have to be met too
+                slots = torch.arange(chosen.numel(), device=chosen.device)
+                layer.experts_TK = (slots % self._num_experts).view_as(chosen).to(chosen)
+            rows = layer.experts_TK[None], weights.reshape(shape)[:1]
+            for name, t, row in zip(names, (ids, weights), rows, strict=True):
+                same = row.expand(1 + NUM_NOISY, -1, -1)
                 bound.arguments[name] = same.reshape(t.shape).contiguous()
             return bound.args, bound.kwargs
 

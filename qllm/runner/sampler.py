@@ -23,8 +23,9 @@ order, and again after it was preempted.
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +110,9 @@ def _adjust(request: _Request, logits_V: Floats32, outputs: Sequence[int]) -> Fl
     ids, counts = np.unique(np.array(outputs, np.int64), return_counts=True)
     if r != 1:
         seen = np.union1d(request.prompt_ids, ids)
-        x_V[seen] = np.where(x_V[seen] > 0, x_V[seen] / r, x_V[seen] * r)
+        with np.errstate(over="ignore"):  # a tiny penalty
+            x_V[seen] = np.where(x_V[seen] > 0, x_V[seen] / r, x_V[seen] * r)
+        np.clip(x_V, -MAX_BIAS, MAX_BIAS, out=x_V)
     x_V[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     return x_V
 
@@ -289,6 +292,26 @@ class Sampler:
                 f"the model's output at position {position} is broken"
             )
         return Sampled(request_id, token_id)
+
+
+class Unread(NamedTuple):
+    """Tokens that were sampled on a device and are not read yet."""
+
+    request_ids: list[RequestId]
+    positions: list[int]
+    tokens_R: torch.Tensor
+    peaks_R: torch.Tensor
+    """The largest logit of each row."""
+
+    def read(self, sampler: Sampler, dead: Collection[RequestId]) -> list[Sampled]:
+        """Wait for the device; rows that died meanwhile have no token.
+
+        Raises:
+            ValueError: See `Sampler.greedy`.
+        """
+        tokens, peaks = torch.stack((self.tokens_R.double(), self.peaks_R.double())).cpu().tolist()
+        rows = zip(self.request_ids, tokens, peaks, self.positions, strict=True)
+        return [sampler.greedy(i, int(t), peak, at) for i, t, peak, at in rows if i not in dead]
 
 
 def _check_ids(request_id: RequestId, request: _Request, vocabulary: int) -> None:

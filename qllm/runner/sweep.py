@@ -115,7 +115,7 @@ class Sizes(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """What one call did."""
+    """What was run in one go."""
 
     at: Index
     """The first op not done."""
@@ -123,7 +123,7 @@ class Swept(NamedTuple):
     longest_ns: int
     longest_op: OpKind
     expert_bytes: int
-    """Weights of the experts that had a unit."""
+    """Weights of the experts that had a unit; 0 where the device counts them."""
 
 
 class LayerBuffers:

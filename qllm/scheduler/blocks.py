@@ -4,7 +4,10 @@ A block is `block_size` tokens of K and V in every layer. Blocks are charged as 
 scheduled to be written, and come back whole when a request ends or is evicted.
 """
 
+from collections.abc import Sequence
+
 from qllm.errors import InvariantError
+from qllm.plan import Row
 
 
 class BlockPool:
@@ -58,3 +61,33 @@ class BlockPool:
             for block in table:
                 if self._holder.get(block) != request_id:
                     raise InvariantError(f"block {block} is not held by request {request_id}")
+
+
+class BlockTables:
+    """Block tables of requests that run without a scheduler: measurements and self-tests.
+
+    Args:
+        num_blocks: Blocks in all.
+        block_size: Tokens of a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._pool = BlockPool(num_blocks, block_size)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._tables: dict[int, list[int]] = {}
+
+    def cover(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Give every row the blocks that it still needs; return all blocks of its request.
+
+        Raises:
+            InvariantError: There are too few.
+        """
+        for request_id, _, hi, *_ in rows:
+            table = self._tables.setdefault(request_id, [])
+            need = self._pool.blocks_for(hi) - len(table)
+            table += self._pool.take(request_id, max(0, need))
+        return [self._tables[row.request_id] for row in rows]
+
+    def remove(self, request_id: int) -> None:
+        """Take back the blocks of a request; one that has none is fine."""
+        self._pool.give_back(request_id, self._tables.pop(request_id, []))

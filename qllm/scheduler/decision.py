@@ -1,5 +1,6 @@
 """What the scheduler says: effects on the runner, decisions, and the frames it keeps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Drop(NamedTuple):
 
 
 class EvictKv(NamedTuple):
-    """Free the KV of a request; it recomputes later."""
+    """Forget the KV of a request, whose blocks are free; it recomputes later."""
 
     request_id: RequestId
     num_tokens_lost: int
@@ -44,6 +45,8 @@ class Accept(NamedTuple):
 
     program: Program
     from_frames: tuple[FrameId, ...]
+    tables: tuple[Sequence[int], ...]
+    """Per row all KV blocks of its request, to be read at once."""
 
 
 Effect = Kill | Drop | EvictKv | Split | Accept

@@ -26,7 +26,7 @@ from qllm.policy import (
     next_row,
 )
 from qllm.scheduler.ranking import Ranked, Ranking
-from qllm.scheduler.ride import RIDE_CAP, ahead_ns, ride_allowance_ns, tpot_target_ns
+from qllm.scheduler.ride import JOIN_CAP, RIDE_CAP, ahead_ns, ride_allowance_ns, tpot_target_ns
 from qllm.scheduler.turns import scores
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
@@ -43,28 +43,33 @@ class _Batch:
     """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
 
     def __init__(self, view: View, tokens: int) -> None:
-        self.block_size = view.block_size
+        self.view = view
         self.rows: list[Row] = []
         self.seats = view.max_num_seqs
         self.tokens = tokens
         self.free_blocks = view.num_free_blocks
         self.num_prefills = 0
 
-    def need(self, request: RequestView, row: Row) -> int:
-        """Blocks that the row takes beyond those its request holds."""
-        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
+    def need(self, row: Row) -> int:
+        """Blocks that a row takes beyond those its request holds.
 
-    def take(self, request: RequestView, row: Row) -> None:
+        A newcomer's chunk counts to where level L2 lets it end: it may evict nobody of its tier,
+        and whoever holds blocks already may.
+        """
+        request = self.view.by_id[row.request_id]
+        if not request.is_admitted:
+            return self.view.blocks_needed(row)
+        return max(0, -(-row.hi // self.view.block_size) - len(request.block_table))
+
+    def take(self, row: Row) -> None:
         """Add a row."""
         self.rows.append(row)
         self.seats -= 1
-        need = -(-row.hi // self.block_size) - len(request.block_table)
-        if need > 0:
-            self.free_blocks -= need
+        self.free_blocks -= self.need(row)
 
-    def take_prefill(self, request: RequestView, row: Row) -> None:
+    def take_prefill(self, row: Row) -> None:
         """Add a row that pays with tokens."""
-        self.take(request, row)
+        self.take(row)
         self.tokens -= row.num_tokens
         self.num_prefills += 1
 
@@ -168,8 +173,8 @@ class _Shaper:
             for r in waiting:
                 if batch.seats and r.is_decoding and r.frame_id is None:
                     row = next_row(r, self.view)
-                    if not batch.rows or batch.need(r, row) <= batch.free_blocks:
-                        batch.take(r, row)
+                    if not batch.rows or batch.need(row) <= batch.free_blocks:
+                        batch.take(row)
             rows = batch.rows
         elif self.is_under_way(first):
             due = {self.tier_of[r.request_id] for r in waiting if self.is_under_way(r)}
@@ -243,7 +248,7 @@ class _Shaper:
             for x in self.decodes[tier]:
                 if not batch.seats:
                     return batch
-                batch.take(x.request, next_row(x.request, self.view))
+                batch.take(next_row(x.request, self.view))
             if advances and not under_way:
                 self.prefill(batch, tier, force)
         return batch
@@ -264,14 +269,14 @@ class _Shaper:
             if blocked and not r.is_admitted:
                 continue
             row = next_row(r, view, min(batch.tokens, chunk))
-            if batch.need(r, row) > batch.free_blocks + self.evictable(tier):
+            if batch.need(row) > batch.free_blocks + self.evictable(tier):
                 if batch.rows:
                     batch.tokens = 0
                     break
                 if not r.is_admitted or not (force or self.is_first(x)):
                     blocked = True
                     continue
-            batch.take_prefill(r, row)
+            batch.take_prefill(row)
             self.tier_of[x.request_id] = tier
         if self.policy.groups is not None:
             new = batch.rows[begin:]
@@ -310,9 +315,9 @@ class _Shaper:
         members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
         rows = [next_row(r, self.view) for r in members]
         cut, least = self.next_cut(groups, rows), min((row.start_layer for row in rows), default=0)
-        for r, row in zip(members, rows, strict=True):
+        for row in rows:
             if batch.seats and (row.start_layer < cut or row.start_layer == least):
-                batch.take_prefill(r, row._replace(end_layer=cut))
+                batch.take_prefill(row._replace(end_layer=cut))
         return bool(members)
 
     def layered(self) -> Plan:
@@ -387,7 +392,7 @@ class _Shaper:
             return best
         slice_ns = min(self.view.ride_credit_ns, room_ns)
         for tier in worse:
-            joining = self.joining(best, tier, room_ns)
+            joining = self.joining(best, tier, room_ns, JOIN_CAP * allowance)
             other = self.other_work(best, tier, len(joining), slice_ns)
             if not joining and other is None:
                 continue
@@ -407,16 +412,27 @@ class _Shaper:
         room = allowance_ns - view.ride_margin_ns - view.ride_used_ns
         return room if view.ride_used_ns else max(MIN_SLICE_NS, room)
 
-    def joining(self, best: Plan, tier: int, room_ns: int) -> list[Row]:
-        """Decode rows of a worse tier for which the best tier leaves seats, KV and time."""
+    def joining(self, best: Plan, tier: int, room_ns: int, cap_ns: int) -> list[Row]:
+        """Decode rows of a worse tier for which the best tier leaves seats, KV and time.
+
+        An arrival of the best tier does not stop a step of that tier, so what joining rows add is
+        also capped. The cap never removes the last of them (none would ever join a single request);
+        the room that a target leaves can. Whoever made progress longest ago joins first, so that
+        all of the tier go on though few fit a step.
+        """
         rows: list[Row] = []
         batch = _Batch(self.view, 0)
-        for x in self.decodes[tier]:
-            row = next_row(x.request, self.view)
-            batch.take(x.request, row)
+        for row in best.rows:
+            batch.free_blocks -= batch.need(row)
+        waiting = [x.request for x in self.decodes[tier]]
+        for request in sorted(waiting, key=lambda r: (r.last_progress_ns, r.request_id)):
+            row = next_row(request, self.view)
+            batch.take(row)
             if batch.free_blocks < 0 or len(best.rows) + len(batch.rows) > self.view.max_num_seqs:
                 break
             rows.append(row)
+        while len(rows) > 1 and self.extra_ns(len(best.rows), len(rows)) > cap_ns:
+            rows.pop()
         while rows and self.extra_ns(len(best.rows), len(rows)) > room_ns:
             rows.pop()
         return rows

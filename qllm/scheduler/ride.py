@@ -19,6 +19,8 @@ from qllm.types import NS_PER_MS
 
 RIDE_CAP = 8
 """Cap on saved allowances; one decode step of the best tier earns one."""
+JOIN_CAP = 2
+"""Most that joining rows add to a step, in allowances: an LS arrival waits for its end."""
 MARGIN_GROWTH = 8
 """A gap that was too long adds this part of the target to the margin."""
 MARGIN_DECAY = 512

@@ -163,6 +163,8 @@ def check_state(
             if row.request_id in in_frames:
                 raise InvariantError(f"request {row.request_id} is in two frames")
             in_frames[row.request_id] = frame_id
+            if len(requests[row.request_id].block_table) < pool.blocks_for(row.hi):
+                raise InvariantError(f"{row} is parked with fewer blocks than it writes to")
     for request_id, request in requests.items():
         if request.frame_id != in_frames.get(request_id):
             raise InvariantError(f"request {request_id} says frame {request.frame_id}")

@@ -150,6 +150,7 @@ class Scheduler:
         request.block_table = self.pool.take(request.request_id, need)
         self.requests[request.request_id] = request
         self._touch(request)
+        self._hook("on_arrival", request.arrival_ns, request)
 
     def adopt_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
@@ -374,8 +375,9 @@ class Scheduler:
             one_query_from=alone,
         )
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
+        tables = tuple(self.requests[row.request_id].block_table for row in program.rows)
         return Decision(
-            effects=(*self._take_owed(), *splits, Accept(program, tuple(touched))),
+            effects=(*self._take_owed(), *splits, Accept(program, tuple(touched), tables)),
             program=program,
             slice_ns=plan.slice_ns,
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Logprobs, Priority
@@ -56,6 +56,8 @@ class Writer(ABC):
         self._front = front
         self._created = int(time.time())
         self.tier = "default"
+        self._texts: dict[int, str] = {}
+        """Texts of single tokens that were shown before."""
         self.prompts: list[tuple[int, ...]] = []
         """Token ids of each choice's prompt, once it is served."""
 
@@ -79,19 +81,34 @@ class Writer(ABC):
 
     def shown(self, token_id: int, logprob: float) -> Shown:
         """A token as text. JSON has no -inf."""
-        logprob = max(logprob, LEAST_LOGPROB)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._text(token_id)
+        return Shown(text, max(logprob, LEAST_LOGPROB))
+
+    def _text(self, token_id: int) -> str:
         tokenizer = self._front.engine.tokenizer
         if tokenizer is None:
-            return Shown(f"token_id:{token_id}", logprob)
-        text = tokenizer.decode(
-            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            return f"token_id:{token_id}"
+        return str(
+            tokenizer.decode(
+                [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         )
-        return Shown(str(text), logprob)
 
     def alternatives(self, token_id: int, logprobs: Logprobs) -> tuple[Shown, list[Shown]]:
         """The chosen token and the most likely ones."""
         top = [self.shown(i, value) for i, value in logprobs.top]
         return self.shown(token_id, logprobs.chosen), top
+
+    async def made(
+        self, answer: Answer, make: Callable[[int, Any], _T], index: int, item: Any
+    ) -> _T:
+        """What `make` makes of a piece or an end; off the event loop if a whole prompt is shown."""
+        if not isinstance(item, Piece) or item.prompt is None:
+            return make(index, item)
+        found: _T = await self._front.in_thread(answer.served.priority, make, index, item)
+        return found
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice, before any text."""
@@ -120,7 +137,7 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
     choices: list[Any] = [None] * len(answer.handles)
     async for index, item in answer.pieces():
         if isinstance(item, Piece):
-            made[index].append(writer.chunk(index, item))
+            made[index].append(await writer.made(answer, writer.chunk, index, item))
         else:
             choices[index] = writer.whole(index, made[index], item)
     return {**writer.envelope(writer.kind, choices), "usage": answer.usage()}
@@ -147,7 +164,7 @@ async def stream(answer: Answer, writer: Writer, options: StreamOptions) -> Asyn
             if opening := writer.opening(index):
                 yield wrap([opening])
         async for index, item in answer.pieces():
-            yield wrap([writer.choice(index, item)])
+            yield await writer.made(answer, lambda i, x: wrap([writer.choice(i, x)]), index, item)
         if options.include_usage:
             body = writer.envelope(writer.chunk_kind, [])
             yield event({**body, "usage": answer.usage()})
@@ -164,18 +181,28 @@ class EventStream(StreamingResponse):
     """Server-sent events that clean up even if nobody ever reads them."""
 
     def __init__(
-        self, events: AsyncIterator[str], on_close: Callable[[], None], headers: dict[str, str]
+        self,
+        events: AsyncIterator[str],
+        on_close: Callable[[], None],
+        headers: dict[str, str],
+        stall_s: float,
     ) -> None:
         super().__init__(
             events,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
         )
-        self._on_close = on_close
+        self._on_close, self._stall_s = on_close, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except* TimeoutError:
+            _log.warning("a client took no bytes for %g s; its answer ends", self._stall_s)
         finally:
             self._on_close()
 
@@ -222,7 +249,12 @@ async def respond(request: Request, front: Front, writer: Writer, body: Any, ask
             headers = {"x-request-id": writer.answer_id, **answer.served.headers()}
             if body.stream:
                 options = body.stream_options or StreamOptions()
-                return EventStream(stream(answer, writer, options), answer.close, headers)
+                return EventStream(
+                    stream(answer, writer, options),
+                    answer.close,
+                    headers,
+                    front.config.stalled_client_s,
+                )
             return JSONResponse(await complete(answer, writer), headers=headers)
         finally:
             if not body.stream:

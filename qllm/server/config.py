@@ -79,6 +79,8 @@ class ServerConfig(BaseModel):
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)
+    stalled_client_s: float = Field(120, gt=0, le=1e6)
+    """A stream whose client takes no bytes for so long ends, and gives its seats back."""
     """After it a request ends with 504. Batch lines have no such limit."""
     keep_alive_s: int = Field(65, ge=1)
     """For which an idle connection stays open."""
@@ -161,9 +163,20 @@ def load_config(
         shown = "" if "key" in name else f"={first['input']!r}"
         raise ConfigError(f"{name}{shown}: {first['msg']}") from None
     _check_role(config)
+    for name in config.engine:
+        if name in OWN_FLAGS:
+            raise ConfigError(f"{name} is none of the engine's own settings; use --{_flag(name)}")
     if not config.model and config.role != "frontend":
         raise ConfigError("no model: name one on the command line, in QLLM_MODEL or in the file")
     return config
+
+
+OWN_FLAGS = ("policy", "policy_settings", "dtype", "threads", "trust_remote_code")
+"""What `QLLMEngine.from_pretrained` is given from settings of their own."""
+
+
+def _flag(name: str) -> str:
+    return "set policy.NAME=VALUE" if name == "policy_settings" else name.replace("_", "-")
 
 
 ROLE_NEEDS = {"engine": "listen", "frontend": "engine_address"}

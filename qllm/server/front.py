@@ -1,6 +1,7 @@
 """The engine as the routes see it: admission, tokenising off the event loop, live answers."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from .metrics import Metrics
 
 TEXT_THREADS = 2
 """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
+
+_log = logging.getLogger("qllm.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,12 +324,17 @@ class Front:
 
     async def _settle(self, answer: Answer) -> None:
         """Once the engine is done with the choices, count them."""
-        for handle in answer.handles:
-            try:
-                self.metrics.finished(await handle)
-            except RequestFailedError:
-                self.metrics.failed(answer.served.priority)
-        self._num_ls -= len(answer.handles) * (answer.served.priority is Priority.LS)
+        try:
+            for handle in answer.handles:
+                try:
+                    self.metrics.finished(await handle)
+                except RequestFailedError:
+                    self.metrics.failed(answer.served.priority)
+                except Exception:  # noqa: BLE001 - its text fails (a tokenizer), not the server
+                    _log.exception("a choice ended without a result")
+                    self.metrics.failed(answer.served.priority)
+        finally:
+            self._num_ls -= len(answer.handles) * (answer.served.priority is Priority.LS)
 
     def cancel(self) -> None:
         """End every open answer; its client is told."""

@@ -5,7 +5,7 @@ answer and cannot be served are refused with the reason.
 """
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,6 +16,9 @@ from .errors import ApiError
 MAX_LOGPROBS = 20
 
 ServiceTier = Literal["auto", "default", "priority", "flex"]
+
+FAIL_FAST = Field(fail_fast=True)
+"""One wrong item of a list says it all: a list of another kind has millions."""
 
 
 class Body(BaseModel):
@@ -174,7 +177,12 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], FAIL_FAST]
+        | Annotated[list[int], FAIL_FAST]
+        | Annotated[list[Annotated[list[int], FAIL_FAST]], FAIL_FAST]
+    )
     max_tokens: int | None = Field(16, ge=0)
     """0 only with echo."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -69,6 +69,8 @@ class Store:
         except OSError as error:
             self._lock_file.close()
             raise ConfigError(f"state_dir={str(folder)!r} is used by another server") from error
+        for part in self._files.glob("*.part"):  # a server was killed while it wrote
+            part.unlink()
         self._lock = threading.Lock()
         self._finishing = threading.Lock()
         self._db = sqlite3.connect(
@@ -144,10 +146,14 @@ class Store:
     @contextmanager
     def _new(self, file_id: str) -> Iterator[IO[bytes]]:
         part = self._files / f"{file_id}.part"
-        with open(part, "wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
+        try:
+            with open(part, "wb") as out:
+                yield out
+                out.flush()
+                os.fsync(out.fileno())
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
         os.replace(part, self.path(file_id))
         folder = os.open(self._files, os.O_RDONLY)
         os.fsync(folder)

@@ -126,6 +126,8 @@ def routes(front: Front) -> APIRouter:
             raise ApiError(429, f"{MAX_READERS} pages are open already", retry_after_s=5)
         reader = object()
         readers.add(reader)
-        return EventStream(events(front), lambda: readers.discard(reader), {})
+        return EventStream(
+            events(front), lambda: readers.discard(reader), {}, front.config.stalled_client_s
+        )
 
     return router

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import secrets
+import sqlite3
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
@@ -36,6 +37,8 @@ MOST_DEATHS = 2
 """Retries per batch line: the first crash may have been another request's fault."""
 RETRY_S = 0.5
 """Between two tries when the engine's queue is full or there is no engine."""
+STORAGE_RETRY_S = 5.0
+"""Until a batch is tried again whose answers or files could not be written."""
 
 _log = logging.getLogger("qllm.server.batch")
 
@@ -62,14 +65,24 @@ class _EngineGoneError(Exception):
     """The engine ended under a line, which is asked again of the next one."""
 
 
-def problems(lines: Iterator[bytes], endpoint: str) -> tuple[int, list[Problem]]:
-    """The number of lines of a file, and what is wrong with them."""
+def problems(lines: Iterator[bytes], endpoint: str, most_bytes: int) -> tuple[int, list[Problem]]:
+    """The number of lines of a file, and what is wrong with them.
+
+    Args:
+        lines: Of the file.
+        endpoint: Which all of them have to name.
+        most_bytes: Of one line, as of the body of any other request.
+    """
     found: list[Problem] = []
     seen: set[str] = set()
     total = 0
     for total, text in enumerate(lines, 1):
         if len(found) >= MAX_ERRORS or total > MAX_LINES:
             break
+        if len(text) > most_bytes:
+            what = f"the line has {len(text)} bytes; at most {most_bytes} (max_body_bytes)"
+            found.append(Problem("line_too_large", what, total))
+            continue
         problem = _problem(text, endpoint, seen, total)
         if problem is not None:
             found.append(problem)
@@ -176,6 +189,9 @@ class Worker:
                     return await self._advance(batch_id)
                 except _EngineGoneError:
                     _log.warning("batch %s waits for an engine", batch_id)
+                except (OSError, sqlite3.Error) as error:  # a full disk, for now
+                    _log.warning("batch %s waits for its storage: %s", batch_id, error)
+                    await asyncio.sleep(STORAGE_RETRY_S)
                 await asyncio.sleep(RETRY_S)
                 while self._front.unavailable() is not None:
                     await asyncio.sleep(RETRY_S)
@@ -203,7 +219,9 @@ class Worker:
 
     def _validate(self, batch: Row) -> None:
         with open(self._store.path(batch["input_file_id"]), "rb") as lines:
-            total, found = problems(iter(lines), batch["endpoint"])
+            total, found = problems(
+                iter(lines), batch["endpoint"], self._front.config.max_body_bytes
+            )
         if found:
             errors = json.dumps({"object": "list", "data": [p._asdict() for p in found]})
             self._store.move(batch["id"], "failed", only_from=("validating",), errors=errors)

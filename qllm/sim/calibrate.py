@@ -29,6 +29,7 @@ from qllm.plan import NO_CUTS, ModelShape
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Ran, Trace
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.scheduler import Scheduler
@@ -333,7 +334,7 @@ def calibrate(
     loaded = load(make_random_moe(size=model) if model in SIZES else model)
     measured: list[Measured] = []
     with torch_threads(threads):
-        runner = TorchRunner(
+        runner = cpu_runner(
             loaded.model,
             max_segment_ms=config.max_segment_ms,
             batch_invariant=config.batch_invariant,
@@ -365,7 +366,7 @@ def _cost_file(
     shape = runner.shape
     costs, errors = fit([s for m in measured for s in m.ops], shape)
     step_ns, step_row_ns = _fit_gaps([gap for m in measured for gap in m.gaps])
-    bank = next((bank for bank in runner.compute.banks if bank is not None), None)
+    bank = next((bank for bank in runner.backend.compute.banks if bank is not None), None)
     weight = runner.parts.lm_head.weight
     return CostFile(
         model=model,

@@ -15,14 +15,14 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from qllm.engine.loop import EngineLoop
-from qllm.errors import PolicyError
+from qllm.errors import InvariantError, PolicyError
 from qllm.ingress import Cancel, Submission
 from qllm.plan import NO_CUTS, CutRule, ModelShape, Plan
 from qllm.policy import RankPolicy, StepReport, View
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Trace
 from qllm.runner.protocol import Stop
-from qllm.scheduler.decision import Limits
+from qllm.scheduler.decision import EvictKv, Limits
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.ranking import rank_all
 from qllm.scheduler.request import Request
@@ -192,6 +192,12 @@ class World:
         """One turn of the loop, then every check of the state."""
         ran = self.loop.step()
         self.scheduler.check()
+        owed = getattr(self.scheduler, "_owed", ())  # a plan broke after it had evicted
+        evicted = {effect.request_id for effect in owed if isinstance(effect, EvictKv)}
+        for request_id, request in self.scheduler.requests.items():
+            used, table = self.runner.requests[request_id].blocks, request.block_table
+            if table[: len(used)] != used and request_id not in evicted:
+                raise InvariantError(f"request {request_id} uses blocks {used}, it has {table}")
         return ran
 
     def run(self, max_steps: int = 100_000) -> None:

@@ -51,6 +51,8 @@ class _SimRequest:
     num_computed: int = 0
     layer_work: int = 0
     """Token-layers done and not lost."""
+    blocks: list[int] = field(default_factory=list)
+    """KV blocks that its programs were given."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,8 @@ class SimRunner:
         """Called at every boundary that a program's grain allows; then none is jumped."""
         self.requests: dict[RequestId, _SimRequest] = {}
         self.frames: dict[int, _SimFrame] = {}
+        self._holders: dict[int, RequestId] = {}
+        """Who holds a KV block."""
         self.expert_loads = 0
         """Experts read so far: one per distinct expert of an EXPERTS op."""
 
@@ -108,17 +112,34 @@ class SimRunner:
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
-        del self.requests[request_id]
+        self._let_go(self.requests.pop(request_id))
 
     def evict(self, request_id: RequestId) -> None:
         """Lose what it computed."""
         request = self.requests[request_id]
         request.num_computed = request.layer_work = 0
+        self._let_go(request)
 
-    def accept(self, program: Program) -> None:
+    def _let_go(self, request: _SimRequest) -> None:
+        for block in request.blocks:
+            del self._holders[block]
+        request.blocks.clear()
+
+    def _hold(self, request_id: RequestId, blocks: Sequence[int]) -> None:
+        """Take up the blocks that are new; KV that was written does not move."""
+        held = self.requests[request_id].blocks
+        if len(blocks) < len(held) or (held and blocks[len(held) - 1] != held[-1]):
+            raise InvariantError(f"the KV of request {request_id} moved from {held} to {blocks}")
+        for block in blocks[len(held) :]:
+            if self._holders.setdefault(block, request_id) != request_id:
+                raise InvariantError(f"requests {request_id} and {self._holders[block]} share KV")
+            held.append(block)
+
+    def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
         """Make the frame of a program."""
         frame = _SimFrame(program, Timeline(program, self._prices))
-        for row in program.rows:
+        for row, blocks in zip(program.rows, tables, strict=True):
+            self._hold(row.request_id, blocks)
             request = self.requests[row.request_id]
             if row.lo != request.num_computed or row.hi > request.num_tokens:
                 raise InvariantError(f"{row} against {request}")

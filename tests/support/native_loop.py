@@ -307,7 +307,7 @@ class NativeLoop:
     def _apply(self, effect: Effect) -> None:
         runner = self.runner
         if isinstance(effect, Accept):
-            runner.accept(effect.program)
+            runner.accept(effect.program, effect.tables)
         elif isinstance(effect, Split):
             runner.split(effect.program, effect.at)
         elif isinstance(effect, Kill):

@@ -91,6 +91,25 @@ struct Block {
     }
     return row;
   }
+  // Level L2: a chunk ends at the last mark before where it was to end, or at the first there is.
+  QLLM_HD void align(Row& row) const {
+    const Request& r = requests[row.slot];
+    if (!s->num_marks || r.front_layer >= 0 || row.hi >= r.num_tokens) return;
+    i32 from = r.num_prompt;  // from here on every token is a block of its own
+    if (row.lo >= from || row.hi >= from) return;
+    i32 low = 0, high = i32(s->num_marks);
+    while (low < high) {  // the first mark after row.hi
+      i32 middle = (low + high) / 2;
+      if (marks[middle] <= row.hi)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    if (low && marks[low - 1] > row.lo)
+      row.hi = marks[low - 1];
+    else
+      row.hi = low < s->num_marks ? least(marks[low], from) : from;
+  }
   QLLM_HD Row* rows_of(i32 frame) const { return frame_rows + i64(frame) * s->seats; }
   // First layer that a row of a frame still owes.
   QLLM_HD i32 frontier_layer(const Frame& f, const Row& row) const {

@@ -258,26 +258,6 @@ struct Scheduler : Ranking {
     }
     return plan;
   }
-  // Level L2: a chunk ends at the last mark before where it was to end, or at the first there is.
-  QLLM_HD void align(Row& row) const {
-    const Request& r = requests[row.slot];
-    if (!s->num_marks || r.front_layer >= 0 || row.hi >= r.num_tokens) return;
-    i32 from = r.num_prompt;  // from here on every token is a block of its own
-    if (row.lo >= from || row.hi >= from) return;
-    i32 low = 0, high = i32(s->num_marks);
-    while (low < high) {  // the first mark after row.hi
-      i32 middle = (low + high) / 2;
-      if (marks[middle] <= row.hi)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    if (low && marks[low - 1] > row.lo)
-      row.hi = marks[low - 1];
-    else
-      row.hi = low < s->num_marks ? least(marks[low], from) : from;
-  }
-
   // Give every row its blocks, evicting lower ranks where they are short.
   QLLM_HD_CALL void acquire(Plan& plan, i64 now_ns) {
     i64 stamp = ++s->epoch;

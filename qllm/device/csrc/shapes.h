@@ -8,6 +8,7 @@ const i64 kMinSliceNs = kNsPerMs;
 const i64 kGoodSliceNs = 10 * kNsPerMs;
 const i64 kMinChunk = 32;
 const i64 kRideCap = 8;
+const i64 kJoinCap = 2;
 const i64 kMarginGrowth = 8;
 const i64 kMarginDecay = 512;
 
@@ -97,7 +98,10 @@ struct Shapes : Ranking {
     Batch batch = {rows, 0, 0, s->seats, tokens, s->num_free};
     return batch;
   }
-  QLLM_HD i64 need(const Row& row) const {
+  // Blocks that a row takes beyond those its request holds; a newcomer's to where it may end.
+  QLLM_HD i64 need(const Row& asked) const {
+    Row row = asked;
+    if (!requests[row.slot].num_blocks) align(row);
     return most<i64>(0, blocks_for(row.hi) - requests[row.slot].num_blocks);
   }
   QLLM_HD void take(Batch& batch, const Row& row) const {
@@ -444,7 +448,7 @@ struct Shapes : Ranking {
     if (room_ns < kMinSliceNs) return best;
     i64 slice_ns = least(s->ride_credit_ns, room_ns);
     for (i32 t = next; t < num_tiers; t++) {
-      i32 joining = join(best.num_rows, t, room_ns);
+      i32 joining = join(best, t, room_ns, kJoinCap * allowance);
       Plan other = other_work(best.num_rows + joining, t, slice_ns);
       if (!joining && !other.num_rows) continue;
       i64 worth = joining ? extra_ns(best.num_rows, joining) : kGoodSliceNs;
@@ -463,17 +467,34 @@ struct Shapes : Ranking {
   QLLM_HD i64 extra_ns(i32 num_rows, i32 num_more) const {
     return most<i64>(0, decode_cost(num_rows + num_more) - decode_cost(num_rows));
   }
-  // Decode rows of a worse tier for which the best tier leaves seats, KV and time.
-  QLLM_HD i32 join(i32 num_best, i32 t, i64 room_ns) const {
-    Batch out = empty_batch(joining_rows, 0);
-    i32 count = 0;
+  // Of the decodes of a tier, the one that made progress longest ago but for those up to `after`.
+  QLLM_HD i32 next_waiting(i32 t, i32 after) const {
+    i32 first = -1;
     for (i32 d = tiers[t].decodes; d < tiers[t].decodes_end; d++) {
-      if (num_best + count + 1 > s->seats) break;
-      take(out, next_row(decodes[d]));
-      if (out.free_blocks < 0) break;
-      count++;
+      i32 slot = decodes[d];
+      if ((after < 0 || waited_longer(after, slot)) && (first < 0 || waited_longer(slot, first)))
+        first = slot;
     }
-    while (count && extra_ns(num_best, count) > room_ns) count--;
+    return first;
+  }
+  QLLM_HD bool waited_longer(i32 slot, i32 other) const {
+    const Request &a = requests[slot], &b = requests[other];
+    if (a.last_progress_ns != b.last_progress_ns) return a.last_progress_ns < b.last_progress_ns;
+    return a.id < b.id;
+  }
+  // Decode rows of a worse tier for which the best tier leaves seats, KV and time.
+  QLLM_HD i32 join(const Plan& best, i32 t, i64 room_ns, i64 cap_ns) const {
+    Batch out = empty_batch(joining_rows, 0);
+    for (i32 i = 0; i < best.num_rows; i++) out.free_blocks -= need(best.rows[i]);
+    i32 count = 0;
+    for (i32 slot = -1; best.num_rows + count + 1 <= s->seats; count++) {
+      slot = next_waiting(t, slot);
+      if (slot < 0) break;
+      take(out, next_row(slot));
+      if (out.free_blocks < 0) break;
+    }
+    while (count > 1 && extra_ns(best.num_rows, count) > cap_ns) count--;
+    while (count && extra_ns(best.num_rows, count) > room_ns) count--;
     return count;
   }
   // A parked frame of the tier, or a prefill for which seats are left.

@@ -33,7 +33,8 @@ KV = tuple[Tensor, Tensor]
 class Span(NamedTuple):
     """Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op."""
 
-    kv: RequestKV
+    kv: Any
+    """A `RequestKV`, of the kind that the backend makes."""
     at: int
     lo: int
     hi: int
@@ -105,7 +106,7 @@ class Step:
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
     def addresses(self, slab: tuple[int, int, int], like: Tensor) -> SpanAddresses:
-        """The spans for our kernels; the KV of new requests is reserved (see `RequestKV.base`).
+        """The spans for our kernels; the KV of new requests is reserved (see `SlabKV.base`).
 
         Who lets a kernel write there calls `reach`.
         """

@@ -1,0 +1,162 @@
+"""The CPU as a backend: our kernels where they are made for a part, else torch; KV in slabs."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.discover import ModelParts, base_model
+from qllm.plan import Row
+from qllm.runner.backend import Asking
+from qllm.runner.compute import Compute
+from qllm.runner.cuts import cut_rule
+from qllm.runner.frame import Frame
+from qllm.runner.kv import RequestKV, SlabKV
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.layers.drivers import LayerDriver
+from qllm.runner.layers.work import Work
+from qllm.runner.protocol import Stop
+from qllm.runner.runner import TorchRunner
+from qllm.runner.sampler import Unread
+from qllm.runner.sweep import Sizes, Sweep, Swept
+from qllm.scheduler.blocks import BlockTables
+from qllm.scheduler.program import Index, Program
+from qllm.types import Grain
+
+
+def cpu_runner(
+    model: nn.Module,
+    *,
+    max_segment_ms: float = 5.0,
+    batch_invariant: bool = False,
+    kernels: str = "fast",
+    expert_weights: str = "auto",
+    max_packed_bytes: int = 2 << 30,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> TorchRunner:
+    """A runner on the CPU.
+
+    Args:
+        model: In evaluation mode, whole, on one device. Its attention modules get a config of
+            their own (see `runner.layers.attention`); `model.forward` gives what it gave before.
+        max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
+        batch_invariant: Level L2; its self-test runs here and finds the rule.
+        kernels: See `EngineConfig`.
+        expert_weights: See `EngineConfig`.
+        max_packed_bytes: Most bytes that a copy of the linear modules (of the head) for our kernels
+            may take. Weights changed later are not seen.
+        clock: Nanoseconds, for segments only.
+
+    Raises:
+        ModelError: The model cannot be driven safely, or level L2 is not possible here.
+        ConfigError: `expert_weights` is not possible here.
+    """
+
+    def backend(parts: ModelParts) -> CpuBackend:
+        with torch.inference_mode():
+            compute = Compute(
+                model,
+                parts,
+                kernels,
+                batch_invariant=batch_invariant,
+                expert_weights=expert_weights,
+                max_packed_bytes=max_packed_bytes,
+            )
+        return CpuBackend(model, parts, compute, max_segment_ms)
+
+    return TorchRunner(model, backend, expert_weights=expert_weights, clock=clock)
+
+
+class CpuBackend:
+    """A `Backend` (`runner/backend.py`).
+
+    Args:
+        model: The model of transformers.
+        parts: Its parts.
+        compute: Products, experts and the head.
+        max_segment_ms: See `cpu_runner`.
+    """
+
+    bytes_read = 0
+    """The runner counts, each expert once per layer of a program."""
+
+    def __init__(
+        self, model: nn.Module, parts: ModelParts, compute: Compute, max_segment_ms: float
+    ) -> None:
+        self._model, self._parts, self.compute = model, parts, compute
+        stops = compute.stops_between_keys
+        self.cuts, self.costs = cut_rule(parts, base_model(model).config, max_segment_ms, stops)
+        cpu.set_threads(torch.get_num_threads())
+        self.sweep = compute.sweep
+        """Runs what it covers in one call; with `runner.sweep.NOTHING` every op runs by itself."""
+
+    @property
+    def drivers(self) -> tuple[LayerDriver, ...]:
+        """The drivers of all layers, as they compute now."""
+        return self.compute.drivers
+
+    @property
+    def is_native(self) -> bool:
+        """Whether our kernels run every layer."""
+        return self.sweep.num_layers == len(self.drivers)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What computes what, for results."""
+        return self.compute.names
+
+    def enter(self) -> None:
+        self.compute.enter()
+
+    def close(self) -> None:
+        self.compute.leave()
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        ours, sweep = self.compute, self.sweep
+        ours.leave()
+        try:
+            self._use(Compute(self._model, self._parts, "reference"))
+            yield
+        finally:
+            self.compute.leave()
+            self._use(ours, sweep)
+
+    def _use(self, compute: Compute, sweep: Sweep | None = None) -> None:
+        """Let this compute from now on; nothing else computes."""
+        self.compute, self.sweep = compute, sweep or compute.sweep
+        compute.enter()
+
+    def new_kv(self, capacity: int) -> RequestKV:
+        return SlabKV(len(self._parts.layers), capacity)
+
+    def new_tables(self) -> BlockTables:
+        return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is not short
+
+    def new_step(self, spans: Sequence[Span], num_tokens: int) -> Step:
+        return Step(spans, num_tokens, self._parts.latent_kv)
+
+    def new_work(self, layer: int, ids_TK: Tensor, grain: Grain) -> Work:
+        bank = self.compute.banks[layer]
+        assert bank is not None
+        return Work(bank, ids_TK, self.cuts.expert_block)
+
+    def run_some(
+        self, runner: Asking, frame: Frame, program: Program, at: Index, stop: Stop
+    ) -> Swept | None:
+        if not self.sweep.covers(program.ops[at.op]):
+            return None
+        sizes = Sizes(self.costs, self.cuts.expert_block, runner.on_segment is not None)
+        return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
+
+    def pace(self) -> None:
+        """Nothing runs ahead."""
+
+    def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:
+        return None
+
+    def forget(self, frame: Frame) -> None:
+        """Nothing is kept of frames."""
