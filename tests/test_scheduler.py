@@ -565,6 +565,76 @@ def test_what_joins_a_step_adds_no_more_than_two_allowances() -> None:
     world.run()
 
 
+def a_step_that_two_joined() -> tuple[World, list[int], list[int]]:
+    """A world about to run one step of two LS decodes and BE decodes beside them."""
+    world = World(Qllm2(ride_frac=1.0), costs=SLOW)
+    best = [world.submit(LS, 10, 400) for _ in range(2)]
+    batch = [world.submit(BE, 10, 400) for _ in range(2)]
+    scheduler = world.scheduler
+    while not (
+        len(scheduler.requests) == 4
+        and all(r.is_decoding and r.frame_id is None for r in scheduler.requests.values())
+    ):
+        world.step()
+    scheduler.riding = Riding(8 * scheduler.costs.decode(2))
+    return world, best, batch
+
+
+def rows_run(world: World, since: int) -> list[tuple[str, list[int]]]:
+    """What ran since an event: how each run ended, and whose rows it had."""
+    events = list(world.record)
+    planned = {e.frame_id: e for e in events if isinstance(e, trace.Planned)}
+    return [
+        (e.why, [row.request_id for row in planned[e.frame_id].rows])
+        for e in events[since:]
+        if isinstance(e, trace.Ran)
+    ]
+
+
+def test_an_ls_arrival_parks_a_step_that_be_joined_once() -> None:
+    world, best, batch = a_step_that_two_joined()
+    step_ns, since = world.scheduler.costs.decode(2), len(world.record)
+    early = world.submit(LS, 30, 2, at_ns=world.clock() + step_ns // 2)
+    world.step()
+    late = world.submit(LS, 30, 2, at_ns=world.clock() + 1000)
+    world.step()
+    world.step()
+    both = [*best, *batch]
+    assert rows_run(world, since) == [("stopped", both), ("done", [early]), ("done", both)]
+    assert late in world.scheduler.requests
+    world.run()
+    finished_well(world)
+
+
+def test_arrivals_in_a_row_park_a_joined_step_no_second_time() -> None:
+    world, best, batch = a_step_that_two_joined()
+    step_ns, since = world.scheduler.costs.decode(2), len(world.record)
+    for n in range(1, 60):
+        world.submit(LS, 30, 1, at_ns=world.clock() + n * step_ns // 6)
+    for _ in range(12):
+        world.step()
+    runs = rows_run(world, since)
+    both = [*best, *batch]
+    assert runs[0] == ("stopped", both)
+    assert ("done", both) in runs[1:4]
+    assert runs.count(("stopped", both)) == 1
+    world.run()
+    finished_well(world)
+
+
+def test_an_ls_arrival_parks_no_step_of_its_class_alone() -> None:
+    world = World(Qllm2(), costs=SLOW)
+    chat = world.submit(LS, 10, 400)
+    for _ in range(3):
+        world.step()
+    since = len(world.record)
+    world.submit(LS, 30, 2, at_ns=world.clock() + world.scheduler.costs.decode(1) // 2)
+    world.step()
+    assert rows_run(world, since) == [("done", [chat])]
+    world.run()
+    finished_well(world)
+
+
 @pytest.mark.parametrize("prompts", [(900,) * 20, (40,) * 40])
 def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) -> None:
     world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)

@@ -99,6 +99,16 @@ class _Shaper:
     def resume(self, frame: FrameView) -> Plan:
         return self.finish_plan(frame.rows)
 
+    def goes_before(self, frame: FrameView, tier: int) -> bool:
+        """Whether newcomers of this tier run before a parked step of it.
+
+        Only a step that rows of worse tiers joined stops for its own tier. Whoever arrived before
+        it was parked gets one step; then it resumes, and runs to its end.
+        """
+        joined = any(self.tier_of[row.request_id] > tier for row in frame.rows)
+        newcomers = self.ranking.waiting_of(tier)
+        return joined and any(x.request.arrival_ns <= frame.parked_ns for x in newcomers)
+
     def finish_plan(self, rows: Sequence[Row], slice_ns: int | None = None) -> Plan:
         """Add grain, stop threshold and slice to rows."""
         grain = min(self.policy.grain, self.view.finest_grain)
@@ -357,10 +367,17 @@ class _Shaper:
         """The plan of one tier or of all together, and whether it is decodes only."""
         scoring: list[Row] = []
         for frame in self.view.frames:
-            if self.frame_tier(frame) in tiers:
-                if not self.scores(frame):
-                    return self.resume(frame), False
+            tier = self.frame_tier(frame)
+            if tier not in tiers:
+                continue
+            if self.scores(frame):
                 scoring += frame.rows
+                continue
+            if not self.policy.ride.unbounded and self.goes_before(frame, tier):
+                batch = self.batch(tiers)
+                if batch.num_prefills:
+                    return self.finish_plan(batch.rows), False
+            return self.resume(frame), False
         batch = self.batch(tiers, num_others=len(scoring))
         rows = (*batch.rows, *scoring)
         if not rows:
@@ -402,7 +419,9 @@ class _Shaper:
             if self.view.ride_credit_ns < price:
                 return best
             if other is None or (joining and self.waits_longer(joining, other)):
-                return self.finish_plan((*best.rows, *joining))
+                plan = self.finish_plan((*best.rows, *joining))
+                own_too = max(plan.stop_below, self.tier_of[best.rows[0].request_id] + 1)
+                return replace(plan, stop_below=own_too if plan.grain > Grain.STEP else NO_STOP)
             return replace(other, slice_ns=min(slice_ns, other.slice_ns or NO_DEADLINE))
         return best
 

@@ -324,6 +324,21 @@ struct Shapes : Ranking {
     return -1;
   }
 
+  // Whether newcomers of this tier run before a parked step of it: one that rows of worse tiers
+  // joined stops for its own tier too, once.
+  QLLM_HD_CALL bool goes_before(i32 frame, const Tier& t) const {
+    const Frame& f = frames[frame];
+    bool joined = false;
+    for (i32 r = 0; r < f.num_rows; r++) {
+      const Row& row = rows_of(frame)[r];
+      if (is_live(f, row) && requests[row.slot].tier > t.tier) joined = true;
+    }
+    if (!joined) return false;
+    for (i32 w = t.waiting; w < t.waiting_end; w++)
+      if (requests[waiting[w]].arrival_ns <= f.parked_ns) return true;
+    return false;
+  }
+
   // -- the stall bound
 
   QLLM_HD bool is_due(const Request& r) const {
@@ -409,7 +424,13 @@ struct Shapes : Ranking {
     } else {
       for (i32 t = 0; t < num_tiers; t++) {
         i32 frame = frame_of_tier(tiers[t].tier);
-        if (frame >= 0) return resume(frame, best_rows);
+        if (frame >= 0) {
+          if (goes_before(frame, tiers[t])) {
+            Batch out = batch(order + t, 1, best_rows, kNone, kEveryCohort, false);
+            if (out.num_prefills) return finish(out);
+          }
+          return resume(frame, best_rows);
+        }
         Batch out = batch(order + t, 1, best_rows, kNone, kEveryCohort, false);
         if (!out.num_rows) continue;
         plan = finish(out);
@@ -455,7 +476,10 @@ struct Shapes : Ranking {
       if (s->ride_credit_ns < most(kMinSliceNs, least(worth, kRideCap * allowance))) return best;
       if (!other.num_rows || (joining && waits_longer(joining, other))) {
         for (i32 i = 0; i < joining; i++) best_rows[best.num_rows + i] = joining_rows[i];
-        return finish_plan(best_rows, best.num_rows + joining);
+        i64 own_too = requests[best_rows[0].slot].tier + 1;
+        Plan plan = finish_plan(best_rows, best.num_rows + joining);
+        if (plan.grain != kGrainStep) plan.stop_below = most(plan.stop_below, own_too);
+        return plan;
       }
       i64 own = other.slice_ns == kNone || !other.slice_ns ? kNoDeadline : other.slice_ns;
       other.slice_ns = least(slice_ns, own);
