@@ -1,7 +1,8 @@
 """QLLM repaired, the default: LS stops BE inside the layer, BE rides in what LS can spare.
 
-An LS prefill stops a BE program at the next expert boundary and runs alone. While LS only
-decodes, BE gets the time up to the TPOT target of the LS requests. An admitted BE request
+An LS prefill stops a BE program, or a step of LS decodes that BE decodes joined, at the next expert
+boundary and runs alone. While LS only decodes, BE gets the time up to the TPOT target of the LS
+requests. An admitted BE request
 never stands still for longer than `max_be_stall_ms`.
 
 Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: BE never joins an LS prefill; BE prefill

@@ -1,9 +1,11 @@
 """From ranks to plans: the closed set of shapes around a `RankPolicy`.
 
-Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of
-it first, else its decodes and prefills in one program; while it only decodes, worse tiers get
-slices paid from the ride credit. Prefill is whole, a chunk (of a request, of what a step or the
-slack of its decodes leaves), or layered: a cohort of prompts advances by groups of layers.
+Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of it
+first, else its decodes and prefills in one program; while it only decodes, worse tiers get slices
+paid from the ride credit, or their decodes join its steps. A step that was joined stops for an
+arrival of its own tier too, once: the newcomer's prefill goes first. Prefill is whole, a chunk (of
+a request, of what a step or the slack of its decodes leaves), or layered: a cohort of prompts
+advances by groups of layers.
 
 Whoever is admitted and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice
 before anyone else. Everything is integer arithmetic on the view, nothing is remembered between
@@ -434,10 +436,10 @@ class _Shaper:
     def joining(self, best: Plan, tier: int, room_ns: int, cap_ns: int) -> list[Row]:
         """Decode rows of a worse tier for which the best tier leaves seats, KV and time.
 
-        An arrival of the best tier does not stop a step of that tier, so what joining rows add is
-        also capped. The cap never removes the last of them (none would ever join a single request);
-        the room that a target leaves can. Whoever made progress longest ago joins first, so that
-        all of the tier go on though few fit a step.
+        Every token of the best tier waits for what joining rows add to its step, and so does an
+        arrival where steps are not cut, so that is also capped. The cap never removes the last of
+        them (none would ever join a single request); the room that a target leaves can. Whoever
+        made progress longest ago joins first, so that all of the tier go on though few fit a step.
         """
         rows: list[Row] = []
         batch = _Batch(self.view, 0)

@@ -20,7 +20,7 @@ from qllm.types import NS_PER_MS
 RIDE_CAP = 8
 """Cap on saved allowances; one decode step of the best tier earns one."""
 JOIN_CAP = 2
-"""Most that joining rows add to a step, in allowances: an LS arrival waits for its end."""
+"""Most that joining rows add to a step, in allowances: saved credit is not spent on one token."""
 MARGIN_GROWTH = 8
 """A gap that was too long adds this part of the target to the margin."""
 MARGIN_DECAY = 512
