@@ -7,6 +7,8 @@ whatever has `replay`; a kernel is a Python function of `set_conditional` and nu
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 IN_BODY = {"Kernel", "Memcpy", "Memset", "Empty", "Graph", "Conditional"}
 """Node types that the body of a conditional node may hold."""
 MOST_TURNS = 100_000
@@ -36,6 +38,18 @@ class Node:
         graph.nodes.append(self)
 
 
+class FakePinned:
+    """Page-locked memory."""
+
+    def __init__(self, api: "FakeLoopApi", address: int, num_bytes: int) -> None:
+        self._api, self._what = api, (address, num_bytes)
+        api.pinned.append(self._what)
+
+    def close(self) -> None:
+        self._api.needs_quiet("cudaHostUnregister")
+        self._api.pinned.remove(self._what)
+
+
 class FakeLoopApi:
     """A `LoopApi`: `launch` runs the loop to its end."""
 
@@ -47,6 +61,34 @@ class FakeLoopApi:
         self.num_launches = 0
         self.set_by: dict[int, int] = {}
         self.fault = ""
+        self.pinned: list[tuple[int, int]] = []
+        """Addresses and bytes of what is page-locked now."""
+
+    # memory
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a launch runs: CUDA lets many calls wait for it."""
+        return False
+
+    def wait_for_its_last_turn(self) -> None:
+        """Let a launch that takes no more turns end; one that goes on does not."""
+
+    def needs_quiet(self, call: str) -> None:
+        """A call that waits for all that runs, or that all that runs waits for."""
+        self.wait_for_its_last_turn()
+        if self.is_busy:
+            raise RuntimeError(f"{call} while the loop runs")
+
+    def pin(self, address: int, num_bytes: int) -> "FakePinned":
+        self.needs_quiet("cudaHostRegister")
+        return FakePinned(self, address, num_bytes)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        self.needs_quiet("cudaHostAlloc")
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    # building
 
     def new_graph(self) -> Graph:
         return Graph()

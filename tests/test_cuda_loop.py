@@ -15,6 +15,11 @@ def nothing() -> None:
     """Nothing has to be prepared."""
 
 
+def over() -> bool:
+    """The launch has no turns left."""
+    return False
+
+
 class Stage:
     def __init__(self, name: str, log: list[str], *types: str) -> None:
         self.name, self.log, self.types = name, log, list(types) or ["Kernel", "Memset"]
@@ -40,7 +45,7 @@ class Turn:
         set_conditional(run, int(more))
 
     def watch(self) -> Watch:
-        return Watch(nothing, lambda: self.turns, lambda: not self.left)
+        return Watch(nothing, lambda: self.turns, lambda: not self.left, lambda: self.of_launch > 0)
 
 
 def stages(log: list[str], num: int = 3) -> list[Stage]:
@@ -108,19 +113,38 @@ def served(api: FakeLoopApi, watch: Watch, **more: Any) -> int:
 
 def test_a_heartbeat_that_stands_still_is_a_hang_and_a_moving_one_is_not() -> None:
     with pytest.raises(DeviceError, match=r"no turn for 2\.\d s after turn 7"):
-        served(Running(100_000), Watch(nothing, lambda: 7, lambda: False), hang_s=2.0)
+        served(Running(100_000), Watch(nothing, lambda: 7, lambda: False, over), hang_s=2.0)
     looks, stop = iter(range(10_000_000)), iter([False, True])
     slow = Watch(
-        nothing, lambda: next(looks) // 1_500, lambda: next(stop)
+        nothing, lambda: next(looks) // 1_500, lambda: next(stop), over
     )  # looks are a millisecond apart
     assert served(Running(5_000), slow, hang_s=2.0) == 1
 
 
 def test_a_fault_and_a_launch_without_a_turn_end_the_process() -> None:
     with pytest.raises(DeviceError, match="illegal address"):
-        served(Running(50, "an illegal address"), Watch(nothing, lambda: 0, lambda: False))
+        served(Running(50, "an illegal address"), Watch(nothing, lambda: 0, lambda: False, over))
     with pytest.raises(DeviceError, match="launch 1 of the loop ended and took no turn"):
-        served(FakeLoopApi(), Watch(nothing, lambda: 3, lambda: False))
+        served(FakeLoopApi(), Watch(nothing, lambda: 3, lambda: False, over))
+
+
+def test_an_event_that_says_over_too_early_brings_no_second_launch() -> None:
+    """The loop's own words go on: the host waits for them."""
+    left, turns = [40], [0]
+
+    def look() -> None:
+        left[0] -= 1
+        turns[0] += 1
+
+    words = Watch(nothing, lambda: turns[0], lambda: left[0] == 0, lambda: left[0] > 0, look)
+    assert served(FakeLoopApi(), words) == 1
+    assert left == [0]
+
+
+def test_a_launch_that_ended_before_its_last_turn_is_a_hang() -> None:
+    words = Watch(nothing, lambda: 5, lambda: False, lambda: True)
+    with pytest.raises(DeviceError, match="no turn for"):
+        served(FakeLoopApi(), words, hang_s=2.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver: calls would succeed")

@@ -171,7 +171,12 @@ class World:
         ]
         api = FakeLoopApi()
         graph = LoopGraph(api, KernelCall(kernel, self.loop.addresses), stages)
-        watch = Watch(self.loop.prepare, self.loop.heartbeat, self.loop.is_stopped)
+        watch = Watch(
+            self.loop.prepare,
+            self.loop.heartbeat,
+            self.loop.is_stopped,
+            lambda: self.loop.takes_more,
+        )
         assert serve(graph, watch) == api.num_launches
         return api
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_loop import FakeLoopApi
 from fake_vram import FakeCuda
 from on_device import device_calls, lock_pages, pinned_zeros
 from pulled import Answerer, block_of, submission, tokens_of
@@ -247,12 +248,7 @@ def test_a_block_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the first call that needs a real device."""
     FakeCuda(monkeypatch)
-    locked: list[tuple[int, int]] = []
-
-    def lock(address: int, num_bytes: int) -> None:
-        locked.append((address, num_bytes))
-
-    monkeypatch.setattr("qllm.device.launcher.Pinned", lock)
+    api = FakeLoopApi()
     monkeypatch.setattr("qllm.device.rings.attributes_of", lambda device: HOPPER)
     control, near = ControlMemory.create(0), FrontEndMemory.create(0, (8192,) * 4)
     far = [DeviceRings(1, (8192,) * 4, VRAM, CUDA1), block_of(2, 8192)]
@@ -268,10 +264,10 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
     with pytest.raises(DeviceError, match="here a device is needed"):
         DeviceEngine(
             backend, policy_of("fcfs"), LIMITS, control=control, front_ends=[near, *far],
-            now_ns=VirtualClock(), max_total_tokens=LONGEST,
+            now_ns=VirtualClock(), max_total_tokens=LONGEST, api=api, function=object(),
         )  # fmt: skip
     segments = [control.segment, near.segment, far[1].memory]
-    assert locked == [(segment.address, segment.num_bytes) for segment in segments]
+    assert api.pinned == [(segment.address, segment.num_bytes) for segment in segments]
 
 
 # -- the loop behind it
@@ -280,7 +276,7 @@ def test_an_engine_page_locks_what_lies_in_the_host_alone(monkeypatch: pytest.Mo
 def _engine(blocks: list[Any], control: ControlMemory, clock: VirtualClock) -> DeviceEngine:
     return DeviceEngine(
         runner_of("mixtral").backend, policy_of("qllm2"), LIMITS, control=control,
-        front_ends=blocks, now_ns=clock, max_total_tokens=LONGEST, api=object(),
+        front_ends=blocks, now_ns=clock, max_total_tokens=LONGEST, api=FakeLoopApi(),
         function=object(), capacity=64, ls_slots=2,
     )  # fmt: skip
 

@@ -1,10 +1,8 @@
 """Front ends that come to a loop on the device between two launches, and leave."""
 
-from types import SimpleNamespace
-
 import pytest
 from test_device_loop import World, engine_of
-from test_device_rings import CUDA1, block_of
+from test_device_rings import block_of
 from test_native_stages import runner_of
 
 from qllm.device.launcher import SERVER
@@ -54,19 +52,38 @@ def test_a_front_end_that_cannot_be_page_locked_is_not_attached(
     engine = engine_of(World("mixtral", "qllm2", []), runner_of("mixtral"), "qllm2")
     engine.detach(0)
     engine.loop.server.forget(0)
-    engine._device = CUDA1
 
     def fail(address: int, num_bytes: int) -> None:
         raise DeviceError("no more memory can be locked")
 
-    monkeypatch.setattr("qllm.device.launcher.Pinned", fail)
+    monkeypatch.setattr(engine._api, "pin", fail)
     late = FrontEndMemory.create(5, (8192,) * 4)
     for _ in range(2):
         with pytest.raises(DeviceError, match="no more memory"):
             engine.attach(late)
         assert not engine.serves(5)
-    monkeypatch.setattr(
-        "qllm.device.launcher.Pinned", lambda *_: SimpleNamespace(close=lambda: None)
-    )
+    monkeypatch.undo()
     engine.attach(late)
     assert engine.serves(5)
+
+
+def test_what_a_front_end_leaves_stays_locked_until_nothing_runs() -> None:
+    """To give it back waits for the loop: the host would neither look nor pause meanwhile."""
+    world = World("mixtral", "qllm2", [])
+    engine = engine_of(world, runner_of("mixtral"), "qllm2", max_front_ends=2)
+    late, api = FrontEndMemory.create(5, (8192,) * 4), engine._api
+    locked = list(api.pinned)
+    engine.attach(late)
+    assert len(api.pinned) == len(locked) + 1
+    engine.detach(5)
+    engine.memory.write(**engine.loop.words_of_launch())
+    engine.loop.server.native.loop_turn(
+        *engine.memory.addresses[:2], engine.loop.server.rank_address, engine.memory.addresses[2],
+        world.clock(), 1,
+    )  # fmt: skip
+    assert [cut.number for cut in engine.gone()] == [5]
+    assert len(api.pinned) == len(locked) + 1
+    engine.unpin()
+    assert api.pinned == locked
+    engine.close()
+    assert api.pinned == []

@@ -22,6 +22,7 @@ from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages
 from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
+from qllm.errors import DeviceError
 from qllm.kernels.select import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.models.discover import ModelParts, base_model
@@ -182,6 +183,19 @@ class CudaBackend:
     def forget(self, frame: Frame) -> None:
         for lane in self._lanes():
             lane.forget(frame)
+
+    def fault(self, error: Exception) -> DeviceError | None:
+        """A fault of CUDA stays: after it every call of this process fails."""
+        if not self._on_cuda:
+            return None
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception:  # noqa: BLE001 - whatever it is, the device answers no more
+            return DeviceError(
+                f"the device is lost ({type(error).__name__}: {error}); end this process and start "
+                "again"
+            )
+        return None
 
     def _lanes(self) -> list[Lane]:
         return [] if self.stages is None else list(self.stages.lanes.values())

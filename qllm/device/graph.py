@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from qllm.cuda.graphs import ALLOWED
 from qllm.errors import DeviceError, ModelError
 
@@ -71,11 +73,23 @@ class LoopApi(Protocol):
         ...
 
     def is_running(self) -> bool:
-        """Whether the last launch has not ended.
+        """Whether the last launch seems not to have ended; its own words decide (`serve`).
 
         Raises:
             DeviceError: It ended with a fault.
         """
+        ...
+
+    def pin(self, address: int, num_bytes: int) -> Any:
+        """Page-lock memory of the host for the device until `close`; neither while a loop runs.
+
+        Raises:
+            DeviceError: It cannot be.
+        """
+        ...
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """Page-locked uint8 [num_bytes]: copies to and from it wait for no loop."""
         ...
 
 
@@ -111,11 +125,7 @@ class LoopGraph:
 
     @property
     def is_running(self) -> bool:
-        """Whether the last launch has not ended.
-
-        Raises:
-            DeviceError: It ended with a fault.
-        """
+        """See `LoopApi.is_running`."""
         return self._api.is_running()
 
 
@@ -140,6 +150,8 @@ class Watch(NamedTuple):
     """Turns taken."""
     is_stopped: Callable[[], bool]
     """The loop was told to stop and has nothing left to do."""
+    goes_on: Callable[[], bool]
+    """The launch has turns to take; `prepare` says so, and its last turn takes it back."""
     look: Callable[[], None] = lambda: None
     """Called again and again while a launch runs."""
 
@@ -164,8 +176,9 @@ def serve(
         sleep: Waits.
 
     Raises:
-        DeviceError: A fault, or a hang. The CUDA context is lost: this process must end, and a
-            new one loads the weights and serves what is unfinished.
+        DeviceError: A fault, or a hang, or a launch that ended before its last turn. The CUDA
+            context is lost: this process must end, and a new one loads the weights and serves what
+            is unfinished.
     """
     launches, seen, since = 0, watch.heartbeat(), clock()
     while not watch.is_stopped():
@@ -174,7 +187,8 @@ def serve(
         since = clock()
         loop.launch()
         launches += 1
-        while loop.is_running:
+        # An event may read as over while a loop iterates: a launch ends when its words say so too.
+        while loop.is_running or watch.goes_on():
             sleep(pause_s)
             watch.look()
             beat, now = watch.heartbeat(), clock()

@@ -8,6 +8,7 @@ import torch
 from cuda.bindings import driver, runtime
 
 from qllm.cuda.graphs import raw_node_types
+from qllm.device.ring_memory import Pinned
 from qllm.errors import DeviceError
 
 DEFAULT_AT_LAUNCH = 1
@@ -93,6 +94,12 @@ class CudaLoopApi:
         cuda: Any = torch.cuda
         self._ended = cuda.Event()
         self._ended.record(self._stream)
+
+    def pin(self, address: int, num_bytes: int) -> Pinned:
+        return Pinned(address, num_bytes)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def is_running(self) -> bool:
         (answer,) = runtime.cudaEventQuery(self._ended.cuda_event)

@@ -4,6 +4,7 @@ The host makes everything at start, launches the graph, and then reads a few wor
 It touches no request and no token. Never run on a GPU (docs/gpu-status.md).
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from qllm.cuda.backend import CudaBackend
 from qllm.device import serving
 from qllm.device.graph import KernelCall, LoopApi, LoopGraph, Watch, serve
 from qllm.device.loop import DeviceLoop
-from qllm.device.ring_memory import Pinned
 from qllm.device.rings import DeviceRings, check_device, ring_memory_of
 from qllm.device.server import WHY, CutOff, address_of, attach
 from qllm.errors import ConfigError, DeviceError
@@ -35,63 +35,74 @@ class OnDevice:
     """Copies of the blocks of a loop in the device's memory, where a turn reads them fast.
 
     The blocks hold offsets rather than pointers, so a copy is as good. The host keeps its own and
-    sees of the device's only what it asks for. All of it goes through a stream of its own, so it
-    waits for nothing, and nothing waits for it.
+    sees of the device's only what it asks for. All of it is copied through page-locked memory that
+    is made here, on a stream of its own with a higher priority than the loop's: it waits for
+    nothing, nothing waits for it, and it needs no kernel. From any thread, one at a time.
 
     Args:
         loop: Its blocks are complete.
         device: Where the copies go.
+        staging: Makes page-locked memory (`LoopApi.staging`).
     """
 
-    def __init__(self, loop: DeviceLoop, device: torch.device) -> None:
+    def __init__(
+        self, loop: DeviceLoop, device: torch.device, staging: Callable[[int], torch.Tensor]
+    ) -> None:
         self._lanes = loop.lanes
-        self._on_cuda = device.type == "cuda"
         cuda: Any = torch.cuda
-        self.stream = cuda.Stream() if self._on_cuda else None
+        self.stream = cuda.Stream(priority=-1) if device.type == "cuda" else None
         self._hosts = [
             block.memory for block in (loop.server.memory, loop.server.block, loop.lanes)
         ]
         self._copies = [torch.from_numpy(np.array(m)).to(device) for m in self._hosts]
         self.addresses: tuple[int, ...] = tuple(copy.data_ptr() for copy in self._copies)
-        num = self._lanes.num_cells
-        self._words = torch.zeros(num, dtype=torch.int64, pin_memory=self._on_cuda)
+        self._staging = staging(max(copy.nbytes for copy in self._copies))
+        self._lock = threading.RLock()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Work for the device that does not wait for the loop; done at the end."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
-        self.stream.synchronize()
+        with self._lock:
+            if self.stream is None:
+                yield
+                return
+            with torch.cuda.stream(self.stream):
+                yield
+            self.stream.synchronize()
 
     def read(self, name: str) -> int:
         """A number of the device's LANES, also while the loop runs."""
-        with self.beside():
-            self._words.copy_(self._copies[LANES][: len(self._words)], non_blocking=True)
-        return int(self._words[self._lanes.index(name)])
+        at = 8 * self._lanes.index(name)
+        return int(self.snapshot(LANES, at, at + 8).view(np.int64)[0])
 
     def write(self, **numbers: int) -> None:
         """Change numbers of the device's LANES, also while the loop runs: each at once."""
-        head = self._copies[LANES]
-        with self.beside():
-            for name, value in numbers.items():
-                head[self._lanes.index(name)] = value
+        for name, value in numbers.items():
+            at = 8 * self._lanes.index(name)
+            self._send(LANES, at, np.array([value], np.int64).view(np.uint8))
 
     def snapshot(
         self, which: int, start: int = 0, end: int | None = None
     ) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """The bytes [start, end) of a block (SERVER, STATE or LANES) as they are now."""
-        with self.beside():
-            found = self._copies[which].view(torch.uint8)[start:end].to("cpu", copy=True)
-        return found.numpy()
+        with self._lock:
+            found = self._copies[which].view(torch.uint8)[start:end]
+            staged = self._staging[: len(found)]
+            with self.beside():
+                staged.copy_(found, non_blocking=True)
+            return np.array(staged.numpy())
 
     def push(self, which: int, start: int, end: int) -> None:
         """Copy the host's bytes [start, end) of a block to the device's."""
-        ours = torch.from_numpy(self._hosts[which].view(np.uint8)[start:end])
-        with self.beside():
-            self._copies[which].view(torch.uint8)[start:end].copy_(ours)
+        self._send(which, start, self._hosts[which].view(np.uint8)[start:end])
+
+    def _send(self, which: int, start: int, data: "np.ndarray[Any, Any]") -> None:
+        with self._lock:
+            staged = self._staging[: len(data)]
+            staged.copy_(torch.from_numpy(data))
+            with self.beside():
+                there = self._copies[which].view(torch.uint8)[start : start + len(data)]
+                there.copy_(staged, non_blocking=True)
 
 
 class DeviceEngine:
@@ -142,13 +153,18 @@ class DeviceEngine:
         self.home = ring_memory_of(device, None)
         """Where the control block and the rings of front ends of this machine lie."""
         self._device, self._look = device, look
-        self._pinned: dict[int, Pinned] = {}
-        """Per front end of this machine its memory, and the control block's at CONTROL."""
+        self._pinned: dict[int, Any] = {}
+        """Per front end of this machine its page-locked memory, and the control block's at
+        CONTROL."""
+        self._left: list[tuple[Any, Any]] = []
+        """What front ends that are gone have left page-locked, and the memory itself."""
         self._blocks: dict[int, FrontEndMemory | DeviceRings] = {}
         """Kept: their memory must stay while the device may write it."""
         self._control = control
-        if device.type == "cuda":
-            self._pin(CONTROL, control.segment)
+        if api is None or function is None:
+            api, function = _cuda_api(policy, device)
+        self._api = api
+        self._pin(CONTROL, control.segment)
         settings.setdefault("max_front_ends", max(1, len(front_ends)))
         self.loop = DeviceLoop(
             policy, backend.stages, backend.pages, backend.shape, limits,
@@ -159,9 +175,7 @@ class DeviceEngine:
             self.loop.server.costs = costs
         for block in front_ends:
             self._take_in(block)
-        self.memory = OnDevice(self.loop, device)
-        if api is None or function is None:
-            api, function = _cuda_api(policy, device)
+        self.memory = OnDevice(self.loop, device, api.staging)
         captured = [backend.stages.captured[key] for key in self.loop.keys]
         self._graph = LoopGraph(api, KernelCall(function, self.memory.addresses), captured)
 
@@ -178,7 +192,7 @@ class DeviceEngine:
         else:
             attach(self.loop.server, block)
         self._blocks[block.number] = block
-        if self._device.type == "cuda" and isinstance(block.memory, Segment):
+        if isinstance(block.memory, Segment):
             try:
                 self._pin(block.number, block.memory)
             except DeviceError:
@@ -187,7 +201,7 @@ class DeviceEngine:
                 raise
 
     def _pin(self, number: int, segment: Segment) -> None:
-        self._pinned[number] = Pinned(address_of(segment.words), len(segment.bytes))
+        self._pinned[number] = self._api.pin(address_of(segment.words), len(segment.bytes))
 
     def attach(self, block: FrontEndMemory | DeviceRings) -> None:
         """Serve one more front end.
@@ -217,7 +231,10 @@ class DeviceEngine:
         self.memory.push(SERVER, at, at + 4)
 
     def gone(self) -> list[CutOff]:
-        """The front ends that the device has detached since the last call, and why."""
+        """The front ends that the device has detached since the last call, and why.
+
+        What was page-locked for them stays so until `unpin`.
+        """
         found = []
         block = self.loop.server.memory
         num = len(block.array("front_ends"))
@@ -226,13 +243,19 @@ class DeviceEngine:
         for number, index in self.loop.server.indexes():
             if ends["state"][index] == serving.DETACHED:
                 self.loop.server.forget(number)
-                del self._blocks[number]
-                if (pinned := self._pinned.pop(number, None)) is not None:
-                    pinned.close()
+                ours, pinned = self._blocks.pop(number), self._pinned.pop(number, None)
+                if pinned is not None:
+                    self._left.append((pinned, ours))
                 found.append(CutOff(number, WHY[int(ends["why"][index])]))
         if found:
             self._push_word("num_silent")
         return found
+
+    def unpin(self) -> None:
+        """Let go of what front ends have left, while nothing runs: CUDA would wait for the loop."""
+        while self._left:
+            pinned, _ = self._left.pop()
+            pinned.close()
 
     # -- the loop
 
@@ -259,12 +282,14 @@ class DeviceEngine:
             prepare,
             lambda: self.memory.read("num_turns"),
             lambda: bool(self.memory.read("stopped")),
+            lambda: bool(self.memory.read("goes_on")),
             self._look,
         )
         return serve(self._graph, watch, hang_s=hang_s)
 
     def close(self) -> None:
         """Give the pinned memory back."""
+        self.unpin()
         for pinned in self._pinned.values():
             pinned.close()
         self._pinned.clear()

@@ -122,8 +122,8 @@ class Pinned:
         if int(error):
             self._address = None
             raise DeviceError(
-                f"{num_bytes} bytes of shared memory cannot be page-locked ({error!r}); see "
-                "`ulimit -l`"
+                f"{num_bytes} bytes of shared memory cannot be page-locked for the device: CUDA "
+                f"answered {error!r}"
             )
 
     def close(self) -> None:

@@ -68,6 +68,8 @@ class GpuEngine(ServedEngine):
             control=context.control, front_ends=(), now_ns=context.now_ns, costs=costs,
             max_total_tokens=prepared.max_total_tokens, look=self._look, **sizes_of(config),
         )  # fmt: skip
+        with self._engine.memory.beside():
+            _ = runner.expert_bytes  # its first use takes memory from the driver
 
     # -- the engine's thread
 
@@ -75,9 +77,9 @@ class GpuEngine(ServedEngine):
         return self.prepared.run(lambda: self._engine.serve(between=self._between))
 
     def _between(self) -> None:
+        self._follow()
         while self._calls:
             self._calls.popleft()()
-        self._follow()
 
     def _look(self) -> None:
         if self._calls:
@@ -89,6 +91,7 @@ class GpuEngine(ServedEngine):
     def _follow(self) -> None:
         """See which front ends the device has let go."""
         for number, why in self._engine.gone():
+            self.post(self._engine.unpin)
             self._forget(number)
             if number in self._leaving:
                 self._leaving.remove(number)
@@ -121,8 +124,12 @@ class GpuEngine(ServedEngine):
         self.post(attach)
 
     def remote_memory(self, number: int, capacities: tuple[int, int, int, int]) -> DeviceRings:
-        assert self._remote_memory is not None
-        return DeviceRings(number, capacities, self._remote_memory, self._device)
+        home = self._remote_memory
+        assert home is not None
+        rings: DeviceRings = self.on_loop(
+            lambda: DeviceRings(number, capacities, home, self._device)
+        )  # between two launches: CUDA waits for the loop before it gives memory
+        return rings
 
     def attach_over(self, block: DeviceRings, link: Link) -> None:
         def attach() -> None:

@@ -114,6 +114,7 @@ class EngineLoop:
             for effect in decision.effects:
                 self._apply(effect)
         except Exception as error:
+            self._raise_fault(error)
             if decision.program is None:
                 raise
             self._failed(decision.program, decision.start, start_ns, error)
@@ -154,6 +155,7 @@ class EngineLoop:
                 return
             self.meet(item)
         except Exception as error:  # noqa: BLE001 - fails this request, not the engine
+            self._raise_fault(error)
             text = f"{type(error).__name__}: {error}"
         if item.request_id in self.live:
             self._finish(item.request_id, FinishReason.ERROR, text)
@@ -277,6 +279,7 @@ class EngineLoop:
             is_done = end == program.end
             sampled = self.runner.finish(program) if is_done else []
         except Exception as error:  # noqa: BLE001 - fails its requests, not the engine
+            self._raise_fault(error)
             self._failed(program, decision.start, start_ns, error)
             return
         end_ns = self.now_ns()
@@ -361,6 +364,16 @@ class EngineLoop:
             self._finish(sampled.request_id, FinishReason.STOP)
         elif live.request.num_output_tokens >= live.request.max_tokens:
             self._finish(sampled.request_id, FinishReason.LENGTH)
+
+    def _raise_fault(self, error: Exception) -> None:
+        """End the engine if its device is lost: no later program could run.
+
+        Raises:
+            DeviceError: It is.
+        """
+        fault = self.runner.fault(error)
+        if fault is not None:
+            raise fault from error
 
     def _failed(self, program: Program, start: Index, start_ns: int, error: Exception) -> None:
         end_ns = self.now_ns()

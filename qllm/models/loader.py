@@ -215,8 +215,16 @@ def check_device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r} is unknown; use cpu or cuda") from error
-    if place.type == "cuda":  # a kernel loaded while serving waits for all that runs
+    if place.type == "cuda" and place.index:
+        raise ConfigError(
+            f"device={device!r}: only the first device is used; say device='cuda' and choose it "
+            f"with CUDA_VISIBLE_DEVICES={place.index}"
+        )
+    if place.type == "cuda":
+        # A kernel that is loaded while serving waits for all that runs.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        # Streams that share a hardware queue wait for each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: torch sees no CUDA device here; use cpu")
     if place.type == "meta":

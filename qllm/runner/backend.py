@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from qllm.errors import DeviceError
 from qllm.plan import CutRule, Row
 from qllm.runner.compute import Compute
 from qllm.runner.cuts import Costs
@@ -126,4 +127,8 @@ class Backend(Protocol):
 
     def forget(self, frame: Frame) -> None:
         """Drop what is kept of a frame, because it ended or one of its rows died."""
+        ...
+
+    def fault(self, error: Exception) -> DeviceError | None:
+        """See `Runner.fault`."""
         ...

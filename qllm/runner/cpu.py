@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from qllm.errors import DeviceError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts, base_model
 from qllm.plan import Row
@@ -160,3 +161,6 @@ class CpuBackend:
 
     def forget(self, frame: Frame) -> None:
         """Nothing is kept of frames."""
+
+    def fault(self, error: Exception) -> DeviceError | None:
+        return None

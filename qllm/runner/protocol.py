@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from qllm.errors import DeviceError
 from qllm.plan import CutRule, ModelShape
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import RequestId, Sampled, SamplingParams
@@ -127,4 +128,8 @@ class Runner(Protocol):
 
     def drop(self, program: Program) -> None:
         """Let go of a frame without committing anything. Unknown frames are ignored."""
+        ...
+
+    def fault(self, error: Exception) -> DeviceError | None:
+        """The fault of the device behind an error; None where the next program can run."""
         ...

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import InvariantError, ModelError
+from qllm.errors import DeviceError, InvariantError, ModelError
 from qllm.models.discover import ModelParts, discover, identity, refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
@@ -258,6 +258,9 @@ class TorchRunner:
         for request_id in program.request_ids:
             if request_id in self.requests and request_id not in dead:
                 self.requests[request_id].forget_begun()
+
+    def fault(self, error: Exception) -> DeviceError | None:
+        return self.backend.fault(error)
 
     def _forget(self, program: Program) -> Frame | None:
         frame = self.frames.pop(program.frame_id, None)

@@ -244,6 +244,9 @@ class SimRunner:
         """Mark a row dead."""
         self.frames[program.frame_id].dead.add(request_id)
 
+    def fault(self, error: Exception) -> None:
+        """Nothing is lost: there is no device."""
+
     def drop(self, program: Program) -> None:
         """Let go of a frame; what its rows did is lost."""
         frame = self.frames.pop(program.frame_id, None)
