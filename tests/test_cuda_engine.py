@@ -69,6 +69,30 @@ def test_without_a_gpu_cuda_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"  # set before torch is asked
 
 
+@pytest.mark.parametrize("name", ["cuda:1", "cuda:7"])
+def test_another_device_than_the_first_is_refused_with_what_to_do(name: str) -> None:
+    index = name[-1]
+    with pytest.raises(ConfigError, match=f"'{name}'.*CUDA_VISIBLE_DEVICES={index}"):
+        QLLMEngine.from_pretrained("tiny", device=name)
+
+
+def test_an_error_after_which_cuda_answers_no_more_is_a_fault_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = cuda_runner(make_model("mixtral"), num_pages=8).backend
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert backend.fault(error) is None, "a CPU stands in for the device: nothing stays"
+    monkeypatch.setattr(backend, "_on_cuda", True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    assert backend.fault(error) is None, "the device still answers"
+
+    def gone(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.cuda.synchronize", gone)
+    assert "lost (RuntimeError: CUDA error: an illegal" in str(backend.fault(error))
+
+
 def test_a_model_on_cuda_gets_the_device_runner_and_no_level_two() -> None:
     class OnCuda:
         device = torch.device("cuda")

@@ -20,7 +20,13 @@ from families import VOCAB, make_model
 from test_api import byte_tokenizer
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
+from qllm.errors import (
+    DeviceError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
 from qllm.frontend.handle import Handle
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, Ride, View, next_row
@@ -602,6 +608,29 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     with pytest.raises(EngineClosedError):
         engine.checkpoint("/nowhere")
     engine.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("where", ["add", "accept", "run", "finish"])
+def test_a_lost_device_ends_the_engine_not_its_requests_one_by_one(where: str) -> None:
+    """CUDA's faults stay: an engine that lived on would fail every later request."""
+    engine = engine_of()
+    runner: Any = engine._client.runner
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        raise LayerError("an illegal memory access was encountered")
+
+    runner.backend.fault = lambda error: DeviceError(f"the device is lost ({error})")
+
+    def start() -> list[Handle]:
+        setattr(runner, where, lost)
+        return [engine.submit(ids(5, i), "BE", 12, sampling=GREEDY) for i in range(3)]
+
+    for handle in engine.call(start):
+        with pytest.raises(RequestFailedError, match="the engine crashed: DeviceError: the device"):
+            handle.result(60)
+    with pytest.raises(EngineClosedError, match="crashed"):
+        engine.submit(ids(5))
     engine.close()
 
 

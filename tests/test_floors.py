@@ -47,7 +47,7 @@ FLOORS = {
     "runner": Floor(
         "errors types plan scheduler models kernels", STDLIB | {"numpy", "torch", "transformers"}
     ),
-    "runner.protocol": Floor("types plan scheduler.program", PURE),
+    "runner.protocol": Floor("errors types plan scheduler.program", PURE),
     "cuda": Floor(
         "errors types plan scheduler models kernels runner", STDLIB | {"cuda", "numpy", "torch"}
     ),

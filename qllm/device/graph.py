@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
 from qllm.cuda.graphs import ALLOWED
 from qllm.errors import DeviceError, ModelError
 
@@ -88,8 +86,8 @@ class LoopApi(Protocol):
         """
         ...
 
-    def staging(self, num_bytes: int) -> Tensor:
-        """Page-locked uint8 [num_bytes]: copies to and from it wait for no loop."""
+    def staging(self, num_bytes: int) -> Any:
+        """A page-locked tensor, uint8 [num_bytes]: copies to and from it wait for no loop."""
         ...
 
 
