@@ -142,7 +142,7 @@ def test_logs_as_json_are_one_object_per_line() -> None:
     assert "ValueError: two" in found["traceback"]
 
 
-@pytest.mark.parametrize("name", ["policy", "policy_settings", "dtype", "threads"])
+@pytest.mark.parametrize("name", ["policy", "policy_settings", "dtype", "device", "threads"])
 def test_what_has_a_flag_of_its_own_is_no_engine_setting(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is none of the engine's own settings; use --"):
         load_config(None, {}, {"model": "tiny", "engine": {name: 1}})

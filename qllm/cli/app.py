@@ -81,6 +81,11 @@ Threads = Annotated[
 ]
 
 
+Device = Annotated[
+    str | None, typer.Option(help="cpu, the default, or cuda where torch sees a GPU.")
+]
+
+
 def print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     """Print a table as wide as the terminal, or 110 columns where there is none."""
     from rich import box

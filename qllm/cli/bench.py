@@ -8,7 +8,7 @@ import typer
 
 from qllm.errors import ConfigError
 
-from .app import Threads, app, clean, parse_setting, print_table, quiet
+from .app import Device, Threads, app, clean, parse_setting, print_table, quiet
 
 if TYPE_CHECKING:
     from qllm.workloads.capacity import Capacity
@@ -59,6 +59,7 @@ def bench(
     be_body: Annotated[str, typer.Option(help="JSON added to BE requests; null removes.")] = "{}",
     text: Annotated[bool, typer.Option("--text", help="Send prompts as text, not ids.")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Of it.")] = None,
+    device: Device = None,
     threads: Threads = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="An engine setting, NAME=VALUE.")
@@ -91,6 +92,7 @@ def bench(
             model,
             load,
             parse_variants(policy),
+            device=device or "cpu",
             threads=threads,
             capacity=_capacity(capacity),
             settings=dict(parse_setting(item) for item in setting or ()),

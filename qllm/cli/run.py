@@ -8,7 +8,7 @@ import typer
 
 from qllm.errors import ConfigError, QllmError
 
-from .app import INTERRUPTED, Threads, app, clean, parse_setting, quiet
+from .app import INTERRUPTED, Device, Threads, app, clean, parse_setting, quiet
 
 if TYPE_CHECKING:
     from qllm.llm import QLLMEngine
@@ -33,6 +33,7 @@ def run(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.")
     ] = False,
+    device: Device = None,
     threads: Threads = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="An engine setting, NAME=VALUE.")
@@ -40,7 +41,7 @@ def run(
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
     settings = dict(parse_setting(text) for text in setting or ())
-    for name in ("policy", "dtype", "trust_remote_code", "threads"):
+    for name in ("policy", "dtype", "trust_remote_code", "device", "threads"):
         if name in settings:
             flag = name.replace("_", "-")
             raise ConfigError(f"{name} is no setting for --set; give it as --{flag}")
@@ -51,6 +52,7 @@ def run(
         model,
         policy=policy,
         dtype=None if dtype == "auto" else dtype,
+        device=device or "cpu",
         trust_remote_code=trust_remote_code,
         threads=threads,
         **{"default_max_tokens": max_tokens, **settings},

@@ -8,7 +8,7 @@ import typer
 
 from qllm.errors import ConfigError
 
-from .app import Threads, app, clean, parse_setting, quiet
+from .app import Device, Threads, app, clean, parse_setting, quiet
 
 
 @app.command()
@@ -35,6 +35,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="See `qllm policies`.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
+    device: Device = None,
     threads: Threads = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Folder of the batch API; without one there is none.")
@@ -77,6 +78,7 @@ def serve(
         "port": port,
         "policy": policy,
         "dtype": dtype,
+        "device": device,
         "threads": threads,
         "state_dir": state_dir,
         "api_key_file": api_key_file,

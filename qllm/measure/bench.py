@@ -113,6 +113,7 @@ def bench_engine(
     load: Load,
     policies: Sequence[Variant],
     *,
+    device: str = "cpu",
     threads: int | None,
     capacity: Capacity | None = None,
     settings: Mapping[str, Any],
@@ -124,15 +125,18 @@ def bench_engine(
         model: Alias, folder, hub id, or a size of `qllm.measure.random_moe`.
         load: What arrives.
         policies: With their settings.
+        device: Where the model runs, "cpu" or "cuda".
         threads: That torch computes with.
         capacity: Of the machine; None measures it, if the load needs it.
         settings: Of every engine.
         say: Told what happens.
     """
     from qllm.llm import QLLMEngine
+    from qllm.models.loader import check_device
     from qllm.models.loader import load as load_model
 
-    loaded = load_model(make_random_moe(size=model) if model in SIZES else model)
+    place = check_device(device)
+    loaded = load_model(make_random_moe(size=model) if model in SIZES else model, device=place)
     corpus = corpus_of(loaded.tokenizer)
 
     def engine(policy: Any) -> QLLMEngine:

@@ -49,6 +49,8 @@ class ServerConfig(BaseModel):
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`."""
     dtype: str = "auto"
+    device: str = "cpu"
+    """"cpu", or "cuda" where torch sees a GPU."""
     threads: int | None = None
     """Threads to compute with; "auto" becomes the cores that the server may use."""
     trust_remote_code: bool = False
@@ -171,7 +173,7 @@ def load_config(
     return config
 
 
-OWN_FLAGS = ("policy", "policy_settings", "dtype", "threads", "trust_remote_code")
+OWN_FLAGS = ("policy", "policy_settings", "dtype", "device", "threads", "trust_remote_code")
 """What `QLLMEngine.from_pretrained` is given from settings of their own."""
 
 
@@ -181,7 +183,7 @@ def _flag(name: str) -> str:
 
 ROLE_NEEDS = {"engine": "listen", "frontend": "engine_address"}
 """The address without which a role makes no sense, and which no other role has."""
-OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "threads", "hang_s")
+OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "device", "threads", "hang_s")
 """Settings that a front end has no use for."""
 
 

@@ -52,6 +52,7 @@ def make_engine(config: ServerConfig) -> QLLMEngine:
         policy=config.policy,
         policy_settings=config.policy_settings,
         dtype=None if config.dtype == "auto" else config.dtype,
+        device=config.device,
         trust_remote_code=config.trust_remote_code,
         threads=config.threads,
         meeting=_meeting(config),
