@@ -19,7 +19,7 @@ PEERS = {"interference", "loop_on_device", "peer_eager", "peer_continuous_batchi
 
 
 def test_the_budgets_fit_into_eight_minutes() -> None:
-    assert sum(gpu_check.BUDGETS_S.values()) < 8 * 60
+    assert sum(part.budget_s for part in gpu_check.PARTS.values()) < 8 * 60
 
 
 @pytest.mark.exhaustive
@@ -44,21 +44,118 @@ def test_tests_for_a_gpu_import_only_what_is_there() -> None:
     assert len(chosen) > 20
 
 
-def test_a_part_that_fails_or_hangs_keeps_what_it_said() -> None:
+def run_part(code: str, budget_s: float, tmp_path: Path) -> dict[str, Any]:
+    command = [sys.executable, "-c", code]
+    log = tmp_path / "p.log"
+    found: dict[str, Any] = gpu_check.run_part("p", command, gpu_check.Part(budget_s), log)
+    return found
+
+
+def test_a_part_that_fails_or_hangs_keeps_what_it_said(tmp_path: Path) -> None:
     line = gpu_check.MARK + json.dumps({"section": "a", "x": 1})
     say = f"print({line!r}, flush=True); print({gpu_check.MARK!r} + '{{\"sec', flush=True); "
     for end, budget, status in (
         ("1 / 0", 20, 1),
         ("import time; time.sleep(60)", 3, "out of time"),
     ):
-        part = gpu_check.run_part("p", [sys.executable, "-c", say + end], budget)
+        part = run_part(say + end, budget, tmp_path)
         assert part["status"] == status
         assert part["sections"] == {"a": {"x": 1}}
         assert not gpu_check.is_ok(part)
-    part = gpu_check.run_part("p", [sys.executable, "-c", say], 20)
+    part = run_part(say, 20, tmp_path)
     assert gpu_check.is_ok(part)
     part["sections"]["a"]["error"] = "no"
     assert not gpu_check.is_ok(part)
+
+
+FAULTY = """
+import json, os, sys
+mark, sticky = {mark!r}, {sticky}
+skip = sys.argv[2].split(",") if len(sys.argv) > 2 else []
+for name in ("a", "b", "c"):
+    if name in skip:
+        continue
+    found = {{"section": name}} | ({{"error": "illegal address"}} if name != "c" else {{}})
+    print(mark + json.dumps(found), flush=True)
+    if "error" in found:
+        os._exit(sticky)
+"""
+
+
+def test_an_error_that_stays_ends_one_section(tmp_path: Path) -> None:
+    code = FAULTY.format(mark=gpu_check.MARK, sticky=gpu_check.STICKY)
+    part = run_part(code, 60, tmp_path)
+    assert part["status"] == 0
+    assert list(part["sections"]) == ["a", "b", "c"]
+    assert not gpu_check.is_ok(part)
+    # one that says nothing new is not tried for ever
+    part = run_part(f"import os; os._exit({gpu_check.STICKY})", 60, tmp_path)
+    assert part["status"] == gpu_check.STICKY
+
+
+def test_a_device_that_answers_no_more_ends_the_process_with_that_status() -> None:
+    code = (
+        "import torch; from bench.gpu.part import Part\n"
+        "def lost(): raise RuntimeError('an illegal address')\n"
+        "torch.cuda.synchronize = lost\n"
+        "part = Part(dry=False)\n"
+        "part.section('good', dict)\n"
+        "part.section('bad', lost)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == gpu_check.STICKY
+    assert list(gpu_check.sections(done.stdout)) == ["good", "bad"]
+
+
+def test_layers_are_as_many_as_fit() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from bench.gpu.parts import FOR_WEIGHTS, SHAPES, num_layers
+
+    config = MixtralConfig(**SHAPES["mixtral"])
+    per_layer = 2 * (8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096 * (4096 + 1024) + 2 * 4096)
+    rest = 2 * (2 * 32000 * 4096 + 4096)
+    for free_gb, least, most in ((139, 32, 32), (79, 20, 21), (6, 1, 1)):
+        found = num_layers(config, MixtralForCausalLM, free_gb << 30)
+        assert least <= found <= most
+        assert rest + found * per_layer <= FOR_WEIGHTS * (free_gb << 30)
+    with pytest.raises(MemoryError, match="are free"):
+        num_layers(config, MixtralForCausalLM, 1 << 30)
+
+
+def test_a_test_that_fails_says_so_at_once(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_bad():\n    assert 1 == 2\n\n\ndef test_good():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu.said", "--rootdir", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, test], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    [(name, found)] = gpu_check.sections(done.stdout).items()
+    assert name.endswith("test_bad")
+    assert "assert 1 == 2" in found["error"]
+
+
+@pytest.mark.parametrize("missing", ["git", "g++", "nothing"])
+def test_results_are_there_whatever_is_missing(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("OUT", str(tmp_path))
+    if missing != "nothing":
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    if missing == "g++":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(gpu_check, "SCHEDULER", tmp_path / "_scheduler.so")
+    (tmp_path / "csrc").symlink_to(ROOT / "qllm" / "device" / "csrc")
+    monkeypatch.setattr(sys, "argv", ["check", "--dry-run", "--parts", "probe"])
+    assert gpu_check.main() == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["ok"] is True
+    assert (found["machine"]["commit"] is None) == (missing != "nothing")
+    assert (found["scheduler"] == "built") == (missing == "nothing")
 
 
 def dry_run(out: Path, *parts: str) -> dict[str, Any]:
@@ -75,7 +172,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
-    found = dry_run(tmp_path, *gpu_check.BUDGETS_S)
+    found = dry_run(tmp_path, *gpu_check.PARTS)
     assert found["exact"] == {"tokens_mixtral"}
     assert found["qwen3"] == BIG | PEERS
     assert found["mixtral"] == BIG | LOADS

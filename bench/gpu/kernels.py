@@ -2,10 +2,11 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.select import Kernels
@@ -13,20 +14,33 @@ from qllm.kernels.select import kernels as kernels_named
 from qllm.kernels.tiles import Query, tiles_of
 
 PAGE = 16
+L2_BYTES = 60 << 20
+"""Of an H100 or H200, and more."""
+MOST_COPIES, MOST_BANKS, CALLS = 24, 4, 24
 
 
-def seconds(run: Callable[[], object], device: str, rounds: int = 20) -> float:
-    """Median device time of a call: replays of its graph on CUDA, wall time on a CPU."""
-    for _ in range(3):
+def copies(num_bytes: int, dry: bool) -> int:
+    """How many sets of buffers a row takes turns with, so that none is still in the L2 cache."""
+    return 1 if dry else max(1, min(MOST_COPIES, -(-3 * L2_BYTES // max(1, num_bytes))))
+
+
+def seconds(runs: Sequence[Callable[[], object]], device: str, rounds: int = 10) -> float:
+    """Median device time of one call, of several with buffers of their own.
+
+    On CUDA a graph of at least `CALLS` calls is replayed, so that its launch, which takes some
+    microseconds, weighs nothing; on a CPU it is the wall time of one call.
+    """
+    for run in runs:
         run()
     if device == "cpu":
         begin = time.perf_counter()
-        run()
+        runs[0]()
         return time.perf_counter() - begin
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, num = torch.cuda.CUDAGraph(), -(-CALLS // len(runs)) * len(runs)
     with torch.cuda.graph(graph):
-        run()
+        for i in range(num):
+            runs[i % len(runs)]()
     found = []
     for _ in range(rounds):
         a, b = (torch.cuda.Event(enable_timing=True) for _ in "ab")
@@ -34,7 +48,7 @@ def seconds(run: Callable[[], object], device: str, rounds: int = 20) -> float:
         graph.replay()
         b.record()
         torch.cuda.synchronize()
-        found.append(a.elapsed_time(b) / 1e3)
+        found.append(a.elapsed_time(b) / 1e3 / num)
     return sorted(found)[rounds // 2]
 
 
@@ -43,9 +57,9 @@ def _ceilings(device: str, dry: bool) -> tuple[float, float]:
     num, width = (1 << 16, 128) if dry else (1 << 30, 8192)
     x = torch.randn(num, device=device, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    rate = 2 * x.numel() * 2 / seconds(lambda: y.copy_(x), device) / 1e9
+    rate = 2 * x.numel() * 2 / seconds([lambda: y.copy_(x)], device) / 1e9
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in "ab")
-    return rate, 2 * width**3 / seconds(lambda: a @ b, device) / 1e12
+    return rate, 2 * width**3 / seconds([lambda: a @ b], device) / 1e12
 
 
 def ceilings(device: str, dry: bool) -> dict[str, Any]:
@@ -59,24 +73,48 @@ def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict
     heads, groups, width, length = (4, 2, 16, 40) if dry else (32, 4, 128, 4096)
     pages = -(-length // PAGE)
     dtype = torch.bfloat16
-    keys, values = (
-        torch.randn(batch * pages * PAGE, groups, width, device=device, dtype=dtype) for _ in "kv"
-    )
+    num_bytes = 2 * batch * length * groups * width * 2
+    caches = [
+        [torch.randn(batch * pages * PAGE, groups, width, device=device, dtype=dtype) for _ in "kv"]
+        for _ in range(copies(num_bytes, dry))
+    ]
     tables = torch.randperm(batch * pages, device=device).view(batch, pages).to(torch.int64)
     queries = [Query(r, r * new, length - new, new) for r in range(batch)]
     tiles = tiles_of(queries, batch * new, 16, torch.device(device))
     q = torch.randn(batch * new, heads, width, device=device, dtype=dtype)
     out = torch.empty_like(q)
-    took = seconds(
-        lambda: k.attend(
-            q, keys, values, tables, tiles, page_size=PAGE, scale=width**-0.5, out_TNE=out
-        ),
-        device,
-    )
+    scale = width**-0.5
+    runs = [
+        functools.partial(
+            k.attend, q, *cache, tables, tiles, page_size=PAGE, scale=scale, out_TNE=out
+        )
+        for cache in caches
+    ]
+    took = seconds(runs, device)
     copy, flops = _ceilings(device, dry)
-    num_bytes = 2 * batch * length * groups * width * 2
     work = 4 * batch * heads * width * sum(range(length - new + 1, length + 1))
-    return _over(took, num_bytes / copy / 1e9, work / flops / 1e12)
+    found = _over(took, num_bytes / copy / 1e9, work / flops / 1e12)
+    return found | _baseline("sdpa", lambda: _sdpa(q, caches, batch, new, length), device)
+
+
+def _sdpa(
+    q: torch.Tensor, caches: list[list[torch.Tensor]], batch: int, new: int, length: int
+) -> list[Callable[[], object]]:
+    """The same attention by torch, on KV that lies together."""
+    heads, width = q.shape[1:]
+    q_BNTH = q.view(batch, new, heads, width).transpose(1, 2)
+    sees = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
+    runs: list[Callable[[], object]] = []
+    for cache in caches:
+        k_BGTH, v_BGTH = (
+            t.view(batch, -1, *t.shape[1:])[:, :length].transpose(1, 2).contiguous() for t in cache
+        )
+        mask = None if new == 1 else sees
+        run = functools.partial(
+            functional.scaled_dot_product_attention, q_BNTH, k_BGTH, v_BGTH, mask, enable_gqa=True
+        )
+        runs.append(run)
+    return runs
 
 
 def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dict[str, Any]:
@@ -86,9 +124,15 @@ def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dic
     if dry:
         width, inner = 32, 16
     dtype = torch.bfloat16
-    up = torch.randn(experts, 2 * inner, width, device=device, dtype=dtype)
-    down = torch.randn(experts, width, inner, device=device, dtype=dtype)
-    weights = ExpertWeights(up, down, None, None, False, Activation.SILU)
+    num_copies = copies(min(tokens * top_k, experts) * 6 * width * inner, dry)
+    banks = [
+        ExpertWeights(
+            torch.randn(experts, 2 * inner, width, device=device, dtype=dtype),
+            torch.randn(experts, width, inner, device=device, dtype=dtype),
+            None, None, False, Activation.SILU,
+        )
+        for _ in range(min(num_copies, MOST_BANKS))
+    ]  # fmt: skip
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     gates = torch.rand(tokens, top_k, device=device)
     ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
@@ -96,17 +140,46 @@ def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dic
     slots = torch.empty(tokens, top_k, width, device=device, dtype=dtype)
     out = torch.empty_like(x)
 
-    def run() -> None:
+    def run(weights: ExpertWeights) -> None:
         routing = k.route(ids, num, experts, hits)
         k.run_experts(x, weights, routing, 0, experts, slots)
         k.combine(slots, gates, num, out)
 
-    took = seconds(run, device)
+    took = seconds([functools.partial(run, bank) for bank in banks], device)
     copy, flops = _ceilings(device, dry)
     hit = int(ids.unique().numel())
-    num_bytes = hit * weights.bytes_per_expert
+    num_bytes = hit * banks[0].bytes_per_expert
     work = 2 * tokens * top_k * 3 * width * inner
-    return _over(took, num_bytes / copy / 1e9, work / flops / 1e12) | {"experts_hit": hit}
+    found = _over(took, num_bytes / copy / 1e9, work / flops / 1e12) | {"experts_hit": hit}
+    return found | _baseline("grouped_mm", lambda: _grouped(x, ids, banks), device)
+
+
+def _grouped(
+    x: torch.Tensor, ids: torch.Tensor, banks: list[ExpertWeights]
+) -> list[Callable[[], object]]:
+    """The two products of the experts by torch's grouped product, the slots sorted beforehand."""
+    order = ids.flatten().argsort()
+    slots = x[order // ids.shape[1]]
+    counts = torch.bincount(ids.flatten(), minlength=banks[0].num_experts)
+    ends = counts.cumsum(0).to(torch.int32)
+
+    def run(bank: ExpertWeights) -> torch.Tensor:
+        both = functional.grouped_mm(slots, bank.up_EFD.transpose(1, 2), offs=ends)
+        gate, up = both.chunk(2, -1)
+        inner = functional.silu(gate) * up
+        return functional.grouped_mm(inner, bank.down_EDI.transpose(1, 2), offs=ends)
+
+    return [functools.partial(run, bank) for bank in banks]
+
+
+def _baseline(
+    name: str, make: Callable[[], list[Callable[[], object]]], device: str
+) -> dict[str, Any]:
+    """Microseconds of the same work by torch, or why there are none."""
+    try:
+        return {f"{name}_us": seconds(make(), device) * 1e6}
+    except Exception as error:  # noqa: BLE001 - a baseline that torch does not have is no failure
+        return {f"{name}_us": None, f"{name}_missing": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _sample(k: Kernels, device: str, dry: bool, top_p: float) -> dict[str, Any]:
@@ -116,10 +189,8 @@ def _sample(k: Kernels, device: str, dry: bool, top_p: float) -> dict[str, Any]:
     whole = torch.zeros(rows, dtype=torch.int64, device=device)
     peaks = torch.zeros(rows, device=device)
     tokens = whole.clone()
-    took = seconds(
-        lambda: k.sample(logits, real, whole, real * top_p, real * 0, whole, whole, tokens, peaks),
-        device,
-    )
+    given = logits, real, whole, real * top_p, real * 0, whole, whole, tokens, peaks
+    took = seconds([functools.partial(k.sample, *given)], device)
     copy, _ = _ceilings(device, dry)
     return _over(took, logits.numel() * 2 / copy / 1e9, 0.0)
 

@@ -186,5 +186,12 @@ def measure(
         client.close()
         runner.close()
     same = sum(a == b for a, b in zip(tokens, wanted, strict=True))
-    equal = {"equal_to_host": same, "of": len(wanted)}
+    pairs = [zip(a, b, strict=False) for a, b in zip(tokens, wanted, strict=True)]
+    first = [next((i for i, (x, y) in enumerate(pair) if x != y), None) for pair in pairs]
+    differ = [i for i in first if i is not None]
+    equal = {
+        "equal_to_host": same,
+        "of": len(wanted),
+        "first_difference": min(differ, default=None),
+    }
     return {"quiet": quiet, "busy": busy, "turns": turns, **equal}

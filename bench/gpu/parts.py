@@ -3,22 +3,22 @@
 import argparse
 import copy
 import dataclasses
-import json
-import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from bench.gpu.check import MARK, ROOT
+from bench.gpu.check import ROOT
+from bench.gpu.exact import exact
 from bench.gpu.kernels import ceilings, kernel_rows
+from bench.gpu.part import Part
 from qllm import QLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -26,9 +26,10 @@ POLICIES = ("fcfs", "chunked-priority", "qllm2", "layered", "priority-layered")
 LOADED = POLICIES[:3]
 """Compared at the loads of the paper's set-up, a fifth of the requests LS, batches of 32."""
 LOADS, LS_SHARE, BATCH = (0.7, 1.0, 1.3), 0.2, 32
+FOR_WEIGHTS = 0.75
+"""Part of the free memory that weights may take."""
 PEER_S = 30.0
 """Longest wait for the peer."""
-FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {
         "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
@@ -49,92 +50,27 @@ TINY = {
 }  # fmt: skip
 
 
-class Part:
-    """Runs sections and reports each; a failure of one does not lose the others."""
-
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
-        self.device = "cpu" if dry else "cuda"
-        self.failed = False
-
-    def section(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run one and print what it found, with its seconds."""
-        begin = time.monotonic()
-        try:
-            found = run()
-        except Exception as error:  # noqa: BLE001 - the point is to go on
-            self.failed = True
-            text = traceback.format_exc()[-1500:]
-            found = {"error": f"{type(error).__name__}: {error}", "trace": text}
-        found |= {"section": name, "seconds": round(time.monotonic() - begin, 2)}
-        print(MARK + json.dumps(found), flush=True)
-
-
-# -- exact: token equality, and a storm of preemptions
-
-REFERENCE = """
-import json, sys, torch
-sys.path.insert(0, "tests")
-from families import make_model
-family, device, prompts, new = json.loads(sys.argv[1])
-torch.backends.cuda.matmul.allow_tf32 = False
-model, out = make_model(family).to(device), []
-model.set_experts_implementation("batched_mm")  # `generate` changes grouped_mm by itself
-for ids in prompts:
-    found = model.generate(torch.tensor([ids], device=device), max_new_tokens=new,
-                           do_sample=False, eos_token_id=None)
-    out.append(found[0, len(ids):].tolist())
-assert "qllm" not in sys.modules
-print(json.dumps(out))
-"""
-
-
-def exact(part: Part) -> None:
-    """Tokens of the engine against `generate` in a process without qllm, four families, fp32."""
-    for family in FAMILIES[:1] if part.dry else FAMILIES:
-        part.section(f"tokens_{family}", lambda family=family: equal_tokens(part, family))
-
-
-def equal_tokens(part: Part, family: str) -> dict[str, Any]:
-    """Alone, and in a storm where LS requests stop BE requests; all against `generate`."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from families import VOCAB, make_model
-
-    rng, new = random.Random(4), 8 if part.dry else 16
-    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (40, 7, 90, 23)]
-    ask = json.dumps([family, part.device, prompts, new])
-    command = [sys.executable, "-W", "ignore", "-c", REFERENCE, ask]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-800:])
-    wanted = json.loads(done.stdout.splitlines()[-1])
-    with QLLMEngine.from_model(
-        make_model(family).to(part.device), max_kv_tokens=4096, policy="qllm2"
-    ) as engine:
-        alone = [
-            list(engine.submit(p, "LS", new, sampling=GREEDY).result(60).token_ids) for p in prompts
-        ]
-        handles = []
-        for p in prompts * 4:
-            handles.append(engine.submit(p, "BE", new, sampling=GREEDY))
-            handles.append(engine.submit(p, "LS", new, sampling=GREEDY))
-            time.sleep(rng.random() * 0.01)
-        storm = [list(handle.result(120).token_ids) for handle in handles]
-        stats = engine.stats()
-    same = sum(storm[i] == wanted[i // 2 % len(prompts)] for i in range(len(storm)))
-    if alone != wanted or same < len(storm):
-        raise AssertionError(f"alone equal: {alone == wanted}; storm: {same} of {len(storm)} equal")
-    return {
-        "streams": len(storm) + len(alone), "preemptions": stats["num_preemptions"],
-        "distinct_tokens": [len(set(tokens)) for tokens in wanted],
-    }  # fmt: skip
-
-
 # -- one big model: decode, mixed workload, interference, peers
 
 
+def num_layers(config: Any, make: Any, free_bytes: int) -> int:
+    """As many layers of a model as fit: its KV, graphs and activations take the rest."""
+    sizes = []
+    for count in (1, 2):
+        few = copy.deepcopy(config)
+        few.num_hidden_layers = count
+        with torch.device("meta"):
+            model = make._from_config(few, dtype=torch.bfloat16)
+        sizes.append(sum(p.numel() * p.element_size() for p in model.parameters()))
+    per_layer, rest = sizes[1] - sizes[0], 2 * sizes[0] - sizes[1]
+    fit = int((FOR_WEIGHTS * free_bytes - rest) // per_layer)
+    if fit < 1:
+        raise MemoryError(f"a layer has {per_layer} bytes, and {free_bytes} are free")
+    return min(int(config.num_hidden_layers), fit)
+
+
 def make_model(part: Part, name: str) -> Any:
-    """Random bf16 weights made on the device."""
+    """Random bf16 weights made on the device; fewer layers where all do not fit."""
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = {**SHAPES[name], **(TINY if part.dry else {})}
@@ -143,11 +79,11 @@ def make_model(part: Part, name: str) -> Any:
         "mixtral": (MixtralConfig, MixtralForCausalLM),
     }[name]
     torch.manual_seed(0)
+    whole = config(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    if not part.dry:
+        whole.num_hidden_layers = num_layers(whole, make, torch.cuda.mem_get_info()[0])
     with torch.device(part.device):
-        model = make._from_config(
-            config(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=None),
-            dtype=torch.bfloat16,
-        )
+        model = make._from_config(whole, dtype=torch.bfloat16)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(1.0) if p.dim() == 1 else p.normal_(0.0, p.shape[-1] ** -0.5)
@@ -318,11 +254,6 @@ def loaded(part: Part, model: Any, policy: str, full_rate: float) -> dict[str, A
     return out
 
 
-def _spin(until: float) -> None:
-    while time.time() < until:
-        sum(range(10_000))
-
-
 def interference(part: Part, model: Any) -> dict[str, Any]:
     """The mix again, with every host core busy."""
     seconds, rate = (1.5, 4.0) if part.dry else (6.0, 8.0)
@@ -333,16 +264,15 @@ def interference(part: Part, model: Any) -> dict[str, Any]:
 @contextmanager
 def hogs(part: Part, seconds: float) -> Iterator[int]:
     """Every host core is busy meanwhile, for some seconds at most."""
-    cores, until = 1 if part.dry else os.cpu_count() or 1, time.time() + seconds
-    context = multiprocessing.get_context("spawn")
-    spinners = [context.Process(target=_spin, args=(until,), daemon=True) for _ in range(cores)]
-    for process in spinners:
-        process.start()
+    cores = 1 if part.dry else os.cpu_count() or 1
+    spin = f"import time; end = time.time() + {seconds}\nwhile time.time() < end: pass"
+    spinners = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(cores)]
     try:
         yield cores
     finally:
         for process in spinners:
-            process.terminate()
+            process.kill()
+            process.wait()
 
 
 def eager(part: Part, model: Any, prompts: list[list[int]], new: int) -> float:
@@ -417,7 +347,8 @@ def on_device(part: Part, model: Any) -> dict[str, Any]:
     prompts = [prompt(rng, 16 if part.dry else 512, model.config.vocab_size) for _ in range(num)]
     if part.dry:
         model = copy.deepcopy(model).float()  # which the fake of graphs can record
-    with engine_of(part, model, "fcfs") as engine:
+    # Under the loop's own policy: other batches, other buckets, and bits of bf16 may differ.
+    with engine_of(part, model, "qllm2") as engine:
         handles = [engine.submit(ids, "LS", new, sampling=GREEDY) for ids in prompts]
         wanted = [list(handle.result(120).token_ids) for handle in handles]
     return measure(model, prompts, wanted, lambda: hogs(part, 15), part.dry)
@@ -425,11 +356,18 @@ def on_device(part: Part, model: Any) -> dict[str, Any]:
 
 def big(part: Part, name: str) -> None:
     """Everything that is measured on one model, the most wanted first."""
-    begin = time.monotonic()
-    model = make_model(part, name)
+    begin, made = time.monotonic(), {}
+
+    def set_up() -> dict[str, Any]:
+        made["model"] = model = make_model(part, name)
+        seconds = round(time.monotonic() - begin, 1)
+        return {"set_up_s": seconds, "layers": model.config.num_hidden_layers, **sizes_of(model)}
+
+    part.section("model", set_up)
+    if not made:
+        return
+    model = made["model"]
     sizes = sizes_of(model)
-    set_up = {"set_up_s": round(time.monotonic() - begin, 1), **sizes}
-    part.section("model", lambda: set_up)
     part.section("decode", lambda: decode(part, model, sizes))
     seconds, rate = (1.5, 4.0) if part.dry else (5.0, 8.0)
     part.section("ls_alone", lambda: mixed(part, model, "qllm2", seconds, rate, alone=True))
@@ -475,13 +413,39 @@ def probe(part: Part) -> None:
         part.section(name, run)
 
 
+TOOLS = {"memcheck": "experts or attention", "racecheck": "experts"}
+"""Tools of compute-sanitizer, and the tests of kernels that run under them."""
+
+
+def sanitizer(part: Part) -> None:
+    """Kernels under compute-sanitizer, which finds what interpretation cannot."""
+    for tool, tests in TOOLS.items():
+        part.section(tool, lambda tool=tool, tests=tests: sanitized(part, tool, tests))
+
+
+def sanitized(part: Part, tool: str, tests: str) -> dict[str, Any]:
+    """Run tests of kernels under one tool."""
+    program = shutil.which("compute-sanitizer")
+    if program is None or part.dry:
+        return {"skipped": "no GPU" if part.dry else "compute-sanitizer is not on this machine"}
+    command = [
+        program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q",
+        "-x", "-m", "gpu", "-W", "default", "tests/test_triton.py", "-k", tests,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    return {"tests": done.stdout.strip().splitlines()[-1]}
+
+
 def main() -> int:
     """Run one part."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("exact", "kernels", "probe", *SHAPES))
+    parser.add_argument("part", choices=("exact", "kernels", "probe", "sanitizer", *SHAPES))
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--skip", default="", help="sections, with commas between")
     asked = parser.parse_args()
-    part = Part(asked.dry_run)
+    part = Part(asked.dry_run, asked.skip.split(","))
     if part.dry:
         torch.set_num_threads(1)
     if asked.part == "exact":
@@ -490,6 +454,8 @@ def main() -> int:
         kernels(part)
     elif asked.part == "probe":
         probe(part)
+    elif asked.part == "sanitizer":
+        sanitizer(part)
     else:
         big(part, asked.part)
     return int(part.failed)

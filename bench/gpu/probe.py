@@ -3,6 +3,8 @@
     while     one iteration of a WHILE node with a one-thread kernel
     switch    one SWITCH inside the WHILE with 2, 8, 100 and 400 bodies: time, set-up, memory
     children  torch graphs as the bodies of the SWITCH: the results of eager
+    nodes     what one kernel node costs in a plain replay and in the body of a SWITCH
+    calls     calls of the host while a WHILE iterates: do they wait for it?
 
 Each part is guarded: a failure is recorded with its text and the rest goes on. Never run.
 """
@@ -30,6 +32,8 @@ extern "C" __global__ void sched(unsigned long long* c) {
 }
 extern "C" __global__ void body(unsigned long long* c) { c[5]++; }
 """
+LONG_LOOP = 100_000
+"""Iterations of a loop beside which calls are timed: some tenths of a second."""
 DEFAULT_AT_LAUNCH = 1
 """cudaGraphCondAssignDefault"""
 
@@ -68,6 +72,18 @@ def add_kernel(graph: Any, function: Any, control: torch.Tensor) -> Any:
     return checked(driver.cuGraphAddKernelNode(driver.CUgraph(init_value=int(graph)), [], 0, p))
 
 
+def add_chain(graph: Any, function: Any, control: torch.Tensor, num: int) -> None:
+    """So many nodes, each after the one before."""
+    last = None
+    for _ in range(num):
+        node = add_kernel(graph, function, control)
+        if last is not None:
+            edge = runtime.cudaGraphAddDependencies
+            first, then = (runtime.cudaGraphNode_t(init_value=int(n)) for n in (last, node))
+            checked((*edge(graph, [first], [then], None, 1), None))
+        last = node
+
+
 def conditional(graph: Any, after: list[Any], kind: str, size: int) -> tuple[int, list[Any]]:
     """A conditional node: its handle and the graphs of its bodies."""
     first = int(kind == "While")
@@ -83,8 +99,17 @@ def conditional(graph: Any, after: list[Any], kind: str, size: int) -> tuple[int
     return int(handle), list(p.conditional.phGraph_out)
 
 
-def loop(bodies: int, iterations: int, children: Sequence[Any] = ()) -> dict[str, Any]:
-    """WHILE { sched; SWITCH }: time of an iteration, time and memory of instantiation."""
+def loop(
+    bodies: int, iterations: int, children: Sequence[Any] = (), kernels: int = 1
+) -> dict[str, Any]:
+    """WHILE { sched; SWITCH }: time of an iteration, time and memory of instantiation.
+
+    Args:
+        bodies: Of the SWITCH; none leaves it out.
+        iterations: Of the WHILE.
+        children: Captured graphs as the bodies.
+        kernels: Kernels of a body, one after the other, where it is no child.
+    """
     control = torch.zeros(16, dtype=torch.int64, device="cuda")
     sched, body, module = load()
     graph = checked(runtime.cudaGraphCreate(0))
@@ -97,7 +122,7 @@ def loop(bodies: int, iterations: int, children: Sequence[Any] = ()) -> dict[str
                 child = runtime.cudaGraph_t(init_value=int(children[i].raw_cuda_graph()))
                 checked(runtime.cudaGraphAddChildGraphNode(slot, None, 0, child))
             else:
-                add_kernel(slot, body, control)
+                add_chain(slot, body, control, kernels)
     start = torch.tensor([run_handle, switch_handle, 0, iterations, bodies, 0], device="cuda")
     torch.cuda.synchronize()
     free, begin = torch.cuda.mem_get_info()[0], time.monotonic()
@@ -148,10 +173,91 @@ def torch_children() -> dict[str, Any]:
     return found | {"equal_to_eager": [bool(torch.equal(y, x @ w)) for y, w in pairs]}
 
 
+def nodes() -> dict[str, Any]:
+    """Microseconds per kernel node, by how many there are and where they lie."""
+    found: dict[str, Any] = {}
+    control = torch.zeros(16, dtype=torch.int64, device="cuda")
+    _, body, module = load()
+    for num in (1, 100, 1400):
+        graph = checked(runtime.cudaGraphCreate(0))
+        add_chain(graph, body, control, num)
+        made = checked(runtime.cudaGraphInstantiate(graph, 0))
+        stream, times = torch.cuda.Stream(), []
+        for _ in range(5):
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            a.record(stream)
+            checked((*runtime.cudaGraphLaunch(made, stream.cuda_stream), None))
+            b.record(stream)
+            stream.synchronize()
+            times.append(a.elapsed_time(b) * 1e3 / num)
+        inside = loop(1, 20, kernels=num)["us_per_iteration"] / num
+        found[str(num)] = {"plain_us": min(times), "switch_us": inside}
+        runtime.cudaGraphExecDestroy(made)
+    driver.cuModuleUnload(module)
+    return found
+
+
+def host_calls(control: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Calls that a host may want to make beside a loop."""
+    page = torch.empty(1 << 20, dtype=torch.uint8)
+    word, word_on_device = torch.zeros(1, dtype=torch.int64).pin_memory(), control[8:9]
+    side = torch.cuda.Stream(priority=-1)
+
+    def copy_word() -> None:
+        with torch.cuda.stream(side):
+            word_on_device.copy_(word, non_blocking=True)
+        side.synchronize()
+
+    def fill_word() -> None:
+        with torch.cuda.stream(side):
+            word_on_device.fill_(3)
+        side.synchronize()
+
+    def malloc_free() -> None:
+        address = checked(runtime.cudaMalloc(1 << 20))
+        runtime.cudaFree(address)
+
+    def register_unregister() -> None:
+        checked((*runtime.cudaHostRegister(page.data_ptr(), page.numel(), 2), None))
+        runtime.cudaHostUnregister(page.data_ptr())
+
+    named = (copy_word, fill_word, malloc_free, register_unregister)
+    return {"nothing": lambda: None, **{call.__name__: call for call in named}}
+
+
+def calls() -> dict[str, Any]:
+    """Milliseconds of each call beside a WHILE that iterates, and whether the loop outlasted it."""
+    control = torch.zeros(16, dtype=torch.int64, device="cuda")
+    sched, _, module = load()
+    graph = checked(runtime.cudaGraphCreate(0))
+    handle, inside = conditional(graph, [], "While", 1)
+    add_kernel(inside[0], sched, control)
+    made = checked(runtime.cudaGraphInstantiate(graph, 0))
+    stream, found = torch.cuda.Stream(), {}
+    for name, call in host_calls(control).items():
+        start = torch.tensor([handle, 0, 0, LONG_LOOP, 0, 0], device="cuda")
+        control[:6] = start
+        torch.cuda.synchronize()
+        ended = torch.cuda.Event()
+        begin = time.perf_counter()
+        checked((*runtime.cudaGraphLaunch(made, stream.cuda_stream), None))
+        ended.record(stream)
+        call()
+        took, goes_on = time.perf_counter() - begin, not ended.query()
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - begin
+        found[name] = {"ms": took * 1e3, "loop_ms": whole * 1e3, "loop_goes_on": goes_on}
+    runtime.cudaGraphExecDestroy(made)
+    driver.cuModuleUnload(module)
+    return found
+
+
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "while": lambda: loop(0, 2000),
     "switch": lambda: {str(n): loop(n, 2000) for n in (2, 8, 100, 400)},
     "children": torch_children,
+    "nodes": nodes,
+    "calls": calls,
 }
 
 

@@ -1,0 +1,104 @@
+"""Token equality of the engine and `generate` on the device, and a storm of preemptions."""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.gpu.check import ROOT
+from bench.gpu.part import Part
+from qllm import QLLMEngine, SamplingParams
+
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+REFERENCE = """
+import json, sys, torch
+sys.path.insert(0, "tests")
+from families import make_model
+families, device, prompts, new = json.loads(sys.argv[1])
+torch.backends.cuda.matmul.allow_tf32 = False
+for family in families:
+    model, out = make_model(family).to(device), []
+    model.set_experts_implementation("batched_mm")  # `generate` changes grouped_mm by itself
+    for ids in prompts:
+        found = model.generate(torch.tensor([ids], device=device), max_new_tokens=new,
+                               do_sample=False, eos_token_id=None)
+        out.append(found[0, len(ids):].tolist())
+    assert "qllm" not in sys.modules
+    print(json.dumps([family, out]), flush=True)
+"""
+"""One process for all families, which runs while the engine's kernels compile."""
+
+
+def exact(part: Part) -> None:
+    """Tokens of the engine against `generate` in a process without qllm, four families, fp32."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from families import VOCAB
+
+    families = FAMILIES[:1] if part.dry else FAMILIES
+    rng, new = random.Random(4), 8 if part.dry else 16
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (40, 7, 90, 23)]
+    ask = json.dumps([families, part.device, prompts, new])
+    command = [sys.executable, "-W", "ignore", "-c", REFERENCE, ask]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert process.stdout is not None
+        wanted: dict[str, list[list[int]]] = {}
+
+        def of(family: str) -> list[list[int]]:
+            while family not in wanted:
+                line = process.stdout.readline() if process.stdout else ""
+                if not line:
+                    errors.seek(0)
+                    raise RuntimeError(f"the reference ended: {errors.read()[-800:]}")
+                name, tokens = json.loads(line)
+                wanted[name] = tokens
+            return wanted[family]
+
+        for family in families:
+            part.section(
+                f"tokens_{family}",
+                lambda family=family: equal_tokens(part, family, prompts, new, of),
+            )
+        process.kill()
+        process.wait()
+
+
+def equal_tokens(
+    part: Part,
+    family: str,
+    prompts: list[list[int]],
+    new: int,
+    reference: Callable[[str], list[list[int]]],
+) -> dict[str, Any]:
+    """Alone, and in a storm where LS requests stop BE requests; all against `generate`."""
+    from families import make_model
+
+    rng = random.Random(4)
+    with QLLMEngine.from_model(
+        make_model(family).to(part.device), max_kv_tokens=4096, policy="qllm2"
+    ) as engine:
+        alone = [
+            list(engine.submit(p, "LS", new, sampling=GREEDY).result(60).token_ids) for p in prompts
+        ]
+        handles = []
+        for p in prompts * 4:
+            handles.append(engine.submit(p, "BE", new, sampling=GREEDY))
+            handles.append(engine.submit(p, "LS", new, sampling=GREEDY))
+            time.sleep(rng.random() * 0.01)
+        storm = [list(handle.result(120).token_ids) for handle in handles]
+        stats = engine.stats()
+    wanted = reference(family)
+    same = sum(storm[i] == wanted[i // 2 % len(prompts)] for i in range(len(storm)))
+    if alone != wanted or same < len(storm):
+        raise AssertionError(f"alone equal: {alone == wanted}; storm: {same} of {len(storm)} equal")
+    return {
+        "streams": len(storm) + len(alone), "preemptions": stats["num_preemptions"],
+        "distinct_tokens": [len(set(tokens)) for tokens in wanted],
+    }  # fmt: skip

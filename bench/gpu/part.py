@@ -1,0 +1,50 @@
+"""Sections of a part of `make gpu-check`: each is one JSON line, whatever becomes of the others."""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from bench.gpu.check import MARK, STICKY
+
+
+class Part:
+    """Runs sections and reports each; a failure of one does not lose the others.
+
+    Args:
+        dry: On a CPU.
+        skip: Sections that a process before this one has reported.
+    """
+
+    def __init__(self, dry: bool, skip: Collection[str] = ()) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda"
+        self.failed = False
+        self._skip = set(skip)
+
+    def section(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        """Run one and print what it found, with its seconds.
+
+        Raises:
+            SystemExit: The device answers no more: this process can report nothing else.
+        """
+        if name in self._skip:
+            return
+        begin = time.monotonic()
+        try:
+            found = run()
+        except Exception as error:  # noqa: BLE001 - the point is to go on
+            self.failed = True
+            text = traceback.format_exc()[-1500:]
+            found = {"error": f"{type(error).__name__}: {error}", "trace": text}
+        found |= {"section": name, "seconds": round(time.monotonic() - begin, 2)}
+        print(MARK + json.dumps(found), flush=True)
+        if "error" in found and not self.dry:
+            try:
+                torch.cuda.synchronize()
+            except Exception:  # noqa: BLE001 - whatever it is, it stays
+                os._exit(STICKY)
