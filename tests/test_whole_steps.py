@@ -71,3 +71,27 @@ def test_a_decode_step_of_the_best_class_is_one_stage(
 ) -> None:
     """The native side decides so too (`bench/scheduler/differential.py` compares the two)."""
     assert stages_of_steps(priority, whole_steps) == stages
+
+
+@pytest.mark.parametrize(("step_ns", "stages"), [(1000, 1), (2_000_000_000, 3)])
+def test_a_slice_of_the_stall_bound_that_a_step_may_outlast_ends_it(
+    step_ns: int, stages: int
+) -> None:
+    """A BE request holds KV and is due within a second; nobody rides along."""
+    limits = replace(LIMITS, whole_steps=True)
+    loop, _ = dry_loop(load_policy("qllm2", {"ride_frac": 0}), limits=limits)
+    loop.scheduler.costs = CostTable((step_ns, step_ns), 10)
+    found = []
+    for step, priority in enumerate((BE, LS, None)):
+        if priority is not None:
+            loop.add(
+                [1, 2, 3], priority=priority, arrival_ns=step, sampling=SamplingParams(),
+                seed=0, max_tokens=4, request_id=step,
+            )  # fmt: skip
+        found.append(0)
+        while True:
+            loop.replay(loop.before(step))
+            found[-1] += 1
+            if loop.after(step) == lanes.OVER:
+                break
+    assert found == [3, 3, stages]

@@ -157,8 +157,9 @@ class World:
         self.front_end.submit(
             Submission(
                 request_id=self.number, name="", priority=priority, token_ids=[5] * num_prompt,
-                sampling=SamplingParams(temperature=0.0, ignore_eos=True, seed=1), stop_ids=frozenset(),
-                max_tokens=256, slo=Slo(), arrival_ns=self.at_ns, deadline_ns=None,
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True, seed=1),
+                stop_ids=frozenset(), max_tokens=256, slo=Slo(), arrival_ns=self.at_ns,
+                deadline_ns=None,
             )
         )  # fmt: skip
         self.number += 1

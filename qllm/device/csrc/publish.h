@@ -131,7 +131,8 @@ struct Publisher {
   QLLM_D bool write_token(FrontEnd& f, i32 slot, i32 number) {
     const i64 at = slot * v->max_total_tokens + requests[slot].num_prompt + number;
     const i64 place = i64(f.token.at), seq = i64(f.token.seq) + 1;
-    const Send send = {place, seq, requests[slot].id, token_ns[at], tokens[at], serving[slot].front_end};
+    const Send send = {place,        seq,        requests[slot].id,
+                       token_ns[at], tokens[at], serving[slot].front_end};
     if (holds && v->num_sends < v->capacity) {
       if (RingWriter(&f.token).reserve(kTokenBody) != 1) return false;
       sends[v->num_sends++] = send;

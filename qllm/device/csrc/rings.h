@@ -42,8 +42,9 @@ QLLM_D inline void store_release(u64* word, u64 value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 #endif
 }
-// `store_fenced` after `fence` is a release of all stores before the fence: on the device a fence for the whole
-// system takes about a microsecond, and one is enough for many. On the host the store itself is.
+// `store_fenced` after `fence` is a release of all stores before the fence: on the device a fence
+// for the whole system takes about a microsecond, and one is enough for many stores. On the host
+// each such store is a release.
 QLLM_D inline void fence() {
 #if defined(__CUDA_ARCH__)
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -172,7 +173,7 @@ struct RingReader : Ring {
 struct RingWriter : Ring {
   QLLM_D explicit RingWriter(RingEnd* e) : Ring(e) {}
 
-  // Whether so many bytes are free; the reader's word is read only where what is known is not enough.
+  // Whether so many bytes are free; the reader's word is read where what is known is not enough.
   QLLM_D bool has_room(u64 num_bytes) {
     if (end->at - end->known_tail + num_bytes <= end->capacity) return true;
     end->known_tail = load_acquire(tail());
@@ -214,7 +215,8 @@ struct RingWriter : Ring {
     return 1;
   }
   // Write a record into its place; any thread may, in any order.
-  QLLM_D_CALL void fill(u64 place, u64 seq, u32 kind, u32 flags, const u8* body, u64 num_body) const {
+  QLLM_D_CALL void fill(u64 place, u64 seq, u32 kind, u32 flags, const u8* body,
+                        u64 num_body) const {
     u64 length = record_bytes(num_body), trailer = place + length - kTrailer;
     Crc crc;
     u64 header[] = {seq, length | u64(kind) << 32 | u64(flags) << 48};
