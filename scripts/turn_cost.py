@@ -1,7 +1,7 @@
 """Work of the device loop's turns, by reading and counting: no GPU is needed.
 
-    python -m bench.scheduler.turn_cost              # instructions of the host build, by callgrind
-    python -m bench.scheduler.turn_cost --sass 9.0   # and what the compiler made of `qllm_turn`
+    python -m scripts.turn_cost              # instructions of the host build, by callgrind
+    python -m scripts.turn_cost --sass 9.0   # and what the compiler made of `qllm_turn`
 
 The loop (`csrc/loop.h`) is built for this machine and takes turns under callgrind (valgrind and its
 headers must be there), with real rings and a model of 48 layers in stages of 4 that compute
@@ -216,11 +216,11 @@ def counts() -> list[dict[str, Any]]:
     """Build, run under callgrind, and read what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/turn.so"
-        source = ROOT / "bench" / "scheduler" / "turn_cost.cpp"
+        source = ROOT / "scripts" / "turn_cost.cpp"
         subprocess.run(["g++", *FLAGS, f"-I{CSRC}", str(source), "-o", library], check=True)
         tool = ["valgrind", "--tool=callgrind", "--collect-atstart=no", "--error-exitcode=3"]
         tool += [f"--callgrind-out-file={folder}/out", "-q"]
-        command = [sys.executable, "-m", "bench.scheduler.turn_cost", "--library", library]
+        command = [sys.executable, "-m", "scripts.turn_cost", "--library", library]
         subprocess.run([*tool, *command], check=True, cwd=ROOT)
         found = []
         for file in sorted(Path(folder).glob("out.*"), key=lambda f: int(f.suffix[1:])):
