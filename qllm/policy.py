@@ -164,6 +164,8 @@ class View:
     """What the engine can do, for policies that `want` more than they need."""
     cuts: CutRule | None
     """Where chunks must end (level L2): a row that ends elsewhere is moved there; None anywhere."""
+    whole_steps: bool = False
+    """Steps that nothing would stop are to run whole: each boundary inside one costs a launch."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""

@@ -51,7 +51,7 @@ def test_the_device_reads_and_writes_records() -> None:
     capacity = 1024
     ring, tail, body = pinned_zeros(capacity // 8), pinned_zeros(1), pinned_zeros(capacity // 8)
     ends = pinned_zeros(2 * RING_END.itemsize // 8).view(RING_END)
-    ends[:] = (ring.ctypes.data, tail.ctypes.data, capacity, 0, 0, 0)
+    ends[:] = (ring.ctypes.data, tail.ctypes.data, capacity, *[0] * 7)
     ours = memoryview(ring).cast("B"), memoryview(tail).cast("B").cast("Q")
     writer, reader = RingWriter(*ours), RingReader(*ours)
     text = body.view(np.uint8)

@@ -326,6 +326,7 @@ def frame_of_rows(
     rows = block.array("frame_rows")[slot * LIMITS.max_num_seqs :]
     for row, (start, end) in zip(rows, layers, strict=False):
         row["start"], row["end"] = start, end
+    block.set(num_gone=block.get("num_gone") + 1)  # what is known of its group holds no more
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, seed=1)
 POLICIES = ["fcfs", "priority", "chunked-priority", "qllm2", "layered", "priority-layered"]
 LIMITS = Limits(
     max_num_seqs=4, max_step_tokens=48, block_size=4, num_blocks=64, grain=Grain.LAYER,
-    max_segment_ns=5_000_000,
+    max_segment_ns=5_000_000, whole_steps=True,
 )  # fmt: skip
 LONGEST = 60
 

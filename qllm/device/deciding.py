@@ -97,6 +97,7 @@ class NativeDecider:
             block_size=limits.block_size,
             finest_grain=limits.grain,
             max_segment_ns=limits.max_segment_ns,
+            whole_steps=int(limits.whole_steps),
         )
         self.policy = policy
         self.costs = NO_COSTS

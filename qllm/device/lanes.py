@@ -11,7 +11,7 @@ from qllm.device import layout
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.ingress.structs import Dtype, c_struct
 
-VERSION = 2
+VERSION = 3
 """Version of everything in this file."""
 NOTHING, CANNOT = -1, -2
 """Returned instead of a branch: nothing can run now; the running frame fits no stage."""
@@ -45,6 +45,18 @@ MOST_LATENCIES = 1024
 
 SAMPLED: Dtype = np.dtype(numbers("slot", "token", kind="<i4"))
 
+GROUP: Dtype = np.dtype(
+    [
+        *numbers("frame", "gone"),
+        *numbers("layer", "since", "from", "until", "num_tokens", "num_live", kind="<i4"),
+        *numbers("prefill", "samples", kind="<i4"),
+    ]
+)
+"""The rows of a frame that cross the layers [from, until), as they were last looked for.
+
+`frame`: its id; `gone`: STATE's `num_gone` then; `layer`: where it was asked for; `since`: where
+it became this group; whether one of its rows has more than one token, and whether one samples."""
+
 SECTIONS = (
     Section("stages", STAGE, "num_stages"),
     Section("starts", I4, "num_starts"),
@@ -64,7 +76,8 @@ LANES: Dtype = np.dtype(
         *numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
         *numbers("num_turns", "turns_left", "goes_on", "in_flight", "asked", "idle", "stopped"),
         *numbers("launch_ns", "clock_ns", "now_ns", "pause", "preempted", "num_preemptions"),
-        *numbers("longest_ns", "num_policy_errors", "policy_error"),
+        *numbers("longest_ns", "num_policy_errors", "policy_error", "shown_ns"),
+        ("group", GROUP),
     ]
 )
 """Offsets and sizes; then of the running frame: the stage that was chosen last, the first layer not
@@ -76,9 +89,10 @@ whether it was asked to stop and has. `launch_ns`: engine time of a launch, 0 on
 set its clock by it: `clock_ns` is its timer at engine time 0; `now_ns`: when the last turn was.
 `pause`: the host wants the launch to end. `preempted`: whether the last frame that was parked made
 way for an arrival; `longest_ns`: from a turn that chose a stage to the next one, at most;
-`policy_error`: the last answer of `decide` that was not OK."""
+`policy_error`: the last answer of `decide` that was not OK; `shown_ns`: when the front ends were
+last shown what the engine holds; `group`: of the running frame."""
 
-STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Lanes": LANES}
+STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Group": GROUP, "Lanes": LANES}
 ENUMS = {
     "Branch": {"NOTHING": NOTHING, "CANNOT": CANNOT},
     "Became": {"GOES_ON": GOES_ON, "PARKED": PARKED, "OVER": OVER},

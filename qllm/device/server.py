@@ -158,7 +158,7 @@ class NativeServer(NativeDecider):
             )
         end = np.zeros(1, serving.FRONT_END)
         for name in RINGS:
-            end[name] = np.array((*rings[name], 0, 0, 0), RING_END)
+            end[name] = np.array((*rings[name], *[0] * 7), RING_END)
         end["number"] = number
         end["progress"] = progress
         end["state"] = serving.ATTACHED

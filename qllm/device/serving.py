@@ -12,7 +12,7 @@ import numpy as np
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.ingress.structs import RING_END, Dtype, c_struct
 
-VERSION = 3
+VERSION = 4
 """Version of everything in this file."""
 MOST_STOP_IDS = 8
 """Ids that end a request on the device; one with more is not served there."""
@@ -89,6 +89,11 @@ EVENT: Dtype = np.dtype([("request_id", "<i8"), *numbers("kind", "slot", kind="<
 """For the host: a request took a slot, or is computed no more. Whoever calls takes them and sets
 `num_events` to 0."""
 
+SEND: Dtype = np.dtype(
+    [*numbers("place", "seq", "request_id", "at_ns"), *numbers("token", "front_end", kind="<i4")]
+)
+"""A token record whose place in its ring is taken: the threads of a block write them together."""
+
 SECTIONS = (
     Section("serving", SERVING, "capacity"),
     Section("tokens", I4, "capacity * max_total_tokens"),
@@ -96,6 +101,7 @@ SECTIONS = (
     Section("front_ends", FRONT_END, "num_front_ends"),
     Section("buckets", I4, "num_buckets"),
     Section("events", EVENT, "capacity * 4"),
+    Section("sends", SEND, "capacity"),
 )
 """`tokens`: of the request in slot s, prompt and sampled, from s * max_total_tokens on; `token_ns`:
 when each was sampled. `buckets`: heads of the chains in which a slot is found by its id."""
@@ -107,16 +113,17 @@ SERVER: Dtype = np.dtype(
         *numbers("vocab_size", "ls_slots", "shared_slots", "control"),
         *numbers("first_front_end", "num_held", "num_events", "next_deadline_ns", "most_layers"),
         *numbers("bell_seen", "word", "lowered_ns", "num_steps", "num_tokens"),
-        *numbers("num_silent"),
+        *numbers("num_silent", "num_sends"),
     ]
 )
 """Offsets; sizes; `ls_slots`: slots that BE requests leave free; `shared_slots`: slots that every
 attached front end can have whatever the others hold; `control`: address of the engine's control
 block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found.
-`num_silent`: attached front ends that ring no bell; with any, a turn looks at the rings anyway."""
+`num_silent`: attached front ends that ring no bell; with any, a turn looks at the rings anyway;
+`num_sends`: token records of the turn whose places are taken."""
 
 STRUCTS = {"Serving": SERVING, "Pending": PENDING, "FrontEnd": FRONT_END, "Event": EVENT}
-STRUCTS |= {"ServerState": SERVER}
+STRUCTS |= {"Send": SEND, "ServerState": SERVER}
 ENUMS = {
     "Phase": {"FREE": FREE, "LIVE": LIVE, "ENDED": ENDED},
     "EventKind": {"ADDED": ADDED, "REMOVED": REMOVED},

@@ -139,7 +139,8 @@ class LoadedRunner:
                 except BaseException:
                     self.runner.close()  # the model is the caller's, as it was
                     raise
-        self.limits = limits_of(config, self.runner.capabilities)
+        on_cuda = loaded.model.device.type == "cuda"
+        self.limits = limits_of(config, self.runner.capabilities, whole_steps=on_cuda)
         meta = {"model": loaded.name, "policy": repr(policy)}
         self.trace = Trace(meta=meta)
         self.info = ModelInfo(

@@ -5,8 +5,16 @@ from qllm.scheduler.decision import Limits
 from qllm.types import CAPABILITIES, NS_PER_MS, Cap
 
 
-def limits_of(config: EngineConfig, capabilities: Cap = CAPABILITIES) -> Limits:
-    """The limits of an engine whose runner has these capabilities."""
+def limits_of(
+    config: EngineConfig, capabilities: Cap = CAPABILITIES, *, whole_steps: bool = False
+) -> Limits:
+    """The limits of an engine whose runner has these capabilities.
+
+    Args:
+        config: Settings.
+        capabilities: What the runner can do.
+        whole_steps: Each boundary inside a step costs it a launch.
+    """
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
@@ -16,4 +24,5 @@ def limits_of(config: EngineConfig, capabilities: Cap = CAPABILITIES) -> Limits:
         max_segment_ns=int(min(config.max_segment_ms, 1e6) * NS_PER_MS),
         batch_invariant=config.batch_invariant,
         capabilities=capabilities,
+        whole_steps=whole_steps,
     )

@@ -32,11 +32,15 @@ TYPEDEFS = (
 RING_END: Dtype = np.dtype(
     [(name, "<u8") for name in ("bytes", "tail", "capacity", "at", "seq")]
     + [("wrong_since_ns", "<i8")]
+    + [(name, "<u8") for name in ("checked", "known_tail", "held_at", "held_seq")]
 )
 """What an end of a ring in C++ keeps; zero but for the first three fields at first. `bytes`:
 address of the ring. `tail`: address of the reader's word. `capacity`: bytes, a multiple of a
 record's line. `at`: bytes written, or taken, by this end. `seq`: records written, or taken.
-`wrong_since_ns`: since when the next record has had a wrong checksum; 0 is that it has not."""
+`wrong_since_ns`: since when the next record has had a wrong checksum; 0 is that it has not.
+`checked`: number of the last record whose checksum was found right. Of a writer: `known_tail` is
+the reader's word as it was last read; `held_at` and `held_seq` are the place and number of the
+first record that the reader is not shown yet, 0 if it is shown all."""
 
 
 def c_struct(name: str, dtype: Dtype, known: Mapping[Dtype, str]) -> list[str]:

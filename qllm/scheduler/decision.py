@@ -109,6 +109,8 @@ class Limits:
     batch_invariant: bool = False
     capabilities: Cap = CAPABILITIES
     """What the runner can do."""
+    whole_steps: bool = False
+    """Steps that nothing would stop are planned whole: each boundary inside one costs a launch."""
 
 
 class Patience:

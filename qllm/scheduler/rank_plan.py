@@ -30,6 +30,7 @@ from qllm.policy import (
 from qllm.scheduler.ranking import Ranked, Ranking
 from qllm.scheduler.ride import JOIN_CAP, RIDE_CAP, ahead_ns, ride_allowance_ns, tpot_target_ns
 from qllm.scheduler.turns import scores
+from qllm.scheduler.whole_steps import runs_whole
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS
@@ -121,12 +122,10 @@ class _Shaper:
             if due is not None:
                 left = max(self.min_slice_ns, due - self.view.now_ns)
                 slice_ns = left if slice_ns is None else min(slice_ns, left)
-        return Plan(
-            rows=tuple(rows),
-            grain=grain,
-            stop_below=stop,
-            slice_ns=slice_ns,
-        )
+            best = min(self.tiers[0], Priority.LS)
+            if stop <= best and runs_whole(self.view, rows, self.tier_of, best, slice_ns):
+                grain, stop, slice_ns = Grain.STEP, NO_STOP, None
+        return Plan(rows=tuple(rows), grain=grain, stop_below=stop, slice_ns=slice_ns)
 
     def stop_below(self, rows: Sequence[Row]) -> int:
         """The priority below which an arrival stops these rows.

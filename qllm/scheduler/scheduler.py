@@ -192,6 +192,7 @@ class Scheduler:
             ride_used_ns=self.riding.used_ns(now_ns),
             capabilities=self.limits.capabilities,
             cuts=self.cuts if self.limits.batch_invariant else None,
+            whole_steps=self.limits.whole_steps,
         )
 
     def decide(self, now_ns: int) -> Decision:

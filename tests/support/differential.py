@@ -251,6 +251,7 @@ def random_world(policy: Any, rng: random.Random, scheduler: Callable[..., Any] 
         grain=rng.choice([Grain.STEP, Grain.LAYER, Grain.EXPERT, Grain.EXPERT]),
         max_segment_ns=rng.choice([NS_PER_MS // 2, 5 * NS_PER_MS]),
         batch_invariant=exact,
+        whole_steps=longest in (20, 700),  # no draw of its own: seeds keep their worlds
     )
     costs = random_costs(rng)
     layers = rng.choice([3, 7])

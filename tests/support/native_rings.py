@@ -32,7 +32,7 @@ class _NativeEnd:
         self._held = (np.frombuffer(buffer, "u1"), np.frombuffer(tail, "<u8"))
         self._end = np.zeros(1, RING_END)
         ring, word = (part.ctypes.data for part in self._held)
-        self._end[0] = (ring, word, len(buffer), 0, 0, 0)
+        self._end[0] = (ring, word, len(buffer), *[0] * 7)
         self._address = self._end.ctypes.data
 
 

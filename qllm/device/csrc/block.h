@@ -42,6 +42,18 @@ QLLM_HD inline i64 floor_div(i64 a, i64 b) {  // b > 0; rounds down, as Python d
   return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
+// A thread of the block that shares some work: whoever's number `i` is, modulo their count.
+struct Share {
+  i32 thread, threads;
+
+  // The first number at or after `first` that is this thread's.
+  QLLM_HD i64 from(i64 first) const {
+    i64 ahead = (thread - first) % threads;
+    return first + (ahead < 0 ? ahead + threads : ahead);
+  }
+  QLLM_HD bool has(i64 number) const { return number % threads == thread; }
+};
+
 struct Block {
   State* s;
   RankFunction rank_function;

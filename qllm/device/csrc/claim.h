@@ -115,9 +115,10 @@ struct Claimer : Publisher {
       i32 slot = find(i64(cancel.request_id));
       if (slot < 0 && !put_off(f, cancel)) break;
       if (slot >= 0 && serving[slot].phase == LIVE) finish(slot, i32(cancel.reason), now_ns);
-      RingReader(&f.cancel).take(u64(length));
+      RingReader(&f.cancel).pass(u64(length));
       taken++;
     }
+    if (taken) RingReader(&f.cancel).give_back();
     return taken;
   }
   // Keep a cancel whose request may be in a ring still: it was put before the cancel. False if
@@ -165,10 +166,11 @@ struct Claimer : Publisher {
       i64 length = look(index, end, kRequestKind, &record, now_ns);
       if (!news) passed(f, is_be ? kBePassed : kLsPassed);
       if (!length || !admit(index, record, length, is_be, now_ns)) break;
-      RingReader(&end).take(u64(length));
+      RingReader(&end).pass(u64(length));
       f.num_claimed++;
       taken++;
     }
+    if (taken) RingReader(&end).give_back();
     return taken;
   }
   // Give the request of a record a slot, or end it; false if it has to stay in the ring.
@@ -254,13 +256,14 @@ struct Claimer : Publisher {
     v->word = word;
     v->lowered_ns = at_ns;
   }
-  // Lower the word by the requests that `claim` would take of a ring now.
+  // Lower the word by the requests that `claim` would take of a ring now. Checksums are left to it:
+  // a torn record may park a frame in vain, once per look.
   QLLM_D_CALL void lower_by(i32 index, bool is_be, i64 now_ns) {
     RingEnd ahead = is_be ? front_ends[index].be : front_ends[index].ls;
     RingReader ring(&ahead);
     i64 num = least<i64>(kMostClaims, num_claimable(index, is_be)), length;
     RequestRecord r;
-    for (i64 n = 0; n < num && (length = ring.look(now_ns)) > 0; n++) {
+    for (i64 n = 0; n < num && (length = ring.glance()) > 0; n++) {
       if (length < i64(sizeof r + kTrailer)) return;
       ring.copy((u8*)&r + kHeader, sizeof r - kHeader);
       r.header.flags = u16(ring.flags());

@@ -2,7 +2,7 @@
 #pragma once
 #include "state.h"
 namespace qllm {
-const i64 kLanesVersion = 2;
+const i64 kLanesVersion = 3;
 const i32 kBroken = -1;
 const i64 kMostLatencies = 1024;
 enum Branch { NOTHING = -1, CANNOT = -2 };
@@ -53,6 +53,20 @@ struct Sampled {
 };
 static_assert(sizeof(Sampled) == 8, "Sampled");
 
+struct Group {
+  i64 frame;
+  i64 gone;
+  i32 layer;
+  i32 since;
+  i32 from;
+  i32 until;
+  i32 num_tokens;
+  i32 num_live;
+  i32 prefill;
+  i32 samples;
+};
+static_assert(sizeof(Group) == 48, "Group");
+
 struct Lanes {
   i64 version;
   i64 at_stages;
@@ -87,8 +101,10 @@ struct Lanes {
   i64 longest_ns;
   i64 num_policy_errors;
   i64 policy_error;
+  i64 shown_ns;
+  Group group;
 };
-static_assert(sizeof(Lanes) == 264, "Lanes");
+static_assert(sizeof(Lanes) == 320, "Lanes");
 
 // The arrays of a block: X(type, name).
 #define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled) X(i64, latencies)

@@ -1,6 +1,7 @@
 // The whole loop as turns, with nobody beside it: what the device does between two stages.
 //
 //   turn     book the stage that ran; between two frames claim what has come; choose the next stage
+//   (send)   Sender::send, then Sender::show: what front ends get
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
 //
 // A turn does bounded work and leaves everything in the blocks: a launch may end after any.
@@ -12,6 +13,8 @@
 
 namespace qllm {
 
+const i64 kShowNs = kNsPerMs;  // front ends are shown what the engine holds this often
+
 struct Loop {
   Server server;
   Turns<Server> turns;
@@ -22,9 +25,11 @@ struct Loop {
 
   QLLM_D Loop(ServerState* serves, State* state, RankFunction rank, Lanes* lanes)
       : server(serves, state, rank), turns(server, state, serves, lanes), v(serves), s(state),
-        now(lanes), latencies((i64*)((u8*)lanes + lanes->at_latencies)) {}
+        now(lanes), latencies((i64*)((u8*)lanes + lanes->at_latencies)) {
+    server.holds = true;
+  }
 
-  // The branch of the next stage, or NOTHING.
+  // The branch of the next stage, or NOTHING. Then a `Sender` sends.
   QLLM_D_CALL i32 turn(i64 now_ns) {
     if (now->in_flight) now->longest_ns = most(now->longest_ns, now_ns - now->now_ns);
     now->now_ns = now_ns;
@@ -37,7 +42,13 @@ struct Loop {
     now->in_flight = branch >= 0;
     now->idle = branch < 0 && !taken;
     now->goes_on = !now->stopped && !now->pause && now->turns_left > 0;
+    if (now_ns >= now->shown_ns + kShowNs || !now->goes_on) show(now_ns);
     return branch;
+  }
+
+  QLLM_D void show(i64 now_ns) {
+    now->shown_ns = now_ns;
+    server.show_stats();
   }
 
   // What the stage that ran has done, and who gets tokens of it.
@@ -75,7 +86,7 @@ struct Loop {
       now->policy_error = now->failure;
       end_all(i32(kReasonError), why(i32(now->failure)), now_ns);
     }
-    if (steps != s->next_frame_id || branch < 0) server.show();
+    v->num_steps += steps != s->next_frame_id || branch < 0;
     return branch < 0 ? NOTHING : branch;
   }
   // The running frame fits no stage: its rows are rerun alone, those that were alone end.
@@ -116,7 +127,7 @@ struct Loop {
     now->fill = 0;
     end_all(i32(kReasonCancelled), nullptr, now_ns);
     now->stopped = !taken && !server.flush();
-    server.show();
+    v->num_steps++;
     return NOTHING;
   }
 };

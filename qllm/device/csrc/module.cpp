@@ -147,6 +147,9 @@ PyObject* loop_turn(PyObject*, PyObject* const* args, Py_ssize_t num) {
   if (!read_numbers(args, num, n)) return nullptr;
   Loop loop((ServerState*)n[0], (State*)n[1], (RankFunction)n[2], (Lanes*)n[3]);
   i32 branch = loop.turn(n[4]), threads = i32(n[5]);
+  Sender sender(loop.v);
+  for (i32 i = 0; i < threads; i++) sender.send({i, threads});
+  sender.show();
   for (i32 i = 0; loop.now->fill && i < threads; i++) loop.turns.stages.clear({i, threads});
   for (i32 i = 0; loop.now->fill && i < threads; i++) loop.turns.stages.write({i, threads});
   return PyLong_FromLong(branch);

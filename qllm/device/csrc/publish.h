@@ -22,8 +22,53 @@ struct Ending {
   }
 };
 
+const u64 kTokenBody = sizeof(TokenRecord) - kHeader;
+
+QLLM_D inline TokenRecord record_of(const Send& send) {
+  TokenRecord token = {};
+  token.request_id = u64(send.request_id);
+  token.at_ns = send.at_ns;
+  token.token_id = u32(send.token);
+  return token;
+}
+
+// What a turn leaves for its end: the threads of a block write the token records, one shows them.
+struct Sender {
+  ServerState* v;
+  FrontEnd* front_ends;
+  Send* sends;
+
+  QLLM_D explicit Sender(ServerState* server)
+      : v(server), front_ends((FrontEnd*)((char*)server + server->at_front_ends)),
+        sends((Send*)((char*)server + server->at_sends)) {}
+
+  // Write the records into their places. All threads are through it before one calls `show`.
+  QLLM_D_CALL void send(Share mine) const {
+    for (i64 i = mine.thread; i < v->num_sends; i += mine.threads) {
+      FrontEnd& f = front_ends[sends[i].front_end];
+      if (f.state == DETACHED) continue;  // its rings may be gone
+      TokenRecord token = record_of(sends[i]);
+      RingWriter(&f.token).fill(u64(sends[i].place), u64(sends[i].seq), kTokenKind, 0,
+                                (const u8*)&token + kHeader, kTokenBody);
+    }
+  }
+  // Let the front ends see all that was written: one fence for all of it.
+  QLLM_D_CALL void show() {
+    bool fenced = false;
+    v->num_sends = 0;
+    for (i32 n = 0; n < v->num_front_ends; n++) {
+      FrontEnd& f = front_ends[n];
+      if (f.state == DETACHED || !f.token.held_seq) continue;
+      if (!fenced) fence();
+      fenced = true;
+      RingWriter(&f.token).show();
+    }
+  }
+};
+
 struct Publisher {
   ServerState* v;
+  bool holds = false;  // records are left to a `Sender`
   Scheduler scheduler;
   Request* requests;
 #define X(type, name) type* name;
@@ -76,16 +121,25 @@ struct Publisher {
 
   QLLM_D bool write(FrontEnd& f, u32 kind, u32 flags, const u8* record, u64 num_bytes) {
     RingWriter ring(&f.token);
-    if (ring.write(kind, flags, record + kHeader, num_bytes - kHeader) != 1) return false;
+    const u8* body = record + kHeader;
+    u64 num = num_bytes - kHeader;
+    if ((holds ? ring.put(kind, flags, body, num) : ring.write(kind, flags, body, num)) != 1)
+      return false;
     f.num_written++;
     return true;
   }
   QLLM_D bool write_token(FrontEnd& f, i32 slot, i32 number) {
-    i64 at = slot * v->max_total_tokens + requests[slot].num_prompt + number;
-    TokenRecord token = {};
-    token.request_id = u64(requests[slot].id);
-    token.at_ns = token_ns[at];
-    token.token_id = u32(tokens[at]);
+    const i64 at = slot * v->max_total_tokens + requests[slot].num_prompt + number;
+    const i64 place = i64(f.token.at), seq = i64(f.token.seq) + 1;
+    const Send send = {place,        seq,        requests[slot].id,
+                       token_ns[at], tokens[at], serving[slot].front_end};
+    if (holds && v->num_sends < v->capacity) {
+      if (RingWriter(&f.token).reserve(kTokenBody) != 1) return false;
+      sends[v->num_sends++] = send;
+      f.num_written++;
+      return true;
+    }
+    TokenRecord token = record_of(send);
     return write(f, kTokenKind, 0, (const u8*)&token, sizeof token);
   }
   QLLM_D_CALL bool write_end(FrontEnd& f, const Ending& ending) {

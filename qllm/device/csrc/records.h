@@ -133,7 +133,11 @@ struct RingEnd {
   u64 at;
   u64 seq;
   i64 wrong_since_ns;
+  u64 checked;
+  u64 known_tail;
+  u64 held_at;
+  u64 held_seq;
 };
-static_assert(sizeof(RingEnd) == 48, "RingEnd");
+static_assert(sizeof(RingEnd) == 80, "RingEnd");
 
 }  // namespace qllm

@@ -3,7 +3,9 @@
 // the checksum holds, so a torn write, in whatever order its bytes arrive, reads as "nothing yet".
 //
 // Loads and stores of a ring's words are acquire and release for the whole system (a NIC or
-// another processor writes the other end). Work per call: one record.
+// another processor writes the other end). A writer may hold back the number of the first of many
+// records: the reader sees none of them before it, so one fence orders all. Work per call: one
+// record.
 #pragma once
 #include "records.h"
 
@@ -39,6 +41,32 @@ QLLM_D inline void store_release(u64* word, u64 value) {
 #else
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 #endif
+}
+// `store_fenced` after `fence` is a release of all stores before the fence: on the device a fence
+// for the whole system takes about a microsecond, and one is enough for many stores. On the host
+// each such store is a release.
+QLLM_D inline void fence() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#endif
+}
+QLLM_D inline void store_fenced(u64* word, u64 value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+#else
+  store_release(word, value);
+#endif
+}
+// Copy a word of a body, or what is left of it. Bodies begin at multiples of four bytes.
+QLLM_D inline void copy_word(void* to, const void* from, u64 num) {
+#if defined(__CUDA_ARCH__)
+  if (num >= 8) {  // two moves: a copy of unknown alignment would be eight
+    ((u32*)to)[0] = ((const u32*)from)[0];
+    ((u32*)to)[1] = ((const u32*)from)[1];
+    return;
+  }
+#endif
+  memcpy(to, from, num < 8 ? num : 8);
 }
 
 // CRC-32 as zlib computes it, eight bytes at a time: t[k] is a byte followed by k zeros.
@@ -98,12 +126,22 @@ struct RingReader : Ring {
     if (length % kLine || length < kLine || length > end->capacity - kLine) return 0;
     u64 trailer = end->at + length - kTrailer;
     if (load_acquire(word(trailer + 8)) != seq) return 0;
+    if (end->checked == seq) return i64(length);  // it has waited here for a slot
     Crc crc;
     u64* p = word(end->at);
     for (u64 i = end->at; i < trailer; i += 8, p = after(p)) crc.add(*p);
     if ((*word(trailer) & 0xFFFFFFFFu) != crc.sum() || *word(end->at) != seq) return wrong(now_ns);
     end->wrong_since_ns = 0;
+    end->checked = seq;
     return i64(length);
+  }
+  // The same without the checksum, for who takes nothing and can bear a wrong number.
+  QLLM_D i64 glance() const {
+    u64 seq = end->seq + 1;
+    if (load_acquire(word(end->at)) != seq) return 0;
+    u64 length = load_acquire(word(end->at + 8)) & 0xFFFFFFFFu;
+    if (length % kLine || length < kLine || length > end->capacity - kLine) return 0;
+    return load_acquire(word(end->at + length - 8)) == seq ? i64(length) : 0;
   }
   QLLM_D i64 wrong(i64 now_ns) {
     if (!end->wrong_since_ns) end->wrong_since_ns = now_ns;
@@ -116,49 +154,84 @@ struct RingReader : Ring {
   // Copy bytes of the body of the record that `look` found; `from` is a multiple of eight.
   QLLM_D_CALL void copy(u8* to, u64 num, u64 from = 0) const {
     u64* p = word(end->at + kHeader + from);
-    for (u64 i = 0; i < num; i += 8, p = after(p)) memcpy(to + i, p, num - i < 8 ? num - i : 8);
+    for (u64 i = 0; i < num; i += 8, p = after(p)) copy_word(to + i, p, num - i);
   }
   // Go past that record without giving it back.
   QLLM_D void pass(u64 length) {
     end->seq++;
     end->at += length;
   }
-  // Give back that record.
+  // Give back all records that were passed.
+  QLLM_D void give_back() { store_release(tail(), end->at); }
+  // Go past that record and give it back.
   QLLM_D void take(u64 length) {
     pass(length);
-    store_release(tail(), end->at);
+    give_back();
   }
 };
 
 struct RingWriter : Ring {
   QLLM_D explicit RingWriter(RingEnd* e) : Ring(e) {}
 
-  QLLM_D i64 num_used() const { return i64(end->at - load_acquire(tail())); }
+  // Whether so many bytes are free; the reader's word is read where what is known is not enough.
+  QLLM_D bool has_room(u64 num_bytes) {
+    if (end->at - end->known_tail + num_bytes <= end->capacity) return true;
+    end->known_tail = load_acquire(tail());
+    return i64(end->at - end->known_tail) + i64(num_bytes) <= i64(end->capacity);
+  }
 
-  // Write one record: 1, 0 if there is no room for it now, -1 if it is larger than the ring.
-  QLLM_D_CALL i32 write(u32 kind, u32 flags, const u8* body, u64 num_body) {
-    u64 length = record_bytes(num_body), seq = end->seq + 1;
+  // Write one record and show it: 1, 0 if there is no room for it now, -1 if it is larger than the
+  // ring.
+  QLLM_D i32 write(u32 kind, u32 flags, const u8* body, u64 num_body) {
+    i32 done = put(kind, flags, body, num_body);
+    if (done == 1) fence();
+    show();
+    return done;
+  }
+  // Show the reader all records, after a `fence`.
+  QLLM_D void show() {
+    if (end->held_seq) store_fenced(word(end->held_at), end->held_seq);
+    end->held_seq = 0;
+  }
+  // Write one record; the reader sees none before `show`.
+  QLLM_D i32 put(u32 kind, u32 flags, const u8* body, u64 num_body) {
+    u64 place = end->at;
+    i32 done = reserve(num_body);
+    if (done == 1) fill(place, end->seq, kind, flags, body, num_body);
+    return done;
+  }
+  // Take the place of the next record, which is to be filled before `show`: answers as `write`.
+  QLLM_D_CALL i32 reserve(u64 num_body) {
+    u64 length = record_bytes(num_body);
     if (num_body > kMostBody || length + kLine > end->capacity) return -1;
-    if (num_used() + i64(length + kLine) > i64(end->capacity)) return 0;
-    u64 trailer = end->at + length - kTrailer;
-    store_release(word(end->at + length), 0);
+    if (!has_room(length + kLine)) return 0;
+    *word(end->at + length) = 0;
+    end->seq++;
+    if (!end->held_seq) {
+      end->held_at = end->at;
+      end->held_seq = end->seq;
+    }
+    end->at += length;
+    return 1;
+  }
+  // Write a record into its place; any thread may, in any order.
+  QLLM_D_CALL void fill(u64 place, u64 seq, u32 kind, u32 flags, const u8* body,
+                        u64 num_body) const {
+    u64 length = record_bytes(num_body), trailer = place + length - kTrailer;
     Crc crc;
     u64 header[] = {seq, length | u64(kind) << 32 | u64(flags) << 48};
     for (i32 i = 0; i < 2; i++) crc.add(header[i]);
-    store_release(word(end->at + 8), header[1]);  // who sees the number below sees the length too,
-    store_release(word(end->at), header[0]);      // and looks for the trailer where it will be
-    u64* p = word(end->at + kHeader);
+    *word(place + 8) = header[1];
+    if (seq != end->held_seq) *word(place) = header[0];
+    u64* p = word(place + kHeader);
     for (u64 i = 0; i < length - kHeader - kTrailer; i += 8, p = after(p)) {
       u64 value = 0;
-      if (i < num_body) memcpy(&value, body + i, num_body - i < 8 ? num_body - i : 8);
+      if (i < num_body) copy_word(&value, body + i, num_body - i);
       *p = value;
       crc.add(value);
     }
     *word(trailer) = crc.sum();
-    store_release(word(trailer + 8), seq);
-    end->seq = seq;
-    end->at += length;
-    return 1;
+    *word(trailer + 8) = seq;
   }
 };
 

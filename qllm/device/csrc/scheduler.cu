@@ -81,31 +81,39 @@ __device__ inline qllm::i64 engine_ns(qllm::Lanes* lanes) {
   lanes->launch_ns = 0;
   return qllm::most(qllm::i64(timer) - lanes->clock_ns, lanes->now_ns);
 }
-// A turn by all threads of one block; the branch, in thread 0. The lane is filled when it returns.
-__device__ inline qllm::i32 take_turn(qllm::ServerState* server, qllm::State* state,
-                                      qllm::Lanes* lanes) {
-  qllm::i32 branch = qllm::NOTHING;
-  if (threadIdx.x == 0) {
-    branch = qllm::Loop(server, state, nullptr, lanes).turn(engine_ns(lanes));
-    if (lanes->idle) __nanosleep(2000);
-  }
-  __syncthreads();
-  if (!lanes->fill) return branch;
+// The part of a turn that one thread does; the branch. A function of its own, so that the kernel
+// keeps nothing of it in registers.
+__device__ __noinline__ qllm::i32 decide_turn(qllm::ServerState* server, qllm::State* state,
+                                              qllm::Lanes* lanes) {
+  qllm::i32 branch = qllm::Loop(server, state, nullptr, lanes).turn(engine_ns(lanes));
+  if (lanes->idle) __nanosleep(2000);
+  return branch;
+}
+// The part that the threads of one block share: token records go out, the lane is filled.
+__device__ __noinline__ void share_turn(qllm::ServerState* server, qllm::State* state,
+                                        qllm::Lanes* lanes) {
   const qllm::Share mine = {qllm::i32(threadIdx.x), qllm::i32(blockDim.x)};
+  qllm::Sender sender(server);
+  sender.send(mine);
+  __syncthreads();
+  if (threadIdx.x == 0) sender.show();
+  if (!lanes->fill) return;
   qllm::Stages stages(state, server, lanes);
   stages.clear(mine);
   __syncthreads();
   stages.write(mine);
   __syncthreads();
-  return branch;
 }
 
 // The loop as the body of a WHILE node: it says whether to go on, and which body of a SWITCH runs.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI
 cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
-extern "C" __global__ void qllm_turn(qllm::ServerState* server, qllm::State* state,
+extern "C" __global__ void __launch_bounds__(256, 1) qllm_turn(qllm::ServerState* server, qllm::State* state,
                                      qllm::Lanes* lanes, qllm::u64 run, qllm::u64 stage) {
-  qllm::i32 branch = take_turn(server, state, lanes);
+  qllm::i32 branch = qllm::NOTHING;
+  if (threadIdx.x == 0) branch = decide_turn(server, state, lanes);
+  __syncthreads();
+  share_turn(server, state, lanes);
   if (threadIdx.x) return;
   cudaGraphSetConditional((cudaGraphConditionalHandle)stage, unsigned(branch));
   cudaGraphSetConditional((cudaGraphConditionalHandle)run, lanes->goes_on ? 1u : 0u);

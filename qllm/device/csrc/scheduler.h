@@ -99,6 +99,7 @@ struct Scheduler : Ranking {
   }
   QLLM_HD void start_over(i32 slot) {
     Request& r = requests[slot];
+    s->num_gone++;
     leave_frame(slot);
     give_back(slot);
     r.frame = r.front_layer = -1;

@@ -29,7 +29,7 @@ struct Server : Claimer {
     if (!has_room()) return -1;
     v->bell_seen = i64(load_acquire(&control()->bell));
     v->word = kAnyArrival;
-    store_release((u64*)&control()->heartbeat_ns, u64(now_ns));
+    store_fenced((u64*)&control()->heartbeat_ns, u64(now_ns));
     i32 taken = 0;
     i64 num = v->num_front_ends;
     for (i32 n = 0; n < num; n++)
@@ -168,24 +168,29 @@ struct Server : Claimer {
   QLLM_D void end(i32 slot, i32 reason, i64 now_ns) {
     if (serving[slot].phase == LIVE) finish(slot, reason, now_ns);
   }
-  // Show the front ends what the engine holds now.
+  // One more step; show the front ends what the engine holds now.
   QLLM_D void show() {
+    v->num_steps++;
+    show_stats();
+  }
+  QLLM_D_CALL void show_stats() {
     const State* s = scheduler.s;
     i64 waiting = s->num_waiting;
     for (i64 i = 0; i < s->num_unranked; i++)
       waiting += !requests[scheduler.unranked[i]].num_blocks;
     ControlMemory* c = control();
-    v->num_steps++;
     u64 version = c->stats_version;
-    store_release(&c->stats_version, version + 1);
-    store_release(&c->num_steps, u64(v->num_steps));
-    store_release(&c->num_live, u64(s->num_live));
-    store_release(&c->num_waiting, u64(waiting));
-    store_release(&c->stats_version, version + 2);
+    store_fenced(&c->stats_version, version + 1);
+    fence();
+    store_fenced(&c->num_steps, u64(v->num_steps));
+    store_fenced(&c->num_live, u64(s->num_live));
+    store_fenced(&c->num_waiting, u64(waiting));
+    fence();
+    store_fenced(&c->stats_version, version + 2);
     for (i32 n = 0; n < v->num_front_ends; n++) {
       FrontEnd& f = front_ends[n];
       u64 progress = (u64(f.num_claimed) & 0xFFFFFFFFu) << 32 | u64(waiting);
-      if (f.state == ATTACHED) store_release((u64*)f.progress, progress);
+      if (f.state == ATTACHED) store_fenced((u64*)f.progress, progress);
     }
   }
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include "records.h"
 namespace qllm {
-const i32 kServingVersion = 3;
+const i32 kServingVersion = 4;
 const i32 kMostStopIds = 8;
 const i32 kMostClaims = 16;
 const i32 kMostPublished = 64;
@@ -76,7 +76,7 @@ struct FrontEnd {
   i32 num_pending;
   Pending pending[256];
 };
-static_assert(sizeof(FrontEnd) == 4360, "FrontEnd");
+static_assert(sizeof(FrontEnd) == 4488, "FrontEnd");
 
 struct Event {
   i64 request_id;
@@ -84,6 +84,16 @@ struct Event {
   i32 slot;
 };
 static_assert(sizeof(Event) == 16, "Event");
+
+struct Send {
+  i64 place;
+  i64 seq;
+  i64 request_id;
+  i64 at_ns;
+  i32 token;
+  i32 front_end;
+};
+static_assert(sizeof(Send) == 40, "Send");
 
 struct ServerState {
   i64 version;
@@ -93,6 +103,7 @@ struct ServerState {
   i64 at_front_ends;
   i64 at_buckets;
   i64 at_events;
+  i64 at_sends;
   i64 capacity;
   i64 max_total_tokens;
   i64 num_front_ends;
@@ -112,9 +123,10 @@ struct ServerState {
   i64 num_steps;
   i64 num_tokens;
   i64 num_silent;
+  i64 num_sends;
 };
-static_assert(sizeof(ServerState) == 208, "ServerState");
+static_assert(sizeof(ServerState) == 224, "ServerState");
 
 // The arrays of a block: X(type, name).
-#define QLLM_SERVER_SECTIONS(X) X(Serving, serving) X(i32, tokens) X(i64, token_ns) X(FrontEnd, front_ends) X(i32, buckets) X(Event, events)
+#define QLLM_SERVER_SECTIONS(X) X(Serving, serving) X(i32, tokens) X(i64, token_ns) X(FrontEnd, front_ends) X(i32, buckets) X(Event, events) X(Send, sends)
 }  // namespace qllm

@@ -267,7 +267,7 @@ struct Shapes : Ranking {
     return r.tier > tiers[0].tier || r.priority > kPriorityLs;
   }
 
-  QLLM_HD_CALL Plan finish_plan(Row* rows, i32 count, i32 frame = -1) {
+  QLLM_HD_CALL Plan stoppable_plan(Row* rows, i32 count, i32 frame) {
     Plan plan = {rows, count, frame, finest_grain(), kNoStop, kNone};
     if (plan.grain == kGrainStep) return plan;
     i64 stamp = ++s->epoch;
@@ -285,6 +285,26 @@ struct Shapes : Ranking {
       if (r.mark != stamp && is_bounded(r)) due = least(due, r.last_progress_ns + left);
     }
     if (due != kMost) plan.slice_ns = most(min_slice_ns, due - now_ns);
+    return plan;
+  }
+  // Whether nothing would stop these rows inside the step: the best class decodes alone.
+  QLLM_HD bool runs_whole(const Plan& plan) const {
+    i64 best = least(tiers[0].tier, kPriorityLs);
+    if (!s->whole_steps || plan.grain == kGrainStep || plan.stop_below > best) return false;
+    if (plan.slice_ns != kNone && plan.slice_ns < decode_cost(plan.num_rows)) return false;
+    for (i32 i = 0; i < plan.num_rows; i++) {
+      const Row& row = plan.rows[i];
+      bool decodes = row.hi - row.lo == 1 && !row.start && row.end == s->num_layers;
+      if (!decodes || requests[row.slot].tier > best) return false;
+    }
+    return true;
+  }
+  QLLM_HD_CALL Plan finish_plan(Row* rows, i32 count, i32 frame = -1) {
+    Plan plan = stoppable_plan(rows, count, frame);
+    if (!runs_whole(plan)) return plan;
+    plan.grain = kGrainStep;
+    plan.stop_below = kNoStop;
+    plan.slice_ns = kNone;
     return plan;
   }
   QLLM_HD Plan finish(const Batch& batch) { return finish_plan(batch.rows, batch.num_rows); }

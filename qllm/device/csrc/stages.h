@@ -10,25 +10,6 @@
 
 namespace qllm {
 
-// A thread of the block that shares some work: whoever's number `i` is, modulo their count.
-struct Share {
-  i32 thread, threads;
-
-  // The first number at or after `first` that is this thread's.
-  QLLM_HD i64 from(i64 first) const {
-    i64 ahead = (thread - first) % threads;
-    return first + (ahead < 0 ? ahead + threads : ahead);
-  }
-  QLLM_HD bool has(i64 number) const { return number % threads == thread; }
-};
-
-// The rows of a frame that cross the layers [from, until).
-struct Group {
-  i32 since, from, until;  // `since`: where it became this group
-  i32 num_tokens, num_live;
-  bool prefill, samples;
-};
-
 struct Stages : Block {
   ServerState* server;
   Lanes* now;
@@ -60,11 +41,20 @@ struct Stages : Block {
       g.until = least(g.until, layer);
   }
   // The group of the running frame at the first layer, from `layer` on, that a living row crosses.
-  QLLM_HD_CALL Group group_at(i32 layer) const {
+  // It is looked for once, then again where rows begin or end and when somebody has gone.
+  QLLM_HD const Group& group_at(i32 layer) {
+    Group& g = now->group;
+    bool known = g.frame == running().id && g.gone == s->num_gone;
+    if (!known || layer < g.layer || layer >= g.until) find_group(layer);
+    g.layer = layer;
+    g.from = most(g.from, layer);
+    return g;
+  }
+  QLLM_HD_CALL void find_group(i32 layer) {
     const Frame& f = running();
     const Row* rows = rows_of(i32(s->running));
     i32 end = i32(s->num_layers);
-    Group g = {0, end, end, 0, 0, false, false};
+    Group g = {f.id, s->num_gone, layer, 0, end, end, 0, 0, 0, 0};
     for (i32 i = 0; i < f.num_rows; i++)
       if (rows[i].end > layer && has_live_request(rows[i]))
         g.from = least(g.from, most(layer, rows[i].start));
@@ -79,7 +69,7 @@ struct Stages : Block {
       g.num_live += live;
       g.samples |= live && samples(row);
     }
-    return g;
+    now->group = g;
   }
   // Whether a row gives a token at the end of the sweep.
   QLLM_HD bool samples(const Row& row) const {

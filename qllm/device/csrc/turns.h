@@ -30,7 +30,7 @@ struct Turns {
     s->num_effects = 0;  // they are for a host that mirrors frames; hidden states lie by KV slot
     if (s->running >= 0 && is_over()) decider.done(i32(now->layer), now->start_ns, now_ns);
     if (s->running < 0 && !begins(now_ns)) return NOTHING;
-    Group g = stages.group_at(i32(now->layer));
+    const Group& g = stages.group_at(i32(now->layer));
     i32 branch = stages.next(g);
     now->branch = branch;
     now->fill = branch >= 0 && stages.take_lane(stages.stages[branch], g);
@@ -45,7 +45,7 @@ struct Turns {
     return true;
   }
   // Whether nobody of the running frame owes a layer any more.
-  QLLM_HD bool is_over() const {
+  QLLM_HD bool is_over() {
     return stages.group_at(i32(now->layer)).from >= s->num_layers;
   }
 
@@ -56,7 +56,7 @@ struct Turns {
     i32 end = stages.stages[now->branch].end;
     now->layer = end;
     now->num_sampled = 0;
-    Group g = stages.group_at(end);
+    const Group& g = stages.group_at(end);
     if (g.from >= s->num_layers) {
       stages.collect();
       decider.done(end, now->start_ns, now_ns);
