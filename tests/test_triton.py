@@ -259,6 +259,26 @@ def test_experts(
     close(*outs)
 
 
+def test_tiles_of_an_expert_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    noise = Noise(1, "cpu")
+    weights = experts_of(noise, 2, 160, 128, False, torch.float32)
+    ids, one = torch.zeros(40, 1, dtype=torch.int64), torch.tensor([40], dtype=torch.int32)
+    routing = moe.route(ids, one, 2, one.clone())
+    monkeypatch.setattr(moe, "_up", Launch())
+    monkeypatch.setattr(moe, "_down", Launch())
+    moe.run_experts(noise(40, 160), weights, routing, 0, 2, torch.zeros(40, 1, 160))
+    tiles = moe.max_tiles(40, 2, moe.tile_rows(40, 2))
+    assert grids == [(tiles, 4), (5, tiles)]  # 128 and 160 columns in blocks of 32
+    assert tiles not in (4, 5)
+
+
 @DEVICES
 def test_slots_are_sorted_by_expert_then_token(device: str) -> None:
     noise = Noise(1, device)

@@ -73,7 +73,7 @@ def _up(
     HAS_BIAS: tl.constexpr, GPT_OSS: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.load(tile_start + lo) + tl.program_id(1)
+    tile = tl.load(tile_start + lo) + tl.program_id(0)
     if tile >= tl.load(tile_start + hi):
         return
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
@@ -81,24 +81,41 @@ def _up(
     place = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     is_row = place < tl.load(tile_end + tile)
     tok = (tl.load(order + place, mask=is_row, other=0) // K).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_col = n < I
     d = tl.arange(0, BLOCK_K)
     x_at = x + tok[:, None] * x_t + d[None, :]
-    gate_at = w + expert * w_e + (n * F_STEP)[None, :] * w_f + d[:, None] * w_d
-    up_at = gate_at + F_UP * w_f
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    INTERLEAVED: tl.constexpr = F_STEP == 2
+    if INTERLEAVED:  # gate and up alternate, so 2 * BLOCK_N neighbours are one wide load
+        f = tl.program_id(1) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        is_f = f < 2 * I
+        both_at = w + expert * w_e + f[None, :] * w_f + d[:, None] * w_d
+        both = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+    else:
+        gate_at = w + expert * w_e + n[None, :] * w_f + d[:, None] * w_d
+        up_at = gate_at + F_UP * w_f
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, D, BLOCK_K):
         is_in = d < D - k
         xx = tl.load(x_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
-        mask = is_in[:, None] & is_col[None, :]
-        gate += tl.dot(
-            xx, tl.load(gate_at + k * w_d, mask=mask, other=0.0), input_precision=precision
-        )
-        up += tl.dot(xx, tl.load(up_at + k * w_d, mask=mask, other=0.0), input_precision=precision)
-    if HAS_BIAS:
-        at = bias + expert * bias_e + n * F_STEP
+        if INTERLEAVED:
+            mask = is_in[:, None] & is_f[None, :]
+            ww = tl.load(both_at + k * w_d, mask=mask, other=0.0)
+            both += tl.dot(xx, ww, input_precision=precision)
+        else:
+            mask = is_in[:, None] & is_col[None, :]
+            ww = tl.load(gate_at + k * w_d, mask=mask, other=0.0)
+            gate += tl.dot(xx, ww, input_precision=precision)
+            ww = tl.load(up_at + k * w_d, mask=mask, other=0.0)
+            up += tl.dot(xx, ww, input_precision=precision)
+    if INTERLEAVED:
+        if HAS_BIAS:
+            b = tl.load(bias + expert * bias_e + f, mask=is_f, other=0.0)
+            both += b.to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(both, [BLOCK_M, BLOCK_N, 2]))
+    elif HAS_BIAS:
+        at = bias + expert * bias_e + n
         gate += tl.load(at, mask=is_col, other=0.0).to(tl.float32)[None, :]
         up += tl.load(at + F_UP, mask=is_col, other=0.0).to(tl.float32)[None, :]
     # As transformers, which stores the product before it activates.
@@ -229,7 +246,9 @@ def run_experts(
         "num_stages": 4 if rows == 16 else 3,
     }  # fmt: skip
     plan = (routing.order_S, *routing[3:], lo, hi)
-    _up[(triton.cdiv(inner, block_n), tiles)](
+    # Tiles go first: those of one expert run side by side and share its columns in L2.
+    # _down keeps columns first: its rows (of h) are too many to be read again for each block.
+    _up[(tiles, triton.cdiv(inner, block_n))](
         x_TD, up, x_TD if up_bias is None else up_bias, h_SI, *plan,
         x_TD.stride(0), *up.stride(), 0 if up_bias is None else up_bias.stride(0),
         K=top_k, F_STEP=2 if weights.interleaved else 1, F_UP=1 if weights.interleaved else inner,
