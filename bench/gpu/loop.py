@@ -135,7 +135,7 @@ def limits_of(runner: TorchRunner, seats: int, step_tokens: int) -> Limits:
     pages = runner.backend.pages
     return Limits(
         max_num_seqs=seats, max_step_tokens=step_tokens, block_size=pages.page_size,
-        num_blocks=pages.num_pages, grain=Grain.LAYER, max_segment_ns=10**12,
+        num_blocks=pages.num_pages, grain=Grain.LAYER, max_segment_ns=10**12, whole_steps=True,
     )  # fmt: skip
 
 
