@@ -237,13 +237,8 @@ class MetricsBuilder:
                 self._meters[event.request_id] = _Meter(event)
             case Finished():
                 return self._finished(event)
-            case Evicted():
-                if meter := self._meters.get(event.request_id):
-                    self._leave_frames(meter, event.at_ns)
-                    meter.evict(event.at_ns)
-            case Reused():
-                if meter := self._meters.get(event.request_id):
-                    meter.reused(event.num_tokens)
+            case Evicted() | Reused():
+                self._kv_event(event)
             case _:
                 self._frame_event(event)
         return None
@@ -256,6 +251,16 @@ class MetricsBuilder:
         """The metrics so far of one request; None if it is unknown or finished."""
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
+
+    def _kv_event(self, event: Evicted | Reused) -> None:
+        meter = self._meters.get(event.request_id)
+        if meter is None:
+            return
+        if isinstance(event, Reused):
+            meter.reused(event.num_tokens)
+        else:
+            self._leave_frames(meter, event.at_ns)
+            meter.evict(event.at_ns)
 
     def _frame_event(self, event: Event) -> None:
         match event:

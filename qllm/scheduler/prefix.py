@@ -176,14 +176,12 @@ class PageStore(Generic[T]):
 
     def _victim(self, for_ls: bool, now_ns: int) -> Name | None:
         be, ls = (self._first_free(order) for order in self._orders)
-        if ls is not None and now_ns - self._pages[ls].used_ns >= self.keep_ls_ns:
-            if be is None or self._pages[ls].used_ns < self._pages[be].used_ns:
-                return ls
-        if be is not None:
-            return be
-        if ls is None or for_ls or now_ns - self._pages[ls].used_ns >= self.keep_ls_ns:
+        is_stale = ls is not None and now_ns - self._pages[ls].used_ns >= self.keep_ls_ns
+        if be is None:
+            return ls if for_ls or is_stale else None
+        if is_stale and ls is not None and self._pages[ls].used_ns < self._pages[be].used_ns:
             return ls
-        return None
+        return be
 
     def _first_free(self, order: OrderedDict[Name, None]) -> Name | None:
         return next((name for name in order if not self._pages[name].pins), None)

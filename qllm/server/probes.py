@@ -74,14 +74,6 @@ def routes(front: Front) -> APIRouter:
             raise error
         return {"status": "ok"}
 
-    @router.post("/reset_prefix_cache", responses={503: RESPONSES[503]})
-    async def reset_prefix_cache() -> dict[str, str]:
-        """Forget all kept KV, as vLLM's route of this name does."""
-        if (error := front.unavailable()) is not None:
-            raise error
-        await asyncio.to_thread(front.engine.reset_prefix_cache)
-        return {"status": "ok"}
-
     @router.get("/version")
     async def version() -> dict[str, str]:
         """Answer with the version of this package."""
