@@ -10,7 +10,7 @@ import torch
 from qllm.config import EngineConfig
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
-from qllm.engine.prefix import make_prefix_cache, why_not
+from qllm.engine.pages import make_prefix_cache, why_not
 from qllm.engine.protocol import Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.ingress import Call, Ingress, Submission

@@ -13,62 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from qllm.config import EngineConfig
-from qllm.errors import ConfigError
 from qllm.ingress import Submission
-from qllm.kernels import cpu
-from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import Chain, Name, PageStore
 from qllm.scheduler.request import Request
-from qllm.types import NS_PER_S, RequestId
-
-PAGE_SIZE = 64
-"""Tokens of a page, or a KV block if that is larger."""
-
-
-def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
-    """Why an engine has no prefix cache; None if it has one.
-
-    Raises:
-        ConfigError: The settings ask for one that is not possible, or not exact.
-    """
-    asked = config.prefix_cache
-    if asked is False:
-        return "prefix_cache=False"
-    reason, advice = None, "use 'auto' or False"
-    if runner.parts.lm_head.weight.device.type != "cpu":
-        reason = "KV is kept on the CPU only"
-    elif not runner.backend.is_native and asked != "approximate":
-        reason = (
-            "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
-            "prefill was cut and on its batch mates, and a hit could change tokens"
-        )
-        advice = "use 'approximate' to have it all the same, or 'auto'"
-    if reason is not None and asked != "auto":
-        raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {advice}")
-    return reason
-
-
-def make_prefix_cache(
-    config: EngineConfig,
-    runner: TorchRunner,
-    found: Callable[[RequestId, int], None],
-    now_ns: Callable[[], int],
-) -> "PrefixCache | None":
-    """The prefix cache of an engine, if it has one.
-
-    Raises:
-        ConfigError: See `why_not`.
-    """
-    if why_not(config, runner) is not None:
-        return None
-    page_size = max(PAGE_SIZE, config.block_size)
-    store = PageStore[Any](
-        config.prefix_cache_tokens // page_size, int(config.keep_ls_s * NS_PER_S)
-    )
-    decides = (runner.fingerprint(), sorted(runner.names.items()), cpu.kind(), config.kernels)
-    identity = repr((*decides, config.exactness, str(runner.parts.lm_head.weight.dtype), page_size))
-    return PrefixCache(runner, identity, store, page_size, found, now_ns)
+from qllm.types import RequestId
 
 
 class Keeper(Protocol):

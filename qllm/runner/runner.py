@@ -161,25 +161,6 @@ class TorchRunner:
         """Tokens of a request whose KV exists in every layer."""
         return self.requests[request_id].kv.committed
 
-    # pages of the prefix cache
-
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Copies of the committed keys and values of tokens [lo, hi)."""
-        with torch.inference_mode():
-            return self.requests[request_id].kv.copy_out(lo, hi)
-
-    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: tuple[Tensor, Tensor]) -> None:
-        """Take up KV of tokens [lo, hi); those before `hi` that are committed already stay."""
-        kv = self.requests[request_id].kv
-        if kv.committed < hi:
-            with torch.inference_mode():
-                kv.copy_in(lo, page)
-
-    def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """See `Switch.regime`."""
-        switch = self.rope.switch
-        return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
-
     # frames
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]] = ()) -> None:
