@@ -71,7 +71,8 @@ FLOORS = {
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
     "engine.prefix": Floor(f"{BASE} ingress scheduler", PURE),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.prefix engine.protocol ingress record runner.protocol scheduler",
+        f"{BASE} engine.costs engine.prefix engine.protocol ingress record runner.protocol "
+        "scheduler",
         PURE,
     ),
     "frontend": Floor(f"{BASE} cores engine ingress models record", STDLIB),
