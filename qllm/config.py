@@ -15,6 +15,7 @@ CHOICES = {
     "expert_weights": ("auto", "int8", "int8-g64"),
     "on_policy_error": ("fail", "fcfs"),
     "loop": ("host", "conditional"),
+    "prefix_cache": ("auto", True, False, "approximate"),
 }
 """Settings that name one of a few."""
 DEVICE_LOOP = "conditional"
@@ -79,6 +80,14 @@ class EngineConfig:
     in Python. "conditional": the device, with no CPU in it, as one graph that loops and switches
     over captured stages; for a `RankPolicy` and an engine in a process of its own, and
     docs/serving.md says what it does not serve."""
+    prefix_cache: str | bool = "auto"
+    """Keep KV of finished pages and copy it into requests with the same first tokens. "auto": where
+    no bit changes (our CPU kernels in every layer); True: refused elsewhere; "approximate": on any
+    CPU engine, where a hit may change last bits; False: off (docs/kv.md)."""
+    prefix_cache_tokens: int = 16384
+    """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
+    keep_ls_s: float = 600.0
+    """Seconds for which KV that LS requests used is safe from BE work."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -93,6 +102,7 @@ class EngineConfig:
             "max_step_tokens",
             "max_waiting",
             "default_max_tokens",
+            "prefix_cache_tokens",
         ):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool)
@@ -111,6 +121,12 @@ class EngineConfig:
                 f"max_segment_ms={shown(segment)} must be a number in (0, {MAX_TIME_MS}], or "
                 "infinity"
             )
+        keep = self.keep_ls_s
+        is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
+        if not is_number or not 0 <= keep <= MAX_TIME_MS / 1000:
+            raise ConfigError(
+                f"keep_ls_s={shown(keep)} must be a number in [0, {MAX_TIME_MS / 1000:g}]"
+            )
         if self.loop != "host":
             self._check_loop()
         if self.ls_slo:
@@ -121,7 +137,9 @@ class EngineConfig:
             if getattr(self, name) not in known:
                 value = getattr(self, name)
                 state = GONE_VALUES.get((name, value), "is unknown")
-                raise ConfigError(f"{name}={value!r} {state}; use one of {', '.join(known)}")
+                raise ConfigError(
+                    f"{name}={value!r} {state}; use one of {', '.join(map(str, known))}"
+                )
         if self.expert_weights != "auto" and self.kernels == "reference":
             raise ConfigError(
                 f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
@@ -129,6 +147,11 @@ class EngineConfig:
             )
 
     def _check_loop(self) -> None:
+        if self.prefix_cache not in ("auto", False):
+            raise ConfigError(
+                f"prefix_cache={self.prefix_cache!r} needs loop='host', and loop={self.loop!r}; "
+                "leave it at 'auto'"
+            )
         for name, plain in ONLY_HOST_LOOP.items():
             if getattr(self, name) != plain:
                 raise ConfigError(

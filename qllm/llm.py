@@ -33,6 +33,7 @@ from qllm.frontend.checks import (
     check_timeout,
     most_tokens,
     priority_class,
+    salt_digest,
     slo_of,
 )
 from qllm.frontend.client import Client, close_collected
@@ -43,10 +44,11 @@ from qllm.frontend.process import ProcessClient
 from qllm.frontend.prompts import refuse_unserved, to_sampling, to_token_ids
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.thread import ThreadClient
+from qllm.frontend.tokenizer import tokenizer_of
 from qllm.ingress import Submission
 from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
-from qllm.models.loader import check_device, load, load_tokenizer, vocabulary_of, wrap
+from qllm.models.loader import check_device, load, wrap
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.types import (
@@ -199,12 +201,12 @@ class QLLMEngine:
         client = RemoteClient.connect(address, profile, file)
         where = client.hello.model if tokenizer is None else os.fspath(tokenizer)
         policy, config = client.hello.trace_meta["policy"], client.hello.config
-        return cls(client, _tokenizer(client, where, trust_remote_code), policy, config)
+        return cls(client, tokenizer_of(client, where, trust_remote_code), policy, config)
 
     @classmethod
     def _over_rings(cls, client: ProcessClient, policy: Any) -> Self:
         hello = client.hello
-        tokenizer = _tokenizer(client, hello.model, hello.trust_remote_code)
+        tokenizer = tokenizer_of(client, hello.model, hello.trust_remote_code)
         return cls(client, tokenizer, policy, hello.config)
 
     @classmethod
@@ -249,6 +251,7 @@ class QLLMEngine:
         slo: Slo | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        cache_salt: str = "",
     ) -> Handle:
         """Hand over one request and return at once. Callable from any thread.
 
@@ -261,6 +264,7 @@ class QLLMEngine:
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.
             timeout_s: Ends it with `timeout` when this has passed.
             request_id: A name for it in results and traces.
+            cache_salt: Kept KV is shared only between requests of one salt (docs/kv.md).
 
         Raises:
             InvalidRequestError: Something about the request is wrong; nothing was submitted.
@@ -284,6 +288,7 @@ class QLLMEngine:
         )
         targets = slo_of(slo, self.config.default_slo(level))
         check_timeout("timeout_s", timeout_s)
+        salt = salt_digest(cache_salt)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._client.info.eos_token_ids
@@ -310,6 +315,7 @@ class QLLMEngine:
                 slo=targets,
                 arrival_ns=now,
                 deadline_ns=deadline,
+                cache_salt=salt,
             )
             self._client.submit(submission, handle)
         return handle
@@ -435,6 +441,10 @@ class QLLMEngine:
         """
         return self._client.restore(path, self._handle)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all kept KV; requests in flight go on."""
+        self._client.reset_prefix_cache()
+
     # -- what the outside may read
 
     def raise_if_closed(self) -> None:
@@ -479,21 +489,3 @@ class QLLMEngine:
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
         return self._client.stats()
-
-
-def _tokenizer(client: Client, where: str, trust_remote_code: bool) -> Any:
-    """Load a front end's tokenizer; without one there is no front end."""
-    try:
-        tokenizer = load_tokenizer(where, trust_remote_code=trust_remote_code)
-        if client.info.vocabulary and vocabulary_of(tokenizer) not in (
-            None,
-            client.info.vocabulary,
-        ):
-            raise ConfigError(
-                f"the tokenizer at {where!r} has another vocabulary than that of the engine's "
-                f"model {client.info.name!r}; give tokenizer= a copy of the engine's files"
-            )
-        return tokenizer
-    except BaseException:
-        client.close()
-        raise

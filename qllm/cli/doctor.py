@@ -50,7 +50,10 @@ def doctor(
         *((f"{name} (optional)", _version(name)) for name in OPTIONAL),
         ("cores", f"{len(os.sched_getaffinity(0))}, torch uses {torch.get_num_threads()}"),
         ("CPU kernels", kernels),
-        ("expert weights", ", ".join(CHOICES["expert_weights"]) if missing is None else "auto"),
+        (
+            "expert weights",
+            ", ".join(map(str, CHOICES["expert_weights"])) if missing is None else "auto",
+        ),
         ("CUDA", _cuda()),
     ]
     if missing is not None:

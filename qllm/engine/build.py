@@ -10,6 +10,7 @@ import torch
 from qllm.config import EngineConfig
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
+from qllm.engine.pages import make_prefix_cache, why_not
 from qllm.engine.protocol import Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.ingress import Call, Ingress, Submission
@@ -244,15 +245,17 @@ class EngineCore(LoadedRunner):
     ) -> None:
         super().__init__(loaded, policy, config, threads)
         try:
+            decider = Scheduler(policy, self.runner.shape, self.runner.cuts, self.limits)
             self.loop = EngineLoop(
                 ingress,
-                Scheduler(policy, self.runner.shape, self.runner.cuts, self.limits),
+                decider,
                 self.runner,
                 sink,
                 now_ns,
                 record=self.trace if config.record else None,
                 fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
                 decided=decided,
+                prefix=make_prefix_cache(config, self.runner, decider.found, now_ns),
             )
         except BaseException:
             self.runner.close()  # the model is the caller's, as it was
@@ -283,7 +286,19 @@ class EngineCore(LoadedRunner):
             **self.stats_of(loop, loop.scheduler),
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
+            "prefix_cache": self._prefix_stats(),
         }
+
+    def _prefix_stats(self) -> dict[str, Any]:
+        prefix = self.loop.prefix
+        if prefix is None:
+            return {"off": why_not(self.config, self.runner)}
+        return prefix.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all kept KV. Called on the loop's thread."""
+        if self.loop.prefix is not None:
+            self.loop.prefix.reset()
 
 
 def crash_text(crash: BaseException) -> str:

@@ -54,7 +54,10 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     requests, frames = [], []
     for number, live in loop.live.items():
         state, meta = runner.export_request(number)
-        requests.append({**_request_meta(live, loop.now_ns()), "runner": meta})
+        told = {**_request_meta(live, loop.now_ns()), "runner": meta}
+        # what a request found in the prefix cache and has not copied yet stays here
+        told["counters"]["num_computed_tokens"] = meta["committed"]
+        requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
     for frame_id, parked in loop.scheduler.frames.items():
         frames.append(_frame_meta(parked))

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from qllm.engine.costs import Costs
+from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Sink
 from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
@@ -53,6 +54,7 @@ class EngineLoop:
         now_ns: The engine's clock.
         record: Takes every event, or None.
         fallback: A policy for when the chosen one breaks, or None to fail its requests.
+        prefix: The prefix cache, or None.
         decided: Told after every decision how many requests live, and how many of them wait.
     """
 
@@ -66,6 +68,7 @@ class EngineLoop:
         record: trace.Trace | None = None,
         fallback: Any = None,
         decided: Callable[[int, int], None] | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
         self.ingress = ingress
         self.scheduler = scheduler
@@ -75,6 +78,7 @@ class EngineLoop:
         self.record = record
         self.fallback = fallback
         self.decided = decided
+        self.prefix = prefix
         self.metrics = MetricsBuilder()
         self.costs = Costs()
         self.live: dict[RequestId, Live] = {}
@@ -103,6 +107,8 @@ class EngineLoop:
         self._expire(now)
         if self.closing:
             return False
+        if self.prefix is not None:
+            self.prefix.seek()
         try:
             decision = self.scheduler.decide(now)
         except PolicyError as error:
@@ -191,6 +197,8 @@ class EngineLoop:
         )
         self._know(item, request)
         self.scheduler.add(request, self.now_ns())
+        if self.prefix is not None:
+            self.prefix.add(item, request)
         return request
 
     def restored(self, item: Submission, request: Request) -> None:
@@ -310,6 +318,11 @@ class EngineLoop:
     ) -> None:
         ids = [s.request_id for s in sampled]
         self.scheduler.done(program.end, ids, start_ns, end_ns)
+        if self.prefix is not None:
+            for request_id in program.request_ids:
+                self.prefix.keep(request_id)
+            for token in sampled:
+                self.prefix.took(token.request_id, token.token_id)
         for token in sampled:
             self._token(token, end_ns)
         self._evict_outgrown(ids)
@@ -417,6 +430,8 @@ class EngineLoop:
         now = self.now_ns()
         for effect in self.scheduler.remove(request_id, now):
             self._apply(effect)
+        if self.prefix is not None:
+            self.prefix.remove(request_id)
         self.runner.remove(request_id)
         finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
@@ -425,6 +440,7 @@ class EngineLoop:
         now = self.now_ns()
         if isinstance(effect, Accept):
             program = effect.program
+            self._load(program)
             self.runner.accept(program, effect.tables)
             for old in effect.from_frames:
                 self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
@@ -444,6 +460,8 @@ class EngineLoop:
             self._emit(trace.Dropped(at_ns=now, frame_id=effect.program.frame_id, reason=reason))
         elif isinstance(effect, EvictKv):
             self.runner.evict(effect.request_id)
+            if self.prefix is not None:
+                self.prefix.lost(effect.request_id)
             self._emit(
                 trace.Evicted(
                     at_ns=now,
@@ -452,6 +470,15 @@ class EngineLoop:
                     for_request=effect.for_request,
                 )
             )
+
+    def _load(self, program: Program) -> None:
+        """Copy what the prefix cache has of requests that were given their first blocks."""
+        if self.prefix is None:
+            return
+        for request_id in program.request_ids:
+            if count := self.prefix.load(request_id):
+                now = self.now_ns()
+                self._emit(trace.Reused(at_ns=now, request_id=request_id, num_tokens=count))
 
     def _emit(self, event: trace.Event) -> RequestMetrics | None:
         if self.record is not None:

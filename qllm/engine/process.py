@@ -336,6 +336,9 @@ class EngineProcess:
     def _op_checkpoint(self, path: str) -> int:
         return self.engine.checkpoint(path)
 
+    def _op_reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
     def _op_restore(self, path: str, first: RequestId) -> list[Restored]:
         return self.engine.restore(path, first)
 

@@ -161,6 +161,10 @@ class ServedEngine(ABC):
         """Write every unfinished request to a file; return how many."""
         raise self._has_none("checkpoint")
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all kept KV."""
+        raise self._has_none("a prefix cache")
+
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         """Take over the requests of a checkpoint, which get the numbers from `first` on."""
         raise self._has_none("restore")
@@ -241,6 +245,9 @@ class LoopEngine(ServedEngine):
     def checkpoint(self, path: str) -> int:
         core = self._core
         return int(self.on_loop(lambda: checkpoint.save(core.loop, core.runner, path)))
+
+    def reset_prefix_cache(self) -> None:
+        self.on_loop(self._core.reset_prefix_cache)
 
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         core, numbers = self._core, itertools.count(first)

@@ -1,11 +1,15 @@
 """Checks of what a caller hands to `submit`, each with a message that says what is allowed."""
 
 import operator
+from hashlib import blake2b
 from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import InvalidRequestError, shown
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, PRIORITY_LIMIT, Priority, Slo, check_text
+
+MOST_SALT_BYTES = 256
+"""Most bytes of a `cache_salt`."""
 
 
 def priority_class(value: str | int | Priority) -> int:
@@ -114,3 +118,19 @@ def most_tokens(
             f"({name}); ask for at most {most - num_prompt_tokens}"
         )
     return int(max_tokens)
+
+
+def salt_digest(salt: str) -> bytes:
+    """What is sent of a `cache_salt`: 16 bytes; none of an empty one.
+
+    Raises:
+        InvalidRequestError: It is no text, or longer than 256 bytes.
+    """
+    if not isinstance(salt, str):
+        raise InvalidRequestError(f"cache_salt={shown(salt)} must be text")
+    data = salt.encode("utf-8", "surrogatepass")
+    if len(data) > MOST_SALT_BYTES:
+        raise InvalidRequestError(
+            f"cache_salt has {len(data)} bytes; it may have at most {MOST_SALT_BYTES}"
+        )
+    return blake2b(data, digest_size=16).digest() if data else b""

@@ -165,6 +165,10 @@ class Client(ABC):
         """Write every unfinished request to a file; return how many."""
 
     @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget all kept KV."""
+
+    @abstractmethod
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         """Take over the requests of a checkpoint."""
 

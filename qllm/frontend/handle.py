@@ -313,6 +313,11 @@ class Handle:
                 metrics=self._metrics,
             )
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache; 0 until the request has ended."""
+        return 0 if self._metrics is None else self._metrics.num_cached_tokens
+
 
 class _Listener:
     """Wakes an event loop when the handle changes."""

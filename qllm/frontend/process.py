@@ -279,6 +279,9 @@ class ProcessClient(RingClient):
     def checkpoint(self, path: str | os.PathLike[str]) -> int:
         return int(self._ask("checkpoint", os.path.abspath(path)))
 
+    def reset_prefix_cache(self) -> None:
+        self._ask("reset_prefix_cache")
+
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         with self.admission_lock:  # the receiver waits with tokens of requests it does not know
             first = self.new_number()

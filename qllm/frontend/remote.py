@@ -259,6 +259,9 @@ class RemoteClient(RingClient):
     def checkpoint(self, path: Any) -> int:
         self._refuse("checkpoint")
 
+    def reset_prefix_cache(self) -> None:
+        self._refuse("reset_prefix_cache")
+
     def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
         self._refuse("restore")
 

@@ -178,6 +178,9 @@ class ThreadClient(Client):
     def checkpoint(self, path: str | os.PathLike[str]) -> int:
         return int(self.call(lambda: checkpoint.save(self.loop, self.runner, path)))
 
+    def reset_prefix_cache(self) -> None:
+        self.call(self._core.reset_prefix_cache)
+
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
             with self.admission_lock:

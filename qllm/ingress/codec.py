@@ -1,6 +1,7 @@
 """Between values and the bodies of records. Nothing is pickled."""
 
 import math
+import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +28,7 @@ from qllm.types import (
 
 _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
-_PROMPT = body_struct(layout.PROMPT)
+_PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -77,6 +78,8 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
     flags = layout.IGNORE_EOS * sampling.ignore_eos
     if item.deadline_ns is not None:
         flags |= layout.HAS_DEADLINE
+    if item.cache_salt:
+        flags |= layout.HAS_SALT
     fixed = _REQUEST.pack(
         item.request_id,
         item.arrival_ns,
@@ -112,7 +115,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         np.array(item.token_ids, "<u4"),
         np.array([len(stop) for stop in stops], "<u4"),
     )
-    return flags, b"".join((fixed, *(a.tobytes() for a in arrays), name, *stops))
+    return flags, b"".join((fixed, *(a.tobytes() for a in arrays), name, *stops, item.cache_salt))
 
 
 def decode_submission(record: Record) -> Submission:
@@ -125,7 +128,9 @@ def decode_submission(record: Record) -> Submission:
         ValueError: The record is shorter than it says.
     """
     values = dict(zip(_FIELDS, _REQUEST.unpack_from(record.body), strict=True))
-    _check_length(values, len(record.body))
+    has_salt = bool(record.flags & layout.HAS_SALT)
+    need = _check_length(values, len(record.body) - layout.SALT_BYTES * has_salt)
+    salt = record.body[need : need + layout.SALT_BYTES] if has_salt else b""
     arrays = _Arrays(record.body, _REQUEST.size)
     stop_ids = frozenset(arrays.take("<i8", values["num_stop_ids"]))
     stop_token_ids = tuple(arrays.take("<i8", values["num_stop_token_ids"]))
@@ -165,12 +170,13 @@ def decode_submission(record: Record) -> Submission:
         arrival_ns=arrival_ns if wrong is None else 0,
         deadline_ns=deadline_ns if wrong is None else None,
         num_output_tokens=values["num_output"],
+        cache_salt=salt,
         wrong=wrong,
     )
 
 
-def _check_length(values: Mapping[str, int], num_bytes: int) -> None:
-    """Return if the arrays of a request lie inside its record.
+def _check_length(values: Mapping[str, int], num_bytes: int) -> int:
+    """The bytes up to the end of a request's arrays, which lie inside its record.
 
     Raises:
         ValueError: They do not.
@@ -181,6 +187,7 @@ def _check_length(values: Mapping[str, int], num_bytes: int) -> None:
     need = _REQUEST.size + 8 * eights + 4 * (fours + values["num_stops"]) + text
     if need > num_bytes:
         raise ValueError(f"a request of {need} bytes in a record of {num_bytes}")
+    return need
 
 
 def encode_cancel(item: Cancel) -> bytes:
@@ -269,6 +276,7 @@ class EngineMetrics:
     evict_recomputed_tokens: int
     retry_recomputed_tokens: int
     preempt_recomputed_tokens: int
+    num_cached_tokens: int = 0
 
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
@@ -313,7 +321,10 @@ def encode_finish(
             metrics.retry_recomputed_tokens,
             metrics.preempt_recomputed_tokens,
         )
-    return flags, _FINISH.pack(request_id, *values, len(text)) + text
+    body = _FINISH.pack(request_id, *values, len(text)) + text
+    if metrics is not None and metrics.num_cached_tokens:
+        return flags | layout.HAS_CACHED, body + _CACHED.pack(metrics.num_cached_tokens)
+    return flags, body
 
 
 def decode_finish(record: Record) -> End:
@@ -324,9 +335,11 @@ def decode_finish(record: Record) -> End:
     if record.flags & layout.HAS_ERROR:
         end = _FINISH.size + num_error_bytes
         error = record.body[_FINISH.size : end].decode("utf-8", "replace")
-    metrics = None
+    cached, metrics = 0, None
+    if record.flags & layout.HAS_CACHED:
+        (cached,) = _CACHED.unpack_from(record.body, _FINISH.size + num_error_bytes)
     if record.flags & layout.HAS_METRICS:
-        names = [f.name for f in fields(EngineMetrics)][5:]
+        names = [f.name for f in fields(EngineMetrics)][5:-1]
         metrics = EngineMetrics(
             arrival_ns=arrival_ns,
             queue_ms=_optional(queue_ms),
@@ -334,5 +347,6 @@ def decode_finish(record: Record) -> End:
             max_stall_ms=max_stall_ms,
             priority=priority,
             **dict(zip(names, counts, strict=True)),
+            num_cached_tokens=cached,
         )
     return End(request_id, _REASONS[reason], error, metrics)

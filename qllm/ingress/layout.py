@@ -32,8 +32,9 @@ TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
 
 REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND = 1, 2, 3, 4, 5
 
-HAS_DEADLINE, IGNORE_EOS = 1, 2
-"""Flags of a request."""
+HAS_DEADLINE, IGNORE_EOS, HAS_SALT = 1, 2, 4
+"""Flags of a request. With HAS_SALT, SALT_BYTES of `cache_salt` come last."""
+SALT_BYTES = 16
 REQUEST: Dtype = np.dtype(
     [
         ("header", HEADER),
@@ -103,8 +104,8 @@ PROMPT: Dtype = np.dtype(
 the request's first token. After it: f4 of the tokens, f4 of the alternatives (`num_top` per token,
 most likely first), u4 ids of the alternatives."""
 
-HAS_METRICS, HAS_ERROR = 1, 2
-"""Flags of a finish."""
+HAS_METRICS, HAS_ERROR, HAS_CACHED = 1, 2, 4
+"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens comes last."""
 FINISH: Dtype = np.dtype(
     [
         ("header", HEADER),

@@ -35,6 +35,8 @@ class Submission:
     num_output_tokens: int = 0
     """The last of `token_ids` are output: an engine that is gone had produced them. They count
     towards `max_tokens`."""
+    cache_salt: bytes = b""
+    """Digest of whose prefixes it shares; requests of other salts share none with it."""
     wrong: str | None = None
     """Why it must end at once: its record held what no front end of ours writes."""
 

@@ -25,6 +25,7 @@ from qllm.record.trace import (
     Ran,
     Replaced,
     Resumed,
+    Reused,
     Split,
     Token,
 )
@@ -67,6 +68,8 @@ class RequestMetrics:
     preempt_recomputed_tokens: int
     """Tokens planned again for neither reason. Preempting keeps work, so always 0."""
     reason: FinishReason | None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had when the request was first planned."""
 
     def meets(self, slo: Slo) -> bool:
         """Whether the request completed and met all targets. One token has no TPOT to miss."""
@@ -126,6 +129,10 @@ class _Meter:
         self.lost: dict[_Cause, tuple[int, int]] = {}
         """Per cause: tokens [a, b) that were computed and are not yet planned again."""
         self.num_recomputed = [0] * len(_Cause)
+        self.num_cached = 0
+        """Tokens of the prompt that came from the prefix cache at first."""
+        self.num_reused = 0
+        """Tokens that came from it since the last eviction."""
 
     def planned(self, row: Row, at_ns: int) -> None:
         if self.planned_ns is None:
@@ -156,9 +163,16 @@ class _Meter:
     def evict(self, at_ns: int) -> None:
         self.left(at_ns)
         self.evictions += 1
+        self.num_reused = 0
         ends = [b for a, b in self.lost.values() if a < b]
         self.lost = {}
         self.lose(_Cause.EVICTED, 0, max(ends, default=0))
+
+    def reused(self, num_tokens: int) -> None:
+        if not self.evictions:
+            self.num_cached = min(num_tokens, self.arrived.num_prompt_tokens)
+        self.num_reused = self.lo = self.hi = num_tokens
+        self.lost = {cause: (max(a, num_tokens), b) for cause, (a, b) in self.lost.items()}
 
     def worked(self, start_ns: int, at_ns: int) -> None:
         if self.last_ran_ns is not None:
@@ -182,7 +196,8 @@ class _Meter:
             priority=arrived.priority,
             arrival_ns=start,
             num_prompt_tokens=prompt,
-            num_prefilled_tokens=whole + part * self.depth // max(1, num_layers),
+            num_prefilled_tokens=max(0, whole - min(prompt, self.num_reused))
+            + part * self.depth // max(1, num_layers),
             queue_ms=None if self.planned_ns is None else (self.planned_ns - start) / NS_PER_MS,
             **token_latencies(start, at),
             preemptions=self.preemptions,
@@ -193,6 +208,7 @@ class _Meter:
             retry_recomputed_tokens=self.num_recomputed[_Cause.RETRIED],
             preempt_recomputed_tokens=self.num_recomputed[_Cause.PREEMPTED],
             reason=None if finished is None else finished.reason,
+            num_cached_tokens=self.num_cached,
         )
 
 
@@ -221,10 +237,8 @@ class MetricsBuilder:
                 self._meters[event.request_id] = _Meter(event)
             case Finished():
                 return self._finished(event)
-            case Evicted():
-                if meter := self._meters.get(event.request_id):
-                    self._leave_frames(meter, event.at_ns)
-                    meter.evict(event.at_ns)
+            case Evicted() | Reused():
+                self._kv_event(event)
             case _:
                 self._frame_event(event)
         return None
@@ -237,6 +251,16 @@ class MetricsBuilder:
         """The metrics so far of one request; None if it is unknown or finished."""
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
+
+    def _kv_event(self, event: Evicted | Reused) -> None:
+        meter = self._meters.get(event.request_id)
+        if meter is None:
+            return
+        if isinstance(event, Reused):
+            meter.reused(event.num_tokens)
+        else:
+            self._leave_frames(meter, event.at_ns)
+            meter.evict(event.at_ns)
 
     def _frame_event(self, event: Event) -> None:
         match event:

@@ -179,6 +179,15 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """The first tokens of a request were copied from the prefix cache."""
+
+    at_ns: int
+    request_id: RequestId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """A request ended. Every request has exactly one (I13)."""
 
@@ -216,6 +225,7 @@ Event = (
     | Dropped
     | Token
     | Evicted
+    | Reused
     | Finished
     | CostsUpdated
     | EngineClosed

@@ -14,6 +14,7 @@ On a device a block is a page (`qllm.cuda.pages`).
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
@@ -60,6 +61,18 @@ class RequestKV(ABC):
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """The keys and values of positions [lo, hi)."""
 
+    def copy_out(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and the values of positions [lo, hi), each [layers, heads, T, H].
+
+        Raises:
+            InvariantError: They are not committed, or KV lies where it cannot be copied.
+        """
+        raise InvariantError(f"{type(self).__name__} keeps no pages")
+
+    def copy_in(self, lo: int, pages: tuple[Tensor, Tensor]) -> None:
+        """Take up what `copy_out` gave, from position `lo` on, as committed."""
+        raise InvariantError(f"{type(self).__name__} keeps no pages")
+
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Named copies of what is written, committed or not."""
@@ -95,6 +108,19 @@ class SlabKV(RequestKV):
         if slab is None or hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
         return slab[0].narrow(2, lo, hi - lo), slab[1].narrow(2, lo, hi - lo)
+
+    def copy_out(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        if hi > self.committed:
+            raise InvariantError(f"KV up to {hi} is kept and {self.committed} are committed")
+        parts = [self.read(layer, lo, hi) for layer in range(len(self.slabs))]
+        return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+
+    def copy_in(self, lo: int, pages: tuple[Tensor, Tensor]) -> None:
+        if lo != self.committed:
+            raise InvariantError(f"KV from {lo} on is taken up and {self.committed} are committed")
+        for layer, (k, v) in enumerate(zip(*pages, strict=True)):
+            self.write(layer, k.unsqueeze(0), v.unsqueeze(0), lo)
+        self.committed = lo + pages[0].shape[2]
 
     def base(self, slab: tuple[int, int, int], like: Tensor) -> tuple[int, int]:
         """Addresses of the keys and of the values of layer 0.

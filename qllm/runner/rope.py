@@ -55,6 +55,13 @@ class Switch:
             return num_tokens
         return num_prompt_tokens
 
+    def regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
+        """Name of what frequencies depend on beside positions: equal names, equal frequencies."""
+        length = self.length_of(num_prompt_tokens, num_tokens)
+        if length <= self.at:
+            return "short"
+        return "long" if self.is_binary else f"length {length}"
+
 
 def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
     """How the frequencies of a model depend on the length; None if they do not."""

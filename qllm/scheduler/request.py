@@ -27,6 +27,8 @@ class Request:
     """Known tokens: the prompt and the output so far."""
     num_computed_tokens: int = 0
     """Tokens whose KV exists in every layer. Moves only when the last layer is reached (I3)."""
+    num_found_tokens: int = 0
+    """Tokens whose KV the prefix cache has; while it holds no blocks, all its computed ones."""
     block_table: list[int] = field(default_factory=list)
     """Blocks held, in token order."""
     frontier: Frontier | None = None
@@ -127,10 +129,14 @@ class Request:
             if self.first_token_ns is None:
                 self.first_token_ns = now_ns
 
+    def find(self, num_tokens: int) -> None:
+        """The prefix cache has its first tokens; it holds no KV."""
+        self.num_found_tokens = self.num_computed_tokens = num_tokens
+
     def reset(self) -> None:
         """Everything computed is lost: it starts again from its first token."""
         self.frame_id = self.frontier = None
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_found_tokens = 0
 
     def abort_row(self) -> None:
         """The row under way is lost; committed tokens stay."""

@@ -170,5 +170,6 @@ def check_state(
             raise InvariantError(f"request {request_id} says frame {request.frame_id}")
         if request.frontier is not None and not request.block_table:
             raise InvariantError(f"request {request_id} has a frontier and no KV")
-        if len(request.block_table) < pool.blocks_for(request.num_computed_tokens):
+        found = 0 if request.block_table else request.num_found_tokens
+        if len(request.block_table) < pool.blocks_for(request.num_computed_tokens - found):
             raise InvariantError(f"request {request_id} has fewer blocks than KV")

@@ -133,6 +133,11 @@ class Scheduler:
         request.evictions += 1
         return [*effects, EvictKv(request_id, lost, for_request)]
 
+    def found(self, request_id: RequestId, num_tokens: int) -> None:
+        """The prefix cache has the first tokens of a request without KV."""
+        self.requests[request_id].find(num_tokens)
+        self._touch(self.requests[request_id])
+
     def adopt(self, request: Request) -> None:
         """Take over a request of a checkpoint: its counters stand, its blocks are taken anew.
 

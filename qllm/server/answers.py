@@ -7,6 +7,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
@@ -238,12 +240,18 @@ def wanted_class(request: Request, by_body: Priority | None) -> Priority:
     return Priority[text.upper()]
 
 
+def salt_of(caller: str, salt: str) -> str:
+    """The engine's salt: no caller shares kept KV with another."""
+    return blake2b(f"{caller}\n{salt}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
 async def respond(request: Request, front: Front, writer: Writer, body: Any, ask: Ask) -> Response:
     """Serve one request over HTTP, as a stream if its body says so."""
     wanted = wanted_class(request, body.asked_class())
 
     async def work() -> Response:
-        answer = await front.open(ask, wanted)
+        salt = salt_of(request.state.caller, ask.cache_salt)
+        answer = await front.open(replace(ask, cache_salt=salt), wanted)
         try:
             writer.serve(answer, body.service_tier)
             headers = {"x-request-id": writer.answer_id, **answer.served.headers()}

@@ -67,6 +67,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        cache_salt=body.cache_salt or "",
     )
 
 

@@ -127,6 +127,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        cache_salt=body.cache_salt or "",
     )
 
 

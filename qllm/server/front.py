@@ -43,6 +43,8 @@ class Ask:
     """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
     slo: Slo | None = None
     timeout_s: float | None = None
+    cache_salt: str = ""
+    """Whose kept KV it shares."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
 
@@ -112,14 +114,16 @@ class Answer:
             for pump in pumps:
                 pump.cancel()
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once however many choices it has."""
+        cached = sum(h.num_cached_tokens for h in self.handles[:: self.n])
         prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
         completion = sum(self.num_tokens) * self.shows_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def close(self) -> None:
@@ -296,6 +300,7 @@ class Front:
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,
                             request_id=f"{ask.answer_id}-{len(handles)}",
+                            cache_salt=ask.cache_salt,
                         )
                     )
                     if ask.replay and self.back_in_s is not None:

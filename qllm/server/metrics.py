@@ -103,6 +103,23 @@ class Metrics:
         self._expert_bytes = self._counter(
             "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
         )
+        self._prefix = {
+            name: self._counter(f"prefix_cache_{name}", text)
+            for name, text in (
+                ("queried_tokens", "Tokens that requests looked for in the prefix cache"),
+                ("hit_tokens", "Tokens whose KV the prefix cache had"),
+                ("evicted_pages", "Pages that others displaced"),
+                ("refused_pages", "Pages not kept for want of room"),
+            )
+        }
+        self._prefix_before = dict.fromkeys(self._prefix, 0)
+        self._prefix_kept = {
+            name: self._gauge(f"prefix_cache_{name}", text)
+            for name, text in (
+                ("kept_tokens", "Tokens whose KV is kept"),
+                ("kept_bytes", "Bytes of it"),
+            )
+        }
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
@@ -167,6 +184,7 @@ class Metrics:
             more = new_since(self._num_expert_bytes, stats["expert_bytes"])
             self._num_expert_bytes = stats["expert_bytes"]
         self._expert_bytes.labels(self._model).inc(more)
+        self._observe_prefix(stats.get("prefix_cache", {}))
         self._frames.labels(self._model).set(
             sum(frame["state"] == "parked" for frame in stats["frames"])
         )
@@ -183,6 +201,15 @@ class Metrics:
         for state, gauge in self._requests.items():
             for priority in Priority:
                 gauge.labels(self._model, priority.name).set(counts.get((priority.name, state), 0))
+
+    def _observe_prefix(self, stats: Mapping[str, Any]) -> None:
+        with self._lock:
+            for name, counter in self._prefix.items():
+                now = stats.get(name, 0)
+                counter.labels(self._model).inc(new_since(self._prefix_before[name], now))
+                self._prefix_before[name] = now
+        for name, gauge in self._prefix_kept.items():
+            gauge.labels(self._model).set(stats.get(name, 0))
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -92,6 +92,8 @@ class Generation(Body):
     """vLLM; only where nothing could end the answer before `max_tokens` anyway."""
     priority: int | None = None
     """vLLM; 0 or less is LS, more is BE."""
+    cache_salt: str | None = Field(None, max_length=256)
+    """vLLM; kept KV is shared only between requests of one salt and one API key."""
     slo: Targets | None = None
     """Ours; by default the engine's `ls_slo`."""
 

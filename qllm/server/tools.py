@@ -1,5 +1,6 @@
 """The small routes: models, tokenize, detokenize."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -79,5 +80,13 @@ def routes(front: Front) -> APIRouter:
         """The text of token ids."""
         front.check_model(body.model)
         return {"prompt": await front.in_thread(Priority.BE, text_of, front, body.tokens)}
+
+    @router.post("/reset_prefix_cache", responses={503: RESPONSES[503]})
+    async def reset_prefix_cache() -> dict[str, str]:
+        """Forget all kept KV, as vLLM's route of this name does."""
+        if (error := front.unavailable()) is not None:
+            raise error
+        await asyncio.to_thread(front.engine.reset_prefix_cache)
+        return {"status": "ok"}
 
     return router

@@ -22,7 +22,7 @@ from qllm.errors import QllmError
 from qllm.types import Priority
 
 from . import chat, completions
-from .answers import Writer, complete
+from .answers import Writer, complete, salt_of
 from .errors import ApiError, from_engine, parse
 from .front import Ask, Front
 from .protocol import Body, ChatRequest, CompletionRequest
@@ -310,7 +310,9 @@ class Worker:
         self, endpoint: str, body: dict[str, Any], place: tuple[str, int]
     ) -> dict[str, Any]:
         ask, writer = prepare(self._front, endpoint, body)
-        ask = replace(ask, replay=False)  # a line that an engine died under is asked alone
+        ask = replace(
+            ask, cache_salt=salt_of(f"batch {place[0]}", ask.cache_salt), replay=False
+        )  # a line that an engine died under is asked alone
         while True:
             try:
                 answer = await self._front.open(ask, Priority.BE)

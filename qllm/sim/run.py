@@ -70,6 +70,11 @@ class _World:
     """The parts of an engine, and the sink of its loop."""
 
     def __init__(self, policy: Any, costs: CostFile, config: EngineConfig) -> None:
+        if config.prefix_cache not in ("auto", False):
+            raise ConfigError(
+                f"prefix_cache={config.prefix_cache!r} cannot be simulated: simulated prompts have "
+                "no tokens; leave it at 'auto'"
+            )
         self.clock = VirtualClock()
         self.ingress = VirtualIngress(self.clock)
         self.record = _LeanTrace()

@@ -120,6 +120,24 @@ class SimRunner:
         request.num_computed = request.layer_work = 0
         self._let_go(request)
 
+    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[int, int]:
+        """What stands for the KV of tokens [lo, hi)."""
+        if hi > self.requests[request_id].num_computed:
+            raise InvariantError(f"request {request_id} has no KV up to {hi}")
+        return lo, hi
+
+    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: tuple[int, int]) -> None:
+        """Take up KV that was computed before."""
+        request = self.requests[request_id]
+        if page != (lo, hi) or lo != request.num_computed or hi >= request.num_tokens:
+            raise InvariantError(f"KV {page} for tokens [{lo}, {hi}) of {request}")
+        request.num_computed = hi
+        request.layer_work = hi * self.shape.num_layers
+
+    def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
+        """Nothing but tokens decides KV here."""
+        return ""
+
     def _let_go(self, request: _SimRequest) -> None:
         for block in request.blocks:
             del self._holders[block]

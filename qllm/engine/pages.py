@@ -1,0 +1,87 @@
+"""The prefix cache of an engine: whether there is one, and how its pages are copied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qllm.config import EngineConfig
+from qllm.engine.prefix import PrefixCache
+from qllm.errors import ConfigError
+from qllm.kernels import cpu
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.prefix import PageStore
+from qllm.types import NS_PER_S, RequestId
+
+PAGE_SIZE = 64
+"""Tokens of a page, or a KV block if that is larger."""
+
+
+class KvPages:
+    """The `Keeper` of a runner."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+
+    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Copies of the committed keys and values of tokens [lo, hi), each [L, heads, T, H]."""
+        with torch.inference_mode():
+            return self._runner.requests[request_id].kv.copy_out(lo, hi)
+
+    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: tuple[Tensor, Tensor]) -> None:
+        """Take up KV of tokens [lo, hi), unless it was before an error."""
+        kv = self._runner.requests[request_id].kv
+        if kv.committed < hi:
+            with torch.inference_mode():
+                kv.copy_in(lo, page)
+
+    def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
+        """See `Switch.regime`."""
+        switch = self._runner.rope.switch
+        return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
+
+
+def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
+    """Why an engine has no prefix cache; None if it has one.
+
+    Raises:
+        ConfigError: The settings ask for one that is not possible, or not exact.
+    """
+    asked = config.prefix_cache
+    if asked is False:
+        return "prefix_cache=False"
+    reason, advice = None, "use 'auto' or False"
+    if runner.parts.lm_head.weight.device.type != "cpu":
+        reason = "KV is kept on the CPU only"
+    elif not runner.backend.is_native and asked != "approximate":
+        reason = (
+            "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
+            "prefill was cut and on its batch mates, and a hit could change tokens"
+        )
+        advice = "use 'approximate' to have it all the same, or 'auto'"
+    if reason is not None and asked != "auto":
+        raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {advice}")
+    return reason
+
+
+def make_prefix_cache(
+    config: EngineConfig,
+    runner: TorchRunner,
+    found: Callable[[RequestId, int], None],
+    now_ns: Callable[[], int],
+) -> PrefixCache | None:
+    """The prefix cache of an engine, if it has one.
+
+    Raises:
+        ConfigError: See `why_not`.
+    """
+    if why_not(config, runner) is not None:
+        return None
+    page_size = max(PAGE_SIZE, config.block_size)
+    store = PageStore[Any](
+        config.prefix_cache_tokens // page_size, int(config.keep_ls_s * NS_PER_S)
+    )
+    decides = (runner.fingerprint(), sorted(runner.names.items()), cpu.kind(), config.kernels)
+    identity = repr((*decides, config.exactness, str(runner.parts.lm_head.weight.dtype), page_size))
+    return PrefixCache(KvPages(runner), identity, store, page_size, found, now_ns)

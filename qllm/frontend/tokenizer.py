@@ -1,0 +1,25 @@
+"""The tokenizer of a front end that has no model of its own."""
+
+from typing import Any
+
+from qllm.errors import ConfigError
+from qllm.frontend.client import Client
+from qllm.models.loader import load_tokenizer, vocabulary_of
+
+
+def tokenizer_of(client: Client, where: str, trust_remote_code: bool) -> Any:
+    """Load a front end's tokenizer; without one there is no front end."""
+    try:
+        tokenizer = load_tokenizer(where, trust_remote_code=trust_remote_code)
+        if client.info.vocabulary and vocabulary_of(tokenizer) not in (
+            None,
+            client.info.vocabulary,
+        ):
+            raise ConfigError(
+                f"the tokenizer at {where!r} has another vocabulary than that of the engine's "
+                f"model {client.info.name!r}; give tokenizer= a copy of the engine's files"
+            )
+        return tokenizer
+    except BaseException:
+        client.close()
+        raise

@@ -1,0 +1,52 @@
+"""The prefix cache over HTTP: what `usage` says, and who shares with whom."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import Serving, serving, tiny_engine
+
+TEXT = "What does json.dumps do with a dict? " * 20
+
+
+@pytest.fixture
+def served() -> Iterator[Serving]:
+    with tiny_engine(prefix_cache=True) as engine, serving(engine, api_keys="a,b") as served_:
+        yield served_
+
+
+def post(served: Serving, path: str, key: str, body: dict[str, Any]) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{served.url}{path}", json=body, headers=headers, timeout=60)
+
+
+def cached(served: Serving, key: str, **fields: Any) -> int:
+    body = {"prompt": TEXT, "temperature": 0, "max_tokens": 2, **fields}
+    answer = post(served, "/v1/completions", key, body)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_keys_and_salts_share_nothing_and_a_reset_forgets(served: Serving) -> None:
+    assert cached(served, "a") == 0
+    found = cached(served, "a")
+    assert found >= 64
+    assert found % 64 == 0
+    assert cached(served, "b") == 0
+    assert cached(served, "a", cache_salt="x") == 0
+    assert cached(served, "a", cache_salt="x") == found
+    metrics = httpx.get(f"{served.url}/metrics").text
+    assert "prefix_cache_hit_tokens_total{model_name=" in metrics
+    assert f" {float(2 * found)}\n" in metrics
+    assert post(served, "/reset_prefix_cache", "c", {}).status_code == 401
+    assert post(served, "/reset_prefix_cache", "a", {}).status_code == 200
+    assert cached(served, "a") == 0
+
+
+@pytest.mark.parametrize("salt", [5, "x" * 257, ["a"]])
+def test_a_bad_salt_is_refused(served: Serving, salt: Any) -> None:
+    body = {"prompt": TEXT, "max_tokens": 2, "cache_salt": salt}
+    answer = post(served, "/v1/completions", "a", body)
+    assert answer.status_code == 400
+    assert "cache_salt" in answer.text
