@@ -240,3 +240,38 @@ def test_rope_factors_are_part_of_the_name() -> None:
     assert longrope.regime(8, 20) == "short" != longrope.regime(9, 9) == longrope.regime(12, 12)
     assert len({ntk.regime(8, 20), ntk.regime(9, 9), ntk.regime(10, 10)}) == 3
     assert phi.regime(4, 8) == "short" != phi.regime(4, 9)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_is_copied_for_be_is_bounded(most: int) -> None:
+    """LS arrivals wait for copies, so a BE request takes the beginning of its prefix alone."""
+    model = make_model("mixtral", torch.bfloat16)
+    ids = prompt_of(64 * 5 + 3)
+    with engine_of(model) as engine:
+        wanted = run(engine, ids, 12)
+        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        engine.call(lambda: setattr(prefix, "_copy_bytes", most * prefix._page_bytes))
+        engine.reset_prefix_cache()
+        run(engine, ids, 12)  # its pages are kept a few per step
+        assert len(kept(engine)) == 5
+        be = engine.submit(ids, "BE", 12, sampling=GREEDY).result(60)
+        ls = run(engine, ids, 12)
+        together = [engine.submit(ids, "BE", 12, sampling=GREEDY) for _ in range(3)]
+        results = [handle.result(60) for handle in together]
+        kept(engine)
+    assert be.metrics.num_cached_tokens == most * 64
+    assert ls.metrics.num_cached_tokens == 5 * 64
+    assert {r.token_ids for r in (be, ls, *results)} == {wanted.token_ids}
+
+
+def test_pages_of_a_long_step_are_kept_a_few_at_a_time() -> None:
+    model = make_model("mixtral", torch.bfloat16)
+    with engine_of(model) as engine:
+        run(engine, prompt_of(70, 1), 2)
+        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
+        engine.reset_prefix_cache()
+        run(engine, prompt_of(64 * 6 + 1, 2), 1)
+        assert len(kept(engine)) == 2
+        run(engine, prompt_of(64 * 6 + 1, 3), 3)
+        assert len(kept(engine)) == 2 + 6

@@ -1,5 +1,6 @@
 """The prefix cache of an engine: whether there is one, and how its pages are copied."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore
 from qllm.types import NS_PER_S, RequestId
 
+COPY_BYTES_PER_MS = 4_000_000
+"""Of one thread, nominal: copies are cut by it as segments are by the costs of ops."""
 PAGE_SIZE = 64
 """Tokens of a page, or a KV block if that is larger."""
 
@@ -84,4 +87,6 @@ def make_prefix_cache(
     )
     decides = (runner.fingerprint(), sorted(runner.names.items()), cpu.kind(), config.kernels)
     identity = repr((*decides, config.exactness, str(runner.parts.lm_head.weight.dtype), page_size))
-    return PrefixCache(KvPages(runner), identity, store, page_size, found, now_ns)
+    segment_ms = config.max_segment_ms
+    copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * COPY_BYTES_PER_MS)
+    return PrefixCache(KvPages(runner), identity, store, page_size, found, now_ns, copy_bytes)

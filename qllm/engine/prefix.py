@@ -11,12 +11,17 @@ first planned and has blocks: before that it costs no memory.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
+from qllm.errors import InvariantError
 from qllm.ingress import Submission
 from qllm.scheduler.prefix import Chain, Name, PageStore
 from qllm.scheduler.request import Request
-from qllm.types import RequestId
+from qllm.types import Priority, RequestId
+
+MOST_SOUGHT = 32
+"""Waiting requests of a class, the oldest, that look for new pages in a turn of the loop."""
 
 
 class Keeper(Protocol):
@@ -58,6 +63,9 @@ class PrefixCache:
         page_size: Tokens of a page.
         found: Told how many tokens of a waiting request are there.
         now_ns: The engine's clock.
+        copy_bytes: Most bytes copied before an LS arrival is looked for; None is no limit. BE
+            requests that wait find no more than this together, and of the pages of a step no more
+            are kept at once.
     """
 
     def __init__(
@@ -68,15 +76,28 @@ class PrefixCache:
         page_size: int,
         found: Callable[[RequestId, int], None],
         now_ns: Callable[[], int],
+        copy_bytes: int | None = None,
     ) -> None:
         self.store, self.page_size = store, page_size
+        self._copy_bytes = copy_bytes
         self._runner, self._identity = runner, identity
         self._found, self._now_ns = found, now_ns
         self._users: dict[RequestId, _User] = {}
-        self._waiting: set[RequestId] = set()
-        """Those that hold no KV and may read."""
+        self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
+        """Those that hold no KV and may read, LS and others, oldest first."""
         self._seen = store.generation
         self._page_bytes = 0
+        self._num_be_pages = 0
+        """Pages that BE requests have found and not copied yet."""
+        self._num_copied_out = 0
+        """Pages kept since the loop's last turn began."""
+
+    @property
+    def _most_pages(self) -> int:
+        """Most pages that are copied at once; one until it is known how large a page is."""
+        if self._copy_bytes is None:
+            return self.store.capacity
+        return max(1, self._copy_bytes // self._page_bytes) if self._page_bytes else 1
 
     def _chain(self, item: Submission, request: Request, ids: Sequence[int]) -> Chain:
         regime = self._runner.kv_regime(request.num_prompt_tokens, request.num_tokens)
@@ -100,28 +121,34 @@ class PrefixCache:
 
     def remove(self, request_id: RequestId) -> None:
         """A request ended."""
-        self._waiting.discard(request_id)
+        for waiting in self._waiting:
+            waiting.pop(request_id, None)
         user = self._users.pop(request_id, None)
         if user is not None:
             self._unpin(user)
 
     def _unpin(self, user: _User) -> None:
         self.store.unpin(user.pinned)
+        if user.request.priority > Priority.LS:
+            self._num_be_pages -= len(user.pinned)
+            self._seen = -1  # there is room for others to find more
         user.pinned = ()
 
     def _wait(self, request_id: RequestId) -> None:
         user = self._users[request_id]
         if user.submission.sampling.prompt_logprobs is None:
-            self._waiting.add(request_id)
+            self._waiting[user.request.priority > Priority.LS][request_id] = None
             self._seek(user)
 
     def seek(self) -> None:
-        """Look again for those that wait, if there are new pages."""
+        """A turn of the loop begins: look again for those that wait, if there are new pages."""
+        self._num_copied_out = 0
         if self._seen != self.store.generation:
             self._seen = self.store.generation
-            for request_id in sorted(self._waiting):
-                if not self._users[request_id].request.is_admitted:
-                    self._seek(self._users[request_id])
+            for waiting in self._waiting:
+                for request_id in islice(waiting, MOST_SOUGHT):
+                    if not self._users[request_id].request.is_admitted:
+                        self._seek(self._users[request_id])
 
     def _seek(self, user: _User) -> None:
         request = user.request
@@ -130,20 +157,27 @@ class PrefixCache:
         names = user.chain.upto(max(0, request.num_tokens - owed))
         before = len(user.pinned)
         count = self.store.find(names, before)
+        is_be = request.priority > Priority.LS
+        if is_be:
+            count = min(count, before + max(0, self._most_pages - self._num_be_pages))
         if count > before:
+            self._num_be_pages += (count - before) * is_be
             self.store.pin(names[before:count])
             user.pinned = names[:count]
             self._found(request.request_id, count * self.page_size)
 
     def load(self, request_id: RequestId) -> int:
         """A request has its blocks: copy what was found; return how many tokens."""
-        if request_id not in self._waiting:
+        user, size = self._users.get(request_id), self.page_size
+        if user is None:
             return 0
-        user, size = self._users[request_id], self.page_size
+        waiting = self._waiting[user.request.priority > Priority.LS]
+        if request_id not in waiting:
+            return 0
         names = user.pinned
         for i, name in enumerate(names):
             self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
-        self._waiting.remove(request_id)
+        del waiting[request_id]
         self._unpin(user)
         self.store.touch(names, user.request.priority, self._now_ns())
         user.num_kept = len(names)
@@ -163,10 +197,14 @@ class PrefixCache:
         there = store.find(names)
         store.touch(names[:there], priority, now)
         store.pin(names[:there])
-        kept = there
+        kept, ends = there, len(names)
         for i in range(there, len(names)):
+            if self._num_copied_out >= self._most_pages:
+                ends = i  # the rest is kept after a later step
+                break
             if not store.make_room(priority, now):
                 break
+            self._num_copied_out += 1
             page = self._runner.copy_out(request_id, i * size, (i + 1) * size)
             self._page_bytes = sum(getattr(part, "nbytes", 0) for part in page)
             store.add(names[i], page, priority, now)
@@ -174,7 +212,7 @@ class PrefixCache:
             kept = i + 1
         store.unpin(names[:kept])
         store.touch(names[:kept], priority, now)
-        user.num_kept = len(names)
+        user.num_kept = ends
 
     def took(self, request_id: RequestId, token_id: int) -> None:
         """A request has one more token."""
@@ -197,7 +235,7 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forget all pages; requests that found some and wait compute theirs."""
-        for request_id in self._waiting:
+        for request_id in chain.from_iterable(self._waiting):
             user = self._users[request_id]
             if user.pinned:
                 self._unpin(user)
@@ -205,5 +243,13 @@ class PrefixCache:
         self.store.reset()
 
     def check(self) -> None:
-        """Compare the store with its users (see `PageStore.check`)."""
+        """Compare the store with its users (see `PageStore.check`).
+
+        Raises:
+            InvariantError: They differ.
+        """
+        users = self._users.values()
+        found = sum(len(u.pinned) for u in users if u.request.priority > Priority.LS)
+        if found != self._num_be_pages:
+            raise InvariantError(f"BE requests found {found} pages, not {self._num_be_pages}")
         self.store.check(dict(Counter(n for user in self._users.values() for n in user.pinned)))
