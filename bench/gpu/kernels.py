@@ -15,7 +15,7 @@ from qllm.kernels.tiles import Query, tiles_of
 
 PAGE = 16
 L2_BYTES = 60 << 20
-"""Of an H100 or H200, and more."""
+"""Bytes: more than the cache of an H100 or H200."""
 MOST_COPIES, MOST_BANKS, CALLS = 24, 4, 24
 
 
