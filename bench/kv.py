@@ -20,7 +20,6 @@ import numpy as np
 
 from bench.common import MODEL, SPECIAL
 from qllm import QLLMEngine, SamplingParams
-from qllm.frontend.handle import Result
 from qllm.measure.random_moe import make_random_moe
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -37,7 +36,7 @@ def _ids(rng: np.random.Generator, count: int) -> list[int]:
     return [int(i) for i in rng.integers(SPECIAL, MODEL["vocab_size"], count)]
 
 
-def _turns(engine: QLLMEngine, seed: int, turns: int, context: int) -> list[Result]:
+def _turns(engine: QLLMEngine, seed: int, turns: int, context: int) -> list[Any]:
     """One chat: every turn sends all before it, and 40 new tokens."""
     rng = np.random.default_rng(seed)
     ids, found = _ids(rng, context), []

@@ -10,13 +10,12 @@ from torch import Tensor
 from qllm.config import EngineConfig
 from qllm.engine.prefix import PrefixCache
 from qllm.errors import ConfigError
-from qllm.kernels import cpu
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore
 from qllm.types import NS_PER_S, RequestId
 
 COPY_BYTES_PER_MS = 4_000_000
-"""Of one thread, nominal: copies are cut by it as segments are by the costs of ops."""
+"""Nominal, for one thread: copies are cut by it as segments are by the costs of ops."""
 PAGE_SIZE = 64
 """Tokens of a page, or a KV block if that is larger."""
 
@@ -85,7 +84,7 @@ def make_prefix_cache(
     store = PageStore[Any](
         config.prefix_cache_tokens // page_size, int(config.keep_ls_s * NS_PER_S)
     )
-    decides = (runner.fingerprint(), sorted(runner.names.items()), cpu.kind(), config.kernels)
+    decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
     identity = repr((*decides, config.exactness, str(runner.parts.lm_head.weight.dtype), page_size))
     segment_ms = config.max_segment_ms
     copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * COPY_BYTES_PER_MS)

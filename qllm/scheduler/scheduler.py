@@ -107,8 +107,7 @@ class Scheduler:
         return [Drop(parked.program)]
 
     def _take_owed(self) -> tuple[Effect, ...]:
-        effects = tuple(self._owed)
-        self._owed.clear()
+        effects, self._owed = tuple(self._owed), []
         return effects
 
     def _let_go(self) -> None:
