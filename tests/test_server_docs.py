@@ -44,7 +44,7 @@ def test_the_page_names_the_routes_there_are(tmp_path: Path) -> None:
 
 def test_the_page_names_metrics_that_exist() -> None:
     section = TEXT.split("## What to watch\n", 1)[1]
-    ends = ("_seconds", "_total", "_perc", "_up", "_bytes")
+    ends = ("_seconds", "_total", "_perc", "_up", "_bytes", "_tokens")
     named = {
         name
         for name in re.findall(r"`(\w+)`", section)
