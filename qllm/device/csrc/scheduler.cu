@@ -108,8 +108,9 @@ __device__ __noinline__ void share_turn(qllm::ServerState* server, qllm::State* 
 // The loop as the body of a WHILE node: it says whether to go on, and which body of a SWITCH runs.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI
 cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
-extern "C" __global__ void __launch_bounds__(256, 1) qllm_turn(qllm::ServerState* server, qllm::State* state,
-                                     qllm::Lanes* lanes, qllm::u64 run, qllm::u64 stage) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+qllm_turn(qllm::ServerState* server, qllm::State* state, qllm::Lanes* lanes, qllm::u64 run,
+          qllm::u64 stage) {
   qllm::i32 branch = qllm::NOTHING;
   if (threadIdx.x == 0) branch = decide_turn(server, state, lanes);
   __syncthreads();
