@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,34 @@ def test_a_device_that_answers_no_more_ends_the_process_with_that_status() -> No
     assert list(gpu_check.sections(done.stdout)) == ["good", "bad"]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_a_new_process_makes_again_what_others_need(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.gpu import parts
+    from bench.gpu.part import Part
+
+    made: list[str] = []
+
+    def make(part: Part, which: str) -> Any:
+        made.append(which)
+        return SimpleNamespace(config=SimpleNamespace(num_hidden_layers=3))
+
+    monkeypatch.setattr(parts, "make_model", make)
+    monkeypatch.setattr(parts, "sizes_of", lambda model: {})
+    for what in ("decode", "mixed", "interference", "on_device", "peer"):
+        monkeypatch.setattr(parts, what, lambda *_, **how: {})
+    monkeypatch.setattr(parts, "capacity", lambda *_: {"requests_per_s": 2.0})
+    monkeypatch.setattr(parts, "loaded", lambda part, model, policy, rate: {"rate": rate})
+    parts.big(Part(dry=True, skip=["model", "decode", "capacity"]), name)
+    said = gpu_check.sections(capsys.readouterr().out)
+    assert made == [name]
+    assert not {"model", "decode", "capacity"} & set(said)
+    assert {"ls_alone", "mixed_qllm2"} < set(said)
+    assert ("load_fcfs" in said) == (name == "mixtral")
+    assert not any("error" in section for section in said.values())
+
+
 def test_layers_are_as_many_as_fit() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -151,9 +180,10 @@ def test_results_are_there_whatever_is_missing(
     monkeypatch.setattr(gpu_check, "SCHEDULER", tmp_path / "_scheduler.so")
     (tmp_path / "csrc").symlink_to(ROOT / "qllm" / "device" / "csrc")
     monkeypatch.setattr(sys, "argv", ["check", "--dry-run", "--parts", "probe"])
-    assert gpu_check.main() == 0
+    status = gpu_check.main()
     found = json.loads((tmp_path / "results.json").read_text())
-    assert found["ok"] is True
+    assert (status, found["ok"]) == ((0, True) if missing == "nothing" else (1, False))
+    assert all(part["status"] == 0 for part in found["parts"].values())
     assert (found["machine"]["commit"] is None) == (missing != "nothing")
     assert (found["scheduler"] == "built") == (missing == "nothing")
 

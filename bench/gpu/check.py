@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "in-place"
 SCHEDULER = ROOT / "qllm" / "device" / "_scheduler.abi3.so"
 MARK = "gpu-check-section "
+BEGAN = "QLLM_GPU_CHECK_BEGAN"
+"""Variable: when the check began, in seconds since the epoch."""
 STICKY = 77
 """Exit status of a part whose device answers no more: its other sections need a new process."""
 
@@ -85,14 +87,15 @@ class Build:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._found = "there already" if SCHEDULER.exists() else ""
+        self._found = "there already" if self._is_new() else ""
         if self._found:
             return
         source, include = SCHEDULER.parent / "csrc" / "module.cpp", sysconfig.get_path("include")
+        self._new = SCHEDULER.with_suffix(f".{os.getpid()}.new")
         flags = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-fPIC"]
         command = [
             os.environ.get("CXX", "g++"), *flags, "-shared", "-fvisibility=hidden", f"-I{include}",
-            str(source), "-o", str(SCHEDULER),
+            str(source), "-o", str(self._new),
         ]  # fmt: skip
         try:
             self._process = subprocess.Popen(
@@ -101,15 +104,24 @@ class Build:
         except OSError as error:
             self._found = f"not built: {error}"
 
+    def _is_new(self) -> bool:
+        """Whether it is there and no source is newer."""
+        sources = (SCHEDULER.parent / "csrc").glob("*")
+        newest = max((file.stat().st_mtime for file in sources), default=0.0)
+        return SCHEDULER.exists() and SCHEDULER.stat().st_mtime >= newest
+
     def wait(self) -> str:
-        """What became of it."""
+        """What became of it: "there already", "built", or "not built" and why."""
         if self._process is not None and not self._found:
             try:
                 out, _ = self._process.communicate(timeout=BUILD_S)
                 failed = self._process.returncode
                 self._found = f"not built: {out[-500:]}" if failed else "built"
+                if not failed:
+                    self._new.replace(SCHEDULER)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+                self._new.unlink(missing_ok=True)
                 self._found = f"not built in {BUILD_S} s"
         return self._found
 
@@ -253,8 +265,12 @@ def main() -> int:
         (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
 
     write()
+    os.environ[BEGAN] = str(time.time())
     build = Build()
-    write_site()
+    try:
+        write_site()
+    except OSError as error:
+        result["site"] = f"not written: {error}"
     result["machine"] = describe_machine()
     write()
     if not asked.dry_run and result["machine"]["gpu"] is None:
@@ -273,7 +289,8 @@ def main() -> int:
         result.setdefault("first_part_ended_s", round(time.monotonic() - begin, 1))
         write()
     result["scheduler"] = build.wait()
-    result["ok"] = all(is_ok(part) for part in result["parts"].values())
+    is_built = not result["scheduler"].startswith("not built")
+    result["ok"] = is_built and all(is_ok(part) for part in result["parts"].values())
     write()
     print(json.dumps({"ok": result["ok"], "results": str(out / "results.json")}))
     return 0 if result["ok"] else 1

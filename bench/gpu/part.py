@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.check import MARK, STICKY
+from bench.gpu.check import BEGAN, MARK, STICKY
 
 
 class Part:
@@ -26,13 +26,20 @@ class Part:
         self.failed = False
         self._skip = set(skip)
 
-    def section(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run one and print what it found, with its seconds.
+    def section(
+        self, name: str, run: Callable[[], dict[str, Any]], *, set_up: bool = False
+    ) -> None:
+        """Run one and print what it found, its seconds, and when since the start of the check.
 
-        Raises:
-            SystemExit: The device answers no more: this process can report nothing else.
+        The process ends where the device answers no more: it can report nothing else.
+
+        Args:
+            name: What the result is called.
+            run: Finds it.
+            set_up: Others need what it makes: it runs in every process, and reports once.
         """
-        if name in self._skip:
+        is_reported = name in self._skip
+        if is_reported and not set_up:
             return
         begin = time.monotonic()
         try:
@@ -42,7 +49,10 @@ class Part:
             text = traceback.format_exc()[-1500:]
             found = {"error": f"{type(error).__name__}: {error}", "trace": text}
         found |= {"section": name, "seconds": round(time.monotonic() - begin, 2)}
-        print(MARK + json.dumps(found), flush=True)
+        if BEGAN in os.environ:
+            found["at_s"] = round(time.time() - float(os.environ[BEGAN]), 1)
+        if not is_reported:
+            print(MARK + json.dumps(found), flush=True)
         if "error" in found and not self.dry:
             try:
                 torch.cuda.synchronize()

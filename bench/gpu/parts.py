@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -363,7 +364,7 @@ def big(part: Part, name: str) -> None:
         seconds = round(time.monotonic() - begin, 1)
         return {"set_up_s": seconds, "layers": model.config.num_hidden_layers, **sizes_of(model)}
 
-    part.section("model", set_up)
+    part.section("model", set_up, set_up=True)
     if not made:
         return
     model = made["model"]
@@ -387,7 +388,7 @@ def big(part: Part, name: str) -> None:
 def load_sections(part: Part, model: Any) -> None:
     """The paper's set-up at parts of the measured capacity."""
     full: dict[str, Any] = {}
-    part.section("capacity", lambda: full.setdefault("found", capacity(part, model)))
+    part.section("capacity", lambda: full.setdefault("found", capacity(part, model)), set_up=True)
     for policy in LOADED[:1] if part.dry else LOADED:
         part.section(
             f"load_{policy}",
@@ -415,6 +416,8 @@ def probe(part: Part) -> None:
 
 TOOLS = {"memcheck": "experts or attention", "racecheck": "experts"}
 """Tools of compute-sanitizer, and the tests of kernels that run under them."""
+TOOL_S = 18
+"""For each of them."""
 
 
 def sanitizer(part: Part) -> None:
@@ -432,10 +435,19 @@ def sanitized(part: Part, tool: str, tests: str) -> dict[str, Any]:
         program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q",
         "-x", "-m", "gpu", "-W", "default", "tests/test_triton.py", "-k", tests,
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise AssertionError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
-    return {"tests": done.stdout.strip().splitlines()[-1]}
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            status: int | str = process.wait(TOOL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = f"none after {TOOL_S} s"
+        out.seek(0)
+        text = out.read()
+    if status != 0:
+        raise AssertionError(f"exit {status}: {text[-1500:]}")
+    return {"tests": text.strip().splitlines()[-1]}
 
 
 def main() -> int:
