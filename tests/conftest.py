@@ -1,8 +1,14 @@
-"""What holds for all tests: Triton's interpreter where no GPU is, and samples of many cases."""
+"""What holds for all tests: Triton's interpreter where no GPU is, and samples of many cases.
+
+A failure is printed when it happens, so that a run that is stopped has said what failed. A test
+that leaves a setting of the server (QLLM_...) in the environment fails itself, not those after it.
+"""
 
 import os
 import random
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,3 +43,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped |= set(found) - set(kept)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(autouse=True)
+def _settings_end_with_their_test() -> Iterator[None]:
+    before = _settings()
+    yield
+    left = {k: v for k, v in _settings().items() if before.get(k) != v}
+    for name in left:
+        del os.environ[name]
+    assert not left, f"this test leaves {left} in the environment"
+
+
+def _settings() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key.startswith("QLLM_")}
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once; the process that has the workers sees each report once."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        seconds = time.monotonic() - BEGAN
+        print(f"\nFAILED after {seconds:.0f} s: {report.nodeid} ({report.when})")
+        print(report.longreprtext[-3000:], flush=True)

@@ -157,9 +157,10 @@ def test_serve_exits_with_the_reason() -> None:
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as server:  # fmt: skip
         assert server.stderr is not None
-        text = ""
-        while "http://" not in text:
+        text = "\n"
+        while text and "http://" not in text:
             text = server.stderr.readline()
+        assert text, "the server ended before it listened"
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         said = server.stderr.read()

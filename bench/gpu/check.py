@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "in-place"
 SCHEDULER = ROOT / "qllm" / "device" / "_scheduler.abi3.so"
 MARK = "gpu-check-section "
-BEGAN = "QLLM_GPU_CHECK_BEGAN"
-"""Variable: when the check began, in seconds since the epoch."""
+BEGAN = "GPU_CHECK_BEGAN"
+"""Variable of the parts: when the check began, in seconds since the epoch. A server takes every
+name that begins with QLLM_ for a setting."""
 STICKY = 77
 """Exit status of a part whose device answers no more: its other sections need a new process."""
 
@@ -265,7 +266,7 @@ def main() -> int:
         (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
 
     write()
-    os.environ[BEGAN] = str(time.time())
+    began = {BEGAN: str(time.time())}
     build = Build()
     try:
         write_site()
@@ -284,7 +285,8 @@ def main() -> int:
             part = part._replace(budget_s=part.budget_s * DRY_PATIENCE)
         log = out / f"{name}.log"
         log.unlink(missing_ok=True)
-        found = run_part(name, command_of(name, asked.dry_run), part, log)
+        command = command_of(name, asked.dry_run)
+        found = run_part(name, command, part, log, environment(part) | began)
         result["parts"][name] = found
         result.setdefault("first_part_ended_s", round(time.monotonic() - begin, 1))
         write()
