@@ -6,6 +6,7 @@ that leaves a setting of the server (QLLM_...) in the environment fails itself, 
 
 import os
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -66,5 +67,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a failure at once; the process that has the workers sees each report once."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         seconds = time.monotonic() - BEGAN
-        print(f"\nFAILED after {seconds:.0f} s: {report.nodeid} ({report.when})")
-        print(report.longreprtext[-3000:], flush=True)
+        said = f"\nFAILED after {seconds:.0f} s: {report.nodeid} ({report.when})\n"
+        sys.stdout.write(said + report.longreprtext[-3000:] + "\n")
+        sys.stdout.flush()
