@@ -5,9 +5,10 @@ predicted prefill, falls one level when it has used its quantum up, and comes ba
 when it has waited for `starve_ms`. Every step takes the best levels first, in the order in which
 requests came to their level; classes are not looked at.
 
-Source: FastServe, arXiv:2305.05920. Differs: there is no KV swap here, so requests keep their KV
-when they fall: a newcomer waits for free KV however good its level is, and a request that has to
-grow takes it from the worst level, to be recomputed.
+Source: FastServe, arXiv:2305.05920. Differs: KV moves when its blocks are needed, not ahead of
+time. Where the engine cannot swap (`swap_kv_tokens=0`) requests keep their KV when they fall: a
+newcomer waits for free KV however good its level is, and a request that has to grow takes it from
+the worst level, to be recomputed.
 """
 
 from collections.abc import Collection
@@ -18,7 +19,7 @@ from qllm.plan import Plan
 from qllm.policy import RequestView, StepReport, View
 from qllm.types import NS_PER_MS, Cap, Evict, RequestId
 
-from .parts import behind_all, check_at_least, fill
+from .parts import behind_all, check_at_least, fill, rotate
 
 
 class Entry(NamedTuple):
@@ -40,9 +41,11 @@ class Mlfq:
     levels: int = 8
     starve_ms: int = 300
     """Waiting this long brings a request back to the top."""
+    min_stay_ms: int = 50
+    """How long KV that came in stays at least, where it can be swapped."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, quantum_ms=1, levels=1, starve_ms=1)
+        check_at_least(self, quantum_ms=1, levels=1, starve_ms=1, min_stay_ms=0)
         self._entries: dict[RequestId, Entry] = {}
 
     def _quantum_ns(self, level: int) -> int:
@@ -62,6 +65,10 @@ class Mlfq:
             return Plan(rows=view.frames[0].rows)
         known = self._entries
         order = sorted(view.requests, key=lambda r: known.get(r.request_id) or self._entry(view, r))
+        if Cap.KV_SWAP in view.capabilities:
+            plan = rotate(view, order, self.min_stay_ms * NS_PER_MS)
+            if plan.rows:
+                return plan
         return Plan(rows=fill(view, order))
 
     def victims(
@@ -69,7 +76,7 @@ class Mlfq:
     ) -> list[tuple[RequestId, Evict]]:
         """Return the worst levels first."""
         worst = sorted(behind_all(view, keep), key=lambda r: self._entry(view, r), reverse=True)
-        return [(r.request_id, Evict.RECOMPUTE) for r in worst]
+        return [(r.request_id, Evict.SWAP) for r in worst]
 
     def on_arrival(self, view: View, request: RequestView) -> None:
         """Skip the levels whose quantum its prefill would overrun."""

@@ -1,10 +1,10 @@
 """What the full policies share: filling a batch, naming victims, checking parameters."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
 from qllm.errors import ConfigError
-from qllm.plan import Row
+from qllm.plan import Plan, Row
 from qllm.policy import RequestView, View, next_row
 from qllm.types import RequestId
 
@@ -82,6 +82,60 @@ def fill(
         rows.append(row)
         tokens -= cost
     return tuple(rows)
+
+
+def rotate(
+    view: View, order: Sequence[RequestView], min_stay_ns: int, max_tokens: int | None = None
+) -> Plan:
+    """Plan as many requests of `order` as fit all KV blocks, best first; others' KV moves out.
+
+    Whoever is planned may take the blocks of the last ones of the order, its equals too, if those
+    ran since they were given KV, which was `min_stay_ns` ago, and there is room for their KV.
+
+    Args:
+        view: What there is, with `Cap.KV_SWAP`, and no parked frame.
+        order: All requests, best first.
+        min_stay_ns: How long KV stays where it is at least.
+        max_tokens: Most prefill tokens, below what the engine allows per step.
+    """
+    rows: list[Row] = []
+    out: list[RequestId] = []
+    planned: set[RequestId] = set()
+    tokens = view.max_step_tokens if max_tokens is None else min(max_tokens, view.max_step_tokens)
+    free, room = view.num_free_blocks, view.num_free_swap_blocks
+    leaving = [r for r in order if r.is_admitted and _may_leave(r, view, min_stay_ns)]
+    for request in order:
+        if len(rows) == view.max_num_seqs:
+            break
+        if request.request_id in out:
+            continue
+        row = next_row(request, view, max(1, tokens))
+        cost = 0 if request.is_decoding else row.num_tokens
+        if cost > tokens:
+            continue
+        need, victims = view.blocks_needed(row), list[RequestView]()
+        gained = taken = 0
+        for victim in reversed(leaving):
+            if free + gained >= need or victim is request:
+                break
+            size = -(-victim.num_computed_tokens // view.block_size)
+            if victim.request_id not in planned and taken + size <= room:
+                victims.append(victim)
+                gained, taken = gained + len(victim.block_table), taken + size
+        if free + gained < need:
+            continue
+        leaving = [r for r in leaving if r not in victims]
+        free, room = free + gained - need, room - taken
+        out += [v.request_id for v in victims]
+        rows.append(row)
+        planned.add(request.request_id)
+        tokens -= cost
+    return Plan(rows=tuple(rows), swap_out=tuple(out))
+
+
+def _may_leave(request: RequestView, view: View, min_stay_ns: int) -> bool:
+    ran = request.last_progress_ns > request.admitted_ns
+    return ran and view.now_ns - request.admitted_ns >= min_stay_ns
 
 
 def behind_all(view: View, keep: Collection[RequestId]) -> list[RequestView]:

@@ -3,12 +3,13 @@
 While everything fits, requests run in the order of arrival. When seats or KV are short, every
 step takes those of the largest virtual lag: a newcomer lags by its wait beyond a share of its
 TTFT target, one that holds KV and was left out by `lag_weight` times its wait, and one that
-runs has a negative lag, the longer it has been running. So requests rotate. Classes are not
-looked at.
+runs has a negative lag, the longer it has been running. So requests rotate, and their KV with
+them. Classes are not looked at.
 
 Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; its released scheduler has no lag in it).
-Differs: there is no KV swap here, so only seats rotate: a newcomer takes free KV, never that of
-a running request, and a request that has to grow takes it from the smallest lag, to be recomputed.
+Differs: KV moves when its blocks are needed, not ahead of time. Where the engine cannot swap
+(`swap_kv_tokens=0`) only seats rotate: a newcomer takes free KV, never that of a running request,
+and a request that has to grow takes it from the smallest lag, to be recomputed.
 """
 
 from collections.abc import Collection
@@ -20,7 +21,7 @@ from qllm.plan import Plan
 from qllm.policy import RequestView, StepReport, View, next_row
 from qllm.types import NS_PER_MS, Cap, Evict, RequestId
 
-from .parts import behind_all, check_at_least, fill
+from .parts import behind_all, check_at_least, fill, rotate
 
 
 def grace_ns(share: float, target_ms: float | None, default_ms: int) -> float:
@@ -44,9 +45,11 @@ class Rota:
     """Target of requests that have none."""
     tpot_ms: int = 100
     """Target of requests that have none."""
+    min_stay_ms: int = 50
+    """How long KV that came in stays at least, where it can be swapped."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, ttft_ms=1, tpot_ms=1)
+        check_at_least(self, ttft_ms=1, tpot_ms=1, min_stay_ms=0)
         for name in ("lag_weight", "tpot_share", "ttft_share"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value <= 1000:
@@ -58,7 +61,7 @@ class Rota:
         since_ns = self._since_ns.get(request.request_id)
         if since_ns is not None:
             return float(since_ns - now_ns)
-        if request.block_table:
+        if request.block_table or request.num_swapped_tokens:
             late_ns: float = now_ns - request.last_progress_ns
             if self.tpot_share:
                 late_ns -= grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
@@ -74,6 +77,10 @@ class Rota:
         if not self._all_fit(view):
             lag = partial(self.lag_ns, now_ns=view.now_ns)
             order = sorted(order, key=lag, reverse=True)
+            if Cap.KV_SWAP in view.capabilities:
+                plan = rotate(view, order, self.min_stay_ms * NS_PER_MS)
+                if plan.rows:
+                    return plan
         return Plan(rows=fill(view, order))
 
     def _all_fit(self, view: View) -> bool:
@@ -87,7 +94,7 @@ class Rota:
     ) -> list[tuple[RequestId, Evict]]:
         """Return the smallest lags first."""
         order = sorted(behind_all(view, keep), key=partial(self.lag_ns, now_ns=view.now_ns))
-        return [(r.request_id, Evict.RECOMPUTE) for r in order]
+        return [(r.request_id, Evict.SWAP) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:
         """Note since when the requests of this step have been running without a break."""

@@ -32,7 +32,7 @@ GONE_VALUES = {
 """Values that settings had once."""
 MAX_COUNT = (1 << 31) - 1
 """Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
-ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail"}
+ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail", "swap_kv_tokens": 0}
 """Settings that a loop on the device does not have, and the values they have there."""
 
 
@@ -86,6 +86,9 @@ class EngineConfig:
     CPU engine, where a hit may change last bits; False: off (docs/kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
+    swap_kv_tokens: int = 0
+    """Most tokens of KV of requests that had to give up their blocks, beside `max_kv_tokens`: they
+    go on where they were. 0: they are computed again (docs/kv.md)."""
     keep_ls_s: float = 600.0
     """Seconds for which KV that LS requests used is safe from BE work."""
     conformance: bool = True
@@ -114,6 +117,13 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
+        self._check_sizes()
+        if self.loop != "host":
+            self._check_loop()
+        if self.ls_slo:
+            parse_slo(self.ls_slo)
+
+    def _check_sizes(self) -> None:
         segment = self.max_segment_ms
         is_number = isinstance(segment, int | float) and not isinstance(segment, bool)
         if not is_number or not (0 < segment <= MAX_TIME_MS or segment == float("inf")):
@@ -121,16 +131,17 @@ class EngineConfig:
                 f"max_segment_ms={shown(segment)} must be a number in (0, {MAX_TIME_MS}], or "
                 "infinity"
             )
+        swap = self.swap_kv_tokens
+        if not isinstance(swap, int) or isinstance(swap, bool) or not 0 <= swap <= MAX_COUNT:
+            raise ConfigError(
+                f"swap_kv_tokens={shown(swap)} must be an integer in [0, {MAX_COUNT}]; 0 is off"
+            )
         keep = self.keep_ls_s
         is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
         if not is_number or not 0 <= keep <= MAX_TIME_MS / 1000:
             raise ConfigError(
                 f"keep_ls_s={shown(keep)} must be a number in [0, {MAX_TIME_MS / 1000:g}]"
             )
-        if self.loop != "host":
-            self._check_loop()
-        if self.ls_slo:
-            parse_slo(self.ls_slo)
 
     def _check_choices(self) -> None:
         for name, known in CHOICES.items():
@@ -190,6 +201,11 @@ class EngineConfig:
     def num_blocks(self) -> int:
         """KV blocks in the pool."""
         return self.max_kv_tokens // self.block_size
+
+    @property
+    def num_swap_blocks(self) -> int:
+        """Room for KV that is swapped out, in blocks."""
+        return self.swap_kv_tokens // self.block_size
 
     @property
     def batch_invariant(self) -> bool:

@@ -55,6 +55,9 @@ class Plan:
     """With no rows: idle on purpose until then, or until something arrives."""
     drop: tuple[RequestId, ...] = ()
     """Requests to evict (recompute) before the rows run."""
+    swap_out: tuple[RequestId, ...] = ()
+    """Requests whose KV moves out before the rows run, equals too; it comes back when they are
+    planned. Needs `Cap.KV_SWAP`, room for them, and that they ran since they were given KV."""
 
 
 class ModelShape(NamedTuple):

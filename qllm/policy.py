@@ -72,6 +72,10 @@ class RequestView(Protocol):
     @property
     def block_table(self) -> Sequence[int]: ...
     @property
+    def num_swapped_tokens(self) -> int: ...
+    @property
+    def admitted_ns(self) -> int: ...
+    @property
     def frontier(self) -> Frontier | None: ...
     @property
     def frame_id(self) -> FrameId | None: ...
@@ -166,6 +170,8 @@ class View:
     """Where chunks must end (level L2): a row that ends elsewhere is moved there; None anywhere."""
     whole_steps: bool = False
     """Steps that nothing would stop are to run whole: each boundary inside one costs a launch."""
+    num_free_swap_blocks: int = 0
+    """Room for KV that moves out of its blocks (`Cap.KV_SWAP`)."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""

@@ -58,6 +58,8 @@ class Cap(enum.Flag):
     LAYER_RANGE = enum.auto()
     YIELD_LAYER = enum.auto()
     YIELD_EXPERT = enum.auto()
+    KV_SWAP = enum.auto()
+    """KV can be moved out of the blocks of its request and back."""
 
 
 CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
@@ -68,6 +70,9 @@ class Evict(enum.Enum):
     """How a victim loses its KV blocks."""
 
     RECOMPUTE = "recompute"
+    """It starts again from its first token."""
+    SWAP = "swap"
+    """Its KV moves out if the engine has room for it, else it starts again."""
 
 
 class FinishReason(enum.StrEnum):

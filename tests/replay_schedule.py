@@ -118,6 +118,12 @@ class Replayer:
     def _evicted(self, event: trace.Evicted) -> None:
         self.runner.evict(event.request_id)
 
+    def _swappedout(self, event: trace.SwappedOut) -> None:
+        self.runner.swap_out(event.request_id)
+
+    def _swappedin(self, event: trace.SwappedIn) -> None:
+        self.runner.swap_in(event.request_id)
+
     def _finished(self, event: trace.Finished) -> None:
         self.runner.remove(event.request_id)
 

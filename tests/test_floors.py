@@ -70,9 +70,10 @@ FLOORS = {
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
     "engine.prefix": Floor(f"{BASE} ingress scheduler", PURE),
+    "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.prefix engine.protocol ingress record runner.protocol "
-        "scheduler",
+        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol ingress record "
+        "runner.protocol scheduler",
         PURE,
     ),
     "frontend": Floor(f"{BASE} cores engine ingress models record", STDLIB),

@@ -148,7 +148,7 @@ def test_a_checkpoint_is_taken_over_alike(native: Any) -> None:
     (parked,) = world.scheduler.frames.values()
     victim = parked.program.rows[0].request_id
     for effect in world.scheduler.evict(victim, victim):
-        world.loop._apply(effect)
+        world.loop.effects.apply(effect)
     world.submit(LS, 50, 3)
     world.loop._take()
     old = world.scheduler

@@ -207,7 +207,7 @@ class Machine(RuleBasedStateMachine):
         requests = self.world.scheduler.requests.values()
         victim = data.draw(st.sampled_from([r.request_id for r in requests if r.is_admitted]))
         for effect in self.world.scheduler.evict(victim, victim):
-            self.world.loop._apply(effect)
+            self.world.loop.effects.apply(effect)
 
     @precondition(lambda self: self.world.loop.live)
     @rule(data=st.data(), times=st.integers(1, 2))

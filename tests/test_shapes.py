@@ -191,7 +191,7 @@ def test_a_cohort_goes_on_without_a_member_that_was_cancelled_or_evicted() -> No
                 world.runner.poisoned = {ids[1]: 1}
             else:
                 for effect in world.scheduler.evict(ids[1], ids[1]):
-                    world.loop._apply(effect)
+                    world.loop.effects.apply(effect)
             while not world.idle:
                 world.step()
                 work_is_exact(world)

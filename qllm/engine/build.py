@@ -69,6 +69,8 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
     if config.expert_weights != "auto":
         raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
+    if config.swap_kv_tokens:
+        raise ConfigError(f"swap_kv_tokens={config.swap_kv_tokens} is for the CPU; use 0")
     from qllm.cuda.backend import cuda_runner
 
     return cuda_runner(
@@ -287,6 +289,11 @@ class EngineCore(LoadedRunner):
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
             "prefix_cache": self._prefix_stats(),
+            "swap": {
+                "out_tokens": loop.effects.tokens_out,
+                "in_tokens": loop.effects.tokens_in,
+                "blocks_used": loop.scheduler.swap.num_used,
+            },
         }
 
     def _prefix_stats(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _load(
             f"{settings}; use the same exactness and max_segment_ms"
         )
     need = sum(pool.blocks_for(_reach(meta)) for meta in document["requests"])
-    if need > pool.num_free:
+    if need > pool.num_free + loop.scheduler.swap.num_free:
         raise CheckpointError(
             f"the checkpoint needs {need} KV blocks, {pool.num_free} are free; raise "
             "max_kv_tokens or let other requests finish"

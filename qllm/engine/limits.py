@@ -15,6 +15,8 @@ def limits_of(
         capabilities: What the runner can do.
         whole_steps: Each boundary inside a step costs it a launch.
     """
+    if config.num_swap_blocks:
+        capabilities |= Cap.KV_SWAP
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
@@ -24,5 +26,6 @@ def limits_of(
         max_segment_ns=int(min(config.max_segment_ms, 1e6) * NS_PER_MS),
         batch_invariant=config.batch_invariant,
         capabilities=capabilities,
+        num_swap_blocks=config.num_swap_blocks,
         whole_steps=whole_steps,
     )

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from qllm.engine.costs import Costs
+from qllm.engine.effects import Effects
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Sink
 from qllm.errors import PolicyError
@@ -19,15 +20,7 @@ from qllm.ingress.admission import refusal
 from qllm.record import trace
 from qllm.record.metrics import MetricsBuilder, RequestMetrics
 from qllm.runner.protocol import Runner
-from qllm.scheduler.decision import (
-    Accept,
-    Decision,
-    Drop,
-    Effect,
-    EvictKv,
-    Kill,
-    Split,
-)
+from qllm.scheduler.decision import Decision
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
 from qllm.types import FinishReason, Grain, RequestId, Sampled
@@ -80,6 +73,7 @@ class EngineLoop:
         self.decided = decided
         self.prefix = prefix
         self.metrics = MetricsBuilder()
+        self.effects = Effects(runner, prefix, self._emit, now_ns)
         self.costs = Costs()
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
@@ -118,7 +112,7 @@ class EngineLoop:
         self.longest_plan_ns = max(self.longest_plan_ns, start_ns - now)
         try:
             for effect in decision.effects:
-                self._apply(effect)
+                self.effects.apply(effect)
         except Exception as error:
             self._raise_fault(error)
             if decision.program is None:
@@ -341,7 +335,7 @@ class EngineLoop:
             live = self.live.get(request_id)
             if live and live.request.num_computed_tokens <= above < live.request.num_tokens:
                 for effect in self.scheduler.evict(request_id, request_id):
-                    self._apply(effect)
+                    self.effects.apply(effect)
 
     def _parked(
         self, program: Program, end: Index, start_ns: int, end_ns: int, by_word: bool
@@ -403,7 +397,7 @@ class EngineLoop:
         )
         effects, hopeless = self.scheduler.failed()
         for effect in effects:
-            self._apply(effect, reason="error")
+            self.effects.apply(effect, reason="error")
         text = f"{type(error).__name__}: {error}"
         for request in hopeless:
             self._finish(request.request_id, FinishReason.ERROR, text)
@@ -419,7 +413,7 @@ class EngineLoop:
         for request_id in found.request_ids:
             self._finish(request_id, FinishReason.ERROR, str(error))
 
-    # -- effects and ends
+    # -- ends
 
     def _finish(
         self, request_id: RequestId, reason: FinishReason, error: str | None = None
@@ -429,56 +423,12 @@ class EngineLoop:
             return
         now = self.now_ns()
         for effect in self.scheduler.remove(request_id, now):
-            self._apply(effect)
+            self.effects.apply(effect)
         if self.prefix is not None:
             self.prefix.remove(request_id)
         self.runner.remove(request_id)
         finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
-
-    def _apply(self, effect: Effect, reason: str = "dead") -> None:
-        now = self.now_ns()
-        if isinstance(effect, Accept):
-            program = effect.program
-            self._load(program)
-            self.runner.accept(program, effect.tables)
-            for old in effect.from_frames:
-                self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
-            self._emit(trace.planned(program, effect.from_frames, now))
-        elif isinstance(effect, Split):
-            self.runner.split(effect.program, effect.at)
-            self._emit(trace.Split(at_ns=now, frame_id=effect.program.frame_id, index=effect.at))
-        elif isinstance(effect, Kill):
-            self.runner.kill(effect.program, effect.request_id)
-            self._emit(
-                trace.Killed(
-                    at_ns=now, frame_id=effect.program.frame_id, request_id=effect.request_id
-                )
-            )
-        elif isinstance(effect, Drop):
-            self.runner.drop(effect.program)
-            self._emit(trace.Dropped(at_ns=now, frame_id=effect.program.frame_id, reason=reason))
-        elif isinstance(effect, EvictKv):
-            self.runner.evict(effect.request_id)
-            if self.prefix is not None:
-                self.prefix.lost(effect.request_id)
-            self._emit(
-                trace.Evicted(
-                    at_ns=now,
-                    request_id=effect.request_id,
-                    num_tokens_lost=effect.num_tokens_lost,
-                    for_request=effect.for_request,
-                )
-            )
-
-    def _load(self, program: Program) -> None:
-        """Copy what the prefix cache has of requests that were given their first blocks."""
-        if self.prefix is None:
-            return
-        for request_id in program.request_ids:
-            if count := self.prefix.load(request_id):
-                now = self.now_ns()
-                self._emit(trace.Reused(at_ns=now, request_id=request_id, num_tokens=count))
 
     def _emit(self, event: trace.Event) -> RequestMetrics | None:
         if self.record is not None:

@@ -7,6 +7,7 @@ from qllm.errors import PolicyError
 from qllm.policy import CostTable
 from qllm.record.metrics import RequestMetrics
 from qllm.scheduler.blame import Blame
+from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.decision import (
     Decision,
     Effect,
@@ -46,6 +47,8 @@ class Deciding(Protocol):
 
     @property
     def pool(self) -> Pool: ...
+    @property
+    def swap(self) -> SwapSpace: ...
     @property
     def running(self) -> Parked | None: ...
     @property

@@ -26,6 +26,8 @@ from qllm.record.trace import (
     Resumed,
     Segment,
     Split,
+    SwappedIn,
+    SwappedOut,
     Token,
 )
 from qllm.types import FrameId, Priority, RequestId
@@ -163,7 +165,7 @@ class _Export:
             case Token():
                 args = {"token_id": event.token_id}
                 self.instant("token", event.at_ns, event.request_id, args)
-            case Evicted() | Finished():
+            case Evicted() | SwappedOut() | Finished():
                 for frame_id in tuple(self.rows):
                     self.drop_row(frame_id, event.request_id, event.at_ns)
                 self.resuming.pop(event.request_id, None)
@@ -172,9 +174,16 @@ class _Export:
                     self.waiting[event.request_id] = event.at_ns
                     lost = {"num_tokens_lost": event.num_tokens_lost, "for": event.for_request}
                     self.instant("evicted", event.at_ns, event.request_id, lost)
+                elif isinstance(event, SwappedOut):
+                    self.waiting[event.request_id] = event.at_ns
+                    out = {"num_tokens": event.num_tokens, "for": event.for_request}
+                    self.instant("swapped out", event.at_ns, event.request_id, out)
                 else:
                     why = {"reason": str(event.reason), "error": event.error}
                     self.instant("finished", event.at_ns, event.request_id, why)
+            case SwappedIn():
+                back = {"num_tokens": event.num_tokens}
+                self.instant("swapped in", event.at_ns, event.request_id, back)
             case _:
                 self.frame_event(event)
 

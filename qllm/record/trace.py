@@ -179,6 +179,26 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedOut:
+    """The KV of a request moved out of its blocks; what was computed stays computed."""
+
+    at_ns: int
+    request_id: RequestId
+    num_tokens: int
+    for_request: RequestId | None = None
+    """The request that needed the blocks; None if the policy moved it unasked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedIn:
+    """The KV of a request came back."""
+
+    at_ns: int
+    request_id: RequestId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reused:
     """The first tokens of a request were copied from the prefix cache."""
 
@@ -225,6 +245,8 @@ Event = (
     | Dropped
     | Token
     | Evicted
+    | SwappedOut
+    | SwappedIn
     | Reused
     | Finished
     | CostsUpdated

@@ -87,6 +87,17 @@ class Runner(Protocol):
         """Forget the KV of a request that is in no frame; its tokens stay."""
         ...
 
+    def swap_out(self, request_id: RequestId) -> None:
+        """Move the committed KV of a request that is in no frame out of its blocks.
+
+        Nothing else of its KV stays, nor do hidden states of its row under way.
+        """
+        ...
+
+    def swap_in(self, request_id: RequestId) -> None:
+        """Take up KV that was moved out; `accept` says next which blocks it has."""
+        ...
+
     def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
         """Make the frame of a program.
 

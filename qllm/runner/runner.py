@@ -153,6 +153,11 @@ class TorchRunner:
     def evict(self, request_id: RequestId) -> None:
         self.requests[request_id].evict()
 
+    def swap_out(self, request_id: RequestId) -> None:
+        self.requests[request_id].forget_begun()  # its slab is no block's and stays where it is
+
+    def swap_in(self, request_id: RequestId) -> None: ...
+
     def token_ids(self, request_id: RequestId) -> list[int]:
         """The ids of a request, prompt and output."""
         return list(self.requests[request_id].ids)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from qllm.errors import PolicyError
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, StepReport, View, next_row
-from qllm.scheduler.blocks import BlockPool
+from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.compile import align_rows
 from qllm.scheduler.decision import Decision, Parked
 from qllm.scheduler.request import Request
@@ -31,6 +31,7 @@ class State(Protocol):
 
     policy: Any
     pool: BlockPool
+    swap: SwapSpace
     requests: dict[RequestId, Request]
     frames: dict[FrameId, Parked]
 
@@ -292,6 +293,8 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
         if request_id not in ended:
             mine = copy.copy(request)
             mine.block_table = twin.pool.take(request_id, len(request.block_table))
+            if mine.num_swapped_tokens:
+                twin.swap.put(request_id, twin.pool.blocks_for(mine.num_swapped_tokens))
             twin.requests[request_id] = mine
     for frame_id, parked in scheduler.frames.items():
         mine_parked = replace(parked, dead=parked.dead | ended)

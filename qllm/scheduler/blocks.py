@@ -63,6 +63,48 @@ class BlockPool:
                     raise InvariantError(f"block {block} is not held by request {request_id}")
 
 
+class SwapSpace:
+    """Room for KV that lies outside the blocks of its request, counted in blocks.
+
+    Args:
+        num_blocks: Room in all; 0 is none.
+    """
+
+    __slots__ = ("_held", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._held: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of room that nobody has."""
+        return self.num_blocks - self.num_used
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of room that requests have. Callable from any thread."""
+        return sum(list(self._held.values()))
+
+    def put(self, request_id: int, count: int) -> bool:
+        """Take room for a request; False, and nothing is taken, if there is too little."""
+        if request_id in self._held:
+            raise InvariantError(f"request {request_id} is swapped out twice")
+        if count > self.num_free:
+            return False
+        self._held[request_id] = count
+        return True
+
+    def release(self, request_id: int) -> None:
+        """Give back the room of a request; one that has none is fine."""
+        self._held.pop(request_id, None)
+
+    def check(self, swapped: dict[int, int]) -> None:
+        """Compare with the blocks that the KV of each swapped-out request needs."""
+        if swapped != self._held or self.num_free < 0:
+            raise InvariantError(f"swapped out are {swapped}, room is taken for {self._held}")
+
+
 class BlockTables:
     """Block tables of requests that run without a scheduler: measurements and self-tests.
 

@@ -33,6 +33,21 @@ class EvictKv(NamedTuple):
     for_request: RequestId
 
 
+class SwapOut(NamedTuple):
+    """Move the KV of a request out of its blocks, which are free."""
+
+    request_id: RequestId
+    num_tokens: int
+    for_request: RequestId
+
+
+class SwapIn(NamedTuple):
+    """Move the KV of a request back, which has its blocks."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
 class Split(NamedTuple):
     """Let go of a frame between two layers; its rows keep their hidden states."""
 
@@ -49,7 +64,7 @@ class Accept(NamedTuple):
     """Per row all KV blocks of its request, to be read at once."""
 
 
-Effect = Kill | Drop | EvictKv | Split | Accept
+Effect = Kill | Drop | EvictKv | SwapOut | SwapIn | Split | Accept
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +124,8 @@ class Limits:
     batch_invariant: bool = False
     capabilities: Cap = CAPABILITIES
     """What the runner can do."""
+    num_swap_blocks: int = 0
+    """Room for KV that is swapped out, in blocks."""
     whole_steps: bool = False
     """Steps that nothing would stop are planned whole: each boundary inside one costs a launch."""
 

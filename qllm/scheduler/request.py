@@ -4,7 +4,8 @@
                          KV exists             known, still owed
 
 A request is decoding when exactly its last known token is owed and it has produced output;
-everything else is prefill (also the recompute after an eviction).
+everything else is prefill (also the recompute after an eviction, and the first step after its KV
+was swapped out).
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ class Request:
     """Tokens whose KV exists in every layer. Moves only when the last layer is reached (I3)."""
     num_found_tokens: int = 0
     """Tokens whose KV the prefix cache has; while it holds no blocks, all its computed ones."""
+    num_swapped_tokens: int = 0
+    """Tokens whose KV is swapped out: all its computed ones; 0 while it holds blocks."""
     block_table: list[int] = field(default_factory=list)
     """Blocks held, in token order."""
     frontier: Frontier | None = None
@@ -39,6 +42,8 @@ class Request:
     """Time of all runs that contained a row of it."""
     last_progress_ns: int = 0
     """End of the last run that contained a row of it; admission counts as progress."""
+    admitted_ns: int = 0
+    """When it was last given KV blocks, holding none."""
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     evictions: int = 0
@@ -69,9 +74,11 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Owes exactly its last token and has produced output."""
-        return self.num_tokens - self.num_computed_tokens == 1 and (
-            self.num_tokens > self.num_prompt_tokens
+        """Owes exactly its last token, has produced output, and its KV is not swapped out."""
+        return (
+            self.num_tokens - self.num_computed_tokens == 1
+            and self.num_tokens > self.num_prompt_tokens
+            and not self.num_swapped_tokens
         )
 
     @property
@@ -133,10 +140,15 @@ class Request:
         """The prefix cache has its first tokens; it holds no KV."""
         self.num_found_tokens = self.num_computed_tokens = num_tokens
 
+    def swap_out(self) -> None:
+        """Its KV moved out; the row under way is lost, committed tokens stay."""
+        self.abort_row()
+        self.num_swapped_tokens = self.num_computed_tokens
+
     def reset(self) -> None:
         """Everything computed is lost: it starts again from its first token."""
         self.frame_id = self.frontier = None
-        self.num_computed_tokens = self.num_found_tokens = 0
+        self.num_computed_tokens = self.num_found_tokens = self.num_swapped_tokens = 0
 
     def abort_row(self) -> None:
         """The row under way is lost; committed tokens stay."""

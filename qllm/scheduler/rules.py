@@ -1,12 +1,13 @@
 """The rules a plan must keep, whoever made it (I2, I4, I5, I10, budgets); the state's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import Plan, Row
 from qllm.policy import RankPolicy, View
+from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.request import Request
 from qllm.types import Cap, FrameId, Grain, RequestId
@@ -45,8 +46,10 @@ def malformed(plan: Any) -> str | None:
             f"planned grain={plan.grain!r}, stop_below={plan.stop_below!r}, "
             f"slice_ns={times[0]!r}, wait_until_ns={times[1]!r}; they must be a Grain and integers"
         )
-    if not isinstance(plan.drop, tuple) or not all(isinstance(i, int) for i in plan.drop):
-        return f"planned drop={plan.drop!r}, which is not a tuple of request ids"
+    for name in ("drop", "swap_out"):
+        ids = getattr(plan, name)
+        if not isinstance(ids, tuple) or not all(isinstance(i, int) for i in ids):
+            return f"planned {name}={ids!r}, which is not a tuple of request ids"
     return None
 
 
@@ -90,6 +93,9 @@ def broken_rule(
     for request_id in plan.drop:
         if request_id not in requests or request_id in planned:
             return f"drops request {request_id}, which is unknown or planned"
+    wrong = _broken_swap(plan, requests, planned, view)
+    if wrong is not None:
+        return wrong
     for frame_id, rows in frames.items():
         live = {row.request_id for row in rows}
         if not live <= planned:
@@ -98,6 +104,33 @@ def broken_rule(
                 f"{sorted(live - planned)}: a frame is resumed or replaced whole (I10)"
             )
     return _broken_budget(plan, requests, view)
+
+
+def _broken_swap(
+    plan: Plan,
+    requests: Mapping[RequestId, Request],
+    planned: Collection[RequestId],
+    view: View,
+) -> str | None:
+    need = 0
+    for request_id in dict.fromkeys(plan.swap_out):
+        request = requests.get(request_id)
+        if request is None or request_id in planned or request_id in plan.drop:
+            return f"swaps out request {request_id}, which is unknown, planned or dropped"
+        if not request.block_table or request.last_progress_ns <= request.admitted_ns:
+            return (
+                f"swaps out request {request_id}, which holds no KV or has not run since it was "
+                "given some"
+            )
+        need += -(-request.num_computed_tokens // view.block_size)
+    if len(set(plan.swap_out)) < len(plan.swap_out):
+        return f"swaps out {plan.swap_out}, some of them twice"
+    if need > view.num_free_swap_blocks:
+        return (
+            f"swaps out {plan.swap_out}, which takes {need} blocks; there is room for "
+            f"{view.num_free_swap_blocks} (view.num_free_swap_blocks)"
+        )
+    return None
 
 
 def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
@@ -145,9 +178,12 @@ class Pool(Protocol):
 
 
 def check_state(
-    requests: Mapping[RequestId, Request], frames: Mapping[FrameId, Parked], pool: Pool
+    requests: Mapping[RequestId, Request],
+    frames: Mapping[FrameId, Parked],
+    pool: Pool,
+    swap: SwapSpace,
 ) -> None:
-    """Compare requests, frames and blocks with each other.
+    """Compare requests, frames, blocks and what is swapped out with each other.
 
     Raises:
         InvariantError: They do not agree.
@@ -170,6 +206,18 @@ def check_state(
             raise InvariantError(f"request {request_id} says frame {request.frame_id}")
         if request.frontier is not None and not request.block_table:
             raise InvariantError(f"request {request_id} has a frontier and no KV")
-        found = 0 if request.block_table else request.num_found_tokens
-        if len(request.block_table) < pool.blocks_for(request.num_computed_tokens - found):
+        table = request.block_table
+        elsewhere = 0 if table else max(request.num_found_tokens, request.num_swapped_tokens)
+        if len(table) < pool.blocks_for(request.num_computed_tokens - elsewhere):
             raise InvariantError(f"request {request_id} has fewer blocks than KV")
+    _check_swapped(requests, pool, swap)
+
+
+def _check_swapped(requests: Mapping[RequestId, Request], pool: Pool, swap: SwapSpace) -> None:
+    held = {}
+    for request_id, request in requests.items():
+        if swapped := request.num_swapped_tokens:
+            if request.block_table or swapped != request.num_computed_tokens:
+                raise InvariantError(f"request {request_id} is swapped out in part")
+            held[request_id] = pool.blocks_for(swapped)
+    swap.check(held)

@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from qllm.errors import CheckpointError, InvariantError, PolicyError
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View
+from qllm.scheduler.acquire import acquire
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
-from qllm.scheduler.blocks import BlockPool
+from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.compile import align_rows, compile_program
 from qllm.scheduler.decision import (
     MAX_IDLE_NS,
@@ -30,6 +32,7 @@ from qllm.scheduler.decision import (
     Parked,
     Patience,
     Split,
+    SwapOut,
 )
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rank_plan import shape_plan
@@ -39,7 +42,7 @@ from qllm.scheduler.ride import Riding, settle
 from qllm.scheduler.rules import broken_rule, check_state, malformed, refuse_policy
 from qllm.scheduler.turns import whose_turn
 from qllm.scheduler.victims import BadVictimError, victims_for
-from qllm.types import NS_PER_S, FrameId, Frontier, RequestId
+from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
 
 
 class Scheduler:
@@ -52,6 +55,7 @@ class Scheduler:
         self.cuts = cuts
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.swap = SwapSpace(limits.num_swap_blocks)
         self.requests: dict[RequestId, Request] = {}
         self.frames: dict[FrameId, Parked] = {}
         self.running: Parked | None = None
@@ -72,7 +76,7 @@ class Scheduler:
     def add(self, request: Request, now_ns: int) -> None:
         """A request arrived."""
         self.requests[request.request_id] = request
-        self._touch(request)
+        self.touch(request)
         self._hook("on_arrival", now_ns, request)
 
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
@@ -89,10 +93,15 @@ class Scheduler:
 
     def _start_over(self, request: Request) -> list[Effect]:
         """Its row dies, its blocks come back, and nothing of it is computed."""
+        effects = self._free_blocks(request)
+        self.swap.release(request.request_id)
+        request.reset()
+        return effects
+
+    def _free_blocks(self, request: Request) -> list[Effect]:
         effects = self._leave_frame(request)
         self.pool.give_back(request.request_id, request.block_table)
         request.block_table = []
-        request.reset()
         return effects
 
     def _leave_frame(self, request: Request) -> list[Effect]:
@@ -123,22 +132,31 @@ class Scheduler:
             self.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))
         return Split(parked.program, parked.index)
 
-    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]:
-        """Take the KV of a request; it starts again from its first token."""
+    def evict(
+        self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
+    ) -> list[Effect]:
+        """Take a request's blocks: its KV moves out, or, for want of room, it starts over."""
         request = self.requests[request_id]
-        lost = request.num_computed_tokens
-        effects = self._start_over(request)
-        self._touch(request)
-        request.evictions += 1
-        return [*effects, EvictKv(request_id, lost, for_request)]
+        computed = request.num_computed_tokens
+        blocks = self.pool.blocks_for(computed)
+        swaps = how is Evict.SWAP and blocks > 0 and self.swap.put(request_id, blocks)
+        if swaps:
+            effects = self._free_blocks(request)
+            request.swap_out()
+        else:
+            effects = self._start_over(request)
+            request.evictions += 1
+        self.touch(request)
+        done = SwapOut if swaps else EvictKv
+        return [*effects, done(request_id, computed, for_request)]
 
     def found(self, request_id: RequestId, num_tokens: int) -> None:
         """The prefix cache has the first tokens of a request without KV."""
         self.requests[request_id].find(num_tokens)
-        self._touch(self.requests[request_id])
+        self.touch(self.requests[request_id])
 
     def adopt(self, request: Request) -> None:
-        """Take over a request of a checkpoint: its counters stand, its blocks are taken anew.
+        """Take over a request of a checkpoint; for want of blocks its KV counts as swapped out.
 
         Raises:
             CheckpointError: Its KV does not fit now.
@@ -146,6 +164,8 @@ class Scheduler:
         front = request.frontier
         reached = request.num_computed_tokens if front is None else front.hi
         need = self.pool.blocks_for(reached)
+        if need > self.pool.num_free and front is None and self.swap.put(request.request_id, need):
+            request.num_swapped_tokens, need = reached, 0
         if need > self.pool.num_free:
             raise CheckpointError(
                 f"a request of the checkpoint needs {need} KV blocks, {self.pool.num_free} are "
@@ -153,7 +173,7 @@ class Scheduler:
             )
         request.block_table = self.pool.take(request.request_id, need)
         self.requests[request.request_id] = request
-        self._touch(request)
+        self.touch(request)
         self._hook("on_arrival", request.arrival_ns, request)
 
     def adopt_frame(
@@ -188,6 +208,7 @@ class Scheduler:
             block_size=self.limits.block_size,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.limits.num_blocks,
+            num_free_swap_blocks=self.swap.num_free,
             costs=self.costs,
             finest_grain=self.limits.grain,
             max_segment_ns=self.limits.max_segment_ns,
@@ -217,7 +238,7 @@ class Scheduler:
         plan = plan_suspect([self.requests[i] for i in self.suspects], view) or self._ask(view)
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
-        if not plan.rows and not plan.drop:
+        if not (plan.rows or plan.drop or plan.swap_out):
             if plan.wait_until_ns is None:
                 raise self._broken(
                     f"returned an empty plan with {len(self.requests)} requests waiting and no "
@@ -228,9 +249,7 @@ class Scheduler:
         wrong = broken_rule(plan, self.requests, frames, self.shape.num_layers, view)
         if wrong is not None:
             raise self._broken(wrong)
-        for request_id in plan.drop:
-            self._owed += self.evict(request_id, request_id)
-        rows = self._acquire(view, plan, align_rows(plan.rows, self.requests, view.cuts))
+        rows = self._acquire(view, plan)
         plan, rows = whose_turn(plan, rows, self.requests, self.costs, self.shape.num_layers)
         return self._start(plan, rows, now_ns)
 
@@ -256,7 +275,7 @@ class Scheduler:
         self._ranking.update(now_ns)
         return self._ranking
 
-    def _touch(self, request: Request) -> None:
+    def touch(self, request: Request) -> None:
         """It arrived, or holds KV now, or no more: its rank and its place are looked at again."""
         if self._ranking is not None:
             self._ranking.touch(request)
@@ -302,39 +321,18 @@ class Scheduler:
 
     # -- KV blocks
 
-    def _acquire(self, view: View, plan: Plan, rows: Sequence[Row]) -> list[Row]:
-        """Give every row its blocks, evicting lower ranks where they are short."""
-        gone: set[RequestId] = set()
-        kept: list[Row] = []
-        block_size = self.limits.block_size
-        for row in rows:
-            if row.request_id in gone:
-                continue
-            request = self.requests[row.request_id]
-            need = -(-row.hi // block_size) - len(request.block_table)
-            if need <= 0:
-                kept.append(row)
-                continue
-            if need > self.pool.num_free:
-                keep = frozenset(r.request_id for r in kept) | {row.request_id}
-                for victim in self._victims(view, request, need - self.pool.num_free, keep):
-                    self._owed += self.evict(victim, row.request_id)
-                    gone.add(victim)
-            if need > self.pool.num_free:
-                continue
-            is_new = not request.is_admitted
-            request.block_table += self.pool.take(row.request_id, need)
-            if is_new:
-                request.last_progress_ns = view.now_ns
-                self._touch(request)
-            kept.append(row)
+    def _acquire(self, view: View, plan: Plan) -> list[Row]:
+        """Take KV from whom the plan says, and give every row its blocks."""
+        rows = align_rows(plan.rows, self.requests, view.cuts)
+        victims = partial(self._victims, view)
+        kept = acquire(self, plan, rows, victims, view.now_ns, self._owed)
         if rows and not kept:
             self._no_kv(plan, self.requests[rows[0].request_id])
         return kept
 
     def _no_kv(self, plan: Plan, stuck: Request) -> None:
         if stuck.is_admitted:
-            self._owed += self.evict(stuck.request_id, stuck.request_id)
+            self._owed += self.evict(stuck.request_id, stuck.request_id, Evict.SWAP)
         elif plan.wait_until_ns is None:
             raise self._broken(
                 f"planned request {stuck.request_id}, for which there is no KV: "
@@ -343,7 +341,7 @@ class Scheduler:
 
     def _victims(
         self, view: View, request: Request, need: int, keep: frozenset[RequestId]
-    ) -> list[RequestId]:
+    ) -> list[tuple[RequestId, Evict]]:
         try:
             ranking = self._ranked(view.now_ns)
             return victims_for(self.policy, ranking, view, self.requests, request, need, keep)
@@ -495,6 +493,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Check the invariants of the state; called by tests after every step, and when idle."""
-        check_state(self.requests, self.frames, self.pool)
+        check_state(self.requests, self.frames, self.pool, self.swap)
         if self._ranking is not None:
             self._ranking.check(self.requests.values())

@@ -22,8 +22,8 @@ def victims_for(
     request: Request,
     num_blocks: int,
     keep: frozenset[RequestId],
-) -> list[RequestId]:
-    """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody.
+) -> list[tuple[RequestId, Evict]]:
+    """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody; and how.
 
     A request of a worse tier may always be evicted. One of the same tier only for a request
     that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
@@ -44,19 +44,19 @@ def victims_for(
         BadVictimError: The policy named somebody it must not.
     """
     if ranking is not None:
-        order = _by_rank(ranking, view, request)
+        order = [(victim, Evict.SWAP) for victim in _by_rank(ranking, view, request)]
     elif hasattr(policy, "victims"):
         order = _named(policy.victims(view, num_blocks, keep), requests, request, keep)
     else:
         others = [r for r in requests.values() if r.is_admitted and _behind(r, request)]
         others.sort(key=lambda r: (r.priority, r.arrival_ns, r.request_id), reverse=True)
-        order = [r.request_id for r in others]
-    chosen: list[RequestId] = []
-    for victim in order:
+        order = [(r.request_id, Evict.SWAP) for r in others]
+    chosen: list[tuple[RequestId, Evict]] = []
+    for victim, how in order:
         if num_blocks <= 0:
             break
         if victim not in keep:
-            chosen.append(victim)
+            chosen.append((victim, how))
             num_blocks -= len(requests[victim].block_table)
     return chosen if num_blocks <= 0 else []
 
@@ -83,14 +83,14 @@ def _named(
     requests: Mapping[RequestId, Request],
     request: Request,
     keep: frozenset[RequestId],
-) -> list[RequestId]:
-    order = []
+) -> list[tuple[RequestId, Evict]]:
+    order: dict[RequestId, Evict] = {}
     for victim, how in pairs:
         if victim in keep:
             raise BadVictimError(f"evicts request {victim}, which outranks the row (I6)")
-        if how is not Evict.RECOMPUTE:
+        if not isinstance(how, Evict):
             raise BadVictimError(
-                f"says {shown(how)} of request {victim}; it can be Evict.RECOMPUTE"
+                f"says {shown(how)} of request {victim}; it can be Evict.SWAP or Evict.RECOMPUTE"
             )
         if victim not in requests:
             raise BadVictimError(f"evicts request {victim}, which is not live")
@@ -98,8 +98,8 @@ def _named(
             raise BadVictimError(
                 f"evicts request {victim} for {request.request_id}, its equal or better (I6)"
             )
-        order.append(victim)
-    return list(dict.fromkeys(order))
+        order.setdefault(victim, how)
+    return list(order.items())
 
 
 def _behind(victim: Request, request: Request) -> bool:

@@ -120,6 +120,14 @@ class Metrics:
                 ("kept_bytes", "Bytes of it"),
             )
         }
+        self._swapped = {
+            name: self._counter(f"kv_swapped_{name}_tokens", text)
+            for name, text in (
+                ("out", "Tokens whose KV gave up its blocks and was kept"),
+                ("in", "Tokens whose KV came back"),
+            )
+        }
+        self._swapped_before = dict.fromkeys(self._swapped, 0)
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
@@ -185,6 +193,7 @@ class Metrics:
             self._num_expert_bytes = stats["expert_bytes"]
         self._expert_bytes.labels(self._model).inc(more)
         self._observe_prefix(stats.get("prefix_cache", {}))
+        self._observe_swap(stats.get("swap", {}))
         self._frames.labels(self._model).set(
             sum(frame["state"] == "parked" for frame in stats["frames"])
         )
@@ -210,6 +219,13 @@ class Metrics:
                 self._prefix_before[name] = now
         for name, gauge in self._prefix_kept.items():
             gauge.labels(self._model).set(stats.get(name, 0))
+
+    def _observe_swap(self, stats: Mapping[str, Any]) -> None:
+        with self._lock:
+            for name, counter in self._swapped.items():
+                now = stats.get(f"{name}_tokens", 0)
+                counter.labels(self._model).inc(new_since(self._swapped_before[name], now))
+                self._swapped_before[name] = now
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from qllm.engine.loop import EngineLoop
@@ -22,7 +22,7 @@ from qllm.policy import RankPolicy, StepReport, View
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Trace
 from qllm.runner.protocol import Stop
-from qllm.scheduler.decision import EvictKv, Limits
+from qllm.scheduler.decision import EvictKv, Limits, SwapOut
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.ranking import rank_all
 from qllm.scheduler.request import Request
@@ -31,6 +31,7 @@ from qllm.sim.ingress import VirtualIngress
 from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
 from qllm.types import (
     NS_PER_MS,
+    Cap,
     FinishReason,
     Grain,
     Priority,
@@ -193,7 +194,7 @@ class World:
         ran = self.loop.step()
         self.scheduler.check()
         owed = getattr(self.scheduler, "_owed", ())  # a plan broke after it had evicted
-        evicted = {effect.request_id for effect in owed if isinstance(effect, EvictKv)}
+        evicted = {e.request_id for e in owed if isinstance(e, EvictKv | SwapOut)}
         for request_id, request in self.scheduler.requests.items():
             used, table = self.runner.requests[request_id].blocks, request.block_table
             if table[: len(used)] != used and request_id not in evicted:
@@ -290,6 +291,12 @@ def _random_world(policy: Any, rng: random.Random) -> World:
         max_segment_ns=5 * NS_PER_MS,
         batch_invariant=rng.random() < 0.2,
     )
+    if rng.random() < 0.5:
+        limits = replace(
+            limits,
+            num_swap_blocks=rng.choice([fit // 2, fit, 8 * fit]),
+            capabilities=limits.capabilities | Cap.KV_SWAP,
+        )
     costs = random_costs(rng)
     cuts = NO_CUTS._replace(max_block=32) if limits.batch_invariant else NO_CUTS
     start_ns = rng.choice([0, rng.randrange(10**12)])

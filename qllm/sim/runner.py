@@ -120,6 +120,15 @@ class SimRunner:
         request.num_computed = request.layer_work = 0
         self._let_go(request)
 
+    def swap_out(self, request_id: RequestId) -> None:
+        """Keep what is committed, and no block. Takes no time, as on a CPU."""
+        request = self.requests[request_id]
+        request.layer_work = request.num_computed * self.shape.num_layers
+        self._let_go(request)
+
+    def swap_in(self, request_id: RequestId) -> None:
+        """Take up what was moved out."""
+
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[int, int]:
         """What stands for the KV of tokens [lo, hi)."""
         if hi > self.requests[request_id].num_computed:

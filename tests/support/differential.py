@@ -300,7 +300,7 @@ def _disturb(world: World, rng: random.Random) -> None:
     elif chance < 0.21:
         held = [i for i, r in world.scheduler.requests.items() if r.is_admitted]
         for effect in world.scheduler.evict(rng.choice(held), 0) if held else ():
-            world.loop._apply(effect)
+            world.loop.effects.apply(effect)
 
 
 def run_trace(

@@ -15,6 +15,7 @@ from qllm.device.layout import NONE
 from qllm.errors import CheckpointError, PolicyError
 from qllm.plan import CutRule, ModelShape
 from qllm.scheduler.blame import Blame
+from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.decision import Drop, Effect, Limits, Parked
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
@@ -74,6 +75,7 @@ class NativeScheduler(NativeDecider):
         self.requests: dict[RequestId, Request] = {}
         self._slots: dict[RequestId, int] = {}
         self.pool = NativePool(limits.block_size, self.block)
+        self.swap = SwapSpace(0)
 
     @property
     def riding(self) -> Riding:
@@ -232,7 +234,7 @@ class NativeScheduler(NativeDecider):
         Raises:
             InvariantError: Requests, frames, blocks and order do not agree.
         """
-        check_state(self.requests, self.frames, self.pool)
+        check_state(self.requests, self.frames, self.pool, self.swap)
         self.block.check_order(self._slots)
 
 

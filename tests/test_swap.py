@@ -1,0 +1,387 @@
+"""KV that moves out of its blocks and back: nothing is computed again, and no token changes."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, make_model
+from hypothesis import given
+from hypothesis import strategies as st
+from replay_schedule import replay
+from test_equality import CUTS, DTYPES, Chaos, Storm, engine_of, fine, prompt_of, same
+from test_scheduler import BY_CLASS, Fuzz, events, finished_well, work_is_exact
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.config import EngineConfig
+from qllm.errors import ConfigError, InvariantError
+from qllm.plan import Plan
+from qllm.plugins import load_policy
+from qllm.policy import View, next_row
+from qllm.record import trace
+from qllm.record.metrics import RequestMetrics
+from qllm.runner.cpu import cpu_runner
+from qllm.scheduler.blocks import SwapSpace
+from qllm.sim.check import LIMITS, World
+from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority
+from qllm_policies.mlfq import Mlfq
+from qllm_policies.rota import Rota
+
+LS, BE = Priority.LS, Priority.BE
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+def short_of_kv(num_blocks: int, num_swap_blocks: int = 10_000) -> Any:
+    return replace(
+        LIMITS,
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        capabilities=CAPABILITIES | Cap.KV_SWAP,
+    )
+
+
+def metrics_of(world: World) -> list[RequestMetrics]:
+    found = [world.metrics[i] for i in sorted(world.finished)]
+    return [m for m in found if m is not None]
+
+
+# -- the room
+
+
+@given(st.integers(0, 30), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=40))
+def test_room_is_what_was_put_less_what_was_released(size: int, steps: list[Any]) -> None:
+    space, held = SwapSpace(size), dict[int, int]()
+    for request_id, count in steps:
+        if request_id in held:
+            space.release(request_id)
+            del held[request_id]
+        else:
+            fits = sum(held.values()) + count <= size
+            assert space.put(request_id, count) is fits
+            if fits:
+                held[request_id] = count
+        assert space.num_free == size - sum(held.values())
+        space.check(held)
+    with pytest.raises(InvariantError):
+        space.check({**held, 99: 1})
+
+
+# -- decisions, on a virtual clock
+
+
+class SwapFuzz(Fuzz):
+    """Like `Fuzz`, and moves KV of random requests out."""
+
+    def ending(self, view: View, rows: list[Any]) -> Plan:
+        plan = super().ending(view, rows)
+        gone = {row.request_id for row in rows} | set(plan.drop)
+        room, out = view.num_free_swap_blocks, []
+        for q in view.requests:
+            size = -(-q.num_computed_tokens // view.block_size)
+            ran = q.is_admitted and q.last_progress_ns > q.admitted_ns
+            if ran and q.request_id not in gone and size <= room and self.r.random() < 0.6:
+                room -= size
+                out.append(q.request_id)
+        return replace(plan, swap_out=tuple(out))
+
+
+@pytest.mark.parametrize("room", [4, 10_000])
+@pytest.mark.parametrize("seed", range(10))
+def test_any_plan_that_swaps_gives_every_request_its_tokens(seed: int, room: int) -> None:
+    r = random.Random(seed)
+    limits = replace(short_of_kv(r.choice([30, 60, 400]), room), max_num_seqs=r.choice([2, 3, 8]))
+    world = World(SwapFuzz(seed), limits)
+    for _ in range(6):
+        world.submit(r.choice([0, 3, 10]), r.randint(1, 400), r.randint(1, 10))
+    while not world.idle:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12
+    assert not world.loop.policy_errors
+    finished_well(world)
+    assert world.scheduler.swap.num_used == 0
+    effects = world.loop.effects
+    assert effects.tokens_in == effects.tokens_out
+    if room > 4:
+        assert events(world, trace.SwappedOut)
+
+
+@pytest.mark.parametrize("policy", BY_CLASS)
+def test_be_goes_on_where_it_was_when_ls_has_taken_its_kv(policy: Any) -> None:
+    world = World(policy, short_of_kv(16))
+    batch = world.submit(BE, 200, 40)
+    while world.tokens[batch] < 3:
+        world.step()
+    chat = world.submit(LS, 100, 3)
+    world.run()
+    finished_well(world)
+    (out,), (back,) = events(world, trace.SwappedOut), events(world, trace.SwappedIn)
+    assert (out.request_id, out.for_request) == (batch, chat)
+    assert out.num_tokens == back.num_tokens >= 202
+    assert not events(world, trace.Evicted)
+    assert sum(m.evict_recomputed_tokens for m in metrics_of(world)) == 0
+    prefilled = [p for p in events(world, trace.Planned) if p.at_ns > back.at_ns]
+    assert min(row.lo for p in prefilled for row in p.rows if row.request_id == batch) >= 202
+
+
+def test_without_room_a_victim_starts_again() -> None:
+    world = World(load_policy("qllm2"), short_of_kv(16, num_swap_blocks=5))
+    batch = world.submit(BE, 200, 40)
+    while world.tokens[batch] < 3:
+        world.step()
+    world.submit(LS, 100, 3)
+    world.run()
+    finished_well(world)
+    assert [e.request_id for e in events(world, trace.Evicted)] == [batch]
+    assert not events(world, trace.SwappedOut)
+
+
+def test_a_request_that_ends_while_it_is_swapped_out_leaves_no_room_taken() -> None:
+    world = World(load_policy("qllm2"), short_of_kv(16))
+    batch = world.submit(BE, 200, 40)
+    while world.tokens[batch] < 3:
+        world.step()
+    world.submit(LS, 100, 30)
+    while not events(world, trace.SwappedOut):
+        world.step()
+    assert world.scheduler.swap.num_used == 13
+    world.cancel(batch)
+    world.run()
+    assert world.finished[batch] is FinishReason.CANCELLED
+    assert world.scheduler.swap.num_used == 0
+
+
+def wrong_plans() -> dict[str, Callable[[View], tuple[int, ...]]]:
+    return {
+        "unknown": lambda view: (999,),
+        "planned": lambda view: (view.requests[0].request_id,),
+        "holds no KV or has not run": lambda view: (view.requests[1].request_id,),
+        "twice": lambda view: (view.requests[2].request_id,) * 2,
+    }
+
+
+@pytest.mark.parametrize("says", wrong_plans())
+def test_what_cannot_be_swapped_out_is_refused(says: str) -> None:
+    class Wrong:
+        needs = Cap.NONE
+
+        def plan(self, view: View) -> Plan:
+            if len(view.requests) < 3:
+                return Plan(rows=tuple(next_row(r, view) for r in view.requests))
+            out = wrong_plans()[says](view)
+            return Plan(rows=(next_row(view.requests[0], view),), swap_out=out)
+
+    world = World(Wrong(), short_of_kv(100))
+    first, third = world.submit(BE, 20, 9), world.submit(BE, 20, 9)
+    world.step()
+    world.scheduler.requests[third], order = world.scheduler.requests[third], [first, third]
+    world.submit(BE, 20, 9)
+    requests = world.scheduler.requests
+    world.loop._take()
+    new = next(i for i in requests if i not in order)
+    world.scheduler.requests = {i: requests[i] for i in (first, new, third)}
+    world.step()
+    assert says in world.loop.policy_errors[0]
+
+
+def test_more_than_there_is_room_for_is_refused() -> None:
+    class Greedy:
+        needs = Cap.NONE
+
+        def plan(self, view: View) -> Plan:
+            ran = tuple(r.request_id for r in view.requests if r.last_progress_ns > r.admitted_ns)
+            if ran:
+                return Plan(swap_out=ran)
+            return Plan(rows=tuple(next_row(r, view) for r in view.requests))
+
+    world = World(Greedy(), short_of_kv(100, num_swap_blocks=3))
+    world.submit(BE, 40, 9)
+    world.submit(BE, 40, 9)
+    world.step()
+    world.step()
+    assert "takes 6 blocks; there is room for 3" in world.loop.policy_errors[0]
+
+
+@pytest.mark.parametrize("policy", [Rota(min_stay_ms=0), Mlfq(min_stay_ms=0, quantum_ms=2)])
+def test_equals_take_turns_where_kv_is_short(policy: Any) -> None:
+    """Four requests, KV for two: without swap the last two would wait for the first to end."""
+    first_tokens = {}
+    for room in (0, 10_000):
+        limits = short_of_kv(24, room) if room else replace(LIMITS, num_blocks=24)
+        world = World(type(policy)(**vars_of(policy)), limits)
+        ids = [world.submit(BE, 150, 30, at_ns=i * NS_PER_MS) for i in range(4)]
+        world.run()
+        finished_well(world)
+        times = {}
+        for event in events(world, trace.Token):
+            times.setdefault(event.request_id, event.at_ns)
+        first_tokens[room] = max(times[i] for i in ids)
+        if room:
+            assert events(world, trace.SwappedOut)
+            assert not events(world, trace.Evicted)
+            assert sum(m.evict_recomputed_tokens for m in metrics_of(world)) == 0
+    assert first_tokens[10_000] < first_tokens[0]
+
+
+def vars_of(policy: Any) -> dict[str, Any]:
+    return {name: getattr(policy, name) for name in type(policy).__dataclass_fields__}
+
+
+def test_nobody_leaves_before_its_time() -> None:
+    world = World(Rota(min_stay_ms=10**6), short_of_kv(24))
+    for i in range(4):
+        world.submit(BE, 150, 30, at_ns=i * NS_PER_MS)
+    world.run()
+    finished_well(world)
+    assert not events(world, trace.SwappedOut)
+
+
+# -- tokens, on models
+
+
+STORMS = [
+    ("mixtral", "fp32", "qllm2", 1),
+    ("gpt_oss", "bf16", "chaos", 2),
+    ("deepseek_v3", "bf16", "qllm2", 3),
+    ("qwen2_moe", "bf16", "rota", 4),
+    ("granitemoe", "fp32", "chaos", 5),
+    ("olmoe", "bf16", "mlfq", 6),
+]
+
+
+class SwapChaos(Chaos):
+    """Like `Chaos`, and moves KV of random requests out."""
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        gone = {row.request_id for row in plan.rows} | set(plan.drop)
+        able = [
+            r.request_id
+            for r in view.requests
+            if r.is_admitted and r.last_progress_ns > r.admitted_ns and r.request_id not in gone
+        ]
+        if plan.wait_until_ns is None and able and self.rng.random() < 0.2:
+            return replace(plan, swap_out=(self.rng.choice(able),))
+        return plan
+
+
+@pytest.mark.parametrize(("family", "dtype", "policy", "seed"), STORMS)
+def test_a_storm_of_swaps_leaves_every_stream_equal_to_its_solo_run(
+    family: str, dtype: str, policy: str, seed: int
+) -> None:
+    make = {
+        "chaos": lambda: SwapChaos(seed),
+        "rota": lambda: Rota(min_stay_ms=0),
+        "mlfq": lambda: Mlfq(min_stay_ms=0, quantum_ms=1),
+    }.get(policy, lambda: load_policy(policy))
+    settings = {
+        "exactness": "batch-invariant",
+        "max_kv_tokens": 112,
+        "swap_kv_tokens": 4096,
+        "max_step_tokens": 96,
+        "kernels": ("reference", "fast")[seed % 2],
+    }
+    swapped = 0
+    for turn in range(8):  # arrivals follow the clock: one storm may take nobody's KV
+        with engine_of(family, dtype, policy=make(), record=True, **settings) as engine:
+            fine(engine)
+            storm = Storm(engine, seed + 100 * turn, num_be=6, num_ls=10, every=25)
+            results = storm.run()
+            swapped += sum(isinstance(e, trace.SwappedIn) for e in engine.trace.events)
+            solo = {
+                h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(120)
+                for h, _ in storm.handles
+            }
+            assert engine.stats()["swap"]["blocks_used"] == 0
+        pairs = zip((h.number for h, _ in storm.handles), results, strict=True)
+        assert not [n for n, r in pairs if not same(r, solo[n])]
+        if swapped:
+            return
+    raise AssertionError("no storm swapped anything")
+
+
+def test_a_storm_of_swaps_in_order_mode_equals_the_replay_of_its_schedule() -> None:
+    """Nothing is computed twice, so not even the bits of a float32 sum differ."""
+    settings = {"max_kv_tokens": 160, "max_step_tokens": 96, "swap_kv_tokens": 4096}
+    with engine_of("mixtral", "fp32", policy=SwapChaos(7), record=True, **settings) as engine:
+        fine(engine)
+        storm = Storm(engine, 7)
+        results = storm.run()
+        seen = list(engine.trace.events)
+    runner = cpu_runner(make_model("mixtral", DTYPES["fp32"]), kernels="reference")
+    runner.backend.cuts = CUTS
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
+    torch.set_num_threads(1)
+    found = replay(seen, runner)
+    assert any(isinstance(e, trace.SwappedOut) for e in seen)
+    for (handle, _), result in zip(storm.handles, results, strict=True):
+        sampled = found.sampled[handle.number][: len(result.token_ids)]
+        assert tuple(s.token_id for s in sampled) == result.token_ids
+        assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swapping_at_every_boundary_changes_no_token(family: str) -> None:
+    """The victim is taken at every place of its life: in its prefill, parked, while it decodes."""
+    ids, new = prompt_of(70, 1), 12
+    with engine_of(
+        family, "bf16", kernels="fast", max_kv_tokens=96, swap_kv_tokens=4096, record=True,
+        policy="qllm2", max_step_tokens=32,
+    ) as engine:  # fmt: skip
+        fine(engine)
+        alone = engine.submit(ids, "BE", new, sampling=GREEDY).result(120)
+        outs = 0
+        for at in range(1, 60, 4):
+            count, handles = 0, list[Any]()
+
+            def disturb(*_: object, at: int = at, handles: list[Any] = handles) -> None:
+                nonlocal count
+                count += 1
+                if count == at:
+                    handles.append(engine.submit(prompt_of(40, 2), "LS", 2, sampling=GREEDY))
+
+            engine._client.runner.on_segment = disturb
+            found = engine.submit(ids, "BE", new, sampling=GREEDY).result(120)
+            engine._client.runner.on_segment = None
+            for handle in handles:
+                handle.result(120)
+            assert found.token_ids == alone.token_ids
+            assert found.metrics.evict_recomputed_tokens <= 32  # a chunk under way
+        outs = sum(isinstance(e, trace.SwappedOut) for e in engine.trace.events)
+    assert outs >= 5
+
+
+# -- settings
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "many", True, 1 << 40])
+def test_a_wrong_size_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"swap_kv_tokens=.* must be an integer in \[0, "):
+        EngineConfig(swap_kv_tokens=value)
+
+
+def test_the_loop_on_a_device_has_none() -> None:
+    with pytest.raises(ConfigError, match="swap_kv_tokens=64 needs loop='host'"):
+        EngineConfig(swap_kv_tokens=64, loop="conditional")
+
+
+def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Any) -> None:
+    settings = {"max_kv_tokens": 96, "swap_kv_tokens": 4096, "kernels": "fast"}
+    model = make_model("mixtral", DTYPES["bf16"])
+    defaults: dict[str, Any] = {"conformance": False, "threads": 1}
+    prompts = [prompt_of(60, i) for i in range(2)]
+    with QLLMEngine.from_model(model, **defaults, **settings) as engine:
+        expected = [
+            engine.submit(ids, "BE", 30, sampling=GREEDY).result(120).token_ids for ids in prompts
+        ]
+    with QLLMEngine.from_model(model, **defaults, policy="rota", **settings) as engine:
+        handles = [engine.submit(ids, "BE", 30, sampling=GREEDY) for ids in prompts]
+        while engine.stats()["swap"]["out_tokens"] == 0:
+            if all(h.finish_reason for h in handles):
+                pytest.fail("nothing was swapped out")
+        engine.checkpoint(tmp_path / "parked")
+    with QLLMEngine.from_model(model, **defaults, policy="rota", **settings) as engine:
+        found = [h.result(120).token_ids for h in engine.restore(tmp_path / "parked")]
+    assert sorted(found) == sorted(expected)
