@@ -4,9 +4,13 @@ Rows, all on the 300M random MoE with 2 threads:
     chats      8-turn LS chats over a context of 2k tokens: TTFT of later turns, warm over cold
     no hit     prompts that share nothing: tokens/s, cache on over off, in turns
     shared     32 chats over one system prompt of 2k tokens: bytes of KV kept and copied
+    swap       BE work of four times the KV pool, and LS chats that take its KV: swap over
+               recompute, with the prefix cache and without
+    rota       one class, KV for a quarter: `rota` with swap over `fcfs`
 
-Every arm's tokens are compared with those of the arm without a cache. The last line is JSON; the
-exit status is 1 if tokens differ or a hit that was due did not come.
+Every arm's tokens are compared with those of another. The last line is JSON; the exit status is 1
+if tokens differ, a hit that was due did not come, nothing was evicted, or a swapped request was
+computed again.
 """
 
 import argparse
@@ -21,14 +25,21 @@ import numpy as np
 from bench.common import MODEL, SPECIAL
 from qllm import QLLMEngine, SamplingParams
 from qllm.measure.random_moe import make_random_moe
+from qllm.types import Slo
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 PAGE = 64
+ROWS = ("chats", "no_hit", "shared", "swap", "rota")
 
 
-def _engine(model: str, cache: bool) -> QLLMEngine:
+def _engine(model: str, cache: bool, **settings: Any) -> QLLMEngine:
     return QLLMEngine.from_pretrained(
-        model, threads=2, conformance=False, prefix_cache=cache, prefix_cache_tokens=32768
+        model,
+        threads=2,
+        conformance=False,
+        prefix_cache=cache,
+        prefix_cache_tokens=32768,
+        **settings,
     )
 
 
@@ -126,19 +137,133 @@ def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
     }
 
 
+def _contend(engine: QLLMEngine, seed: int, num_be: int) -> dict[str, Any]:
+    """BE requests of 640 tokens all at once, and an LS chat of 300 every 0.4 s until they end."""
+    rng = np.random.default_rng(seed)
+    prompts = [_ids(rng, 512) for _ in range(num_be)]
+    start, due = time.perf_counter(), 0.2
+    batch = [engine.submit(ids, "BE", 128, sampling=GREEDY) for ids in prompts]
+    chats = []
+    while any(h.finish_reason is None for h in batch):
+        time.sleep(0.005)
+        if time.perf_counter() - start >= due:
+            due += 0.4
+            chats.append(engine.submit(_ids(rng, 284), "LS", 16, sampling=GREEDY))
+    done = [h.result(300) for h in batch]
+    seconds = time.perf_counter() - start
+    answers = [h.result(300) for h in chats]
+    ttft = [r.metrics.ttft_ms or 0.0 for r in answers]
+    return {
+        "be_tokens_per_s": num_be * 640 / seconds,
+        "ls_ttft_p99_ms": float(np.percentile(ttft, 99)),
+        "evictions": sum(r.metrics.evictions for r in done),
+        "recomputed": sum(r.metrics.evict_recomputed_tokens for r in done + answers),
+        "swapped_tokens": engine.stats()["swap"]["out_tokens"],
+        "tokens": [r.token_ids for r in done],
+    }
+
+
+def swap_row(model: str, rounds: int, num_be: int) -> dict[str, Any]:
+    """KV for a quarter of the BE work; three arms in turns."""
+    pool = num_be * 640 // 4
+    arms = {
+        "swap": {"cache": True, "swap_kv_tokens": num_be * 640},
+        "recompute": {"cache": False},
+        "recompute_cache": {"cache": True},
+    }
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for i in range(rounds):
+        for name in arms if i % 2 else reversed(arms):
+            with _engine(model, max_kv_tokens=pool, **arms[name]) as engine:  # type: ignore[arg-type]
+                _flood_one(engine)
+                found[name].append(_contend(engine, 200 + i, num_be))
+
+    def over(name: str, what: str) -> float:
+        pairs = zip(found["swap"], found[name], strict=True)
+        return statistics.median([a[what] / b[what] for a, b in pairs])
+
+    swap, plain = found["swap"], found["recompute"]
+    return {
+        "recomputed": sum(x["recomputed"] for x in swap),
+        "recomputed_without": [sum(x["recomputed"] for x in found[n]) for n in list(arms)[1:]],
+        "evictions_without": [sum(x["evictions"] for x in found[n]) for n in list(arms)[1:]],
+        "swapped_tokens": sum(x["swapped_tokens"] for x in swap),
+        "be_tokens_per_s": statistics.median(x["be_tokens_per_s"] for x in swap),
+        "be_over_recompute": over("recompute", "be_tokens_per_s"),
+        "be_over_recompute_cache": over("recompute_cache", "be_tokens_per_s"),
+        "be_asked": 1.5,
+        "ls_ttft_p99_ms": statistics.median(x["ls_ttft_p99_ms"] for x in swap),
+        "ls_ttft_p99_over_recompute": over("recompute", "ls_ttft_p99_ms"),
+        "ls_ttft_p99_over_recompute_cache": over("recompute_cache", "ls_ttft_p99_ms"),
+        "ls_asked": 1.1,
+        "same_tokens": [x["tokens"] for x in swap] == [x["tokens"] for x in plain],
+        "hits_due": sum(x["evictions"] for x in plain) > 0
+        and sum(x["swapped_tokens"] for x in swap) > 0,
+    }
+
+
+def _flood_one(engine: QLLMEngine) -> None:
+    engine.submit(_ids(np.random.default_rng(1), 256), "BE", 8, sampling=GREEDY).result(120)
+
+
+def rota_row(model: str, num: int) -> dict[str, Any]:
+    """Requests at once of one class, KV for a quarter; the TTFT target is known to the policy."""
+    prompts = [_ids(np.random.default_rng(300 + i), 256) for i in range(num)]
+    target_ms = 250.0 * num
+    arms: dict[str, list[Any]] = {}
+    for name, settings in (
+        ("fcfs", {"policy": "fcfs"}),
+        ("rota", {"policy": "rota", "swap_kv_tokens": num * 352}),
+    ):
+        with _engine(model, False, max_kv_tokens=num * 352 // 4, **settings) as engine:
+            _flood_one(engine)
+            slo = Slo(ttft_ms=target_ms, tpot_ms=200.0)
+            handles = [engine.submit(i, "BE", 96, sampling=GREEDY, slo=slo) for i in prompts]
+            arms[name] = [h.result(300) for h in handles]
+    met = {
+        name: sum((r.metrics.ttft_ms or 0) <= target_ms for r in arm) / num
+        for name, arm in arms.items()
+    }
+    tpot = {
+        name: statistics.median(r.metrics.tpot_ms or 0 for r in arm) for name, arm in arms.items()
+    }
+    return {
+        "ttft_target_ms": target_ms,
+        "met_fcfs": met["fcfs"],
+        "met_rota": met["rota"],
+        "points": 100 * (met["rota"] - met["fcfs"]),
+        "points_asked": 30,
+        "tpot_p50_ms": tpot,
+        "tpot_p50_rota_over_fcfs": tpot["rota"] / tpot["fcfs"],
+        "tpot_asked": 1.1,
+        "same_tokens": [r.token_ids for r in arms["fcfs"]] == [r.token_ids for r in arms["rota"]],
+        "hits_due": sum(r.metrics.evict_recomputed_tokens for r in arms["rota"]) == 0,
+    }
+
+
 def main() -> int:
     """Run all rows; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer turns, rounds and chats")
-    quick = parser.parse_args().quick
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    asked = parser.parse_args()
+    quick = asked.quick
     model = str(make_random_moe(size="300m"))
     rows: dict[str, dict[str, Any]] = {}
-    with _engine(model, False) as off, _engine(model, True) as on:
-        for engine in (off, on):
-            _flood(engine, 99)  # the first pass touches the weights
-        rows["chats"] = chats_row(off, on, 3 if quick else 8, 1 if quick else 2)
-        rows["no_hit"] = no_hit_row(off, on, 2 if quick else 7)
-        rows["shared"] = shared_row(off, on, 4 if quick else 32)
+    if set(asked.rows) - {"swap", "rota"}:
+        with _engine(model, False) as off, _engine(model, True) as on:
+            for engine in (off, on):
+                _flood(engine, 99)  # the first pass touches the weights
+            if "chats" in asked.rows:
+                rows["chats"] = chats_row(off, on, 3 if quick else 8, 1 if quick else 2)
+            if "no_hit" in asked.rows:
+                rows["no_hit"] = no_hit_row(off, on, 2 if quick else 7)
+            if "shared" in asked.rows:
+                rows["shared"] = shared_row(off, on, 4 if quick else 32)
+    if "swap" in asked.rows:
+        rows["swap"] = swap_row(model, 1 if quick else 3, 4 if quick else 8)
+    if "rota" in asked.rows:
+        rows["rota"] = rota_row(model, 8 if quick else 16)
     for name, row in rows.items():
         print(name, {k: v for k, v in row.items() if k != "pairs"})
     right = all(row["same_tokens"] and row.get("hits_due", True) for row in rows.values())
