@@ -41,10 +41,11 @@ from qllm.frontend.detokenizer import Detokenizer
 from qllm.frontend.handle import Handle, Result
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
-from qllm.frontend.prompts import refuse_unserved, to_sampling, to_token_ids
+from qllm.frontend.prompts import check_limits, refuse_unserved, to_sampling, to_token_ids
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.thread import ThreadClient
 from qllm.frontend.tokenizer import tokenizer_of
+from qllm.grammar import Vocabulary
 from qllm.ingress import Submission
 from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
@@ -83,6 +84,9 @@ class QLLMEngine:
         """As it was given. An engine in a process of its own serves a copy of a policy object."""
         self.sampling_defaults = client.info.sampling_defaults
         """Keywords of SamplingParams for requests without any, from the generation config."""
+        info = client.info
+        self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
+        """What structured outputs are checked with."""
         self._client = client
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
@@ -275,7 +279,8 @@ class QLLMEngine:
         shape = self._client.info.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
         params = to_sampling(sampling, stop, self.sampling_defaults)
-        wrong = [i for i in (*params.stop_token_ids, *params.logit_bias) if i >= shape.vocab_size]
+        ids = (*params.stop_token_ids, *params.logit_bias, *(params.allowed_token_ids or ()))
+        wrong = [i for i in ids if i >= shape.vocab_size]
         if wrong:
             raise InvalidRequestError(
                 f"token id {shown(wrong[0])} in sampling must be in [0, {shape.vocab_size})"
@@ -293,6 +298,7 @@ class QLLMEngine:
         if not params.ignore_eos:
             stop_ids |= self._client.info.eos_token_ids
         refuse_unserved(self.config.loop, params, len(stop_ids))
+        check_limits(params, self.vocabulary, most)
         with self._client.admission_lock:
             self._client.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:

@@ -8,6 +8,7 @@ from typing import Any
 
 from qllm.errors import InvalidRequestError, shown
 from qllm.frontend.checks import is_int
+from qllm.grammar import Vocabulary
 from qllm.types import Prompt, SamplingParams, check_text
 
 MOST_STOP_IDS = 8
@@ -26,6 +27,10 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         "logprobs": sampling.logprobs is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "logit_bias": bool(sampling.logit_bias),
+        "structured_outputs": sampling.structured_outputs is not None,
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_words": bool(sampling.bad_words),
+        "min_tokens": bool(sampling.min_tokens),
         "repetition_penalty": sampling.repetition_penalty != 1,
         "presence_penalty": sampling.presence_penalty != 0,
         "frequency_penalty": sampling.frequency_penalty != 0,
@@ -37,6 +42,21 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         raise InvalidRequestError(
             f"{', '.join(asked)}: not served by an engine with loop={loop!r}; leave it out, or use "
             "loop='host'"
+        )
+
+
+def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: int) -> None:
+    """Return if a model can be held to what a request forbids.
+
+    Raises:
+        InvalidRequestError: It cannot; says why, and where in a schema.
+    """
+    if sampling.structured_outputs is not None:
+        vocabulary.check(sampling.structured_outputs)
+    vocabulary.split(sampling.bad_words)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens={sampling.min_tokens} must be at most max_tokens, here {max_tokens}"
         )
 
 
