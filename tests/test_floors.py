@@ -84,7 +84,7 @@ FLOORS = {
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} cores frontend ingress llm record",
+        f"__init__ {BASE} cores frontend grammar_check ingress llm record",
         STDLIB | {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     ),
     "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),

@@ -1,6 +1,7 @@
 """The engine as the routes see it: admission, tokenising off the event loop, live answers."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -366,12 +367,16 @@ def _abandon(work: "Future[list[Handle]]") -> None:
 
 
 def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A content of text parts as one string, which every template takes.
+    """A message as every template takes it: its content one string, arguments of calls objects.
 
     Raises:
-        ApiError: A part is no text.
+        ApiError: A part is no text, or arguments are no JSON object.
     """
     content = message.get("content")
+    if content is None and (message.get("role") == "tool" or message.get("tool_calls")):
+        message = {**message, "content": ""}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_flat_call(call) for call in calls]}
     if not isinstance(content, list):
         return message
     for part in content:
@@ -383,3 +388,17 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
                 param="messages",
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _flat_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        text = 'an entry of tool_calls must be {"function": {"name": ..., "arguments": ...}}'
+        raise ApiError(400, text, param="messages")
+    try:
+        given = function.get("arguments") or "{}"
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        text = f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
+        raise ApiError(400, text, param="messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}

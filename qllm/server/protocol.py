@@ -5,12 +5,14 @@ answer and cannot be served are refused with the reason.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from qllm.types import MAX_TIME_MS, Priority, Slo, StructuredOutputs, check_text
 
+from .calls import Choice, choice_of, grammar
 from .errors import ApiError
 
 MAX_LOGPROBS = 20
@@ -318,7 +320,7 @@ class ChatRequest(Generation):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
-    """Passed to the chat template; calls are not parsed out of the answer."""
+    """Functions that may be called; the chat template gets them."""
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM: further variables of the chat template."""
@@ -343,12 +345,6 @@ class ChatRequest(Generation):
     def _not_served(cls, value: Any) -> Any:
         return _only(value, (None,), "is not supported; leave it out (for functions use tools)")
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _free_choice(cls, value: Any) -> Any:
-        why = "a tool cannot be forced; tool_choice must be 'auto' or 'none'"
-        return _only(value, (None, "auto", "none"), why)
-
     @model_validator(mode="after")
     def _logprobs_together(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
@@ -367,6 +363,26 @@ class ChatRequest(Generation):
     def most_tokens(self) -> int | None:
         """What `max_tokens` comes to; None leaves it to the engine."""
         return self.max_completion_tokens or self.max_tokens
+
+    def choice(self) -> Choice:
+        """What may be called.
+
+        Raises:
+            ApiError: The tools, or the choice, are wrong.
+        """
+        return choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def form(self) -> StructuredOutputs | None:
+        """The form of the answer: that of calls where one is forced or a schema leaves room."""
+        asked, choice = super().form(), self.choice()
+        if choice.forced and asked is not None:
+            text = "tool_choice forces a call, so the answer can have no other form; give one"
+            raise ApiError(400, text, param="tool_choice")
+        if choice.forced:
+            return StructuredOutputs(grammar=grammar(choice))
+        if choice.tools and asked is not None and isinstance(asked.json, Mapping):
+            return StructuredOutputs(grammar=grammar(choice, asked.json))
+        return asked
 
     def template_options(self) -> dict[str, Any]:
         """Keywords of the chat template."""
