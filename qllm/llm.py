@@ -248,7 +248,7 @@ class QLLMEngine:
         self,
         prompt: Prompt,
         priority: str | int | Priority = "LS",
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         *,
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] | None = None,
@@ -262,7 +262,8 @@ class QLLMEngine:
         Args:
             prompt: Text, a list of chat messages, or a list of token ids.
             priority: "LS", "BE" or an integer class; smaller is sooner (LS = 0, BE = 10).
-            max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits.
+            max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits;
+                "fit" takes what fits where that setting is not made.
             sampling: How tokens are chosen; by default as the model's generation config says.
             stop: Strings that end the answer, beside those in `sampling`.
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.
@@ -369,12 +370,11 @@ class QLLMEngine:
         params: SamplingParams,
     ) -> Handle:
         check_request_id(request_id)
-        tokenizer = self.tokenizer
         return Handle(
             number=number,
             request_id=request_id or f"request-{number}",
             prompt_token_ids=token_ids,
-            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params.stop),
+            detokenizer=Detokenizer.of(self.tokenizer, params),
             stop_on_text=bool(params.stop),
             cancel=self._client.cancel,
             status=self._client.status,

@@ -318,6 +318,9 @@ class SamplingParams:
     """No id that ends the answer is produced before so many tokens, where another may come; a
     stop string is not looked for among them."""
 
+    include_stop_str_in_output: bool = False
+    """Whether the stop string that ended the answer is part of it."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
@@ -351,7 +354,8 @@ class SamplingParams:
         ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
         _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
         _check_count("stop_token_ids", len(ids), MOST_STOP_TOKENS)
-        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "a bool")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "a bool")
         for name in ("logprobs", "prompt_logprobs"):
             n = getattr(self, name)
             _check(name, n, n is None or (_is_int(n) and 0 <= n <= 20), "None or in [0, 20]")

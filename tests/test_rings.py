@@ -359,6 +359,7 @@ PLAIN = st.builds(
     prompt_logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.dictionaries(st.integers(0, 2**31), finite(-1e300, 1e300), max_size=5),
     min_tokens=st.integers(0, 2**30),
+    include_stop_str_in_output=st.booleans(),
 )
 SAMPLINGS = st.builds(lambda plain, limits: replace(plain, **limits), PLAIN, LIMITS)
 MS = st.none() | finite(1e-3, 1e9)
@@ -411,6 +412,7 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "allowed_token_ids",
         "bad_words",
         "min_tokens",
+        "include_stop_str_in_output",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 
 

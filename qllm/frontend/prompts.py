@@ -144,6 +144,8 @@ def render_chat(
     *,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> list[int]:
     """Render messages with the model's chat template and encode them.
 
@@ -152,6 +154,8 @@ def render_chat(
         tokenizer: A transformers tokenizer, or None if the model came without one.
         tools: JSON schemas of functions, for templates that know tools.
         variables: Further variables of the template.
+        add_generation_prompt: Begin the assistant's answer.
+        continue_final_message: Leave the last message open instead, for the answer to go on with.
 
     Raises:
         InvalidRequestError: A message has another shape or is no text, or the template refuses
@@ -184,7 +188,8 @@ def render_chat(
         rendered = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tokenize=True,
             return_dict=True,
             **(variables or {}),

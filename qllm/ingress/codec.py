@@ -30,7 +30,9 @@ from qllm.types import (
 _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
-_LENGTH, _LIMITS = _CACHED, ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+_LENGTH = _CACHED
+_LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+_LIMITS += ("include_stop_str_in_output",)
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -82,7 +84,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         flags |= layout.HAS_DEADLINE
     if item.cache_salt:
         flags |= layout.HAS_SALT
-    if sampling.limits_tokens:
+    if sampling.limits_tokens or sampling.include_stop_str_in_output:
         flags |= layout.HAS_LIMITS
     fixed = _REQUEST.pack(
         item.request_id,
@@ -124,7 +126,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
 
 
 def _encode_limits(sampling: SamplingParams) -> bytes:
-    if not sampling.limits_tokens:
+    if not (sampling.limits_tokens or sampling.include_stop_str_in_output):
         return b""
     values = {name: getattr(sampling, name) for name in _LIMITS}
     form = sampling.structured_outputs

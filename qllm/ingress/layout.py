@@ -34,7 +34,8 @@ REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND = 1, 2, 3, 4, 5
 
 HAS_DEADLINE, IGNORE_EOS, HAS_SALT, HAS_LIMITS = 1, 2, 4, 8
 """Flags of a request. With HAS_SALT, SALT_BYTES of `cache_salt` come behind its arrays. With
-HAS_LIMITS, u4 bytes and JSON come last: the fields of SamplingParams that forbid tokens."""
+HAS_LIMITS, u4 bytes and JSON come last: the fields of SamplingParams
+that have no place here."""
 SALT_BYTES = 16
 REQUEST: Dtype = np.dtype(
     [

@@ -23,7 +23,7 @@ class ChatWriter(Writer):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(self, front: Front, asked: ChatRequest) -> None:
-        super().__init__(front, "chatcmpl")
+        super().__init__(front, "chatcmpl", asked)
         self._asked = asked
         self._readers: dict[int, Reader] = {}
 
@@ -90,6 +90,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
     )
 

@@ -122,8 +122,32 @@ class Structured(Body):
         return found
 
 
+NO_OPS: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None,), "best_of": (None, 1), "chat_template": (None,),
+    "documents": (None,), "echo": (None, False), "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,), "include_reasoning": (None, True),
+    "kv_transfer_params": (None,), "length_penalty": (None, 1, 1.0), "logits_processors": (None,),
+    "mm_processor_kwargs": (None,), "prompt_logprobs": (None,), "skip_special_tokens": (None, True),
+    "return_tokens_as_token_ids": (None, False), "spaces_between_special_tokens": (None, True),
+    "use_beam_search": (None, False), "vllm_xargs": (None,),
+}  # fmt: skip
+"""Fields that clients send although they ask for nothing, and their values that do."""
+
+
 class Generation(Body):
     """What completions and chat have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_ops(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in (NO_OPS.keys() & data.keys()) - cls.model_fields.keys():
+            if data[name] not in NO_OPS[name]:
+                why = f"{name}={data[name]!r:.80} is not supported; leave it out"
+                raise ValueError(why)
+        named = cls.model_fields.keys() | (data.keys() - NO_OPS.keys())
+        return {name: value for name, value in data.items() if name in named}
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
@@ -147,6 +171,12 @@ class Generation(Body):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     """vLLM; nothing ends the answer before so many tokens."""
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    """vLLM; only so many of the last tokens of the prompt are kept."""
+    return_token_ids: bool | None = False
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    """vLLM; the answer's id ends with it."""
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     priority: int | None = None
@@ -202,7 +232,7 @@ class Generation(Body):
         names = (
             "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
             "repetition_penalty", "stop_token_ids", "top_k", "stop", "min_tokens", "bad_words",
-            "allowed_token_ids",
+            "allowed_token_ids", "include_stop_str_in_output",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
@@ -322,6 +352,9 @@ class ChatRequest(Generation):
     tools: list[dict[str, Any]] | None = None
     """Functions that may be called; the chat template gets them."""
     tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """vLLM; the answer goes on with the last message. Needs add_generation_prompt=false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM: further variables of the chat template."""
     modalities: list[str] | None = None
@@ -349,6 +382,8 @@ class ChatRequest(Generation):
     def _logprobs_together(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(
@@ -387,7 +422,12 @@ class ChatRequest(Generation):
     def template_options(self) -> dict[str, Any]:
         """Keywords of the chat template."""
         tools = None if self.tool_choice == "none" else self.tools
-        return {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        if not self.add_generation_prompt:
+            given["add_generation_prompt"] = False
+        if self.continue_final_message:
+            given["continue_final_message"] = True
+        return given
 
 
 class TokenizeRequest(Body):
