@@ -66,8 +66,9 @@ class EngineConfig:
     (weight-only, as vLLM's "experts_int8"), or "int8-g64" per group of 64 inputs."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
-    default_max_tokens: int = 256
-    """`max_tokens` of a request that names none (cut to what fits)."""
+    default_max_tokens: int | None = None
+    """`max_tokens` of a request that names none, cut to what fits. None: 256, and for a chat over
+    HTTP whatever fits."""
     ls_slo: str = ""
     """Latency targets of LS requests that bring none, like "ttft=500ms,tpot=100ms". `qllm2` lets
     BE have the time that they leave; without a TPOT target BE stretches decode steps by
@@ -109,7 +110,8 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool)
-            if not is_count or not 1 <= value <= MAX_COUNT:
+            is_open = value is None and name == "default_max_tokens"
+            if not is_open and not (is_count and 1 <= value <= MAX_COUNT):
                 raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_COUNT}]")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")

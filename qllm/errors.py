@@ -4,6 +4,7 @@ QllmError
 ├── ConfigError            a setting, alias, policy or capability is wrong: fix the call
 ├── ModelError             a model cannot be found, loaded or driven safely
 ├── InvalidRequestError    a request is wrong; raised by `submit`, also a ValueError
+│   └── ContextLengthError prompt and answer do not fit
 ├── QueueFullError         too many requests are waiting: try again later
 ├── EngineClosedError      the engine was closed or has crashed
 ├── RequestFailedError     raised by `result()` of a request that ended in `error`
@@ -42,6 +43,10 @@ class ModelError(QllmError):
 
 class InvalidRequestError(QllmError, ValueError):
     """A request is wrong. Raised by `submit`, never in the engine loop."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer are longer than the model, or the engine's KV, allows."""
 
 
 class QueueFullError(QllmError):

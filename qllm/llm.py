@@ -41,10 +41,11 @@ from qllm.frontend.detokenizer import Detokenizer
 from qllm.frontend.handle import Handle, Result
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
-from qllm.frontend.prompts import refuse_unserved, to_sampling, to_token_ids
+from qllm.frontend.prompts import check_limits, refuse_unserved, to_sampling, to_token_ids
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.thread import ThreadClient
 from qllm.frontend.tokenizer import tokenizer_of
+from qllm.grammar import Vocabulary
 from qllm.ingress import Submission
 from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
@@ -83,6 +84,9 @@ class QLLMEngine:
         """As it was given. An engine in a process of its own serves a copy of a policy object."""
         self.sampling_defaults = client.info.sampling_defaults
         """Keywords of SamplingParams for requests without any, from the generation config."""
+        info = client.info
+        self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
+        """What structured outputs are checked with."""
         self._client = client
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
@@ -244,7 +248,7 @@ class QLLMEngine:
         self,
         prompt: Prompt,
         priority: str | int | Priority = "LS",
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         *,
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] | None = None,
@@ -258,7 +262,8 @@ class QLLMEngine:
         Args:
             prompt: Text, a list of chat messages, or a list of token ids.
             priority: "LS", "BE" or an integer class; smaller is sooner (LS = 0, BE = 10).
-            max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits.
+            max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits;
+                "fit" takes what fits where that setting is not made.
             sampling: How tokens are chosen; by default as the model's generation config says.
             stop: Strings that end the answer, beside those in `sampling`.
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.
@@ -275,7 +280,8 @@ class QLLMEngine:
         shape = self._client.info.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
         params = to_sampling(sampling, stop, self.sampling_defaults)
-        wrong = [i for i in (*params.stop_token_ids, *params.logit_bias) if i >= shape.vocab_size]
+        ids = (*params.stop_token_ids, *params.logit_bias, *(params.allowed_token_ids or ()))
+        wrong = [i for i in ids if i >= shape.vocab_size]
         if wrong:
             raise InvalidRequestError(
                 f"token id {shown(wrong[0])} in sampling must be in [0, {shape.vocab_size})"
@@ -293,6 +299,7 @@ class QLLMEngine:
         if not params.ignore_eos:
             stop_ids |= self._client.info.eos_token_ids
         refuse_unserved(self.config.loop, params, len(stop_ids))
+        check_limits(params, self.vocabulary, most)
         with self._client.admission_lock:
             self._client.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:
@@ -363,12 +370,11 @@ class QLLMEngine:
         params: SamplingParams,
     ) -> Handle:
         check_request_id(request_id)
-        tokenizer = self.tokenizer
         return Handle(
             number=number,
             request_id=request_id or f"request-{number}",
             prompt_token_ids=token_ids,
-            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params.stop),
+            detokenizer=Detokenizer.of(self.tokenizer, params),
             stop_on_text=bool(params.stop),
             cancel=self._client.cancel,
             status=self._client.status,

@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from json import dumps, loads
 from typing import Any, NamedTuple
 
 from qllm.errors import InvalidRequestError, shown
@@ -204,6 +205,78 @@ MOST_BIASES = 4096
 """Most tokens with a bias."""
 
 
+MOST_CHOICES = 1024
+"""Most answers to choose from."""
+MOST_BAD_WORDS = 256
+"""Most words that an answer may not have."""
+MOST_BAD_CHARS = 16_384
+"""Most characters of them in all."""
+MOST_MIN_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What form an answer must have; exactly one of the fields says it. The names are vLLM's.
+
+    Raises:
+        InvalidRequestError: None or two of them are given, or one is of another type.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema, as a mapping or as text; True allows any JSON value."""
+    regex: str | None = None
+    """A regular expression for the whole answer, in the syntax of Rust's `regex`."""
+    choice: tuple[str, ...] | None = None
+    """The answers to choose from."""
+    grammar: str | None = None
+    """A context-free grammar: Lark's syntax as llguidance has it, or llama.cpp's GBNF."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs names {', '.join(given) or 'nothing'}; give exactly one of "
+                f"{', '.join(_FORMS)}"
+            )
+        kind, value = given[0], getattr(self, given[0])
+        if kind == "json":
+            self._check_schema()
+        elif kind == "choice":
+            ok = isinstance(value, tuple) and all(isinstance(x, str) and x for x in value)
+            ok = ok and 0 < len(value) <= MOST_CHOICES
+            allowed = f"a list of 1 to {MOST_CHOICES} non-empty strings"
+            _check("structured_outputs.choice", value, ok, allowed)
+        else:
+            ok = isinstance(value, str) and bool(value)
+            _check(f"structured_outputs.{kind}", value, ok, "a non-empty string")
+        check_text(f"structured_outputs.{kind}", value)
+
+    def _check_schema(self) -> None:
+        try:
+            value = loads(self.text())
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"structured_outputs.json={shown(self.json):.80} is no JSON: {error}"
+            ) from error
+        ok = isinstance(value, dict) or value is True
+        _check("structured_outputs.json", self.json, ok, "a JSON schema: an object, or True")
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is given."""
+        return next(name for name in _FORMS if getattr(self, name) is not None)
+
+    def text(self) -> str:
+        """The value of the field that is given; JSON of what is no string."""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else dumps(value)
+
+
+_FORMS = ("json", "regex", "choice", "grammar")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen. The names and defaults are those of vLLM.
@@ -240,6 +313,18 @@ class SamplingParams:
     """Report the prompt's log-probabilities, with this many alternatives per token (0 to 20)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer must have. It is held from its first token, and EOS ends it."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other id is produced; ids that end the answer only if they are among them."""
+    bad_words: tuple[str, ...] = ()
+    """Words, as the tokenizer splits them alone, that the answer may not have."""
+    min_tokens: int = 0
+    """No id that ends the answer is produced before so many tokens, where another may come; a
+    stop string is not looked for among them."""
+
+    include_stop_str_in_output: bool = False
+    """Whether the stop string that ended the answer is part of it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -274,7 +359,8 @@ class SamplingParams:
         ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
         _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
         _check_count("stop_token_ids", len(ids), MOST_STOP_TOKENS)
-        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "a bool")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "a bool")
         for name in ("logprobs", "prompt_logprobs"):
             n = getattr(self, name)
             _check(name, n, n is None or (_is_int(n) and 0 <= n <= 20), "None or in [0, 20]")
@@ -284,6 +370,50 @@ class SamplingParams:
         )
         _check("logit_bias", bias, ok, "a mapping of token id to a finite number")
         _check_count("logit_bias", len(bias), MOST_BIASES)
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        """Check what forbids tokens."""
+        for name in ("bad_words", "allowed_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        form = self.structured_outputs
+        if isinstance(form, Mapping):  # of a file
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**form))
+        elif form is not None and not isinstance(form, StructuredOutputs):
+            _check("structured_outputs", form, False, "StructuredOutputs, or None")
+        ids = self.allowed_token_ids
+        ok = ids is None or (
+            isinstance(ids, tuple) and bool(ids) and all(_is_int(x) and x >= 0 for x in ids)
+        )
+        _check("allowed_token_ids", ids, ok, "None or a non-empty list of token ids >= 0")
+        _check_count("allowed_token_ids", len(ids or ()), MOST_BIASES)
+        words = self.bad_words
+        ok = isinstance(words, tuple) and all(isinstance(x, str) and x.strip() for x in words)
+        _check("bad_words", words, ok, "a list of words, none of them blank")
+        check_text("bad_words", words)
+        _check_count("bad_words", len(words), MOST_BAD_WORDS)
+        chars = sum(map(len, words))
+        _check("bad_words", words, chars <= MOST_BAD_CHARS, f"{MOST_BAD_CHARS} characters in all")
+        least = self.min_tokens
+        ok = _is_int(least) and 0 <= least <= MOST_MIN_TOKENS
+        _check("min_tokens", least, ok, f"an integer in [0, {MOST_MIN_TOKENS}]")
+        limits = {"structured_outputs": form, "allowed_token_ids": ids, "bad_words": words}
+        given = [name for name, value in limits.items() if value]
+        if len(given) > 1:
+            raise InvalidRequestError(
+                f"{given[0]} and {given[1]} together may leave no token; give one of them"
+            )
+        if form is not None and self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos and structured_outputs exclude each other: EOS ends what has its form"
+            )
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens may not be produced, which a sampler on the host sees to."""
+        limits = (self.structured_outputs, self.allowed_token_ids, self.bad_words, self.min_tokens)
+        return any(limits)
 
     @property
     def greedy(self) -> bool:
@@ -350,3 +480,5 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None = None
     prompt: PromptLogprobs | None = None
     """Comes with the first token of a request that asked for it."""
+    error: str | None = None
+    """Why there is no token: the request ends with this, and no other does."""

@@ -37,6 +37,8 @@ FLOORS = {
     "policy": Floor("errors types plan", PURE),
     "plugins": Floor("errors types policy", PURE),
     "cores": Floor("errors", PURE | {"os"}),
+    "grammar_check": Floor("", STDLIB | {"llguidance"}),
+    "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
     "scheduler": Floor("errors types plan policy", PURE),
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
@@ -45,7 +47,8 @@ FLOORS = {
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
     "runner": Floor(
-        "errors types plan scheduler models kernels", STDLIB | {"numpy", "torch", "transformers"}
+        "errors types grammar plan scheduler models kernels",
+        STDLIB | {"numpy", "torch", "transformers"},
     ),
     "runner.protocol": Floor("errors types plan scheduler.program", PURE),
     "cuda": Floor(
@@ -64,7 +67,7 @@ FLOORS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} cores cuda device ingress models plugins record runner scheduler",
+        f"{BASE} cores cuda device grammar ingress models plugins record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
@@ -76,13 +79,13 @@ FLOORS = {
         "runner.protocol scheduler",
         PURE,
     ),
-    "frontend": Floor(f"{BASE} cores engine ingress models record", STDLIB),
+    "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
-        f"{BASE} cores engine frontend ingress models plugins record",
+        f"{BASE} cores engine frontend grammar ingress models plugins record",
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} cores frontend ingress llm record",
+        f"__init__ {BASE} cores frontend grammar_check ingress llm record",
         STDLIB | {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     ),
     "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),

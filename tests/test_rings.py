@@ -25,6 +25,7 @@ from qllm.ingress.ring import (
 )
 from qllm.record.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, Sampled, SamplingParams, Slo
+from qllm.types import StructuredOutputs as Form
 from support.native_rings import ENDS, Ends, native_ends
 
 # -- the layout
@@ -337,7 +338,11 @@ def finite(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 IDS = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
-SAMPLINGS = st.builds(
+FORMS = st.sampled_from([Form(choice=["a", "ö"]), Form(regex="a+"), Form(json={"a": [1, "b"]})])
+LIMITS = st.builds(dict, structured_outputs=FORMS, ignore_eos=st.just(False))
+LIMITS |= st.builds(dict, allowed_token_ids=st.none() | IDS.filter(bool))
+LIMITS |= st.builds(dict, bad_words=st.lists(st.just("word") | st.just(" é")).map(tuple))
+PLAIN = st.builds(
     SamplingParams,
     temperature=finite(0, 100),
     top_k=st.integers(0, 2**62),
@@ -353,7 +358,10 @@ SAMPLINGS = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.dictionaries(st.integers(0, 2**31), finite(-1e300, 1e300), max_size=5),
+    min_tokens=st.integers(0, 2**30),
+    include_stop_str_in_output=st.booleans(),
 )
+SAMPLINGS = st.builds(lambda plain, limits: replace(plain, **limits), PLAIN, LIMITS)
 MS = st.none() | finite(1e-3, 1e9)
 SUBMISSIONS = st.builds(
     Submission,
@@ -400,6 +408,11 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "logprobs",
         "prompt_logprobs",
         "logit_bias",
+        "structured_outputs",
+        "allowed_token_ids",
+        "bad_words",
+        "min_tokens",
+        "include_stop_str_in_output",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 
 

@@ -27,6 +27,7 @@ make = partial(tiny_engine, **SETTINGS)
 NUM = 160
 """Tokens of an answer: some seconds for all of them together."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+WORDS = {"guided_regex": "([a-z]{1,6} ){160,300}"}
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 
 
@@ -60,6 +61,7 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, body(3, **SAMPLED, **PENALTIES, stream=True, logprobs=2)),
     (COMPLETIONS, body(4, temperature=0, **PENALTIES, stream=True, service_tier="flex")),
     (COMPLETIONS, body(5, **SAMPLED, n=2, service_tier="flex")),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": NUM, "stream": True, **SAMPLED, **WORDS}),
     (
         CHAT,
         {
@@ -159,11 +161,11 @@ def test_every_stream_goes_on_as_if_nothing_had_died(tmp_path: Path) -> None:
                 engine.end_if_stuck(2)
             go_on(served, engine, clients)
             assert [client.answer() for client in clients] == expected, how
-            assert served.metric("qllm:requests_replayed_total") == 8 * num_deaths
+            assert served.metric("qllm:requests_replayed_total") == 9 * num_deaths
             assert served.metric("qllm:engine_restarts_total") == num_deaths
         label = {"class": "BE", "finished_reason": "length"}
         until(lambda: served.metric("qllm:request_success_total", **label) == 4 * 4)
-        assert served.metric("qllm:request_success_total", **{**label, "class": "LS"}) == 4 * 4
+        assert served.metric("qllm:request_success_total", **{**label, "class": "LS"}) == 5 * 4
         assert not served.front.answers
         assert served.front.engine.stats()["num_live"] == 0
         served.front.engine.close()

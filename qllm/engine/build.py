@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.engine.grammars import GrammarIngress, Inbox
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.pages import make_prefix_cache, why_not
 from qllm.engine.protocol import Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
-from qllm.ingress import Call, Ingress, Submission
+from qllm.grammar import Vocabulary
+from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.loader import LoadedModel, vocabulary_of
 from qllm.plugins import load_policy
@@ -239,7 +241,7 @@ class EngineCore(LoadedRunner):
         policy: Any,
         config: EngineConfig,
         *,
-        ingress: Ingress,
+        ingress: Inbox,
         sink: Sink,
         now_ns: Callable[[], int],
         threads: int | None,
@@ -247,9 +249,15 @@ class EngineCore(LoadedRunner):
     ) -> None:
         super().__init__(loaded, policy, config, threads)
         try:
-            decider = Scheduler(policy, self.runner.shape, self.runner.cuts, self.limits)
+            shape, sampler = self.runner.shape, self.runner.sampler
+            sampler.vocabulary = Vocabulary(
+                loaded.tokenizer, shape.vocab_size, loaded.eos_token_ids
+            )
+            sampler.vocabulary.prepare()
+            self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
+            decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             self.loop = EngineLoop(
-                ingress,
+                self.grammars,
                 decider,
                 self.runner,
                 sink,
@@ -272,7 +280,9 @@ class EngineCore(LoadedRunner):
         reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
         text = None if crash is None else crash_text(crash)
         open_ids = dict.fromkeys(open_requests)
-        for item in (*self.loop.pending, *self.loop.ingress.drain()):
+        self.grammars.close()
+        left = (*self.loop.pending, *self.loop.ingress.drain(), *self.grammars.held)
+        for item in left:
             if isinstance(item, Call):
                 item.answer(None, EngineClosedError("the engine was closed; make a new one"))
             elif isinstance(item, Submission):

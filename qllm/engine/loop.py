@@ -352,6 +352,9 @@ class EngineLoop:
         live = self.live.get(sampled.request_id)
         if live is None:
             return
+        if sampled.error is not None:
+            self._finish(sampled.request_id, FinishReason.ERROR, sampled.error)
+            return
         logprob = sampled.logprobs.chosen if sampled.logprobs else None
         self._emit(
             trace.Token(

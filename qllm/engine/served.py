@@ -218,7 +218,8 @@ class LoopEngine(ServedEngine):
     def leave(self, number: int) -> None:
         def free() -> None:
             self._ingress.detach(number)
-            for request_id in list(self._core.loop.live):
+            held = [item.request_id for item in self._core.grammars.held]
+            for request_id in (*self._core.loop.live, *held):
                 if front_end_of(request_id) == number:
                     self._ingress.put(Cancel(request_id))
             if (link := self._links.pop(number, None)) is not None:

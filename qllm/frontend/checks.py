@@ -5,9 +5,12 @@ from hashlib import blake2b
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.errors import InvalidRequestError, shown
+from qllm.errors import ContextLengthError, InvalidRequestError, shown
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, PRIORITY_LIMIT, Priority, Slo, check_text
 
+FIT = "fit"
+"""`max_tokens` of a request that may go on for as long as there is room."""
+DEFAULT_MAX_TOKENS = 256
 MOST_SALT_BYTES = 256
 """Most bytes of a `cache_salt`."""
 
@@ -91,12 +94,14 @@ def most_tokens(
 
     Args:
         num_prompt_tokens: Length of its prompt.
-        max_tokens: What was asked for; None is the default, cut to what fits.
+        max_tokens: What was asked for; None is the default, cut to what fits; "fit" is the default
+            if one is set, else all that fits.
         config: Settings of the engine.
         max_position: Longest sequence of the model.
 
     Raises:
-        InvalidRequestError: It is no integer >= 1, or prompt and answer do not fit.
+        InvalidRequestError: It is no integer >= 1.
+        ContextLengthError: Prompt and answer do not fit.
     """
     limits = {
         "max_kv_tokens": config.num_blocks * config.block_size,
@@ -104,16 +109,17 @@ def most_tokens(
     }
     name, most = min(limits.items(), key=lambda item: item[1])
     if num_prompt_tokens >= most:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens; with at least one to produce it must "
             f"be shorter than {most} ({name})"
         )
-    if max_tokens is None:
-        return min(config.default_max_tokens, most - num_prompt_tokens)
+    if max_tokens is None or max_tokens == FIT:
+        usual = most if max_tokens == FIT else DEFAULT_MAX_TOKENS
+        return min(config.default_max_tokens or usual, most - num_prompt_tokens)
     if not is_int(max_tokens) or max_tokens < 1:
         raise InvalidRequestError(f"max_tokens={shown(max_tokens)} must be an integer >= 1")
     if num_prompt_tokens + max_tokens > most:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"{num_prompt_tokens} prompt tokens and max_tokens={shown(max_tokens)} exceed {most} "
             f"({name}); ask for at most {most - num_prompt_tokens}"
         )

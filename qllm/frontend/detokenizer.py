@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from qllm.errors import InvariantError
+from qllm.types import SamplingParams
 
 INCOMPLETE = "\ufffd"
 MAX_WINDOW = 64
@@ -45,9 +46,20 @@ class Detokenizer:
     which are no UTF-8 breaks the good characters around them too; those handed out stay good.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._keep_stop = keep_stop
+        """Whether the stop string is part of the text."""
+        self._num_free = min_tokens
+        """Tokens to come in which no stop string is looked for."""
         self._ids: list[int] = []
         self._num_context = 0
         """Leading ids of the window whose text was read."""
@@ -56,6 +68,14 @@ class Detokenizer:
         self._held = ""
         """Read, but may begin a stop string."""
         self._stopped = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, params: SamplingParams) -> "Detokenizer | None":
+        """Make that of a request; None without a tokenizer."""
+        if tokenizer is None:
+            return None
+        keep, least = params.include_stop_str_in_output, params.min_tokens
+        return cls(tokenizer, params.stop, keep_stop=keep, min_tokens=least)
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """Take further ids.
@@ -68,7 +88,12 @@ class Detokenizer:
         for token_id in token_ids:
             if self._stopped:
                 break
-            text += self._release(self._read(token_id))
+            new = self._read(token_id)
+            if self._num_free:
+                self._num_free -= 1
+                text += new
+            else:
+                text += self._release(new)
         return text, self._stopped
 
     def finish(self) -> str:
@@ -126,7 +151,8 @@ class Detokenizer:
         found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
             self._held, self._stopped = "", True
-            return text[: min(found)[1]]
+            end, at = min(found)
+            return text[: end if self._keep_stop else at]
         certain = len(text) - max(_overlap(text, s) for s in self._stop)
         self._held = text[certain:]
         return text[:certain]

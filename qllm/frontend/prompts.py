@@ -8,6 +8,7 @@ from typing import Any
 
 from qllm.errors import InvalidRequestError, shown
 from qllm.frontend.checks import is_int
+from qllm.grammar import Vocabulary
 from qllm.types import Prompt, SamplingParams, check_text
 
 MOST_STOP_IDS = 8
@@ -26,6 +27,10 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         "logprobs": sampling.logprobs is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "logit_bias": bool(sampling.logit_bias),
+        "structured_outputs": sampling.structured_outputs is not None,
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_words": bool(sampling.bad_words),
+        "min_tokens": bool(sampling.min_tokens),
         "repetition_penalty": sampling.repetition_penalty != 1,
         "presence_penalty": sampling.presence_penalty != 0,
         "frequency_penalty": sampling.frequency_penalty != 0,
@@ -37,6 +42,21 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         raise InvalidRequestError(
             f"{', '.join(asked)}: not served by an engine with loop={loop!r}; leave it out, or use "
             "loop='host'"
+        )
+
+
+def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: int) -> None:
+    """Return if a model can be held to what a request forbids.
+
+    Raises:
+        InvalidRequestError: It cannot; says why, and where in a schema.
+    """
+    if sampling.structured_outputs is not None:
+        vocabulary.check(sampling.structured_outputs)
+    vocabulary.split(sampling.bad_words)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens={sampling.min_tokens} must be at most max_tokens, here {max_tokens}"
         )
 
 
@@ -124,6 +144,8 @@ def render_chat(
     *,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> list[int]:
     """Render messages with the model's chat template and encode them.
 
@@ -132,6 +154,8 @@ def render_chat(
         tokenizer: A transformers tokenizer, or None if the model came without one.
         tools: JSON schemas of functions, for templates that know tools.
         variables: Further variables of the template.
+        add_generation_prompt: Begin the assistant's answer.
+        continue_final_message: Leave the last message open instead, for the answer to go on with.
 
     Raises:
         InvalidRequestError: A message has another shape or is no text, or the template refuses
@@ -164,7 +188,8 @@ def render_chat(
         rendered = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tokenize=True,
             return_dict=True,
             **(variables or {}),

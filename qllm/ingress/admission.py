@@ -42,6 +42,8 @@ def refusal(item: Submission, shape: ModelShape, max_kv_tokens: int) -> str | No
     wrong = max(item.token_ids)
     if item.sampling.logit_bias:
         wrong = max(wrong, *item.sampling.logit_bias)
+    if item.sampling.allowed_token_ids:
+        wrong = max(wrong, *item.sampling.allowed_token_ids)
     if wrong >= shape.vocab_size:
         return f"token id {wrong} must be in [0, {shape.vocab_size}), the vocabulary"
     return wrong_number(item.priority, item.arrival_ns, item.deadline_ns, item.slo)

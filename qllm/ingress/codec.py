@@ -1,10 +1,11 @@
 """Between values and the bodies of records. Nothing is pickled."""
 
+import json
 import math
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,9 @@ from qllm.types import (
 _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
+_LENGTH = _CACHED
+_LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+_LIMITS += ("include_stop_str_in_output",)
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -80,6 +84,8 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         flags |= layout.HAS_DEADLINE
     if item.cache_salt:
         flags |= layout.HAS_SALT
+    if sampling.limits_tokens or sampling.include_stop_str_in_output:
+        flags |= layout.HAS_LIMITS
     fixed = _REQUEST.pack(
         item.request_id,
         item.arrival_ns,
@@ -115,7 +121,34 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         np.array(item.token_ids, "<u4"),
         np.array([len(stop) for stop in stops], "<u4"),
     )
-    return flags, b"".join((fixed, *(a.tobytes() for a in arrays), name, *stops, item.cache_salt))
+    text = (*(a.tobytes() for a in arrays), name, *stops, item.cache_salt)
+    return flags, b"".join((fixed, *text, _encode_limits(sampling)))
+
+
+def _encode_limits(sampling: SamplingParams) -> bytes:
+    if not (sampling.limits_tokens or sampling.include_stop_str_in_output):
+        return b""
+    values = {name: getattr(sampling, name) for name in _LIMITS}
+    form = sampling.structured_outputs
+    values["structured_outputs"] = None if form is None else asdict(form)
+    data = json.dumps(values).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def _decode_limits(body: bytes, at: int) -> dict[str, Any]:
+    """What forbids tokens, as keywords of SamplingParams.
+
+    Raises:
+        ValueError: It is no JSON, or not all there.
+    """
+    if len(body) < at + _LENGTH.size:
+        raise ValueError("the limits of a request lie behind its record")
+    (length,) = _LENGTH.unpack_from(body, at)
+    at += _LENGTH.size
+    found = json.loads(body[at : at + length])
+    if not isinstance(found, dict) or not found.keys() <= set(_LIMITS):
+        raise ValueError("the limits of a request have another form")
+    return found
 
 
 def decode_submission(record: Record) -> Submission:
@@ -147,8 +180,12 @@ def decode_submission(record: Record) -> Submission:
         if values["top_k"] >> 63:
             raise ValueError(f"top_k={values['top_k']} must be in [0, 2**63)")
         name = arrays.take_text(values["num_name_bytes"])
+        limits = {}
+        if record.flags & layout.HAS_LIMITS:
+            limits = _decode_limits(record.body, need + len(salt))
         sampling = SamplingParams(
             **{name: values[name] for name in _SAMPLING},
+            **limits,
             stop=tuple(arrays.take_text(length) for length in lengths),
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(record.flags & layout.IGNORE_EOS),
@@ -156,7 +193,7 @@ def decode_submission(record: Record) -> Submission:
             prompt_logprobs=values["prompt_logprobs"] - 1 if values["prompt_logprobs"] else None,
             logit_bias=bias,
         )
-    except ValueError as error:  # no text, or a setting that is out of its range
+    except (TypeError, ValueError) as error:  # no text, or a setting that is out of its range
         wrong = wrong or str(error)
     return Submission(
         request_id=values["request_id"],

@@ -264,6 +264,11 @@ def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
     out = asdict(params)
     out["stop"] = list(params.stop)
     out["stop_token_ids"] = list(params.stop_token_ids)
+    out["bad_words"] = list(params.bad_words)
+    if params.allowed_token_ids is not None:
+        out["allowed_token_ids"] = list(params.allowed_token_ids)
+    if (form := params.structured_outputs) is not None:
+        out["structured_outputs"] = {form.kind: list(form.choice) if form.choice else form.text()}
     out["logit_bias"] = [[k, v] for k, v in sorted(params.logit_bias.items())]
     return out
 

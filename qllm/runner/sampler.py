@@ -7,6 +7,7 @@ The order of operations is that of vLLM:
     repetition_penalty      seen tokens, prompt included: x / r if x > 0 else x * r
     - frequency_penalty     times the occurrences in the output
     - presence_penalty      once for a token in the output
+    limits                  -inf for tokens that may not come (`runner/limits.py`)
     argmax                  if greedy; the lowest id wins a tie
     / temperature           weights exp((x - max x) / temperature)
     min_p                   against the most likely token
@@ -32,6 +33,8 @@ import numpy.typing as npt
 import torch
 
 from qllm.errors import InvariantError
+from qllm.grammar import Matcher, Vocabulary
+from qllm.runner.limits import Limits
 from qllm.types import Logprobs, RequestId, Sampled, SamplingParams
 
 Ids = npt.NDArray[np.int64]
@@ -82,9 +85,13 @@ class _Request:
     """Distinct ids of the prompt; empty unless `repetition_penalty` needs them."""
     bias_ids: Ids
     bias: Floats64
+    limits: Limits | None
+    """What tokens may not come. Its state follows the output, whatever was asked before."""
 
 
-def _build_request(sampling: SamplingParams, prompt_ids: Sequence[int]) -> _Request:
+def _build_request(
+    sampling: SamplingParams, prompt_ids: Sequence[int], limits: Limits | None
+) -> _Request:
     has_penalty = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     repeats = sampling.repetition_penalty != 1
     bias = np.array(list(sampling.logit_bias.values()), np.float64)
@@ -93,10 +100,11 @@ def _build_request(sampling: SamplingParams, prompt_ids: Sequence[int]) -> _Requ
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         is_plain=sampling.greedy
         and sampling.logprobs is None
-        and not (has_penalty or repeats or sampling.logit_bias),
+        and not (has_penalty or repeats or sampling.logit_bias or limits),
         prompt_ids=np.unique(np.array(prompt_ids if repeats else (), np.int64)),
         bias_ids=np.array(list(sampling.logit_bias), np.int64),
         bias=np.clip(bias, -MAX_BIAS, MAX_BIAS),
+        limits=limits,
     )
 
 
@@ -173,16 +181,19 @@ def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
 
 def _sample_row(
     request: _Request, logits_V: Floats32, position: int, outputs: Sequence[int]
-) -> tuple[int, Logprobs | None]:
+) -> tuple[int, Logprobs | None, None, str | None]:
+    """What a row produces: the fields of `Sampled` behind its request."""
     sampling = request.sampling
     x_V = _adjust(request, logits_V, outputs)
+    if request.limits is not None and (why := request.limits.forbid(x_V, outputs)) is not None:
+        return 0, None, None, why
     if sampling.greedy:
         token_id = int(x_V.argmax())
     else:
         token_id = draw(weights(x_V, sampling), uniform(request.seed, position))
     if sampling.logprobs is None:
-        return token_id, None
-    return token_id, logprobs_of(logits_V, token_id, sampling.logprobs)
+        return token_id, None, None, None
+    return token_id, logprobs_of(logits_V, token_id, sampling.logprobs), None, None
 
 
 class Sampler:
@@ -190,6 +201,10 @@ class Sampler:
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, _Request] = {}
+        self.vocabulary: Vocabulary | None = None
+        """The model's; without it no request may have limits (`SamplingParams.limits_tokens`)."""
+        self.built: dict[RequestId, Matcher] = {}
+        """Grammars of requests that are to be added, built on another thread."""
 
     def add(
         self, request_id: RequestId, sampling: SamplingParams, prompt_ids: Sequence[int]
@@ -198,10 +213,16 @@ class Sampler:
 
         Raises:
             InvariantError: The request was added before.
+            InvalidRequestError: Its grammar is refused.
         """
         if request_id in self._requests:
             raise InvariantError(f"request {request_id} is in the sampler already")
-        self._requests[request_id] = _build_request(sampling, prompt_ids)
+        limits, matcher = None, self.built.pop(request_id, None)
+        if sampling.limits_tokens:
+            if self.vocabulary is None:
+                raise InvariantError(f"request {request_id} has limits, and no vocabulary is known")
+            limits = Limits(sampling, self.vocabulary, matcher)
+        self._requests[request_id] = _build_request(sampling, prompt_ids, limits)
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request.
@@ -220,6 +241,7 @@ class Sampler:
         request = self._requests[request_id]
         p = request.sampling
         asks_more = p.logprobs is not None or p.logit_bias or p.repetition_penalty != 1
+        asks_more = asks_more or p.limits_tokens
         if asks_more or p.presence_penalty != 0 or p.frequency_penalty != 0:
             return None
         return p, request.seed

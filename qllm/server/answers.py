@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
@@ -19,8 +19,8 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Logprobs, Priority
 
 from .errors import ApiError
-from .front import Answer, Ask, Front
-from .protocol import StreamOptions
+from .front import Answer, Ask, Comment, Front
+from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"
 CLIENT_GONE = 499
@@ -46,6 +46,7 @@ class Writer(ABC):
     Args:
         front: Knows the model's name and tokenizer.
         prefix: Of the answer's id.
+        asked: The body of the request.
     """
 
     kind: str
@@ -53,11 +54,14 @@ class Writer(ABC):
     chunk_kind: str
     """`object` of a chunk of a stream."""
 
-    def __init__(self, front: Front, prefix: str) -> None:
-        self.answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    def __init__(self, front: Front, prefix: str, asked: Generation) -> None:
+        self.answer_id = f"{prefix}-{asked.request_id or secrets.token_hex(12)}"
+        self.shows_ids = bool(asked.return_token_ids)
         self._front = front
         self._created = int(time.time())
         self.tier = "default"
+        self._shown_ids: set[int] = set()
+        """Choices whose prompt's ids were shown."""
         self._texts: dict[int, str] = {}
         """Texts of single tokens that were shown before."""
         self.prompts: list[tuple[int, ...]] = []
@@ -126,7 +130,19 @@ class Writer(ABC):
 
     def choice(self, index: int, item: Piece | FinishReason) -> dict[str, Any]:
         """A choice of a stream that grows or ends."""
-        return self.chunk(index, item) if isinstance(item, Piece) else self.end(index, item)
+        if not isinstance(item, Piece):
+            return self.end(index, item)
+        return {**self.chunk(index, item), **self.ids(index, item.token_ids)}
+
+    def ids(self, index: int, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Token ids of a part of a choice, and with its first those of its prompt, if asked for."""
+        if not self.shows_ids:
+            return {}
+        found = {"token_ids": list(token_ids)}
+        if index not in self._shown_ids:
+            self._shown_ids.add(index)
+            found["prompt_token_ids"] = list(self.prompts[index])
+        return found
 
     @abstractmethod
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
@@ -140,8 +156,9 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
     async for index, item in answer.pieces():
         if isinstance(item, Piece):
             made[index].append(await writer.made(answer, writer.chunk, index, item))
-        else:
-            choices[index] = writer.whole(index, made[index], item)
+        elif isinstance(item, FinishReason):
+            ids = writer.ids(index, answer.handles[index].token_ids)
+            choices[index] = {**writer.whole(index, made[index], item), **ids}
     return {**writer.envelope(writer.kind, choices), "usage": answer.usage()}
 
 
@@ -150,9 +167,28 @@ def event(data: object) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def stream(answer: Answer, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
-    """Yield the events of an answer. An error is an event too, and the last one."""
+async def stream(
+    answer: Answer, writer: Writer, options: StreamOptions, silence_s: float
+) -> AsyncIterator[str]:
+    """Yield the events of an answer. An error is an event too, and the last one.
 
+    In a silence there is a comment every `silence_s` seconds, so that nothing between here and
+    the client takes the connection for dead.
+    """
+    try:
+        async for text in _events(answer, writer, options, silence_s):
+            yield text
+    except ApiError as error:
+        yield event(error.body())
+    except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
+        _log.exception("a stream failed")
+        text = f"the server failed: {type(error).__name__}; its log has the traceback"
+        yield event(ApiError(500, text, code="internal_error").body())
+
+
+async def _events(
+    answer: Answer, writer: Writer, options: StreamOptions, silence_s: float
+) -> AsyncIterator[str]:
     def wrap(choices: list[dict[str, Any]]) -> str:
         body = writer.envelope(writer.chunk_kind, choices)
         if options.continuous_usage_stats:
@@ -161,22 +197,20 @@ async def stream(answer: Answer, writer: Writer, options: StreamOptions) -> Asyn
             body["usage"] = None
         return event(body)
 
-    try:
-        for index in range(len(answer.handles)):
-            if opening := writer.opening(index):
-                yield wrap([opening])
-        async for index, item in answer.pieces():
-            yield await writer.made(answer, lambda i, x: wrap([writer.choice(i, x)]), index, item)
-        if options.include_usage:
-            body = writer.envelope(writer.chunk_kind, [])
-            yield event({**body, "usage": answer.usage()})
-        yield "data: [DONE]\n\n"
-    except ApiError as error:
-        yield event(error.body())
-    except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
-        _log.exception("a stream failed")
-        text = f"the server failed: {type(error).__name__}; its log has the traceback"
-        yield event(ApiError(500, text, code="internal_error").body())
+    def shown(index: int, item: Piece | FinishReason | Comment) -> str:
+        if isinstance(item, Comment):
+            return f": {item.text}\n\n"
+        return wrap([writer.choice(index, item)])
+
+    for index in range(len(answer.handles)):
+        if opening := writer.opening(index):
+            yield wrap([opening])
+    async for index, item in answer.pieces(silence_s):
+        yield await writer.made(answer, shown, index, item)
+    if options.include_usage:
+        body = writer.envelope(writer.chunk_kind, [])
+        yield event({**body, "usage": answer.usage()})
+    yield "data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -258,7 +292,7 @@ async def respond(request: Request, front: Front, writer: Writer, body: Any, ask
             if body.stream:
                 options = body.stream_options or StreamOptions()
                 return EventStream(
-                    stream(answer, writer, options),
+                    stream(answer, writer, options, front.config.comment_s),
                     answer.close,
                     headers,
                     front.config.stalled_client_s,

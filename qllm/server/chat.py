@@ -8,6 +8,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason
 
 from .answers import Shown, Writer, respond
+from .calls import Reader, make_reader, merged
 from .errors import RESPONSES
 from .front import Ask, Front
 from .protocol import ChatRequest
@@ -21,8 +22,19 @@ class ChatWriter(Writer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, front: Front) -> None:
-        super().__init__(front, "chatcmpl")
+    def __init__(self, front: Front, asked: ChatRequest) -> None:
+        super().__init__(front, "chatcmpl", asked)
+        self._asked = asked
+        self._readers: dict[int, Reader] = {}
+
+    def _reader(self, index: int) -> Reader:
+        """Who reads a choice."""
+        if index not in self._readers:
+            asked, choice = self._asked, self._asked.choice()
+            has_form = choice.forced or asked.form() is not None
+            tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
+            self._readers[index] = make_reader(tokenizer, prompt, choice, has_form)
+        return self._readers[index]
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -32,20 +44,31 @@ class ChatWriter(Writer):
         pairs = zip(piece.token_ids, piece.logprobs, strict=True) if piece.logprobs else ()
         content = [_entry(*self.alternatives(*pair)) for pair in pairs]
         logprobs = {"content": content, "refusal": None} if content else None
-        delta = {"content": piece.text}
+        delta = self._reader(index).push(piece.text, piece.token_ids)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason.value}
+        reader = self._reader(index)
+        delta, why = reader.finish(), reason.value
+        if reader.num_calls and reason is FinishReason.STOP:
+            why = "tool_calls"
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": why}
 
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
         parts = [x for p in pieces if p["logprobs"] for x in p["logprobs"]["content"]]
-        text = "".join(p["delta"]["content"] for p in pieces)
+        end = self.end(index, reason)
+        found = merged([*(p["delta"] for p in pieces), end["delta"]])
+        message = {"role": "assistant", "content": found.get("content", ""), "refusal": None}
+        if "reasoning_content" in found:
+            message["reasoning_content"] = found["reasoning_content"]
+        if calls := found.get("tool_calls"):
+            message["tool_calls"] = [{k: v for k, v in x.items() if k != "index"} for x in calls]
+            message["content"] = message["content"] or None
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": {"content": parts, "refusal": None} if parts else None,
-            "finish_reason": reason.value,
+            "finish_reason": end["finish_reason"],
         }
 
 
@@ -67,6 +90,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
     )
 
@@ -79,7 +103,7 @@ def routes(front: Front) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
-        writer = ChatWriter(front)
+        writer = ChatWriter(front, body)
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
         return await respond(request, front, writer, body, ask)
 

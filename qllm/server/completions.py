@@ -32,7 +32,7 @@ class CompletionWriter(Writer):
     kind = chunk_kind = "text_completion"
 
     def __init__(self, front: Front, asked: CompletionRequest) -> None:
-        super().__init__(front, "cmpl")
+        super().__init__(front, "cmpl", asked)
         self._asked = asked
         self._offsets: dict[int, int] = {}
 
@@ -127,6 +127,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
     )
 

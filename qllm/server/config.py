@@ -81,6 +81,8 @@ class ServerConfig(BaseModel):
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)
+    comment_s: float = Field(10, gt=0, le=15)
+    """After so long without a token a stream says where its request is, in a comment."""
     stalled_client_s: float = Field(120, gt=0, le=1e6)
     """A stream whose client takes no bytes for so long ends, and gives its seats back."""
     """After it a request ends with 504. Batch lines have no such limit."""

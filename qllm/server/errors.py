@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from qllm.errors import (
+    ContextLengthError,
     EngineClosedError,
     InvalidRequestError,
     QllmError,
@@ -112,7 +113,8 @@ def from_engine(error: QllmError) -> ApiError:
     if isinstance(error, InvalidRequestError):
         message = str(error).removesuffix("; change it in SamplingParams")
         name = message.partition("=")[0]
-        return ApiError(400, message, param=name if name.isidentifier() else None)
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, message, param=name if name.isidentifier() else None, code=code)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, EngineClosedError):
@@ -131,6 +133,20 @@ def from_validation(errors: Any) -> ApiError:
     name = path[0] if path else None  # the rest of a path names members of a union
     text = message if name is None or message.startswith(name) else f"{name}: {message}"
     return ApiError(400, text, param=name)
+
+
+def _no_json(request: Request, error: RequestValidationError) -> ApiError | None:
+    """Why a body is no JSON: where it goes wrong, or that it is not called so."""
+    first, kind = error.errors()[0], request.headers.get("content-type")
+    if first["type"] == "json_invalid":
+        at, text = first["loc"][-1], str(error.body)
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        why = first.get("ctx", {}).get("error", "wrong")
+        return ApiError(400, f"the body is no JSON: {why} at line {line}, column {column}")
+    if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
+        was = "is missing" if kind is None else f"is {kind!r:.80}"
+        return ApiError(400, f"the header Content-Type {was}; send 'application/json'")
+    return None
 
 
 def parse(model: type[BaseModel], data: object) -> Any:
@@ -156,9 +172,9 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, QllmError)
         return from_engine(error).response()
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors()).response()
+        return (_no_json(request, error) or from_validation(error.errors())).response()
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)

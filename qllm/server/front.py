@@ -1,25 +1,30 @@
 """The engine as the routes see it: admission, tokenising off the event loop, live answers."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
+from qllm.frontend.checks import FIT
 from qllm.frontend.handle import Handle, Piece
-from qllm.frontend.prompts import render_chat
+from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
-from qllm.types import FinishReason, Priority, SamplingParams, Slo
+from qllm.types import FinishReason, Priority, RequestStatus, SamplingParams, Slo
 
 from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
 
+PARKED = "parked"
+STATUS_S = 2.0
+"""For which a comment waits for the engine to say where a request is."""
 TEXT_THREADS = 2
 """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
 
@@ -43,6 +48,8 @@ class Ask:
     """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
     slo: Slo | None = None
     timeout_s: float | None = None
+    truncate: int | None = None
+    """Keep so many of the last tokens of each prompt."""
     cache_salt: str = ""
     """Whose kept KV it shares."""
     replay: bool = True
@@ -67,6 +74,12 @@ class Served:
         return {**found, "x-qllm-demoted": "1"} if self.demoted else found
 
 
+class Comment(NamedTuple):
+    """Said in a silence: where the request is."""
+
+    text: str
+
+
 class Answer:
     """The choices of one request while they are made. Close it, whatever happened."""
 
@@ -77,6 +90,7 @@ class Answer:
         served: Served,
         on_close: Callable[["Answer"], None],
         explain: Callable[[Handle, QllmError], ApiError],
+        num_waiting: Callable[[], int],
     ) -> None:
         self.handles = handles
         self.n = n
@@ -87,10 +101,16 @@ class Answer:
         self.shows_tokens = True
         """Whether the tokens that the engine makes count; not those for max_tokens=0."""
         self._on_close, self._explain = on_close, explain
+        self._num_waiting = num_waiting
         self._is_closed = False
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece | FinishReason]]:
+    async def pieces(
+        self, silence_s: float | None = None
+    ) -> AsyncIterator[tuple[int, Piece | FinishReason | Comment]]:
         """Yield (choice, piece) as they come, and (choice, reason) at the end of each.
+
+        Args:
+            silence_s: After so long without any of them a comment is yielded; None yields none.
 
         Raises:
             ApiError: A choice failed, timed out, or the engine was closed.
@@ -98,9 +118,18 @@ class Answer:
         queue: asyncio.Queue[tuple[int, Piece | FinishReason | Exception]] = asyncio.Queue()
         pumps = [asyncio.create_task(_pump(i, h, queue)) for i, h in enumerate(self.handles)]
         try:
-            open_choices = len(pumps)
+            open_choices, said = len(pumps), ""
             while open_choices:
-                index, item = await queue.get()
+                try:
+                    async with asyncio.timeout(silence_s):
+                        index, item = await queue.get()
+                except TimeoutError:
+                    said = await self._state()
+                    yield 0, Comment(said)
+                    continue
+                if said == PARKED:
+                    yield 0, Comment("resumed")
+                said = ""
                 if isinstance(item, QllmError):
                     raise self._explain(self.handles[index], item) from item
                 if isinstance(item, Exception):
@@ -113,6 +142,19 @@ class Answer:
         finally:
             for pump in pumps:
                 pump.cancel()
+
+    async def _state(self) -> str:
+        """Where the open choices are; of several the one that is furthest."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._read_state), STATUS_S)
+        except (TimeoutError, QllmError):  # a long pass, or between two engines
+            return "alive"
+
+    def _read_state(self) -> str:
+        found = {handle.status for handle in self.handles}
+        if RequestStatus.RUNNING in found:
+            return "running"
+        return PARKED if RequestStatus.PARKED in found else f"waiting {self._num_waiting()}"
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once however many choices it has."""
@@ -233,7 +275,10 @@ class Front:
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
-        answer = Answer(handles, ask.n, served, self._closed, partial(self._failed, engine))
+        explain = partial(self._failed, engine)
+        answer = Answer(
+            handles, ask.n, served, self._closed, explain, lambda: self.engine.num_waiting
+        )
         answer.shows_tokens = ask.max_tokens != 0
         self.answers.add(answer)
         return answer
@@ -286,7 +331,7 @@ class Front:
             if ask.messages is not None:
                 prompts = [self._render(ask)]
             for prompt in prompts:
-                first: Any = prompt
+                first: Any = self._cut(engine, ask, prompt)
                 for choice in range(ask.n):
                     keywords = {**defaults, **ask.sampling}
                     if choice and keywords.get("seed") is not None:
@@ -295,7 +340,7 @@ class Front:
                         engine.submit(
                             first,
                             priority,
-                            None if ask.max_tokens is None else max(1, ask.max_tokens),
+                            FIT if ask.max_tokens is None else max(1, ask.max_tokens),
                             sampling=SamplingParams(**keywords),
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,
@@ -312,12 +357,20 @@ class Front:
             raise
         return handles
 
+    @staticmethod
+    def _cut(engine: QLLMEngine, ask: Ask, prompt: Any) -> Any:
+        if ask.truncate is None:
+            return prompt
+        vocab_size = engine.vocabulary.vocab_size
+        return to_token_ids(prompt, engine.tokenizer, vocab_size)[-ask.truncate :]
+
     def _render(self, ask: Ask) -> list[int]:
         variables = dict(ask.template)
-        tools = variables.pop("tools", None)
+        names = ("tools", "add_generation_prompt", "continue_final_message")
+        how = {name: variables.pop(name) for name in names if name in variables}
         assert ask.messages is not None
         messages = [flat_message(message) for message in ask.messages]
-        return render_chat(messages, self.engine.tokenizer, tools=tools, variables=variables)
+        return render_chat(messages, self.engine.tokenizer, variables=variables, **how)
 
     def _closed(self, answer: Answer) -> None:
         for handle in answer.handles:
@@ -366,12 +419,16 @@ def _abandon(work: "Future[list[Handle]]") -> None:
 
 
 def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A content of text parts as one string, which every template takes.
+    """A message as every template takes it: its content one string, arguments of calls objects.
 
     Raises:
-        ApiError: A part is no text.
+        ApiError: A part is no text, or arguments are no JSON object.
     """
     content = message.get("content")
+    if content is None and (message.get("role") == "tool" or message.get("tool_calls")):
+        message = {**message, "content": ""}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_flat_call(call) for call in calls]}
     if not isinstance(content, list):
         return message
     for part in content:
@@ -383,3 +440,17 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
                 param="messages",
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _flat_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        text = 'an entry of tool_calls must be {"function": {"name": ..., "arguments": ...}}'
+        raise ApiError(400, text, param="messages")
+    try:
+        given = function.get("arguments") or "{}"
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        text = f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
+        raise ApiError(400, text, param="messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}

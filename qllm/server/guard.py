@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import ServerConfig
@@ -139,6 +139,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        if (request_id := headers.get("x-request-id")) is not None:
+            send = _echoing(send, request_id)
         path = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         caller = ANYBODY
@@ -204,6 +206,17 @@ class Guard:
             await send(message)
 
         return counted
+
+
+def _echoing(send: Send, request_id: str) -> Send:
+    """Say the caller's own id of the request in the answer, whatever the answer is."""
+
+    async def echoing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["x-request-id"] = request_id
+        await send(message)
+
+    return echoing
 
 
 def _too_large(most: int) -> ApiError:

@@ -5,12 +5,14 @@ answer and cannot be served are refused with the reason.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from qllm.types import MAX_TIME_MS, Priority, Slo, check_text
+from qllm.types import MAX_TIME_MS, Priority, Slo, StructuredOutputs, check_text
 
+from .calls import Choice, choice_of, grammar
 from .errors import ApiError
 
 MAX_LOGPROBS = 20
@@ -65,8 +67,87 @@ class Targets(Body):
         return Slo(self.ttft_ms, self.tpot_ms)
 
 
+class NamedSchema(Body):
+    """A JSON schema and what OpenAI says about it; the answer is always held to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be given with type='json_schema', and only with it")
+        if self.json_schema is not None and self.json_schema.schema_ is None:
+            raise ValueError("json_schema.schema is missing")
+        return self
+
+    def form(self) -> dict[str, Any] | None:
+        """Keywords of StructuredOutputs; None for text."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json": {"type": "object"}} if self.type == "json_object" else None
+
+
+class Structured(Body):
+    """vLLM's `structured_outputs`."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def form(self) -> dict[str, Any]:
+        """Keywords of StructuredOutputs."""
+        found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
+        found |= {"choice": self.choice, "grammar": self.grammar}
+        found = {name: value for name, value in found.items() if value is not None}
+        if self.json_object:
+            if found:
+                raise ApiError(
+                    400,
+                    "structured_outputs: give json_object or another",
+                    param="structured_outputs",
+                )
+            return {"json": {"type": "object"}}
+        return found
+
+
+NO_OPS: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None,), "best_of": (None, 1), "chat_template": (None,),
+    "documents": (None,), "echo": (None, False), "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,), "include_reasoning": (None, True),
+    "kv_transfer_params": (None,), "length_penalty": (None, 1, 1.0), "logits_processors": (None,),
+    "mm_processor_kwargs": (None,), "prompt_logprobs": (None,), "skip_special_tokens": (None, True),
+    "return_tokens_as_token_ids": (None, False), "spaces_between_special_tokens": (None, True),
+    "use_beam_search": (None, False), "vllm_xargs": (None,),
+}  # fmt: skip
+"""Fields that clients send although they ask for nothing, and their values that do."""
+
+
 class Generation(Body):
     """What completions and chat have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_ops(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in (NO_OPS.keys() & data.keys()) - cls.model_fields.keys():
+            if data[name] not in NO_OPS[name]:
+                why = f"{name}={data[name]!r:.80} is not supported; leave it out"
+                raise ValueError(why)
+        named = cls.model_fields.keys() | (data.keys() - NO_OPS.keys())
+        return {name: value for name, value in data.items() if name in named}
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
@@ -89,13 +170,29 @@ class Generation(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    """vLLM; only where nothing could end the answer before `max_tokens` anyway."""
+    """vLLM; nothing ends the answer before so many tokens."""
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    """vLLM; only so many of the last tokens of the prompt are kept."""
+    return_token_ids: bool | None = False
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    """vLLM; the answer's id ends with it."""
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     priority: int | None = None
     """vLLM; 0 or less is LS, more is BE."""
     cache_salt: str | None = Field(None, max_length=256)
     """vLLM; kept KV is shared only between requests of one salt and one API key."""
     slo: Targets | None = None
     """Ours; by default the engine's `ls_slo`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    """vLLM; so are its older names of the same:"""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -126,27 +223,16 @@ class Generation(Body):
         """What `max_tokens` comes to; None leaves it to the engine."""
         raise NotImplementedError
 
-    def _check_min_tokens(self) -> None:
-        most = self.most_tokens()
-        can_end_early = not self.ignore_eos or self.stop or self.stop_token_ids
-        if self.min_tokens and (can_end_early or most is None or self.min_tokens > most):
-            raise ApiError(
-                400,
-                f"min_tokens={self.min_tokens} is only served with ignore_eos=true, max_tokens of "
-                "at least as many, and neither stop nor stop_token_ids",
-                param="min_tokens",
-            )
-
     def sampling(self) -> dict[str, Any]:
         """Keywords of SamplingParams that the request sets.
 
         Raises:
             ApiError: A value is wrong.
         """
-        self._check_min_tokens()
         names = (
             "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
-            "repetition_penalty", "stop_token_ids", "top_k", "stop",
+            "repetition_penalty", "stop_token_ids", "top_k", "stop", "min_tokens", "bad_words",
+            "allowed_token_ids", "include_stop_str_in_output",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
@@ -154,7 +240,29 @@ class Generation(Body):
             found["top_k"] = 0
         if self.logit_bias:
             found["logit_bias"] = _bias(self.logit_bias)
+        if (form := self.form()) is not None:
+            found["structured_outputs"] = form
         return {**found, "ignore_eos": self.ignore_eos}
+
+    def form(self) -> StructuredOutputs | None:
+        """The form that the answer must have.
+
+        Raises:
+            ApiError: Two are asked for.
+        """
+        asked: dict[str, dict[str, Any]] = {}
+        if self.response_format is not None and (form := self.response_format.form()) is not None:
+            asked["response_format"] = form
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs.form()
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                asked[f"guided_{kind}"] = {kind: value}
+        if len(asked) > 1:
+            names = list(asked)
+            text = f"{names[0]} and {names[1]} are both given; give one of them"
+            raise ApiError(400, text, param=names[1])
+        return StructuredOutputs(**next(iter(asked.values()))) if asked else None
 
     def asked_class(self) -> Priority | None:
         """The class the body asks for; None if it says nothing."""
@@ -242,11 +350,13 @@ class ChatRequest(Generation):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
-    """Passed to the chat template; calls are not parsed out of the answer."""
+    """Functions that may be called; the chat template gets them."""
     tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """vLLM; the answer goes on with the last message. Needs add_generation_prompt=false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM: further variables of the chat template."""
-    response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -258,15 +368,6 @@ class ChatRequest(Generation):
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
-    @field_validator("response_format")
-    @classmethod
-    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and value.get("type") != "text":
-            raise ValueError(
-                f"response_format of type {value.get('type')!r} is not supported; only 'text' is"
-            )
-        return value
-
     @field_validator("modalities")
     @classmethod
     def _no_audio(cls, value: list[str] | None) -> list[str] | None:
@@ -277,16 +378,12 @@ class ChatRequest(Generation):
     def _not_served(cls, value: Any) -> Any:
         return _only(value, (None,), "is not supported; leave it out (for functions use tools)")
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _free_choice(cls, value: Any) -> Any:
-        why = "a tool cannot be forced; tool_choice must be 'auto' or 'none'"
-        return _only(value, (None, "auto", "none"), why)
-
     @model_validator(mode="after")
     def _logprobs_together(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(
@@ -302,10 +399,35 @@ class ChatRequest(Generation):
         """What `max_tokens` comes to; None leaves it to the engine."""
         return self.max_completion_tokens or self.max_tokens
 
+    def choice(self) -> Choice:
+        """What may be called.
+
+        Raises:
+            ApiError: The tools, or the choice, are wrong.
+        """
+        return choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def form(self) -> StructuredOutputs | None:
+        """The form of the answer: that of calls where one is forced or a schema leaves room."""
+        asked, choice = super().form(), self.choice()
+        if choice.forced and asked is not None:
+            text = "tool_choice forces a call, so the answer can have no other form; give one"
+            raise ApiError(400, text, param="tool_choice")
+        if choice.forced:
+            return StructuredOutputs(grammar=grammar(choice))
+        if choice.tools and asked is not None and isinstance(asked.json, Mapping):
+            return StructuredOutputs(grammar=grammar(choice, asked.json))
+        return asked
+
     def template_options(self) -> dict[str, Any]:
         """Keywords of the chat template."""
         tools = None if self.tool_choice == "none" else self.tools
-        return {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        if not self.add_generation_prompt:
+            given["add_generation_prompt"] = False
+        if self.continue_final_message:
+            given["continue_final_message"] = True
+        return given
 
 
 class TokenizeRequest(Body):

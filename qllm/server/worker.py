@@ -121,7 +121,7 @@ def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Wri
     if endpoint == chat.ENDPOINT:
         asked: ChatRequest = parse(ChatRequest, body)
         front.check_model(asked.model)
-        chat_writer = chat.ChatWriter(front)
+        chat_writer = chat.ChatWriter(front, asked)
         return chat.ask_of(asked, chat_writer.answer_id, None), chat_writer
     wanted: CompletionRequest = parse(CompletionRequest, body)
     front.check_model(wanted.model)

@@ -1,0 +1,79 @@
+"""Which tokens a request may not produce next: a form, a list of ids, words, an end too soon."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from qllm.errors import InvariantError
+from qllm.grammar import Matcher, Vocabulary
+from qllm.types import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+
+
+class Limits:
+    """The limits of one request. What they forbid depends on its output alone.
+
+    Args:
+        sampling: Its settings.
+        vocabulary: Of the model.
+        matcher: Its grammar, built already; None builds it here, if it has one.
+
+    Raises:
+        InvalidRequestError: The grammar is refused.
+    """
+
+    def __init__(
+        self, sampling: SamplingParams, vocabulary: Vocabulary, matcher: Matcher | None
+    ) -> None:
+        if matcher is None and sampling.structured_outputs is not None:
+            matcher = vocabulary.matcher(sampling.structured_outputs)
+        self._matcher = matcher
+        self._allowed = _ids(sampling.allowed_token_ids or ())
+        self._bad = vocabulary.split(sampling.bad_words)
+        self._min_tokens = sampling.min_tokens
+        ends = () if sampling.ignore_eos else vocabulary.eos_token_ids
+        self._ends = _ids(sorted({*ends, *sampling.stop_token_ids}))
+
+    def forbid(self, x_V: npt.NDArray[np.float64], outputs: Sequence[int]) -> str | None:
+        """Set the logits of tokens that may not come next to -inf, in place.
+
+        Args:
+            x_V: Logits.
+            outputs: The tokens of the answer so far.
+
+        Returns:
+            Why no token may come next; None if one may.
+
+        Raises:
+            ValueError: An id is outside the vocabulary.
+        """
+        if self._matcher is not None:
+            self._matcher.follow(outputs)
+            if (why := self._matcher.forbid(x_V)) is not None:
+                return why
+        if self._allowed.size:
+            _check(self._allowed, len(x_V), "allowed_token_ids")
+            kept = x_V[self._allowed]
+            x_V.fill(-np.inf)
+            x_V[self._allowed] = kept
+        for *before, last in self._bad:
+            if not before or (before == list(outputs[-len(before) :])):
+                x_V[last] = -np.inf
+        if len(outputs) < self._min_tokens and self._ends.size:
+            _check(self._ends, len(x_V), "stop_token_ids")
+            kept = x_V[self._ends]
+            x_V[self._ends] = -np.inf
+            if x_V.max() == -np.inf:  # nothing but an end may come
+                x_V[self._ends] = kept
+        return None if x_V.max() > -np.inf else "its bad_words allow no further token"
+
+
+def _ids(ids: Sequence[int]) -> Ids:
+    return np.array(ids, np.int64)
+
+
+def _check(ids: Ids, vocab_size: int, name: str) -> None:
+    if ids.max() >= vocab_size:
+        raise InvariantError(f"{name} token id {ids.max()} must be in [0, {vocab_size})")

@@ -1,0 +1,294 @@
+"""Tools: the grammar that holds a forced call, and calls and reasoning found in an answer's text.
+
+A tokenizer with a `response_template` parses its model's answers itself, when they have ended. All
+others are read as Hermes, Qwen and their kin write them, while they come:
+
+    <think>reasoning</think>content<tool_call>{"name": "f", "arguments": {...}}</tool_call>
+
+A call that is forced (`required`, or a name) is held to this form whatever the model was taught.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from qllm.grammar_check import JSON_OPTIONS
+
+from .errors import ApiError
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
+MOST_CALLS = 8
+"""Most calls of one answer that is forced to call."""
+
+Delta = dict[str, Any]
+"""Fields of an assistant's message that grow."""
+
+
+class Choice(NamedTuple):
+    """What a request says of tools."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Those that may be called; none with `tool_choice="none"`."""
+    forced: bool
+    """Whether the answer is calls and nothing else."""
+    parallel: bool
+
+
+def choice_of(
+    tools: Sequence[Mapping[str, Any]] | None, asked: Any, parallel: bool | None
+) -> Choice:
+    """Check `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        ApiError: They are wrong.
+    """
+    known = {_name(tool, index): tool for index, tool in enumerate(tools or ())}
+    if asked == "none" or (asked in (None, "auto") and not known):
+        return Choice((), False, False)
+    if asked in (None, "auto", "required"):
+        if not known:
+            raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
+        return Choice(list(known.values()), asked == "required", parallel is not False)
+    function = asked.get("function") if isinstance(asked, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        text = "tool_choice must be 'auto', 'none', 'required' or "
+        text += '{"type": "function", "function": {"name": ...}}'
+        raise ApiError(400, text, param="tool_choice")
+    if name not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        text = f"tool_choice names {name!r:.80}, which is not among the tools ({names:.500})"
+        raise ApiError(400, text, param="tool_choice")
+    return Choice([known[name]], True, False)
+
+
+def _name(tool: Mapping[str, Any], index: int) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        text = f'tools[{index}] must be {{"type": "function", "function": {{"name": ...}}}}'
+        raise ApiError(400, text, param="tools")
+    assert isinstance(function, Mapping)
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        text = f"tools[{index}].function.parameters must be a JSON schema"
+        raise ApiError(400, text, param="tools")
+    return name
+
+
+def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
+    """The Lark grammar of calls.
+
+    Args:
+        choice: The tools that may be called.
+        answer: A JSON schema; the answer may be of it too, instead of calls.
+    """
+    rules, names = [], []
+    for index, tool in enumerate(choice.tools):
+        function = tool["function"]
+        head = f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        schema = function.get("parameters") or {"type": "object"}
+        names.append(f"call_{index}")
+        tail = _quoted(f"}}\n{CLOSE}")
+        rules.append(f"call_{index}: {_quoted(head)} {_json(schema)} {tail}")
+    more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if choice.parallel else ""
+    rules += [f"call: {' | '.join(names)}", f"calls: call{more}"]
+    if answer is not None:
+        rules.append(f"answer: {_json(answer)}")
+    return "\n".join([f"start: calls{'' if answer is None else ' | answer'}", *rules])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Reader(Protocol):
+    """Finds reasoning and calls in an answer."""
+
+    num_calls: int
+    """Found so far."""
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+        """Take what was added to the answer; return what is certain."""
+        ...
+
+    def finish(self) -> Delta:
+        """Return what was held back: the answer has ended."""
+        ...
+
+
+class PlainReader:
+    """Everything is content."""
+
+    num_calls = 0
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+        return {"content": text}
+
+    def finish(self) -> Delta:
+        return {}
+
+
+class HermesReader:
+    """Reads tags as they come.
+
+    Args:
+        thinks: Whether the model reasons: `<think>` is looked for.
+        is_thinking: Whether the prompt has begun to.
+        calls: Whether calls are looked for.
+    """
+
+    def __init__(self, *, thinks: bool, is_thinking: bool, calls: bool) -> None:
+        self.num_calls = 0
+        self._left = ""
+        """Read, but may begin a tag; or a call that has not ended."""
+        self._inside = THINK if is_thinking else ""
+        self._tags = {"": [THINK] * thinks + [OPEN] * calls, THINK: [THOUGHT], OPEN: [CLOSE]}
+        self._is_bare = is_thinking
+        """Nothing but white space since the last tag: it is left out."""
+        self._delta: Delta = {}
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+        self._left += text
+        while self._step():
+            pass
+        delta, self._delta = self._delta, {}
+        return delta
+
+    def finish(self) -> Delta:
+        if self._inside == OPEN and self._call(self._left):
+            self._left = ""
+        else:
+            head = OPEN if self._inside == OPEN else ""
+            self._say(head + self._left)
+            self._left = ""
+        delta, self._delta = self._delta, {}
+        return delta
+
+    def _step(self) -> bool:
+        """Read up to the next tag; False if it is not there yet."""
+        tags = self._tags[self._inside]
+        found = [(at, tag) for tag in tags if (at := self._left.find(tag)) >= 0]
+        if not found:
+            if self._inside != OPEN:
+                certain = len(self._left) - max((_overlap(self._left, t) for t in tags), default=0)
+                self._say(self._left[:certain])
+                self._left = self._left[certain:]
+            return False
+        at, tag = min(found)
+        before, self._left = self._left[:at], self._left[at + len(tag) :]
+        if tag == CLOSE:
+            if not self._call(before):
+                self._say(OPEN + before + CLOSE)
+            self._inside = ""
+        else:
+            self._say(before)
+            self._inside = "" if tag == THOUGHT else tag
+        self._is_bare = True
+        return True
+
+    def _say(self, text: str) -> None:
+        """Add reasoning or content."""
+        if self._is_bare:
+            text = text.lstrip()
+        if text:
+            self._is_bare = False
+            name = "reasoning_content" if self._inside == THINK else "content"
+            self._delta[name] = self._delta.get(name, "") + text
+
+    def _call(self, text: str) -> bool:
+        """Add a call; False if it is none."""
+        try:
+            made = json.loads(text)
+            name, arguments = made["name"], made.get("arguments", {})
+        except (ValueError, TypeError, KeyError):
+            return False
+        if not isinstance(name, str):
+            return False
+        calls = self._delta.setdefault("tool_calls", [])
+        calls.append(_call(self.num_calls, name, arguments))
+        self.num_calls += 1
+        return True
+
+
+class TemplateReader:
+    """Asks the tokenizer, which knows how its model writes; at the end, for it reads whole answers.
+
+    Args:
+        tokenizer: With a `response_template`.
+        prompt: Token ids of the prompt.
+        tools: Those that the model was told of.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any]) -> None:
+        self.num_calls = 0
+        self._tokenizer, self._prompt, self._tools = tokenizer, list(prompt), list(tools)
+        self._ids: list[int] = []
+        self._text = ""
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+        self._ids += token_ids
+        self._text += text
+        return {}
+
+    def finish(self) -> Delta:
+        try:
+            found = self._tokenizer.parse_response(
+                self._ids, prefix=self._prompt, tools=self._tools or None
+            )
+        except Exception:  # noqa: BLE001 - the answer has no such form: it is shown as it is
+            return {"content": self._text}
+        thought = found.get("reasoning_content") or found.get("thinking")
+        calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
+        self.num_calls = len(calls)
+        made = [_call(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
+        delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
+        return {name: value for name, value in delta.items() if value}
+
+
+def _call(index: int, name: str, arguments: Any) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
+    call_id = f"call_{secrets.token_hex(12)}"
+    return {"index": index, "id": call_id, "type": "function", "function": function}
+
+
+def _overlap(text: str, tag: str) -> int:
+    """The length of the longest end of `text` that begins `tag`."""
+    longest = min(len(text), len(tag) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
+    """The reader of one choice of an answer.
+
+    Args:
+        tokenizer: Of the model, or None.
+        prompt: Token ids of the prompt.
+        choice: What may be called.
+        has_form: Whether a grammar holds the answer from its first token.
+    """
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if tokenizer is not None and not has_form and getattr(tokenizer, "response_template", None):
+        return TemplateReader(tokenizer, prompt, choice.tools)
+    thinks = THINK in template and not has_form
+    if not thinks and not choice.tools:
+        return PlainReader()
+    end = str(tokenizer.decode(list(prompt[-16:]))) if thinks else ""
+    is_thinking = end.rstrip().endswith(THINK)
+    return HermesReader(thinks=thinks, is_thinking=is_thinking, calls=bool(choice.tools))
+
+
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """The fields of a whole message from its deltas."""
+    whole: Delta = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            whole[name] = whole[name] + value if name in whole else value
+    return whole

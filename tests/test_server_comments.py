@@ -1,0 +1,86 @@
+"""What a stream says while nothing comes."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from engines import FileGate
+from serving import serving, tiny_engine
+
+from qllm.frontend.handle import Piece
+from qllm.server.front import Answer, Comment, Served
+from qllm.types import FinishReason, Priority, RequestStatus
+
+
+def test_a_stream_that_waits_says_so_and_clients_do_not_see_it(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": True}
+    with (
+        tiny_engine(policy=FileGate(str(gate))) as engine,
+        serving(engine, comment_s=0.05) as served,
+        httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as answer,
+    ):
+        lines = answer.iter_lines()
+        seen = []
+        for line in lines:
+            seen.append(line)
+            if line == ": waiting 1":
+                break
+        assert seen == [": waiting 1"]
+        heard: list[Any] = []
+
+        def ask() -> None:
+            heard.extend(served.client().completions.create(**body))  # type: ignore[call-overload]
+
+        other = threading.Thread(target=ask)
+        other.start()
+        while ": waiting 2" not in seen:
+            seen.append(next(lines))
+        gate.touch()
+        events = [line for line in lines if line.startswith("data: ")]
+        other.join(60)
+    assert events[-1] == "data: [DONE]"
+    assert all(json.loads(event[6:])["choices"] for event in events[:-1])
+    assert "".join(chunk.choices[0].text for chunk in heard)
+
+
+class Gated:
+    """A handle whose pieces come when they are let through."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.status: RequestStatus = RequestStatus.PARKED
+        self.finish_reason = FinishReason.STOP
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        yield Piece("a", (1,), ())
+        await self.go_on.wait()
+        yield Piece("b", (2,), ())
+
+
+async def heard(status: RequestStatus, silence_s: float | None) -> list[Any]:
+    handle: Any = Gated()
+    handle.status = status
+    served = Served(Priority.BE)
+    answer = Answer([handle], 1, served, lambda _: None, lambda *_: None, lambda: 4)  # type: ignore[arg-type, return-value]
+    found: list[Any] = []
+    if silence_s is None:
+        handle.go_on.set()
+    async for _, item in answer.pieces(silence_s):
+        found.append(item.text if isinstance(item, Piece | Comment) else item)
+        if isinstance(item, Comment):
+            handle.go_on.set()
+    return [x for i, x in enumerate(found) if not i or x != found[i - 1]]
+
+
+def test_a_parked_stream_says_when_it_goes_on() -> None:
+    stop = FinishReason.STOP
+    parked = asyncio.run(heard(RequestStatus.PARKED, 0.02))
+    assert parked == ["a", "parked", "resumed", "b", stop]
+    assert asyncio.run(heard(RequestStatus.WAITING, 0.02)) == ["a", "waiting 4", "b", stop]
+    assert asyncio.run(heard(RequestStatus.RUNNING, 0.02)) == ["a", "running", "b", stop]
+    assert asyncio.run(heard(RequestStatus.PARKED, None)) == ["a", "b", stop]

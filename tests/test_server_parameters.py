@@ -1,0 +1,150 @@
+"""Parameters of vLLM's clients, and what errors and headers say."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import Serving, serving, tiny_engine
+
+from qllm.llm import QLLMEngine
+
+CHATS, COMPLETE = "/v1/chat/completions", "/v1/completions"
+CHAT = [{"role": "user", "content": "What does json do?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[QLLMEngine]:
+    with tiny_engine(max_kv_tokens=512) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def served(engine: QLLMEngine) -> Iterator[Serving]:
+    with serving(engine) as found:
+        yield found
+
+
+def complete(served: Serving, **more: Any) -> Any:
+    body = {"prompt": "def f(x):", "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
+    answer = served.post(COMPLETE, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_stop_string_can_stay(served: Serving) -> None:
+    text = complete(served)["choices"][0]["text"]
+    stop = text[8:11]
+    at = text.find(stop)
+    assert complete(served, stop=stop)["choices"][0]["text"] == text[:at]
+    kept = complete(served, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    assert kept["text"] == text[: at + len(stop)]
+    assert kept["finish_reason"] == "stop"
+
+
+def test_min_tokens_hold_for_stop_strings(served: Serving) -> None:
+    text = complete(served)["choices"][0]["text"]
+    cut = complete(served, stop=text[:2])
+    assert cut["usage"]["completion_tokens"] < 6
+    later = complete(served, stop=text[:2], min_tokens=20)
+    assert later["usage"]["completion_tokens"] >= 20
+    assert later["choices"][0]["text"].startswith(text[:4])
+
+
+def test_a_prompt_is_cut_from_its_start(served: Serving, engine: QLLMEngine) -> None:
+    ids = engine.tokenizer("one two three four five")["input_ids"]
+    found = complete(
+        served, prompt=["one two three four five"] * 2, truncate_prompt_tokens=3,
+        return_token_ids=True,
+    )  # fmt: skip
+    assert [c["prompt_token_ids"] for c in found["choices"]] == [ids[-3:]] * 2
+    assert found["usage"]["prompt_tokens"] == 6
+
+
+def test_token_ids(served: Serving, engine: QLLMEngine) -> None:
+    found = complete(served, return_token_ids=True)["choices"][0]
+    assert len(found["token_ids"]) == 24
+    assert engine.tokenizer.decode(found["token_ids"]) == found["text"]
+    assert found["prompt_token_ids"] == engine.tokenizer("def f(x):")["input_ids"]
+    chunks = served.client().completions.create(
+        model="tiny", prompt="def f(x):", max_tokens=24, temperature=0, stream=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    choices = [c.choices[0].model_dump() for c in chunks]
+    assert [i for c in choices for i in c.get("token_ids") or ()] == found["token_ids"]
+    assert [c["prompt_token_ids"] for c in choices if c.get("prompt_token_ids")] == [
+        found["prompt_token_ids"]
+    ]
+    assert "token_ids" not in complete(served)["choices"][0]
+
+
+def test_the_last_message_goes_on(served: Serving, engine: QLLMEngine) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "It reads"}]
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    body = {"messages": chat, "max_tokens": 4, "return_token_ids": True, **how}
+    found = served.post(CHATS, body).json()["choices"][0]
+    prompt = engine.tokenizer.decode(found["prompt_token_ids"])
+    assert prompt.endswith("<|im_start|>assistant\nIt reads")
+    open_ended = {"messages": CHAT, "max_tokens": 4, "return_token_ids": True}
+    open_ended["add_generation_prompt"] = False
+    ids = served.post(CHATS, open_ended).json()["choices"][0]["prompt_token_ids"]
+    assert engine.tokenizer.decode(ids).endswith("do?<|im_end|>\n")
+    wrong = served.post(CHATS, {**body, "add_generation_prompt": True})
+    assert "needs add_generation_prompt=false" in wrong.json()["error"]["message"]
+
+
+def test_a_chat_without_a_limit_is_not_cut_at_256(served: Serving) -> None:
+    body = {"messages": CHAT, "ignore_eos": True, "temperature": 0}
+    usage = served.post(CHATS, body).json()["usage"]
+    assert usage["total_tokens"] == 512
+
+
+def test_what_asks_for_nothing_is_accepted(served: Serving) -> None:
+    asked: dict[str, Any] = {
+        "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True,
+        "prompt_logprobs": None, "guided_decoding_backend": None,
+    }  # fmt: skip
+    body = {"messages": CHAT, "max_tokens": 2, "echo": False, "best_of": 1, **asked}
+    assert served.post(CHATS, body).status_code == 200
+    assert served.post(COMPLETE, {"prompt": "x", "max_tokens": 2, **asked}).status_code == 200
+    wrong = served.post(CHATS, {**body, "use_beam_search": True})
+    assert wrong.status_code == 400
+    assert "use_beam_search=True is not supported" in wrong.json()["error"]["message"]
+    unknown = served.post(CHATS, {**body, "use_beams": None}).json()["error"]
+    assert unknown["code"] == "unknown_field"
+
+
+def test_too_long_a_context_has_its_code(served: Serving) -> None:
+    for body in ({"max_tokens": 600}, {"prompt": [5] * 600}):
+        error = served.post(COMPLETE, {"prompt": "x", **body}).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "says"),
+    [
+        (b'{"prompt": "a",\n "n": }', {"content-type": "application/json"}, "line 2, column 7"),
+        (b"{", {"content-type": "application/json"}, "line 1, column 2"),
+        (b'{"prompt": "a"}', {}, "the header Content-Type is missing; send 'application/json'"),
+        (b'{"prompt": "a"}', {"content-type": "text/plain"}, "Content-Type is 'text/plain'"),
+    ],
+)
+def test_a_body_that_is_no_json_says_where(
+    served: Serving, content: bytes, headers: dict[str, str], says: str
+) -> None:
+    answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_the_id_of_a_request_comes_back(served: Serving) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    plain = served.post(COMPLETE, body)
+    assert plain.headers["x-request-id"] == plain.json()["id"]
+    named = served.post(COMPLETE, {**body, "request_id": "mine"})
+    assert named.json()["id"] == named.headers["x-request-id"] == "cmpl-mine"
+    for path, status in ((COMPLETE, 200), ("/nowhere", 404)):
+        answer = served.post(path, body, headers={"x-request-id": "theirs-1"})
+        assert answer.status_code == status
+        assert answer.headers["x-request-id"] == "theirs-1"

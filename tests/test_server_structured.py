@@ -1,0 +1,128 @@
+"""Structured outputs over HTTP, as OpenAI's own client and vLLM's users ask for them."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+from serving import Serving, serving, tiny_engine
+
+CHAT = [{"role": "user", "content": "A person, please."}]
+PATTERN = "[0-9]{3}-[a-c]"
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=5)
+    kind: Literal["cat", "dog"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    with tiny_engine() as engine, serving(engine) as found:
+        yield found
+
+
+def chat(served: Serving, **more: Any) -> Any:
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 150, "seed": 3, **more}
+    return served.post("/v1/chat/completions", body)
+
+
+def test_parse_of_the_openai_client(served: Serving) -> None:
+    done = served.client().chat.completions.parse(
+        model="tiny", messages=CHAT, response_format=Person, seed=1, max_tokens=150
+    )
+    assert done.choices[0].finish_reason == "stop"
+    assert isinstance(done.choices[0].message.parsed, Person)
+
+
+def test_a_stream_of_the_openai_client(served: Serving) -> None:
+    with served.client().chat.completions.stream(
+        model="tiny", messages=CHAT, response_format=Person, seed=2, max_tokens=150
+    ) as stream:
+        for _ in stream:
+            pass
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+
+
+def test_a_json_object(served: Serving) -> None:
+    form = {"type": "json_object"}
+    found = chat(served, response_format=form, max_tokens=600, temperature=0).json()["choices"][0]
+    if found["finish_reason"] == "stop":
+        assert isinstance(json.loads(found["message"]["content"]), dict)
+    assert found["message"]["content"].lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"regex": PATTERN}},
+        {"guided_regex": PATTERN},
+        {"guided_grammar": f"start: /{PATTERN}/"},
+        {"guided_choice": ["123-a", "456-b"]},
+        {"structured_outputs": {"choice": ["123-a", "456-b"]}},
+        {"guided_json": {"enum": ["999-c"]}},
+        {"structured_outputs": {"json": '{"const": "999-c"}'}},
+    ],
+)
+def test_vllm_names(served: Serving, asked: dict[str, Any]) -> None:
+    answer = chat(served, **asked)
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(f'"?{PATTERN}"?', text)
+
+
+def test_completions_have_them_too(served: Serving) -> None:
+    body = {"prompt": "x", "max_tokens": 20, "guided_regex": PATTERN}
+    text = served.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert re.fullmatch(PATTERN, text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says", "param"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "x",
+                        "schema": {
+                            "type": "object",
+                            "properties": {"a": {"type": "array", "items": {"type": "foo"}}},
+                        },
+                    },
+                }
+            },
+            "json at /properties/a/items: Invalid type: foo",
+            None,
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "json_schema must be given",
+            "response_format",
+        ),
+        ({"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "json_schema.schema is missing",
+            "response_format",
+        ),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "response_format and guided_regex are both given",
+            "guided_regex",
+        ),
+        ({"guided_regex": "(a"}, "structured_outputs.regex", None),
+        ({"guided_regex": "a", "ignore_eos": True}, "exclude each other", None),
+        ({"structured_outputs": {}}, "names nothing", None),
+        ({"guided_choice": []}, "non-empty", None),
+    ],
+)
+def test_refusals(served: Serving, asked: dict[str, Any], says: str, param: str | None) -> None:
+    answer = chat(served, **asked)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert param is None or error["param"] == param

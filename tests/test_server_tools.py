@@ -1,0 +1,280 @@
+"""Tools and reasoning, as agents' clients use them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from serving import Serving, serving, tiny_engine
+
+from qllm.llm import QLLMEngine
+from qllm.server.calls import (
+    Choice,
+    HermesReader,
+    PlainReader,
+    TemplateReader,
+    make_reader,
+    merged,
+)
+
+CHAT: list[Any] = [{"role": "user", "content": "What is the weather in Bonn?"}]
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/place"}, "days": {"enum": [1, 3]}},
+    "required": ["place", "days"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "string", "maxLength": 6}},
+}
+TIME: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["CET", "UTC"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": WEATHER, "time_of": TIME}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[QLLMEngine]:
+    with tiny_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def served(engine: QLLMEngine) -> Iterator[Serving]:
+    with serving(engine) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: Serving) -> openai.OpenAI:
+    return served.client()
+
+
+def check(call: Any) -> None:
+    jsonschema_rs.validate(SCHEMAS[call.function.name], json.loads(call.function.arguments))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call(client: openai.OpenAI, seed: int) -> None:
+    done = client.chat.completions.create(
+        model="tiny", messages=CHAT, tools=TOOLS, tool_choice="required", max_tokens=1500, seed=seed
+    ).choices[0]
+    assert done.finish_reason == "tool_calls"
+    assert done.message.content is None
+    assert done.message.tool_calls
+    ids = {call.id for call in done.message.tool_calls}
+    assert len(ids) == len(done.message.tool_calls)
+    for call in done.message.tool_calls:
+        check(call)
+
+
+def test_a_named_call_is_one_call(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="tiny", messages=CHAT, tools=TOOLS, max_tokens=300, seed=1,
+        tool_choice={"type": "function", "function": {"name": "time_of"}},
+    ).choices[0]  # fmt: skip
+    (call,) = done.message.tool_calls or ()
+    assert call.function.name == "time_of"  # type: ignore[union-attr]
+    check(call)
+
+
+def test_calls_one_by_one(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        done = client.chat.completions.create(
+            model="tiny", messages=CHAT, tools=TOOLS, tool_choice="required", max_tokens=300,
+            parallel_tool_calls=False, seed=seed,
+        ).choices[0]  # fmt: skip
+        assert len(done.message.tool_calls or ()) == 1
+
+
+def test_a_streamed_call_is_the_same(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny", "messages": CHAT, "tools": TOOLS, "tool_choice": "required",
+        "max_tokens": 1500, "seed": 5,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0].message
+    with client.chat.completions.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        found = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.done" in events
+    assert found.finish_reason == "tool_calls"
+    assert whole.tool_calls
+    assert [(c.function.name, c.function.arguments) for c in found.message.tool_calls or ()] == [
+        (c.function.name, c.function.arguments)  # type: ignore[union-attr]
+        for c in whole.tool_calls
+    ]
+
+
+def test_too_few_tokens_are_no_call(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="tiny", messages=CHAT, tools=TOOLS, tool_choice="required", max_tokens=4
+    ).choices[0]
+    assert done.finish_reason == "length"
+    assert done.message.tool_calls is None
+    assert str(done.message.content).startswith("<")
+
+
+def test_calls_and_their_results_go_back_into_the_template(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the template of tiny, which adds contents up; and with one that walks arguments."""
+    call = {"name": "weather", "arguments": '{"place": "Bonn"}'}
+    chat = [
+        *CHAT,
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "a", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ]
+    body = {"messages": chat[:3], "max_tokens": 2}
+    assert served.post("/v1/chat/completions", body).status_code == 200
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.place }}"
+    )
+    template += "{% endfor %}{{ m.content }};{% endfor %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    answer = served.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()
+    want = engine.tokenizer("What is the weather in Bonn?;Bonn;;")["input_ids"]
+    assert answer["usage"]["prompt_tokens"] == len(want)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "'weather', 'time_of'"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "must be 'auto', 'none', 'required' or"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "can have no other form"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0]"),
+        ({"tool_choice": "required", "tools": None}, "needs tools"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}
+                ],
+                "tool_choice": "required",
+            },
+            "Invalid type: foo",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "arguments of a call of 'f' are no JSON",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "an entry of tool_calls"),
+    ],
+)
+def test_refusals(served: Serving, more: dict[str, Any], says: str) -> None:
+    answer = served.post("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, **more})
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+# -- readers
+
+ANSWER = (
+    "<think>\nIs it far? a<b\n</think>\n\nLet me see.\n<tool_call>\n"
+    '{"name": "weather", "arguments": {"place": "</Bönn>"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "time_of", "arguments": {}}</tool_call>'
+)
+
+
+def read(text: str, size: int, **how: bool) -> tuple[dict[str, Any], int]:
+    reader = HermesReader(**{"thinks": True, "is_thinking": False, "calls": True, **how})
+    parts = [text[i : i + size] for i in range(0, len(text), size)]
+    found = merged([*(reader.push(part, ()) for part in parts), reader.finish()])
+    for call in found.get("tool_calls", ()):
+        assert call.pop("id").startswith("call_")
+    return found, reader.num_calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_an_answer_is_read_the_same_in_any_pieces(size: int) -> None:
+    found, num_calls = read(ANSWER, size)
+    assert num_calls == 2
+    assert found["reasoning_content"] == "Is it far? a<b\n"
+    assert found["content"] == "Let me see.\n"
+    assert [call["index"] for call in found["tool_calls"]] == [0, 1]
+    first = found["tool_calls"][0]["function"]
+    assert (first["name"], json.loads(first["arguments"])) == ("weather", {"place": "</Bönn>"})
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "how", "want"),
+    [
+        (" plain <b> text <tool", {}, {"content": " plain <b> text <tool"}),
+        (
+            "far\n</think> yes",
+            {"is_thinking": True},
+            {"reasoning_content": "far\n", "content": "yes"},
+        ),
+        ("never ends", {"is_thinking": True}, {"reasoning_content": "never ends"}),
+        ("<tool_call>{oops</tool_call>!", {}, {"content": "<tool_call>{oops</tool_call>!"}),
+        ('<tool_call>["name"]</tool_call>', {}, {"content": '<tool_call>["name"]</tool_call>'}),
+        (
+            '<tool_call>{"name": 5}</tool_call>',
+            {},
+            {"content": '<tool_call>{"name": 5}</tool_call>'},
+        ),
+        ('a<tool_call>{"na', {}, {"content": 'a<tool_call>{"na'}),
+        ("<tool_call>{}", {"calls": False}, {"content": "<tool_call>{}"}),
+        ("<think>a", {"thinks": False}, {"content": "<think>a"}),
+    ],
+)
+def test_what_is_no_call_stays_text(
+    text: str, how: dict[str, bool], want: dict[str, str], size: int
+) -> None:
+    assert read(text, size, **how) == (want, 0)
+
+
+class Templated:
+    """A tokenizer that parses by itself."""
+
+    chat_template = "x"
+    response_template = "any thing"
+
+    def parse_response(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+        if ids == [9]:
+            raise ValueError("no such form")
+        assert (ids, prefix, len(tools)) == ([1, 2], [7], 2)
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        return {"role": "assistant", "content": "c", "thinking": "t", "tool_calls": [call]}
+
+
+def test_a_tokenizer_that_parses_is_asked() -> None:
+    choice = Choice(TOOLS, False, True)
+    reader = make_reader(Templated(), (7,), choice, False)
+    assert isinstance(reader, TemplateReader)
+    assert reader.push("x", (1,)) == reader.push("y", (2,)) == {}
+    found = reader.finish()
+    assert (found["content"], found["reasoning_content"], reader.num_calls) == ("c", "t", 1)
+    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    other = make_reader(Templated(), (7,), choice, False)
+    other.push("text", (9,))
+    assert other.finish() == {"content": "text"}
+    assert isinstance(make_reader(Templated(), (7,), choice, True), HermesReader)
+
+
+def test_the_reader_follows_the_template(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, none = engine.tokenizer, Choice((), False, False)
+    assert isinstance(make_reader(tokenizer, (5,), none, False), PlainReader)
+    monkeypatch.setattr(tokenizer, "chat_template", "...<think>...")
+    opened = tokenizer("x <think>\n")["input_ids"]
+    reader = make_reader(tokenizer, opened, none, False)
+    assert reader.push("so</think>yes", ()) == {"reasoning_content": "so", "content": "yes"}
+    reader = make_reader(tokenizer, tokenizer("x")["input_ids"], none, False)
+    assert reader.push("so</think>yes", ()) == {"content": "so</think>yes"}

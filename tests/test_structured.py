@@ -1,0 +1,287 @@
+"""Answers that must have a form: held from the first token, whatever happens to the request."""
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.errors import InvalidRequestError
+from qllm.grammar import MOST_GRAMMAR_CHARS, Vocabulary
+from qllm.models.loader import load_tokenizer
+from qllm.types import FinishReason, StructuredOutputs
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def form(**what: Any) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=7, structured_outputs=StructuredOutputs(**what))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with QLLMEngine.from_pretrained("tiny", threads=1, run_in="thread") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(load_tokenizer("tiny"), 3072, frozenset({2, 0}))
+
+
+def test_every_seed_gives_json_of_the_schema(engine: QLLMEngine) -> None:
+    asked = StructuredOutputs(json=PERSON)
+    handles = [
+        engine.submit(
+            "A person:",
+            max_tokens=120,
+            sampling=SamplingParams(temperature=1.0, seed=seed, structured_outputs=asked),
+        )
+        for seed in range(8)
+    ]
+    results = [handle.result(120) for handle in handles]
+    done = [r for r in results if r.finish_reason is FinishReason.STOP]
+    assert len(done) >= 4
+    for result in done:
+        jsonschema_rs.validate(PERSON, json.loads(result.text))
+        assert result.token_ids[-1] in (0, 2)
+    assert len({r.text for r in done}) > 1
+
+
+def test_greedy_is_held_too(engine: QLLMEngine) -> None:
+    sampling = SamplingParams(temperature=0, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
+    assert re.fullmatch("[0-9]{4}", engine.submit("x", sampling=sampling).result(60).text)
+
+
+def test_choices_and_grammars(engine: QLLMEngine) -> None:
+    one = engine.submit("x", sampling=form(choice=["red", "green", "blue sky"])).result(60)
+    assert one.text in ("red", "green", "blue sky")
+    assert one.finish_reason is FinishReason.STOP
+    lark = 'start: "<" WORD ">"\nWORD: /[a-c]{2,3}/'
+    assert re.fullmatch(
+        "<[a-c]{2,3}>", engine.submit("x", sampling=form(grammar=lark)).result().text
+    )
+    gbnf = 'root ::= "yes" | "no" digit\ndigit ::= [0-9]'
+    assert re.fullmatch(
+        "yes|no[0-9]", engine.submit("x", sampling=form(grammar=gbnf)).result().text
+    )
+
+
+def test_too_few_tokens_end_with_length(engine: QLLMEngine) -> None:
+    result = engine.submit("x", max_tokens=2, sampling=form(regex="[0-9]{40}")).result(60)
+    assert result.finish_reason is FinishReason.LENGTH
+    assert re.fullmatch("[0-9]{1,8}", result.text)
+
+
+def test_a_matcher_is_a_function_of_the_output(vocabulary: Vocabulary) -> None:
+    """Fewer tokens than before begin again: what eviction and a repeated step need."""
+    found = vocabulary.matcher(StructuredOutputs(regex="[ab]c"))
+    tokenizer = load_tokenizer("tiny")
+    a, c = (tokenizer.convert_tokens_to_ids(x) for x in "ac")
+
+    def allowed(outputs: list[int]) -> set[str]:
+        x = np.zeros(3072)
+        found.follow(outputs)
+        assert found.forbid(x) is None
+        return {tokenizer.decode([i]) for i in np.flatnonzero(x == 0)}
+
+    first = allowed([])
+    assert {"a", "b"} <= first
+    assert "c" not in first
+    assert allowed([a]) == {"c"}
+    assert allowed([a, c]) == {"<|im_end|>", "<|endoftext|>"}
+    assert allowed([a]) == {"c"}
+    assert allowed([]) == first
+
+
+def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabulary) -> None:
+    found = vocabulary.matcher(StructuredOutputs(regex="[ab]c"))
+    found.follow([500])
+    assert "no further token" in str(found.forbid(np.zeros(3072)))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ({"json": {"type": "foo"}}, r"structured_outputs\.json: Invalid type: foo"),
+        (
+            {"json": {"properties": {"a": {"items": {"type": "foo"}}}, "type": "object"}},
+            r"json at /properties/a/items: Invalid type: foo",
+        ),
+        (
+            {
+                "json": {
+                    "$defs": {"x": {"items": {"pattern": "(?=a)", "type": "string"}}},
+                    "properties": {"p/q": {"$ref": "#/$defs/x"}},
+                    "type": "object",
+                }
+            },
+            r"json at /properties/p~1q: regex parse error",
+        ),
+        ({"regex": "(abc"}, r"structured_outputs\.regex: .*unclosed group"),
+        ({"grammar": "start: foo"}, r"structured_outputs\.grammar: at 1\(8\): unknown name"),
+        ({"regex": "a" * (MOST_GRAMMAR_CHARS + 1)}, "at most 32768 are allowed"),
+        (
+            {
+                "json": {
+                    "allOf": [{"type": "string", "pattern": f"a{{{i},}}.*b{i}"} for i in range(30)]
+                }
+            },
+            "takes more than 2 s of CPU time",
+        ),
+    ],
+)
+def test_what_is_refused_says_where(engine: QLLMEngine, what: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.compile(says, re.DOTALL)):
+        engine.submit("x", sampling=form(**what))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ({}, "names nothing; give exactly one of"),
+        ({"json": {}, "regex": "a"}, "names json, regex; give exactly one"),
+        ({"json": "{"}, "is no JSON"),
+        ({"json": 5}, "must be a JSON schema"),
+        ({"choice": []}, "non-empty strings"),
+        ({"choice": ["a", ""]}, "non-empty strings"),
+        ({"regex": ""}, "non-empty string"),
+        ({"regex": 5}, "non-empty string"),
+        ({"regex": "\ud800"}, "surrogate"),
+    ],
+)
+def test_wrong_values_are_refused(what: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        StructuredOutputs(**what)
+
+
+def test_a_refused_grammar_of_another_front_end_harms_nobody(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front end that checks nothing: the engine says it, and goes on."""
+    monkeypatch.setattr("qllm.llm.check_limits", lambda *_: None)
+    other = engine.submit("y", max_tokens=8, sampling=SamplingParams(temperature=0))
+    bad = engine.submit("x", sampling=form(regex="(abc"))
+    with pytest.raises(Exception, match="unclosed group"):
+        bad.result(60)
+    assert len(other.result(60).token_ids) == 8
+
+
+def test_building_a_grammar_does_not_hold_the_loop(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is built, others run, and the one that waits can be cancelled."""
+    monkeypatch.setattr("qllm.llm.check_limits", lambda *_: None)
+    go_on, build = threading.Event(), Vocabulary.matcher
+
+    def slow(self: Vocabulary, asked: StructuredOutputs) -> Any:
+        go_on.wait(60)
+        return build(self, asked)
+
+    monkeypatch.setattr(Vocabulary, "matcher", slow)
+    try:
+        held = engine.submit("x", sampling=form(choice=["red"]))
+        gone = engine.submit("x", sampling=form(choice=["red"]))
+        assert len(engine.submit("y", max_tokens=3).result(60).token_ids) == 3
+        gone.cancel()
+        assert gone.result(60).finish_reason is FinishReason.CANCELLED
+        assert held.finish_reason is None
+    finally:
+        go_on.set()
+    assert held.result(60).text == "red"
+
+
+def test_an_engine_that_is_closed_ends_what_waits_for_its_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qllm.llm.check_limits", lambda *_: None)
+    go_on = threading.Event()
+    monkeypatch.setattr(Vocabulary, "matcher", lambda *_: go_on.wait(60))
+    try:
+        engine = QLLMEngine.from_pretrained("tiny", threads=1, run_in="thread", conformance=False)
+        held = engine.submit("x", sampling=form(choice=["red"]))
+        engine.close()
+        assert held.result(60).finish_reason is FinishReason.CANCELLED
+    finally:
+        go_on.set()
+
+
+WORDS = "([a-z]{1,6} ){30,90}"
+
+
+@pytest.mark.parametrize("source", ["process", "thread"])
+def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path, source: str) -> None:
+    keywords: dict[str, Any] = {"max_tokens": 90, "sampling": form(regex=WORDS)}
+    want = engine.submit("abc", "BE", **keywords).result(60)
+    assert re.match("([a-z]{1,6} ){10,}", want.text)
+    with QLLMEngine.from_pretrained("tiny", threads=1, run_in=source, conformance=False) as other:
+        handle = other.submit("abc", "BE", **keywords)
+        next(iter(handle))
+        assert other.checkpoint(tmp_path / "file") == 1
+        handle.cancel()
+    (restored,) = engine.restore(tmp_path / "file")
+    assert restored.result(60).token_ids == want.token_ids
+
+
+def test_an_evicted_request_keeps_its_state() -> None:
+    settings: dict[str, Any] = {"max_kv_tokens": 256, "conformance": False, "threads": 1}
+    settings["exactness"] = "batch-invariant"
+    keywords: dict[str, Any] = {"max_tokens": 150, "sampling": form(regex=WORDS)}
+    with QLLMEngine.from_pretrained("tiny", run_in="thread", **settings) as engine:
+        want = engine.submit("abc", "BE", **keywords).result(60)
+        handle = engine.submit("abc", "BE", **keywords)
+        next(iter(handle))
+        engine.submit([5] * 180, "LS", max_tokens=60, sampling=SamplingParams(ignore_eos=True))
+        found = handle.result(60)
+        assert found.metrics.evictions >= 1
+        assert found.token_ids == want.token_ids
+
+
+def test_min_tokens_hold_back_the_end(engine: QLLMEngine) -> None:
+    favoured = {2: 100.0}
+    short = SamplingParams(temperature=0, logit_bias=favoured)
+    assert engine.submit("x", sampling=short).result(60).token_ids == (2,)
+    longer = SamplingParams(temperature=0, logit_bias=favoured, min_tokens=5)
+    result = engine.submit("x", sampling=longer).result(60)
+    assert len(result.token_ids) == 6
+    assert result.token_ids[-1] == 2
+    only = SamplingParams(temperature=0, allowed_token_ids=[2], min_tokens=5)
+    assert engine.submit("x", sampling=only).result(60).token_ids == (2,)
+    with pytest.raises(
+        InvalidRequestError, match="min_tokens=5 must be at most max_tokens, here 4"
+    ):
+        engine.submit("x", max_tokens=4, sampling=longer)
+
+
+def test_allowed_ids_and_bad_words(engine: QLLMEngine) -> None:
+    three = SamplingParams(temperature=1.0, seed=1, allowed_token_ids=[40, 50, 60])
+    assert set(engine.submit("x", max_tokens=30, sampling=three).result(60).token_ids) == {
+        40,
+        50,
+        60,
+    }
+    plain = SamplingParams(temperature=0, ignore_eos=True)
+    text = engine.submit("def f(", max_tokens=24, sampling=plain).result(60).text
+    word = max(re.findall("[a-z]+", text), key=len)
+    without = SamplingParams(temperature=0, ignore_eos=True, bad_words=[word])
+    found = engine.submit("def f(", max_tokens=24, sampling=without).result(60)
+    ids = engine.tokenizer(word, add_special_tokens=False)["input_ids"]
+    spaced = engine.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
+    for bad in (ids, spaced):
+        runs = [list(found.token_ids[i : i + len(bad)]) for i in range(len(found.token_ids))]
+        assert bad not in runs
+    assert found.text != text
