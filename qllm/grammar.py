@@ -9,20 +9,24 @@ replayed by another engine has the state that its tokens say, and nothing has to
 What a grammar may cost is bounded: by llguidance's own counters, and where these do not reach by
 the CPU time of a process that tries it first (`qllm/grammar_check.py`). To build one gives the
 interpreter's lock back; to sort a vocabulary does not, so an engine does it at its start.
+
+The library is imported when it is needed: an engine runs without it, and refuses what needs it.
 """
 
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from qllm.errors import InvalidRequestError
-from qllm.grammar_check import JSON_OPTIONS, LIMITS, wrong_with
 from qllm.types import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MOST_GRAMMAR_CHARS = 32_768
 """Longest schema, regular expression, list of choices or grammar."""
@@ -31,8 +35,10 @@ _FEW = 32
 
 
 @lru_cache(maxsize=2)
-def _tokens(serialized: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+def _tokens(serialized: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "LLTokenizer":
     """Sort a vocabulary into a trie: a second for 150,000 tokens, with the interpreter's lock."""
+    from llguidance import LLTokenizer
+
     return LLTokenizer(serialized, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
@@ -53,6 +59,8 @@ class Vocabulary:
 
     def refusal(self) -> str | None:
         """Why this model cannot be held to a grammar; None if it can."""
+        if find_spec("llguidance") is None:
+            return "structured outputs need the package llguidance, which is not installed"
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return "structured outputs need a tokenizer with a tokenizer.json, and there is none"
         if not self.eos_token_ids:
@@ -91,6 +99,8 @@ class Vocabulary:
         """
         if (text := self.refusal()) is not None:
             raise InvalidRequestError(text)
+        from qllm.grammar_check import wrong_with
+
         schema = asked.text() if asked.kind == "json" else None
         if (wrong := wrong_with(_grammar(asked), schema)) is not None:
             raise InvalidRequestError(f"structured_outputs.{asked.kind}{wrong}")
@@ -103,6 +113,10 @@ class Vocabulary:
         """
         if (text := self.refusal()) is not None:
             raise InvalidRequestError(text)
+        from llguidance import LLMatcher
+
+        from qllm.grammar_check import LIMITS
+
         self.prepare()
         assert self._known is not None
         found = LLMatcher(self._known, _grammar(asked), log_level=0, limits=LIMITS)
@@ -124,6 +138,10 @@ def _grammar(asked: StructuredOutputs) -> str:
             f"structured_outputs.{asked.kind} has {len(text)} characters; at most "
             f"{MOST_GRAMMAR_CHARS} are allowed"
         )
+    from llguidance import LLMatcher, grammar_from
+
+    from qllm.grammar_check import JSON_OPTIONS
+
     if asked.kind == "json":
         return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
     try:
@@ -140,7 +158,7 @@ class Matcher:
         vocab_size: Width of the logits.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._words = np.zeros((vocab_size + 31) // 32, np.uint32)

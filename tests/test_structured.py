@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,10 @@ def test_allowed_ids_and_bad_words(engine: QLLMEngine) -> None:
         runs = [list(found.token_ids[i : i + len(bad)]) for i in range(len(found.token_ids))]
         assert bad not in runs
     assert found.text != text
+
+
+def test_without_its_library_a_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine with the GPU has no llguidance: everything else runs there."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidRequestError, match="need the package llguidance"):
+        Vocabulary(None, 10, frozenset({1})).check(StructuredOutputs(regex="a"))

@@ -278,7 +278,7 @@ def random_costs(rng: random.Random) -> SimCosts:
     )
 
 
-def _random_world(policy: Any, rng: random.Random) -> World:
+def _random_world(policy: Any, rng: random.Random, *, swaps: bool) -> World:
     longest = rng.choice([40, 200, 700])
     block_size = rng.choice([1, 16])
     fit = -(-(longest + 16) // block_size)
@@ -291,7 +291,7 @@ def _random_world(policy: Any, rng: random.Random) -> World:
         max_segment_ns=5 * NS_PER_MS,
         batch_invariant=rng.random() < 0.2,
     )
-    if rng.random() < 0.5:
+    if swaps:
         limits = replace(
             limits,
             num_swap_blocks=rng.choice([fit // 2, fit, 8 * fit]),
@@ -431,7 +431,7 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
         world = (
             overload(copy.deepcopy(policy), bound_ms)
             if number == 0 and bound_ms is not None
-            else _random_world(copy.deepcopy(policy), rng)
+            else _random_world(copy.deepcopy(policy), rng, swaps=number % 4 == 3)
         )
         try:
             stall_ns = max(stall_ns, watch(world))

@@ -187,7 +187,7 @@ class NativeScheduler(NativeDecider):
         for numbers in rows:
             request = self.requests[numbers[0]]
             if not request.block_table:
-                request.last_progress_ns = now_ns
+                request.admitted_ns = request.last_progress_ns = now_ns
             self.block.extend_table(numbers[SLOT], request.block_table)
 
     def _resumes(self, parked: Parked) -> None:
