@@ -198,14 +198,22 @@ class Matcher:
         if (error := self.error) is not None or not num_allowed:
             return f"its grammar allows no further token: {error or 'none is in the vocabulary'}"
         if num_allowed * _FEW < self._vocab_size:
-            ids = self._ids(self._words)
+            ids = _ids(self._words)
             kept = x_V[ids]
             x_V.fill(-np.inf)
             x_V[ids] = kept
         else:
-            x_V[self._ids(~self._words)] = -np.inf
+            np.invert(self._words, out=self._words)
+            bits = self._words.view(np.uint8)
+            forbidden_V = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
+            x_V[np.flatnonzero(forbidden_V.view(np.bool_))] = -np.inf
         return None
 
-    def _ids(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return np.flatnonzero(bits.view(np.bool_))
+
+def _ids(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """The numbers of the bits that are set, which are few."""
+    at = np.flatnonzero(words)
+    bits = np.unpackbits(words[at].view(np.uint8), bitorder="little")
+    found = np.flatnonzero(bits.view(np.bool_))
+    ids: npt.NDArray[np.int64] = at[found >> 5] * 32 + (found & 31)
+    return ids

@@ -115,6 +115,7 @@ BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler s
 OWN_BENCHES = {
     "kernels.cpu_kernels": "runner",  # what has no public name
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
+    "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
 }
 """Benches that import more than the others."""

@@ -53,6 +53,8 @@ class Limits:
             self._matcher.follow(outputs)
             if (why := self._matcher.forbid(x_V)) is not None:
                 return why
+            if len(outputs) >= self._min_tokens:
+                return None
         if self._allowed.size:
             _check(self._allowed, len(x_V), "allowed_token_ids")
             kept = x_V[self._allowed]
