@@ -20,7 +20,7 @@ from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import World, random_costs
-from qllm.types import NS_PER_MS, FrameId, Grain, RequestId, Slo
+from qllm.types import NS_PER_MS, Evict, FrameId, Grain, RequestId, Slo
 from support.native_scheduler import NativeScheduler
 
 _FIELDS = [f.name for f in fields(Request)]
@@ -65,9 +65,11 @@ class Twin(Scheduler):
         self._count(mine)
         return mine
 
-    def evict(self, request_id: RequestId, for_request: RequestId) -> list[Effect]:
+    def evict(
+        self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
+    ) -> list[Effect]:
         """See `Scheduler`; it evicts in `decide` as well, when the native one has done so."""
-        mine = super().evict(request_id, for_request)
+        mine = super().evict(request_id, for_request, how)
         if not self._deciding:
             self._compare("evict", mine, self.native.evict(request_id, for_request))
             self._count(mine)
