@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from families import FAMILIES, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_schedule import replay
+from serving import until
 from test_equality import CUTS, DTYPES, Chaos, Storm, engine_of, fine, prompt_of, same
 from test_scheduler import BY_CLASS, Fuzz, events, finished_well, work_is_exact
 
@@ -24,7 +26,8 @@ from qllm.record import trace
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.cpu import cpu_runner
 from qllm.scheduler.blocks import SwapSpace
-from qllm.sim.check import LIMITS, World
+from qllm.scheduler.rules import broken_rule
+from qllm.sim.check import LIMITS, SHAPE, World
 from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
@@ -367,21 +370,84 @@ def test_the_loop_on_a_device_has_none() -> None:
         EngineConfig(swap_kv_tokens=64, loop="conditional")
 
 
-def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Any) -> None:
-    settings = {"max_kv_tokens": 96, "swap_kv_tokens": 4096, "kernels": "fast"}
+class Holds:
+    """Swaps two requests out as soon as each has three tokens, and then waits."""
+
+    needs = Cap.KV_SWAP
+
+    def plan(self, view: View) -> Plan:
+        if sum(r.num_swapped_tokens > 0 for r in view.requests) == 2:
+            return Plan(wait_until_ns=view.now_ns + NS_PER_MS)
+        fresh = [r for r in view.requests if not r.num_swapped_tokens]
+        if fresh[0].num_output_tokens >= 3:
+            return Plan(swap_out=(fresh[0].request_id,))
+        return Plan(rows=(next_row(fresh[0], view),))
+
+
+def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Path) -> None:
+    """Their KV together is more than the blocks of the engine that takes them over."""
     model = make_model("mixtral", DTYPES["bf16"])
-    defaults: dict[str, Any] = {"conformance": False, "threads": 1}
+    settings: dict[str, Any] = {
+        "conformance": False,
+        "threads": 1,
+        "max_kv_tokens": 96,
+        "swap_kv_tokens": 4096,
+        "kernels": "fast",
+    }
     prompts = [prompt_of(60, i) for i in range(2)]
-    with QLLMEngine.from_model(model, **defaults, **settings) as engine:
+    with QLLMEngine.from_model(model, **settings) as engine:
         expected = [
             engine.submit(ids, "BE", 30, sampling=GREEDY).result(120).token_ids for ids in prompts
         ]
-    with QLLMEngine.from_model(model, **defaults, policy="rota", **settings) as engine:
-        handles = [engine.submit(ids, "BE", 30, sampling=GREEDY) for ids in prompts]
-        while engine.stats()["swap"]["out_tokens"] == 0:
-            if all(h.finish_reason for h in handles):
-                pytest.fail("nothing was swapped out")
-        engine.checkpoint(tmp_path / "parked")
-    with QLLMEngine.from_model(model, **defaults, policy="rota", **settings) as engine:
-        found = [h.result(120).token_ids for h in engine.restore(tmp_path / "parked")]
-    assert sorted(found) == sorted(expected)
+    with QLLMEngine.from_model(model, policy=Holds(), **settings) as engine:
+        for ids in prompts:
+            engine.submit(ids, "BE", 30, sampling=GREEDY)
+        until(lambda: engine.stats()["swap"]["blocks_used"] == 8)
+        assert engine.checkpoint(tmp_path / "parked") == 2
+    with QLLMEngine.from_model(model, record=True, **settings) as engine:
+        handles = engine.restore(tmp_path / "parked")
+        found = [h.result(120).token_ids for h in handles]
+        back = [e for e in engine.trace.events if isinstance(e, trace.SwappedIn)]
+        assert [e.num_tokens for e in back] == [62]
+        assert engine.stats()["swap"]["blocks_used"] == 0
+    assert found == expected
+
+
+def test_a_decoding_request_comes_back_at_full_depth() -> None:
+    """A policy takes it for a prefill of one token, and may plan a few layers of it (I4)."""
+
+    class Shallow:
+        needs = Cap.KV_SWAP | Cap.LAYER_RANGE
+
+        def plan(self, view: View) -> Plan:
+            (r,) = view.requests
+            if r.num_output_tokens == 3 and r.last_progress_ns > r.admitted_ns and r.is_decoding:
+                return Plan(swap_out=(r.request_id,))
+            whole = r.is_decoding or r.frontier is not None
+            return Plan(rows=(next_row(r, view, end_layer=None if whole else 1),))
+
+    world = World(Shallow(), short_of_kv(100))
+    world.submit(BE, 20, 6)
+    for _ in range(20):
+        if events(world, trace.SwappedIn):
+            break
+        world.step()
+    (row,) = events(world, trace.Planned)[-1].rows
+    assert (row.lo, row.hi, row.start_layer, row.end_layer) == (22, 23, 0, SHAPE.num_layers)
+
+
+def test_who_has_not_run_since_it_was_given_kv_stays() -> None:
+    world = World(Fuzz(0), short_of_kv(100))
+    request_id = world.submit(BE, 20, 9)
+    world.loop._take()
+    request = world.scheduler.requests[request_id]
+    request.block_table = world.scheduler.pool.take(request_id, 2)
+    request.num_computed_tokens = 5
+    request.admitted_ns = request.last_progress_ns = 7
+    view = world.scheduler.view(9)
+    plan = Plan(swap_out=(request_id,))
+    rule = broken_rule(plan, world.scheduler.requests, {}, SHAPE.num_layers, view)
+    assert rule is not None
+    assert "has not run since it was given some" in rule
+    request.last_progress_ns = 8
+    assert broken_rule(plan, world.scheduler.requests, {}, SHAPE.num_layers, view) is None
