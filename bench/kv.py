@@ -138,7 +138,7 @@ def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
 
 
 def _contend(engine: QLLMEngine, seed: int, num_be: int) -> dict[str, Any]:
-    """BE requests of 640 tokens all at once, and an LS chat of 300 every 0.4 s until they end."""
+    """BE requests of 640 tokens all at once, and an LS chat of 300 every 1.2 s until they end."""
     rng = np.random.default_rng(seed)
     prompts = [_ids(rng, 512) for _ in range(num_be)]
     start, due = time.perf_counter(), 0.2
@@ -147,7 +147,7 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int) -> dict[str, Any]:
     while any(h.finish_reason is None for h in batch):
         time.sleep(0.005)
         if time.perf_counter() - start >= due:
-            due += 0.4
+            due += 1.2
             chats.append(engine.submit(_ids(rng, 284), "LS", 16, sampling=GREEDY))
     done = [h.result(300) for h in batch]
     seconds = time.perf_counter() - start
