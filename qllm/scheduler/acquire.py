@@ -61,12 +61,12 @@ def acquire(
             owed += holder.evict(request_id, request_id, how)
     gone: set[RequestId] = set()
     kept: list[Row] = []
-    pool = holder.pool
+    pool, block_size = holder.pool, holder.pool.block_size
     for row in rows:
         if row.request_id in gone:
             continue
         request = holder.requests[row.request_id]
-        need = pool.blocks_for(row.hi) - len(request.block_table)
+        need = -(-row.hi // block_size) - len(request.block_table)
         if need <= 0:
             kept.append(row)
             continue

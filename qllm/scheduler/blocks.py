@@ -70,21 +70,18 @@ class SwapSpace:
         num_blocks: Room in all; 0 is none.
     """
 
-    __slots__ = ("_held", "num_blocks")
+    __slots__ = ("_held", "num_blocks", "num_used")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_used = 0
+        """Blocks of room that requests have."""
         self._held: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks of room that nobody has."""
         return self.num_blocks - self.num_used
-
-    @property
-    def num_used(self) -> int:
-        """Blocks of room that requests have. Callable from any thread."""
-        return sum(list(self._held.values()))
 
     def put(self, request_id: int, count: int) -> bool:
         """Take room for a request; False, and nothing is taken, if there is too little."""
@@ -93,15 +90,17 @@ class SwapSpace:
         if count > self.num_free:
             return False
         self._held[request_id] = count
+        self.num_used += count
         return True
 
     def release(self, request_id: int) -> None:
         """Give back the room of a request; one that has none is fine."""
-        self._held.pop(request_id, None)
+        self.num_used -= self._held.pop(request_id, 0)
 
     def check(self, swapped: dict[int, int]) -> None:
         """Compare with the blocks that the KV of each swapped-out request needs."""
-        if swapped != self._held or self.num_free < 0:
+        used = sum(self._held.values())
+        if swapped != self._held or used != self.num_used or self.num_free < 0:
             raise InvariantError(f"swapped out are {swapped}, room is taken for {self._held}")
 
 

@@ -167,10 +167,7 @@ class Program:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Start of each row in the packed order, and the total T at the end."""
-        out = [0]
-        for row in self.rows:
-            out.append(out[-1] + row.num_tokens)
-        return tuple(out)
+        return (0, *accumulate([hi - lo for _, lo, hi, _, _ in self.rows]))
 
     @property
     def num_tokens(self) -> int:

@@ -68,7 +68,9 @@ class _Batch:
         """Add a row."""
         self.rows.append(row)
         self.seats -= 1
-        self.free_blocks -= self.need(row)
+        view = self.view
+        if row.hi > len(view.by_id[row.request_id].block_table) * view.block_size:
+            self.free_blocks -= self.need(row)
 
     def take_prefill(self, row: Row) -> None:
         """Add a row that pays with tokens."""
@@ -443,12 +445,12 @@ class _Shaper:
         rows: list[Row] = []
         batch = _Batch(self.view, 0)
         for row in best.rows:
-            batch.free_blocks -= batch.need(row)
+            batch.take(row)
         waiting = [x.request for x in self.decodes[tier]]
         for request in sorted(waiting, key=lambda r: (r.last_progress_ns, r.request_id)):
             row = next_row(request, self.view)
             batch.take(row)
-            if batch.free_blocks < 0 or len(best.rows) + len(batch.rows) > self.view.max_num_seqs:
+            if batch.free_blocks < 0 or len(batch.rows) > self.view.max_num_seqs:
                 break
             rows.append(row)
         while len(rows) > 1 and self.extra_ns(len(best.rows), len(rows)) > cap_ns:

@@ -93,8 +93,7 @@ def broken_rule(
     for request_id in plan.drop:
         if request_id not in requests or request_id in planned:
             return f"drops request {request_id}, which is unknown or planned"
-    wrong = _broken_swap(plan, requests, planned, view)
-    if wrong is not None:
+    if plan.swap_out and (wrong := _broken_swap(plan, requests, planned, view)):
         return wrong
     for frame_id, rows in frames.items():
         live = {row.request_id for row in rows}

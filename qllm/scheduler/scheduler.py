@@ -378,7 +378,7 @@ class Scheduler:
             one_query_from=alone,
         )
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
-        tables = tuple(self.requests[row.request_id].block_table for row in program.rows)
+        tables = tuple([r.block_table for r in requests])
         return Decision(
             effects=(*self._take_owed(), *splits, Accept(program, tuple(touched), tables)),
             program=program,
@@ -431,7 +431,7 @@ class Scheduler:
         """The running program reached its end; `sampled` requests have one more token."""
         parked, self.running = self._take_running(), None
         self._progress(parked, end, start_ns, end_ns)
-        program = parked.program
+        program, grown = parked.program, set(sampled)
         for row in program.rows:
             request = self.requests.get(row.request_id)
             if request is None or row.request_id in parked.dead:
@@ -439,7 +439,7 @@ class Scheduler:
             if row.end_layer < self.shape.num_layers:
                 request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
                 continue
-            request.commit(row.hi, end_ns, row.request_id in sampled)
+            request.commit(row.hi, end_ns, row.request_id in grown)
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
                 request.failures = 0
