@@ -12,10 +12,12 @@ import pytest
 from serving import Broken, Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedError
+from qllm.frontend.handle import Piece
 from qllm.frontend.prompts import render_chat
 from qllm.llm import QLLMEngine
-from qllm.server.front import _pump, flat_message
-from qllm.types import SamplingParams, Slo
+from qllm.server.errors import ApiError, from_engine
+from qllm.server.front import Answer, Served, flat_message
+from qllm.types import Priority, SamplingParams, Slo
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 GREEDY = SamplingParams(temperature=0)
@@ -340,28 +342,35 @@ def test_the_engine_is_told_the_targets(
 class Failing:
     """A handle that fails after a piece."""
 
-    finish_reason = None
-
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def __aiter__(self) -> Any:
-        raise self.error
-        yield
+    def at(self, position: int) -> Piece:
+        if position:
+            raise self.error
+        return Piece("a", (1,), ())
+
+    def listen(self, wake: Any) -> None:
+        self.wake = wake
+
+    def unlisten(self, wake: Any) -> None:
+        assert wake == self.wake
+        del self.wake
 
 
 @pytest.mark.parametrize("error", [RequestFailedError("it failed twice"), RuntimeError("a bug")])
 def test_a_failure_reaches_the_reader(error: Exception) -> None:
-    async def read() -> Any:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        handle: Any = Failing(error)
-        await _pump(3, handle, queue)
-        return queue.get_nowait()
+    handle: Any = Failing(error)
 
-    index, found = asyncio.run(read())
-    assert index == 3
-    assert getattr(found, "status_code", 500) == 500
-    assert str(error) in str(found) or found is error
+    async def read() -> Any:
+        served, explain = Served(Priority.LS), lambda _, e: from_engine(e)
+        answer = Answer([handle], 1, served, lambda _: None, explain, lambda: 0)
+        return [item async for item in answer.pieces()]
+
+    with pytest.raises((ApiError, RuntimeError), match=str(error)) as raised:
+        asyncio.run(read())
+    assert getattr(raised.value, "status_code", 500) == 500
+    assert not hasattr(handle, "wake")  # nobody listens any more
 
 
 def test_a_request_that_fails_in_the_engine() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,29 @@ def test_a_stream_that_waits_says_so_and_clients_do_not_see_it(tmp_path: Path) -
 
 
 class Gated:
-    """A handle whose pieces come when they are let through."""
+    """A handle whose second piece and end come when they are let through."""
 
     def __init__(self) -> None:
-        self.go_on = asyncio.Event()
         self.status: RequestStatus = RequestStatus.PARKED
-        self.finish_reason = FinishReason.STOP
+        self.is_open = False
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        yield Piece("a", (1,), ())
-        await self.go_on.wait()
-        yield Piece("b", (2,), ())
+    def at(self, position: int) -> Piece | FinishReason | None:
+        if position == 0:
+            return Piece("a", (1,), ())
+        if not self.is_open:
+            return None
+        return Piece("b", (2,), ()) if position == 1 else FinishReason.STOP
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def unlisten(self, wake: Callable[[], None]) -> None:
+        assert wake == self.wake
+
+    def go_on(self) -> None:
+        self.is_open = True
+        if hasattr(self, "wake"):
+            self.wake()
 
 
 async def heard(status: RequestStatus, silence_s: float | None) -> list[Any]:
@@ -69,11 +81,11 @@ async def heard(status: RequestStatus, silence_s: float | None) -> list[Any]:
     answer = Answer([handle], 1, served, lambda _: None, lambda *_: None, lambda: 4)  # type: ignore[arg-type, return-value]
     found: list[Any] = []
     if silence_s is None:
-        handle.go_on.set()
+        handle.go_on()
     async for _, item in answer.pieces(silence_s):
         found.append(item.text if isinstance(item, Piece | Comment) else item)
         if isinstance(item, Comment):
-            handle.go_on.set()
+            handle.go_on()
     return [x for i, x in enumerate(found) if not i or x != found[i - 1]]
 
 

@@ -93,7 +93,7 @@ class Client(threading.Thread):
             with client.stream("POST", self.url, json=self.asked) as answer:
                 self.status = answer.status_code
                 for line in answer.iter_lines():
-                    if line:
+                    if line and not line.startswith(":"):  # a comment in a silence
                         data = line.removeprefix("data: ")
                         self.events.append(data if data == "[DONE]" else json.loads(data))
 

@@ -6,7 +6,7 @@ request with stop strings, whose text decides when it ends.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -203,6 +203,16 @@ class Handle:
         """Why it ended; None while it runs."""
         return self._reason
 
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on any thread, whenever there is something new."""
+        with self._changed:
+            self._listeners.append(wake)
+
+    def unlisten(self, wake: Callable[[], None]) -> None:
+        """Call it no more."""
+        with self._changed:
+            self._listeners.remove(wake)
+
     def cancel(self) -> None:
         """End the request at once; its tokens so far stay readable. Twice is once."""
         with self._changed:
@@ -226,6 +236,18 @@ class Handle:
                 return self._pieces[position]
         return None
 
+    def at(self, position: int) -> Piece | FinishReason | None:
+        """The piece at `position`, behind the last one why it ended; None if it is not there yet.
+
+        Raises:
+            RequestFailedError: It ended in `error`.
+        """
+        with self._changed:
+            piece = self._next(position)
+            if piece is None and self._reason is FinishReason.ERROR:
+                raise RequestFailedError(f"request {self.request_id}: {self._error}")
+            return self._reason if piece is None else piece
+
     def __iter__(self) -> Iterator[Piece]:
         """Yield pieces until the request ends.
 
@@ -235,49 +257,37 @@ class Handle:
         position = 0
         while True:
             with self._changed:
-                while (piece := self._next(position)) is None and self._reason is None:
+                while (item := self.at(position)) is None:
                     self._changed.wait()
-            if piece is None:
-                self._raise_if_failed()
+            if not isinstance(item, Piece):
                 return
             position += 1
-            yield piece
+            yield item
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """Yield pieces on the running event loop."""
         position = 0
-        with _Listener(self) as listener:
+        with Listener([self]) as changed:
             while True:
-                with self._changed:
-                    listener.event.clear()
-                    piece = self._next(position)
-                    ended = self._reason is not None
-                if piece is not None:
+                changed.clear()
+                while isinstance(item := self.at(position), Piece):
                     position += 1
-                    yield piece
-                elif ended:
-                    self._raise_if_failed()
+                    yield item
+                if item is not None:
                     return
-                else:
-                    await listener.event.wait()
+                await changed.wait()
 
     def __await__(self) -> Generator[Any, None, Result]:
         """Wait for the result on the running event loop."""
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> Result:
-        with _Listener(self) as listener:
-            while True:
-                with self._changed:
-                    listener.event.clear()
-                    ended = self._ended
-                if ended:
-                    return self.result(timeout=0)
-                await listener.event.wait()
-
-    def _raise_if_failed(self) -> None:
-        if self._reason is FinishReason.ERROR:
-            raise RequestFailedError(f"request {self.request_id}: {self._error}")
+        with Listener([self]) as changed:
+            while not self._ended:
+                changed.clear()
+                if not self._ended:
+                    await changed.wait()
+        return self.result(timeout=0)
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end of the request.
@@ -295,8 +305,7 @@ class Handle:
                 raise TimeoutError(
                     f"request {self.request_id} is {self.status.value} after {timeout} s"
                 )
-            self._raise_if_failed()
-            while self._next(len(self._pieces)) is not None:
+            while isinstance(self.at(len(self._pieces)), Piece):
                 pass
             assert self._metrics is not None
             assert self._reason is not None
@@ -319,23 +328,26 @@ class Handle:
         return 0 if self._metrics is None else self._metrics.num_cached_tokens
 
 
-class _Listener:
-    """Wakes an event loop when the handle changes."""
+class Listener:
+    """An event of the running event loop that is set whenever one of some handles changes.
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
+    Clear it before looking at the handles, so that no change is missed between a look and a wait.
+    """
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
         self._loop = asyncio.get_running_loop()
-        self.event = asyncio.Event()
+        self._event = asyncio.Event()
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the event loop was closed: nobody waits
-            self._loop.call_soon_threadsafe(self.event.set)
+            self._loop.call_soon_threadsafe(self._event.set)
 
-    def __enter__(self) -> "_Listener":
-        with self._handle._changed:
-            self._handle._listeners.append(self._wake)
-        return self
+    def __enter__(self) -> asyncio.Event:
+        for handle in self._handles:
+            handle.listen(self._wake)
+        return self._event
 
     def __exit__(self, *_: object) -> None:
-        with self._handle._changed:
-            self._handle._listeners.remove(self._wake)
+        for handle in self._handles:
+            handle.unlisten(self._wake)

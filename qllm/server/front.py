@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
 from qllm.frontend.checks import FIT
-from qllm.frontend.handle import Handle, Piece
+from qllm.frontend.handle import Handle, Listener, Piece
 from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
@@ -115,33 +115,38 @@ class Answer:
         Raises:
             ApiError: A choice failed, timed out, or the engine was closed.
         """
-        queue: asyncio.Queue[tuple[int, Piece | FinishReason | Exception]] = asyncio.Queue()
-        pumps = [asyncio.create_task(_pump(i, h, queue)) for i, h in enumerate(self.handles)]
-        try:
-            open_choices, said = len(pumps), ""
-            while open_choices:
+        reached, said = dict.fromkeys(range(len(self.handles)), 0), ""
+        with Listener(self.handles) as changed:
+            while True:
+                changed.clear()
+                for index, item in self._news(reached):
+                    if said == PARKED:
+                        yield 0, Comment("resumed")
+                    said = ""
+                    yield index, item
+                if not reached:
+                    return
                 try:
                     async with asyncio.timeout(silence_s):
-                        index, item = await queue.get()
+                        await changed.wait()
                 except TimeoutError:
                     said = await self._state()
                     yield 0, Comment(said)
-                    continue
-                if said == PARKED:
-                    yield 0, Comment("resumed")
-                said = ""
-                if isinstance(item, QllmError):
-                    raise self._explain(self.handles[index], item) from item
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, Piece):
+
+    def _news(self, reached: dict[int, int]) -> Iterator[tuple[int, Piece | FinishReason]]:
+        """What is new of the open choices: pieces behind those in `reached`, and ends."""
+        for index in list(reached):
+            handle = self.handles[index]
+            try:
+                while isinstance(item := handle.at(reached[index]), Piece):
+                    reached[index] += 1
                     self.num_tokens[index] += len(item.token_ids)
-                else:
-                    open_choices -= 1
-                yield index, item
-        finally:
-            for pump in pumps:
-                pump.cancel()
+                    yield index, item
+            except QllmError as error:
+                raise self._explain(handle, error) from error
+            if item is not None:
+                del reached[index]
+                yield index, _refuse_unfinished(item)
 
     async def _state(self) -> str:
         """Where the open choices are; of several the one that is furthest."""
@@ -173,19 +178,6 @@ class Answer:
         if not self._is_closed:
             self._is_closed = True
             self._on_close(self)
-
-
-async def _pump(
-    index: int, handle: Handle, queue: "asyncio.Queue[tuple[int, Piece | FinishReason | Exception]]"
-) -> None:
-    try:
-        async for piece in handle:
-            queue.put_nowait((index, piece))
-        reason = handle.finish_reason
-        assert reason is not None
-        queue.put_nowait((index, _refuse_unfinished(reason)))
-    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
-        queue.put_nowait((index, error))
 
 
 def _refuse_unfinished(reason: FinishReason) -> FinishReason:
