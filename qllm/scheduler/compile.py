@@ -118,13 +118,14 @@ def compile_program(
             blocks.append(tuple(marks))
             costs.append(priced)
     starts, ends = [row.start_layer for row in rows], [row.end_layer for row in rows]
+    sizes = [hi - lo for _, lo, hi, _, _ in rows]
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
     stretches: list[Stretch] = []
 
     def one_op(kind: OpKind, layer: int, members: tuple[int, ...]) -> None:
         if members:
-            total = sum([hi - lo for _, lo, hi, _, _ in map(rows.__getitem__, members)])
+            total = sum([sizes[r] for r in members])
             g = groups.setdefault(members, len(groups))
             stretches.append(Stretch(layer, layer + 1, g, ((kind, ((0, total),)),)))
 

@@ -47,34 +47,33 @@ class _Batch:
 
     def __init__(self, view: View, tokens: int) -> None:
         self.view = view
+        self.block_size = view.block_size
         self.rows: list[Row] = []
         self.seats = view.max_num_seqs
         self.tokens = tokens
         self.free_blocks = view.num_free_blocks
         self.num_prefills = 0
 
-    def need(self, row: Row) -> int:
+    def need(self, request: RequestView, row: Row) -> int:
         """Blocks that a row takes beyond those its request holds.
 
         A newcomer's chunk counts to where level L2 lets it end: it may evict nobody of its tier,
         and whoever holds blocks already may.
         """
-        request = self.view.by_id[row.request_id]
         if not request.is_admitted:
             return self.view.blocks_needed(row)
-        return max(0, -(-row.hi // self.view.block_size) - len(request.block_table))
+        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
 
-    def take(self, row: Row) -> None:
+    def take(self, request: RequestView, row: Row) -> None:
         """Add a row."""
         self.rows.append(row)
         self.seats -= 1
-        view = self.view
-        if row.hi > len(view.by_id[row.request_id].block_table) * view.block_size:
-            self.free_blocks -= self.need(row)
+        if row.hi > len(request.block_table) * self.block_size:
+            self.free_blocks -= self.need(request, row)
 
-    def take_prefill(self, row: Row) -> None:
+    def take_prefill(self, request: RequestView, row: Row) -> None:
         """Add a row that pays with tokens."""
-        self.take(row)
+        self.take(request, row)
         self.tokens -= row.num_tokens
         self.num_prefills += 1
 
@@ -186,8 +185,8 @@ class _Shaper:
             for r in waiting:
                 if batch.seats and r.is_decoding and r.frame_id is None:
                     row = next_row(r, self.view)
-                    if not batch.rows or batch.need(row) <= batch.free_blocks:
-                        batch.take(row)
+                    if not batch.rows or batch.need(r, row) <= batch.free_blocks:
+                        batch.take(r, row)
             rows = batch.rows
         elif self.is_under_way(first):
             due = {self.tier_of[r.request_id] for r in waiting if self.is_under_way(r)}
@@ -261,7 +260,7 @@ class _Shaper:
             for x in self.decodes[tier]:
                 if not batch.seats:
                     return batch
-                batch.take(next_row(x.request, self.view))
+                batch.take(x.request, next_row(x.request, self.view))
             if advances and not under_way:
                 self.prefill(batch, tier, force)
         return batch
@@ -282,14 +281,14 @@ class _Shaper:
             if blocked and not r.is_admitted:
                 continue
             row = next_row(r, view, min(batch.tokens, chunk))
-            if batch.need(row) > batch.free_blocks + self.evictable(tier):
+            if batch.need(r, row) > batch.free_blocks + self.evictable(tier):
                 if batch.rows:
                     batch.tokens = 0
                     break
                 if not r.is_admitted or not (force or self.is_first(x)):
                     blocked = True
                     continue
-            batch.take_prefill(row)
+            batch.take_prefill(r, row)
             self.tier_of[x.request_id] = tier
         if self.policy.groups is not None:
             new = batch.rows[begin:]
@@ -328,9 +327,9 @@ class _Shaper:
         members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
         rows = [next_row(r, self.view) for r in members]
         cut, least = self.next_cut(groups, rows), min((row.start_layer for row in rows), default=0)
-        for row in rows:
+        for r, row in zip(members, rows, strict=True):
             if batch.seats and (row.start_layer < cut or row.start_layer == least):
-                batch.take_prefill(row._replace(end_layer=cut))
+                batch.take_prefill(r, row._replace(end_layer=cut))
         return bool(members)
 
     def layered(self) -> Plan:
@@ -445,11 +444,11 @@ class _Shaper:
         rows: list[Row] = []
         batch = _Batch(self.view, 0)
         for row in best.rows:
-            batch.take(row)
+            batch.take(self.view.by_id[row.request_id], row)
         waiting = [x.request for x in self.decodes[tier]]
         for request in sorted(waiting, key=lambda r: (r.last_progress_ns, r.request_id)):
             row = next_row(request, self.view)
-            batch.take(row)
+            batch.take(request, row)
             if batch.free_blocks < 0 or len(batch.rows) > self.view.max_num_seqs:
                 break
             rows.append(row)
