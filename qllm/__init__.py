@@ -4,17 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qllm.errors import QllmError, QueueFull
+    from qllm.errors import InvalidRequestError, QllmError, QueueFull, QueueFullError
+    from qllm.frontend.handle import Handle, Result
     from qllm.llm import QLLMEngine
     from qllm.sim.check import check_policy
     from qllm.types import Priority, SamplingParams, Slo
 
 __version__ = "0.1.0"
 __all__ = [
+    "Handle",
+    "InvalidRequestError",
     "Priority",
     "QLLMEngine",
     "QllmError",
     "QueueFull",
+    "QueueFullError",
+    "Result",
     "SamplingParams",
     "Slo",
     "check_policy",
@@ -22,8 +27,12 @@ __all__ = [
 
 _HOME = {
     "QLLMEngine": "qllm.llm",
+    "Handle": "qllm.frontend.handle",
+    "Result": "qllm.frontend.handle",
+    "InvalidRequestError": "qllm.errors",
     "QllmError": "qllm.errors",
     "QueueFull": "qllm.errors",
+    "QueueFullError": "qllm.errors",
     "Priority": "qllm.types",
     "SamplingParams": "qllm.types",
     "Slo": "qllm.types",

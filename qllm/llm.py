@@ -12,7 +12,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from qllm.cores import Threads, num_threads
 from qllm.engine.process import pickled_policy
 from qllm.errors import (
     ConfigError,
+    EngineClosedError,
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
@@ -38,10 +39,18 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, close_collected
 from qllm.frontend.detokenizer import Detokenizer
-from qllm.frontend.handle import Handle, Result
+from qllm.frontend.handle import Handle
+from qllm.frontend.offline import Offline
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
-from qllm.frontend.prompts import check_limits, refuse_unserved, to_sampling, to_token_ids
+from qllm.frontend.prompts import (
+    asked_sampling,
+    check_limits,
+    for_one,
+    refuse_unserved,
+    to_sampling,
+    to_token_ids,
+)
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.thread import ThreadClient
 from qllm.frontend.tokenizer import tokenizer_of
@@ -66,7 +75,7 @@ PLACES = ("process", "thread")
 DEVICES = ("cpu", "cuda")
 
 
-class QLLMEngine:
+class QLLMEngine(Offline):
     """Serves one model to requests of several classes. Make it with a `from_` method.
 
     Use it as a context manager, or call `close`. An engine that is collected without it is closed
@@ -256,6 +265,7 @@ class QLLMEngine:
         timeout_s: float | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
+        **options: Any,
     ) -> Handle:
         """Hand over one request and return at once. Callable from any thread.
 
@@ -270,16 +280,20 @@ class QLLMEngine:
             timeout_s: Ends it with `timeout` when this has passed.
             request_id: A name for it in results and traces.
             cache_salt: Kept KV is shared only between requests of one salt (docs/kv.md).
+            **options: Fields of SamplingParams (`temperature=0.8`), in place of those in
+                `sampling`.
 
         Raises:
             InvalidRequestError: Something about the request is wrong; nothing was submitted.
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.
+            TypeError: A keyword is unknown.
         """
         self._client.raise_if_closed()
         shape = self._client.info.shape
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
-        params = to_sampling(sampling, stop, self.sampling_defaults)
+        asked = asked_sampling(sampling, options, self.sampling_defaults)
+        params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
         ids = (*params.stop_token_ids, *params.logit_bias, *(params.allowed_token_ids or ()))
         wrong = [i for i in ids if i >= shape.vocab_size]
         if wrong:
@@ -330,37 +344,6 @@ class QLLMEngine:
     def replay(self, request: Open) -> None:
         """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
         self._client.replay(request)
-
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        priority: str | int | Priority = "BE",
-        max_tokens: int | None = None,
-        *,
-        sampling: SamplingParams | None = None,
-        progress: bool = True,
-        **kwargs: Any,
-    ) -> list[Result]:
-        """Run a list to its end, with a progress display; results in the order of the prompts."""
-        from rich.progress import track
-
-        waiting = list(prompts)
-        handles: list[Handle] = []
-        results: list[Result] = []
-        try:
-            for done in track(
-                range(len(waiting)), description="requests", transient=True, disable=not progress
-            ):
-                while len(handles) < len(waiting) and len(handles) - done < self.config.max_waiting:
-                    prompt = waiting[len(handles)]
-                    handles.append(
-                        self.submit(prompt, priority, max_tokens, sampling=sampling, **kwargs)
-                    )
-                results.append(handles[done].result())
-        finally:  # nobody will read the rest if one was refused or failed
-            for handle in handles[len(results) :]:
-                handle.cancel()
-        return results
 
     def _handle(
         self,
@@ -423,6 +406,14 @@ class QLLMEngine:
         EngineClosedError. In a child of `os.fork` this does nothing.
         """
         self._client.close()
+
+    def __repr__(self) -> str:
+        try:
+            self._client.raise_if_closed()
+            state = f"{len(self._client.handles)} requests in flight"
+        except EngineClosedError:
+            state = "closed"
+        return f"{type(self).__name__}({self.model_name!r}, {state})"
 
     def __enter__(self) -> Self:
         return self

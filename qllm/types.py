@@ -41,6 +41,11 @@ class Priority(enum.IntEnum):
     """Best-effort: a batch job that does not."""
 
 
+def class_name(priority: int) -> str:
+    """The name of a class if it has one (LS, BE), else its number."""
+    return Priority(priority).name if priority in list(Priority) else f"class {priority}"
+
+
 class Grain(enum.IntEnum):
     """How finely a program may be stopped."""
 
@@ -212,6 +217,10 @@ MOST_BAD_WORDS = 256
 MOST_BAD_CHARS = 16_384
 """Most characters of them in all."""
 MOST_MIN_TOKENS = 1 << 30
+MOST_ANSWERS = 128
+"""Most answers to one prompt."""
+NUM_SEEDS = 2**63
+"""Seeds lie in [0, NUM_SEEDS)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +334,10 @@ class SamplingParams:
 
     include_stop_str_in_output: bool = False
     """Whether the stop string that ended the answer is part of it."""
+    max_tokens: int | None = None
+    """Most tokens to produce; `submit(max_tokens=)` says the same. None leaves it to that."""
+    n: int = 1
+    """Answers to each prompt of `generate` and `chat`; answer i has the seed `seed + i`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -345,7 +358,8 @@ class SamplingParams:
             value = getattr(self, name)
             _check(name, value, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
         s = self.seed
-        _check("seed", s, s is None or (_is_int(s) and 0 <= s < 2**63), "None or in [0, 2**63)")
+        ok = s is None or (_is_int(s) and 0 <= s < NUM_SEEDS)
+        _check("seed", s, ok, "None or in [0, 2**63)")
         ok = isinstance(self.stop, tuple) and all(isinstance(x, str) and x for x in self.stop)
         _check("stop", self.stop, ok, "a non-empty string or a list of them")
         check_text("stop", self.stop)
@@ -398,6 +412,10 @@ class SamplingParams:
         least = self.min_tokens
         ok = _is_int(least) and 0 <= least <= MOST_MIN_TOKENS
         _check("min_tokens", least, ok, f"an integer in [0, {MOST_MIN_TOKENS}]")
+        most = self.max_tokens
+        _check("max_tokens", most, most is None or (_is_int(most) and most > 0), "an integer >= 1")
+        ok = _is_int(self.n) and 1 <= self.n <= MOST_ANSWERS
+        _check("n", self.n, ok, f"an integer in [1, {MOST_ANSWERS}]")
         limits = {"structured_outputs": form, "allowed_token_ids": ids, "bad_words": words}
         given = [name for name, value in limits.items() if value]
         if len(given) > 1:

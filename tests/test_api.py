@@ -19,7 +19,7 @@ import qllm
 from qllm import Priority, QLLMEngine, QueueFull, SamplingParams, Slo
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError
 from qllm.frontend.handle import Handle
-from qllm.frontend.prompts import to_sampling
+from qllm.frontend.prompts import asked_sampling
 from qllm.plan import Plan
 from qllm.policy import View
 from qllm.types import Cap, FinishReason, RequestStatus
@@ -592,7 +592,7 @@ def test_defaults_of_the_generation_config_are_honoured() -> None:
         assert handle.result(60).token_ids == want
         if live is not None:
             assert live.submission.sampling.temperature == 0.5
-        assert to_sampling(None, None, engine.sampling_defaults).temperature == 0.5
+        assert asked_sampling(None, {}, engine.sampling_defaults).temperature == 0.5
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_a_mixed_batch() -> None:

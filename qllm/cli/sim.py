@@ -168,7 +168,7 @@ def _with_slo(specs: "list[RequestSpec]", slo: "Slo") -> "list[RequestSpec]":
 
 
 def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: float | None) -> None:
-    from qllm.record.perfetto import class_name
+    from qllm.types import class_name
     from qllm.workloads.generators import offered_rates
 
     length_s = seconds or max(1e-9, max(s.at_s for s in specs))

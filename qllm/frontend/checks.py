@@ -6,7 +6,15 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import ContextLengthError, InvalidRequestError, shown
-from qllm.types import MAX_TIME_MS, MAX_TIME_S, PRIORITY_LIMIT, Priority, Slo, check_text
+from qllm.types import (
+    MAX_TIME_MS,
+    MAX_TIME_S,
+    PRIORITY_LIMIT,
+    Priority,
+    SamplingParams,
+    Slo,
+    check_text,
+)
 
 FIT = "fit"
 """`max_tokens` of a request that may go on for as long as there is room."""
@@ -25,6 +33,8 @@ def priority_class(value: str | int | Priority) -> int:
         return int(Priority[value.upper()])
     if is_int(value) and abs(int(value)) <= PRIORITY_LIMIT:
         return int(value)
+    if isinstance(value, SamplingParams):
+        raise InvalidRequestError("priority is SamplingParams; pass sampling= for those")
     raise InvalidRequestError(
         f"priority={shown(value)} is unknown; use 'LS', 'BE' or an integer in "
         f"[-{PRIORITY_LIMIT}, {PRIORITY_LIMIT}] (smaller is sooner; LS = 0, BE = 10)"

@@ -1,9 +1,11 @@
 """From what a caller passes to `submit` to checked token ids and sampling."""
 
 import inspect
+import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from qllm.errors import InvalidRequestError, shown
@@ -11,6 +13,8 @@ from qllm.frontend.checks import is_int
 from qllm.grammar import Vocabulary
 from qllm.types import Prompt, SamplingParams, check_text
 
+SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
+"""Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
 MOST_STOP_IDS = 8
 """Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
 
@@ -60,23 +64,38 @@ def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: i
         )
 
 
-def to_sampling(
-    sampling: SamplingParams | None, stop: str | Sequence[str] | None, defaults: Mapping[str, Any]
+def asked_sampling(
+    sampling: SamplingParams | None, options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> SamplingParams:
-    """Complete how a request is sampled: defaults, stop strings, and a seed if there is none.
+    """Put together how a caller wants to sample.
 
     Args:
         sampling: As it was asked for; None is greedy but for `defaults`.
-        stop: Strings that end the answer, beside those in `sampling`.
+        options: Fields of SamplingParams by name, in place of those in `sampling`.
         defaults: Keywords of SamplingParams, from the model's generation config.
 
     Raises:
-        InvalidRequestError: One of them is of another type, or no text.
+        InvalidRequestError: A value is of another type or out of its range.
+        TypeError: An option has no such name; says which is meant.
     """
+    wrong = next((name for name in options if name not in SAMPLING_OPTIONS), None)
+    if wrong is not None:
+        raise TypeError(f"unknown keyword {wrong!r}; {_meant(wrong)}")
     if sampling is None:
-        sampling = SamplingParams(**{"temperature": 0.0, **defaults})
+        return SamplingParams(**{"temperature": 0.0, **defaults, **options})
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequestError(f"sampling={shown(sampling)} must be SamplingParams, or None")
+    return replace(sampling, **options) if options else sampling
+
+
+def to_sampling(
+    sampling: SamplingParams, stop: str | Sequence[str] | None = None
+) -> SamplingParams:
+    """Complete how a request is sampled: further stop strings, and a seed if there is none.
+
+    Raises:
+        InvalidRequestError: `stop` is of another type, or no text.
+    """
     changes: dict[str, Any] = {}
     if stop is not None:
         if not isinstance(stop, str | Sequence):
@@ -85,6 +104,41 @@ def to_sampling(
     if sampling.seed is None:
         changes["seed"] = secrets.randbits(62)
     return replace(sampling, **changes) if changes else sampling
+
+
+def _meant(name: str) -> str:
+    if name == "sampling_params":
+        return "use sampling="
+    near = get_close_matches(name, SAMPLING_OPTIONS, 1)
+    known = ", ".join(sorted(SAMPLING_OPTIONS))
+    return f"use {near[0]}=" if near else f"fields of SamplingParams are {known}"
+
+
+def for_one(
+    sampling: SamplingParams, max_tokens: int | str | None
+) -> tuple[SamplingParams, int | str | None]:
+    """Split the sampling of one request from the most tokens that it may produce.
+
+    Args:
+        sampling: As it was asked for.
+        max_tokens: What was asked for beside it; None leaves it to `sampling`.
+
+    Raises:
+        InvalidRequestError: Several answers are asked for, or two different `max_tokens`.
+    """
+    if sampling.n != 1:
+        raise InvalidRequestError(
+            f"n={sampling.n}: a request has one answer; use generate or chat, or submit several"
+        )
+    most = sampling.max_tokens
+    if most is None:
+        return sampling, max_tokens
+    if max_tokens is not None and max_tokens != most:
+        raise InvalidRequestError(
+            f"max_tokens={shown(max_tokens)} and max_tokens={most} in SamplingParams differ; give "
+            "one of them"
+        )
+    return replace(sampling, max_tokens=None), most
 
 
 def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
@@ -161,19 +215,7 @@ def render_chat(
         InvalidRequestError: A message has another shape or is no text, or the template refuses
             them.
     """
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise InvalidRequestError(
-                f"message {shown(message):.80} must be a mapping with role and content"
-            )
-        role, content = message["role"], message["content"]
-        if not isinstance(role, str) or not (
-            isinstance(content, str | list) or (content is None and message.get("tool_calls"))
-        ):
-            raise InvalidRequestError(
-                f"message {shown(message):.80} must have a string as role, and a string or a list "
-                "of parts as content"
-            )
+    messages = [flat_message(message) for message in messages]
     for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
         check_text(name, value)
     if _needed(tokenizer).chat_template is None:
@@ -197,3 +239,58 @@ def render_chat(
     except Exception as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
     return list(rendered["input_ids"])
+
+
+def flat_message(message: Any) -> Mapping[str, Any]:
+    """A message as every template takes it: its content one string, arguments of calls objects.
+
+    Args:
+        message: A mapping with `role` and `content`: text, or a list of parts
+            `{"type": "text", "text": ...}`, which are joined by line breaks.
+
+    Raises:
+        InvalidRequestError: It has another shape, a part is no text, or arguments are no JSON.
+    """
+    told = isinstance(message, Mapping)
+    role, content = (message.get("role"), message.get("content")) if told else (None, None)
+    if content is None and told and (role == "tool" or message.get("tool_calls")):
+        content = ""
+    if not told or role is None or content is None:
+        raise InvalidRequestError(
+            f"message {shown(message):.80} must be a mapping with role and content"
+        )
+    if not isinstance(role, str) or not isinstance(content, str | list):
+        raise InvalidRequestError(
+            f"message {shown(message):.80} must have a string as role, and a string or a list "
+            "of parts as content"
+        )
+    flat = {**message, "content": content if isinstance(content, str) else _joined(content)}
+    if isinstance(calls := message.get("tool_calls"), list):
+        flat["tool_calls"] = [_flat_call(call) for call in calls]
+    return flat
+
+
+def _joined(parts: Sequence[Any]) -> str:
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"a content part of type {shown(kind):.40} is not supported; only text is"
+            )
+    return "\n".join(part["text"] for part in parts)
+
+
+def _flat_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(
+            'an entry of tool_calls must be {"function": {"name": ..., "arguments": ...}}'
+        )
+    try:
+        given = function.get("arguments") or "{}"
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
+        ) from error
+    return {**call, "function": {**function, "arguments": arguments}}

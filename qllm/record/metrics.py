@@ -30,7 +30,7 @@ from qllm.record.trace import (
     SwappedOut,
     Token,
 )
-from qllm.types import NS_PER_MS, FinishReason, FrameId, RequestId, Slo
+from qllm.types import NS_PER_MS, FinishReason, FrameId, RequestId, Slo, class_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,25 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request was first planned."""
 
+    def __str__(self) -> str:
+        """Five lines for people; `repr` has every field."""
+        reason = "unfinished" if self.reason is None else self.reason.value
+        computed = f"{self.num_prefilled_tokens} computed, {self.num_cached_tokens} cached"
+        return (
+            f"{self.name}: {reason}, {class_name(self.priority)}\n"
+            f"tokens    {self.num_prompt_tokens} in ({computed}), {self.num_output_tokens} out\n"
+            f"latency   queue {_ms(self.queue_ms)}, TTFT {_ms(self.ttft_ms)}, "
+            f"TPOT {_ms(self.tpot_ms)}, all {_ms(self.e2e_ms)}\n"
+            f"preempted {self.preemptions} times, parked {_ms(self.parked_ms)}, "
+            f"longest stall {_ms(self.max_stall_ms)}\n"
+            f"evicted   {self.evictions} times, {self._num_recomputed} tokens computed again"
+        )
+
+    @property
+    def _num_recomputed(self) -> int:
+        evicted, retried = self.evict_recomputed_tokens, self.retry_recomputed_tokens
+        return evicted + retried + self.preempt_recomputed_tokens
+
     def meets(self, slo: Slo) -> bool:
         """Whether the request completed and met all targets. One token has no TPOT to miss."""
         if self.reason not in (FinishReason.STOP, FinishReason.LENGTH) or self.ttft_ms is None:
@@ -79,6 +98,10 @@ class RequestMetrics:
         if slo.ttft_ms is not None and self.ttft_ms > slo.ttft_ms:
             return False
         return slo.tpot_ms is None or self.tpot_ms is None or self.tpot_ms <= slo.tpot_ms
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
 
 
 def token_latencies(arrival_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:

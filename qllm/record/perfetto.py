@@ -30,16 +30,11 @@ from qllm.record.trace import (
     SwappedOut,
     Token,
 )
-from qllm.types import FrameId, Priority, RequestId
+from qllm.types import FrameId, RequestId, class_name
 
 PID = 1
 DEVICE_TID = 1
 _FIRST_REQUEST_TID = 2
-
-
-def class_name(priority: int) -> str:
-    """The name of the class if it has one (LS, BE), else its number."""
-    return Priority(priority).name if priority in list(Priority) else f"class {priority}"
 
 
 class _Export:

@@ -262,6 +262,7 @@ _FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in EVENT_TYPES
 def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
     """The values of `params` that JSON keeps as they are, for `Arrived.sampling`."""
     out = asdict(params)
+    del out["max_tokens"], out["n"]  # one request has its own, and one answer
     out["stop"] = list(params.stop)
     out["stop_token_ids"] = list(params.stop_token_ids)
     out["bad_words"] = list(params.bad_words)

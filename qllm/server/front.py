@@ -1,7 +1,6 @@
 """The engine as the routes see it: admission, tokenising off the event loop, live answers."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from qllm.errors import EngineClosedError, QllmError, RequestFailedError
+from qllm.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    QllmError,
+    RequestFailedError,
+)
 from qllm.frontend.checks import FIT
 from qllm.frontend.handle import Handle, Listener, Piece
 from qllm.frontend.prompts import render_chat, to_token_ids
@@ -361,8 +365,10 @@ class Front:
         names = ("tools", "add_generation_prompt", "continue_final_message")
         how = {name: variables.pop(name) for name in names if name in variables}
         assert ask.messages is not None
-        messages = [flat_message(message) for message in ask.messages]
-        return render_chat(messages, self.engine.tokenizer, variables=variables, **how)
+        try:
+            return render_chat(ask.messages, self.engine.tokenizer, variables=variables, **how)
+        except InvalidRequestError as error:
+            raise ApiError(400, str(error), param="messages") from error
 
     def _closed(self, answer: Answer) -> None:
         for handle in answer.handles:
@@ -408,41 +414,3 @@ def _abandon(work: "Future[list[Handle]]") -> None:
     if not work.cancelled() and work.exception() is None:
         for handle in work.result():
             handle.cancel()
-
-
-def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as every template takes it: its content one string, arguments of calls objects.
-
-    Raises:
-        ApiError: A part is no text, or arguments are no JSON object.
-    """
-    content = message.get("content")
-    if content is None and (message.get("role") == "tool" or message.get("tool_calls")):
-        message = {**message, "content": ""}
-    if isinstance(calls := message.get("tool_calls"), list):
-        message = {**message, "tool_calls": [_flat_call(call) for call in calls]}
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(
-                400,
-                f"a content part of type {kind!r:.40} is not supported; only text is",
-                param="messages",
-            )
-    return {**message, "content": "\n".join(part["text"] for part in content)}
-
-
-def _flat_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        text = 'an entry of tool_calls must be {"function": {"name": ..., "arguments": ...}}'
-        raise ApiError(400, text, param="messages")
-    try:
-        given = function.get("arguments") or "{}"
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        text = f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
-        raise ApiError(400, text, param="messages") from error
-    return {**call, "function": {**function, "arguments": arguments}}

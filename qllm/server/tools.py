@@ -11,7 +11,7 @@ from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.types import Priority
 
 from .errors import RESPONSES
-from .front import Front, flat_message
+from .front import Front
 from .protocol import DetokenizeRequest, TokenizeRequest
 
 MAX_TOKEN_ID = 2**31
@@ -21,7 +21,7 @@ def token_ids(front: Front, body: TokenizeRequest) -> list[int]:
     """The ids of a prompt or chat."""
     tokenizer = front.engine.tokenizer
     if body.messages is not None:
-        return render_chat([flat_message(m) for m in body.messages], tokenizer)
+        return render_chat(body.messages, tokenizer)
     return list(to_token_ids(body.prompt or "", tokenizer, MAX_TOKEN_ID))
 
 

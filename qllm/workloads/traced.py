@@ -4,10 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qllm.record.metrics import RequestMetrics
-from qllm.record.perfetto import class_name
 from qllm.record.summary import request_metrics
 from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Token
-from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, FrameId, Priority, RequestId, Slo
+from qllm.types import (
+    NS_PER_MS,
+    NS_PER_S,
+    FinishReason,
+    FrameId,
+    Priority,
+    RequestId,
+    Slo,
+    class_name,
+)
 from qllm.workloads.measure import Served, Window, distribution, report
 from qllm.workloads.spec import RequestSpec
 
