@@ -41,11 +41,6 @@ class Priority(enum.IntEnum):
     """Best-effort: a batch job that does not."""
 
 
-def class_name(priority: int) -> str:
-    """The name of a class if it has one (LS, BE), else its number."""
-    return Priority(priority).name if priority in list(Priority) else f"class {priority}"
-
-
 class Grain(enum.IntEnum):
     """How finely a program may be stopped."""
 

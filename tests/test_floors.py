@@ -79,6 +79,7 @@ FLOORS = {
         "runner.protocol scheduler",
         PURE,
     ),
+    "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
     "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
         f"{BASE} cores engine frontend grammar ingress models plugins record",
@@ -105,7 +106,7 @@ FLOORS = {
         f"{BASE} cores device.rank kernels llm measure models plugins record server sim workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
-    "__init__": Floor("errors llm sim.check types", PURE),
+    "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
 }
 POLICIES = Floor(
     "policy plan types errors",

@@ -13,10 +13,10 @@ from serving import Broken, Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from qllm.frontend.handle import Piece
-from qllm.frontend.prompts import render_chat
+from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
 from qllm.server.errors import ApiError, from_engine
-from qllm.server.front import Answer, Served, flat_message
+from qllm.server.front import Answer, Served
 from qllm.types import Priority, SamplingParams, Slo
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]

@@ -55,17 +55,53 @@ def quiet() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+OWN_FLAGS = ("policy", "dtype", "device", "threads", "trust_remote_code")
+"""What `QLLMEngine.from_pretrained` takes beside settings, each with a flag of its name."""
+OF_POLICY = "policy."
+
+
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`name=value`, the value as JSON where it is JSON, else as text."""
+    """`name=value`, the value as JSON where it is JSON, `inf` as infinity, else as text."""
     import json
 
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ConfigError(f"{text!r} must be NAME=VALUE")
     try:
-        return name, json.loads(value)
+        return name, json.loads("Infinity" if value == "inf" else value)
     except ValueError:
         return name, value
+
+
+def engine_settings(texts: Iterable[str] | None) -> dict[str, Any]:
+    """Settings of the engine from `--set NAME=VALUE`.
+
+    Raises:
+        ConfigError: One is none of the engine's: says where it goes.
+    """
+    found = dict(parse_setting(text) for text in texts or ())
+    for name in found:
+        if name in OWN_FLAGS:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name} is no setting for --set; give it as --{flag}")
+        if name == "policy_settings" or name.startswith(OF_POLICY):
+            raise ConfigError(
+                f"{name} is no setting of the engine; `qllm run` and `qllm serve` take --set "
+                "policy.NAME=VALUE, the others --policy NAME:KEY=VALUE"
+            )
+    return found
+
+
+def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the engine, and of the policy: those that begin with `policy.`.
+
+    Raises:
+        ConfigError: One is of neither: says where it goes.
+    """
+    given = list(texts or ())
+    of_policy = [text for text in given if text.startswith(OF_POLICY)]
+    engine = engine_settings(text for text in given if not text.startswith(OF_POLICY))
+    return engine, dict(parse_setting(text.removeprefix(OF_POLICY)) for text in of_policy)
 
 
 Policies = Annotated[

@@ -8,13 +8,23 @@ import typer
 
 from qllm.errors import ConfigError
 
-from .app import Device, Threads, app, clean, parse_setting, print_table, quiet
+from .app import (
+    Device,
+    Threads,
+    app,
+    clean,
+    engine_settings,
+    parse_setting,
+    print_table,
+    quiet,
+)
+from .settings import WithSettings
 
 if TYPE_CHECKING:
     from qllm.workloads.capacity import Capacity
 
 
-@app.command()
+@app.command(cls=WithSettings)
 @clean
 def bench(
     model: Annotated[
@@ -95,7 +105,7 @@ def bench(
             device=device or "cpu",
             threads=threads,
             capacity=_capacity(capacity),
-            settings=dict(parse_setting(item) for item in setting or ()),
+            settings=engine_settings(setting),
             say=_say,
         )
     else:
@@ -141,12 +151,13 @@ def _capacity(text: str | None) -> "Capacity | None":
 
 
 def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
     from qllm.measure.random_moe import SIZES, make_random_moe
+    from qllm.models.loader import load_tokenizer
 
-    make: Any = AutoTokenizer.from_pretrained
-    return make(make_random_moe(size=model) if model in SIZES else model)
+    found = load_tokenizer(str(make_random_moe(size=model)) if model in SIZES else model)
+    if found is None:
+        raise ConfigError(f"{model} has no tokenizer; leave MODEL out to send random token ids")
+    return found
 
 
 def _server(*, model: str | None, **fields: Any) -> Any:
@@ -168,5 +179,7 @@ def _bodies(by: str, more: dict[str, str]) -> dict[int, dict[str, Any]]:
             added = json.loads(more[priority.name])
         except ValueError as error:
             raise ConfigError(f"the body of {priority.name} is not JSON: {error}") from None
+        if not isinstance(added, dict):
+            raise ConfigError(f"the body of {priority.name}, {added!r:.80}, must be an object")
         bodies[int(priority)] = {**bodies.get(int(priority), {}), **added}
     return bodies

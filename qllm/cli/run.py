@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.errors import ConfigError, QllmError
+from qllm.errors import QllmError
 
-from .app import INTERRUPTED, Device, Threads, app, clean, parse_setting, quiet
+from .app import INTERRUPTED, Device, Threads, app, clean, quiet, split_settings
+from .settings import WithSettings
 
 if TYPE_CHECKING:
     from qllm.llm import QLLMEngine
+    from qllm.record.metrics import RequestMetrics
     from qllm.types import Message, Prompt
 
 
-@app.command()
+@app.command(cls=WithSettings)
 @clean
 def run(
     model: Annotated[str, typer.Argument(help="Alias, folder or hub id; see `qllm models`.")],
@@ -36,21 +38,19 @@ def run(
     device: Device = None,
     threads: Threads = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="An engine setting, NAME=VALUE.")
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE: of the engine, or policy.NAME of the policy."),
     ] = None,
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
-    settings = dict(parse_setting(text) for text in setting or ())
-    for name in ("policy", "dtype", "trust_remote_code", "device", "threads"):
-        if name in settings:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"{name} is no setting for --set; give it as --{flag}")
+    settings, policy_settings = split_settings(setting)
     quiet()
     from qllm.llm import QLLMEngine
 
     with QLLMEngine.from_pretrained(
         model,
         policy=policy,
+        policy_settings=policy_settings,
         dtype=None if dtype == "auto" else dtype,
         device=device or "cpu",
         trust_remote_code=trust_remote_code,
@@ -86,16 +86,9 @@ class _Talk:
 
     def answer(self, text: str) -> bool:
         """Stream an answer; False if it was stopped. A refused question leaves no trace."""
-        from qllm.types import SamplingParams
-
         asked: list[Message] = [*self._history, {"role": "user", "content": text}]
         prompt: Prompt = text if self._raw else asked
-        sampling = None
-        if self._sampling:
-            sampling = SamplingParams(
-                **{"temperature": 0.0, **self._engine.sampling_defaults, **self._sampling}
-            )
-        handle = self._engine.submit(prompt, "LS", None, sampling=sampling)
+        handle = self._engine.submit(prompt, "LS", **self._sampling)
         said: list[str] = []
         stopped = False
         try:
@@ -107,6 +100,9 @@ class _Talk:
             handle.cancel()
             stopped = True
         sys.stdout.write("\n")
+        sys.stdout.flush()
+        if not stopped:
+            typer.echo(_speed(handle.result().metrics), err=True)
         if not self._raw:
             self._history = [*asked, {"role": "assistant", "content": "".join(said)}]
         return not stopped
@@ -117,7 +113,7 @@ class _Talk:
             import readline  # noqa: F401 - gives `input` a line editor
         tty = sys.stdin.isatty()
         if tty:
-            typer.echo("Ctrl-C stops an answer, Ctrl-D leaves.", err=True)
+            typer.echo(HELP, err=True)
         while True:
             try:
                 text = input("> " if tty else "").strip()
@@ -129,7 +125,37 @@ class _Talk:
                 continue
             if not text:
                 continue
+            if text.startswith("/"):
+                if not self._command(text):
+                    return
+                continue
             try:
                 self.answer(text)
             except QllmError as error:
                 typer.echo(f"qllm: {error}", err=True)
+
+    def _command(self, text: str) -> bool:
+        """Do what a line that begins with a slash asks for; False if that is to leave."""
+        if text == "/clear":
+            self._history = []
+        elif text not in ("/help", "/?", "/bye"):
+            typer.echo(f"qllm: {text.split()[0]!r:.40} is unknown", err=True)
+        if text not in ("/clear", "/bye"):
+            typer.echo(HELP, err=True)
+        return text != "/bye"
+
+
+HELP = (
+    "/clear forgets the conversation, /bye or Ctrl-D leaves, Ctrl-C stops an answer, /help says "
+    "this."
+)
+
+
+def _speed(metrics: "RequestMetrics") -> str:
+    """How fast an answer was, in one line."""
+    said = f"{metrics.num_prompt_tokens} tokens in, {metrics.num_output_tokens} out"
+    if metrics.ttft_ms is not None:
+        said += f", the first after {metrics.ttft_ms:.0f} ms"
+    if metrics.tpot_ms:
+        said += f", then {1000 / metrics.tpot_ms:.1f} per second"
+    return f"[{said}]"

@@ -8,10 +8,11 @@ import typer
 
 from qllm.errors import ConfigError
 
-from .app import Device, Threads, app, clean, parse_setting, quiet
+from .app import Device, Threads, app, clean, parse_setting, quiet, split_settings
+from .settings import WithServerSettings
 
 
-@app.command()
+@app.command(cls=WithServerSettings)
 @clean
 def serve(
     model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
@@ -41,6 +42,13 @@ def serve(
         Path | None, typer.Option(help="Folder of the batch API; without one there is none.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="One API key per line.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients must send; repeat it for more. Others on this machine see "
+            "flags: prefer --api-key-file or QLLM_API_KEYS."
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.")
     ] = False,
@@ -66,7 +74,7 @@ def serve(
         raise ConfigError(
             f"the server needs {error.name}: pip install 'qllm-runtime[server]'"
         ) from error
-    engine_settings, policy_settings = _split(setting or [])
+    engine_settings, policy_settings = split_settings(setting)
     named = {
         "model": model,
         "role": role,
@@ -82,6 +90,7 @@ def serve(
         "threads": threads,
         "state_dir": state_dir,
         "api_key_file": api_key_file,
+        "api_keys": ",".join(api_key) if api_key else None,
         "trust_remote_code": trust_remote_code or None,
         "engine": engine_settings or None,
         "policy_settings": policy_settings or None,
@@ -91,13 +100,3 @@ def serve(
     loaded = load_config(config, os.environ, flags)
     quiet()
     (serve_engine if loaded.role == "engine" else run)(loaded)
-
-
-def _split(settings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the engine, and of the policy (those that begin with `policy.`)."""
-    pairs = [parse_setting(text) for text in settings]
-    mark = "policy."
-    return (
-        {name: value for name, value in pairs if not name.startswith(mark)},
-        {name.removeprefix(mark): value for name, value in pairs if name.startswith(mark)},
-    )

@@ -7,7 +7,8 @@ import typer
 
 from qllm.errors import ConfigError
 
-from .app import Threads, app, clean, parse_setting, print_table, quiet
+from .app import Threads, app, clean, engine_settings, print_table, quiet
+from .settings import WithSettings
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
@@ -56,11 +57,11 @@ def _machine(model: str | None, costs: Path | None, preset: str | None) -> "Cost
 def _config(machine: "CostFile", settings: list[str] | None) -> "EngineConfig":
     from qllm.config import engine_config
 
-    given = dict(parse_setting(text) for text in settings or ())
+    given = engine_settings(settings)
     return engine_config({"max_kv_tokens": machine.max_kv_tokens, **given})
 
 
-@app.command()
+@app.command(cls=WithSettings)
 @clean
 def sim(
     workload: Annotated[str | None, typer.Option(help="A named workload, S1 to S12.")] = None,
@@ -168,7 +169,7 @@ def _with_slo(specs: "list[RequestSpec]", slo: "Slo") -> "list[RequestSpec]":
 
 
 def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: float | None) -> None:
-    from qllm.types import class_name
+    from qllm.record.metrics import class_name
     from qllm.workloads.generators import offered_rates
 
     length_s = seconds or max(1e-9, max(s.at_s for s in specs))
@@ -180,7 +181,7 @@ def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: floa
     typer.echo(f"{len(specs)} requests, {at_once} at once; offered after that: {rates}")
 
 
-@app.command()
+@app.command(cls=WithSettings)
 @clean
 def plan(
     slo: Annotated[str, typer.Option(help="Targets of LS requests, like ttft=500ms,tpot=50ms.")],
@@ -268,7 +269,7 @@ def _plan_row(answer: "Answer") -> tuple[str, ...]:
     )
 
 
-@app.command()
+@app.command(cls=WithSettings)
 @clean
 def calibrate(
     model: Annotated[
@@ -285,7 +286,7 @@ def calibrate(
     from qllm.sim.calibrate import LOADS
     from qllm.sim.calibrate import calibrate as measure
 
-    config = engine_config(dict(parse_setting(text) for text in setting or ()))
+    config = engine_config(engine_settings(setting))
     with typer.progressbar(length=len(LOADS) * rounds, label="loads") as bar:
         found = measure(
             model, threads=threads, rounds=rounds, config=config, on_load=lambda _: bar.update(1)

@@ -37,7 +37,7 @@ def trace(
 
 def print_summary(summary: "Summary", meta: Mapping[str, Any]) -> None:
     """Print the metrics of a run, class by class."""
-    from qllm.types import class_name
+    from qllm.record.metrics import class_name
 
     for key, value in meta.items():
         typer.echo(f"{key}: {value}")

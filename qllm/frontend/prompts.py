@@ -215,9 +215,11 @@ def render_chat(
         InvalidRequestError: A message has another shape or is no text, or the template refuses
             them.
     """
-    messages = [flat_message(message) for message in messages]
+    for message in messages:
+        _check_message(message)
     for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
         check_text(name, value)
+    messages = [flat_message(message) for message in messages]
     if _needed(tokenizer).chat_template is None:
         raise InvalidRequestError(
             "the model's tokenizer has no chat template; pass a string or token ids"
@@ -241,33 +243,38 @@ def render_chat(
     return list(rendered["input_ids"])
 
 
-def flat_message(message: Any) -> Mapping[str, Any]:
-    """A message as every template takes it: its content one string, arguments of calls objects.
-
-    Args:
-        message: A mapping with `role` and `content`: text, or a list of parts
-            `{"type": "text", "text": ...}`, which are joined by line breaks.
-
-    Raises:
-        InvalidRequestError: It has another shape, a part is no text, or arguments are no JSON.
-    """
-    told = isinstance(message, Mapping)
-    role, content = (message.get("role"), message.get("content")) if told else (None, None)
-    if content is None and told and (role == "tool" or message.get("tool_calls")):
-        content = ""
-    if not told or role is None or content is None:
+def _check_message(message: Any) -> None:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise InvalidRequestError(
             f"message {shown(message):.80} must be a mapping with role and content"
         )
-    if not isinstance(role, str) or not isinstance(content, str | list):
+    role, content = message["role"], message["content"]
+    may_be_empty = role == "tool" or message.get("tool_calls")
+    if not isinstance(role, str) or not (
+        isinstance(content, str | list) or (content is None and may_be_empty)
+    ):
         raise InvalidRequestError(
             f"message {shown(message):.80} must have a string as role, and a string or a list "
             "of parts as content"
         )
-    flat = {**message, "content": content if isinstance(content, str) else _joined(content)}
+
+
+def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as every template takes it: its content one string, arguments of calls objects.
+
+    Args:
+        message: Its content is text, or a list of parts `{"type": "text", "text": ...}`, which
+            are joined by line breaks.
+
+    Raises:
+        InvalidRequestError: A part is no text, or arguments of a call are no JSON.
+    """
+    content = message.get("content")
+    if content is None and (message.get("role") == "tool" or message.get("tool_calls")):
+        message = {**message, "content": ""}
     if isinstance(calls := message.get("tool_calls"), list):
-        flat["tool_calls"] = [_flat_call(call) for call in calls]
-    return flat
+        message = {**message, "tool_calls": [_flat_call(call) for call in calls]}
+    return {**message, "content": _joined(content)} if isinstance(content, list) else message
 
 
 def _joined(parts: Sequence[Any]) -> str:

@@ -1,5 +1,6 @@
 """`qllm bench`: a workload against engines of this process, or against a server."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,20 @@ ANY_VOCABULARY = 1000
 Say = Callable[[str], None]
 
 
+OF_A_WORKLOAD = dict.fromkeys(("load", "ls_share", "cv", "length_scale", "ls_scale"), float) | {
+    "max_len": int
+}
+"""Scales of a named workload, with their types."""
+OF_A_TRACE = {
+    "be_share": float,
+    "be_where": str,
+    "start_s": float,
+    "rate_scale": float,
+    "limit": int,
+}
+"""Scales of a trace file, with their types."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """What arrives, and for how long it is measured."""
@@ -44,6 +59,7 @@ class Load:
     def __post_init__(self) -> None:
         if (self.name is None) == (self.file is None):
             raise ConfigError("give either a named workload or a trace file")
+        self._check_scale()
         if self.name is not None:
             Workload(name=self.name, **self.scale)
         if not (self.warmup_s >= 0 and self.window_s > 0 and self.drain_s >= 0):
@@ -51,6 +67,21 @@ class Load:
                 f"warm-up {self.warmup_s!r} and drain {self.drain_s!r} must be >= 0 seconds, the "
                 f"window {self.window_s!r} > 0"
             )
+
+    def _check_scale(self) -> None:
+        known = OF_A_TRACE if self.name is None else OF_A_WORKLOAD
+        what = "a trace" if self.name is None else f"workload {self.name}"
+        for name, value in self.scale.items():
+            if name not in known:
+                raise ConfigError(f"{name} is no scale of {what}; known: {', '.join(known)}")
+            kind = known[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if kind is int and not (isinstance(value, int) and is_number and value >= 1):
+                raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+            if kind is float and not (is_number and math.isfinite(value)):
+                raise ConfigError(f"{name}={value!r} must be a number")
+            if kind is str and not isinstance(value, str):
+                raise ConfigError(f"{name}={value!r} must be COLUMN=VALUE")
 
     @property
     def total_s(self) -> float:

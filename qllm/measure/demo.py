@@ -55,6 +55,10 @@ LS_ALONE, BE_ALONE = "LS alone", "BE alone"
 TINY_PROMPTS, TINY_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 
 
+MOST_RATE = 1000
+"""Most LS requests per second."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
     """What the demo runs."""
@@ -83,6 +87,8 @@ class DemoSettings:
             raise ConfigError(f"seconds={self.seconds!r} must be in (0, 3600]")
         if self.size not in SIZES:
             raise ConfigError(f"size={self.size!r} is unknown; use one of {', '.join(SIZES)}")
+        if self.ls_rate is not None and not 0 < self.ls_rate <= MOST_RATE:
+            raise ConfigError(f"ls_rate={self.ls_rate!r} must be in (0, {MOST_RATE}] per second")
         engine_config({"exactness": self.exactness})
         for name in self.policies:
             load_policy(name)

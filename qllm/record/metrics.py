@@ -30,7 +30,7 @@ from qllm.record.trace import (
     SwappedOut,
     Token,
 )
-from qllm.types import NS_PER_MS, FinishReason, FrameId, RequestId, Slo, class_name
+from qllm.types import NS_PER_MS, FinishReason, FrameId, Priority, RequestId, Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,11 @@ class RequestMetrics:
         if slo.ttft_ms is not None and self.ttft_ms > slo.ttft_ms:
             return False
         return slo.tpot_ms is None or self.tpot_ms is None or self.tpot_ms <= slo.tpot_ms
+
+
+def class_name(priority: int) -> str:
+    """The name of a class if it has one (LS, BE), else its number."""
+    return Priority(priority).name if priority in list(Priority) else f"class {priority}"
 
 
 def _ms(value: float | None) -> str:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from qllm.record.metrics import class_name
 from qllm.record.trace import (
     Arrived,
     Dropped,
@@ -30,7 +31,7 @@ from qllm.record.trace import (
     SwappedOut,
     Token,
 )
-from qllm.types import FrameId, RequestId, class_name
+from qllm.types import FrameId, RequestId
 
 PID = 1
 DEVICE_TID = 1

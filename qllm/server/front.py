@@ -17,7 +17,7 @@ from qllm.errors import (
 )
 from qllm.frontend.checks import FIT
 from qllm.frontend.handle import Handle, Listener, Piece
-from qllm.frontend.prompts import render_chat, to_token_ids
+from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
 from qllm.types import FinishReason, Priority, RequestStatus, SamplingParams, Slo
@@ -366,9 +366,10 @@ class Front:
         how = {name: variables.pop(name) for name in names if name in variables}
         assert ask.messages is not None
         try:
-            return render_chat(ask.messages, self.engine.tokenizer, variables=variables, **how)
+            messages = [flat_message(message) for message in ask.messages]
         except InvalidRequestError as error:
             raise ApiError(400, str(error), param="messages") from error
+        return render_chat(messages, self.engine.tokenizer, variables=variables, **how)
 
     def _closed(self, answer: Answer) -> None:
         for handle in answer.handles:

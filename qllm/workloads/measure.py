@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from qllm.record.metrics import class_name
 from qllm.record.summary import percentile
-from qllm.types import Priority, Slo, class_name
+from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qllm.record.metrics import RequestMetrics
+from qllm.record.metrics import RequestMetrics, class_name
 from qllm.record.summary import request_metrics
 from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Token
 from qllm.types import (
@@ -14,7 +14,6 @@ from qllm.types import (
     Priority,
     RequestId,
     Slo,
-    class_name,
 )
 from qllm.workloads.measure import Served, Window, distribution, report
 from qllm.workloads.spec import RequestSpec
