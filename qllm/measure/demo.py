@@ -153,6 +153,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     Raises:
         ConfigError: A policy is unknown.
     """
+    settings.out.mkdir(parents=True, exist_ok=True)  # refused now, not after the runs
     console = console or _console()
     start = time.monotonic()
     with torch_threads(settings.threads), _Progress(console) as progress:
@@ -430,7 +431,6 @@ def _notes(result: DemoResult) -> str:
 
 def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
     out = settings.out
-    out.mkdir(parents=True, exist_ok=True)
     shown = REFERENCE_POLICY if REFERENCE_POLICY in result.runs else settings.policies[-1]
     ttft: dict[str, tuple[float, ...]] = {}
     for name, run in {**result.runs, LS_ALONE: result.ls_alone}.items():
