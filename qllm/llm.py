@@ -10,17 +10,15 @@ with QLLMEngine.from_pretrained("tiny") as engine:
 
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from transformers.utils.logging import is_progress_bar_enabled
-
 from qllm.config import EngineConfig, engine_config
 from qllm.cores import Threads, num_threads
-from qllm.engine.process import pickled_policy
 from qllm.errors import (
     ConfigError,
     EngineClosedError,
@@ -52,14 +50,12 @@ from qllm.frontend.prompts import (
     to_token_ids,
 )
 from qllm.frontend.remote import RemoteClient
-from qllm.frontend.thread import ThreadClient
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
 from qllm.ingress import Submission
 from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
-from qllm.models.loader import check_device, load, wrap
-from qllm.plugins import load_policy
+from qllm.plugins import load_policy, pickled_policy
 from qllm.record.trace import Trace
 from qllm.types import (
     NS_PER_S,
@@ -146,7 +142,10 @@ class QLLMEngine(Offline):
         count, made = num_threads(threads), load_policy(policy, policy_settings)
         if str(device).split(":")[0] not in DEVICES:
             raise ConfigError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}")
-        check_device(device)
+        if str(device) != "cpu":
+            from qllm.models.loader import check_device
+
+            check_device(device)
         if run_in not in PLACES:
             raise ConfigError(f"run_in={run_in!r} is unknown; use one of {', '.join(PLACES)}")
         if run_in != "process" and (listen is not None or meeting is not None):
@@ -155,8 +154,12 @@ class QLLMEngine(Offline):
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how["trust_remote_code"] = trust_remote_code
         if run_in == "thread":
+            from qllm.frontend.thread import ThreadClient
+            from qllm.models.loader import load
+
             loaded = load(name_or_path, **how)
             return cls(ThreadClient(loaded, made, config, count), loaded.tokenizer, made, config)
+        bars = sys.modules.get("transformers.utils.logging")  # nobody said no before an import
         start = Start(
             model=os.fspath(name_or_path),
             load=how,
@@ -165,7 +168,7 @@ class QLLMEngine(Offline):
             config=config,
             threads=count,
             listen=listen,
-            quiet=not is_progress_bar_enabled(),
+            quiet=bars is not None and not bars.is_progress_bar_enabled(),
             meeting=meeting,
         )
         return cls._over_rings(ProcessClient.spawn(start), made)
@@ -243,6 +246,9 @@ class QLLMEngine(Offline):
             ModelError: The model cannot be driven safely, or another engine serves it: close that
                 one first, or load the model once more.
         """
+        from qllm.frontend.thread import ThreadClient
+        from qllm.models.loader import wrap
+
         config, made = engine_config(settings), load_policy(policy, policy_settings)
         thread = ThreadClient(wrap(model, tokenizer), made, config, num_threads(threads))
         return cls(thread, tokenizer, made, config)

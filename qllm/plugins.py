@@ -1,5 +1,6 @@
 """Policies installed on this machine, by name: the entry-point group `qllm.policies`."""
 
+import pickle
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -60,3 +61,33 @@ def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) ->
 def cap_names(caps: Cap) -> str:
     """Return capabilities as text: `layer_range, yield_layer`."""
     return ", ".join((cap.name or "").lower() for cap in caps)
+
+
+def pickled_policy(policy: Any) -> bytes:
+    """Make a policy object ready for the engine's process.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
+    try:
+        return pickle.dumps(policy)
+    except Exception as error:
+        raise ConfigError(
+            f"policy {policy!r} cannot be pickled ({error}), so it cannot reach the engine's "
+            "process; pass run_in='thread', or give it a name (see docs/policies.md)"
+        ) from error
+
+
+def unpickled_policy(data: bytes) -> Any:
+    """The policy object again.
+
+    Raises:
+        ConfigError: Its class cannot be imported here.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ConfigError(
+            f"the policy object cannot be made again in the engine's process ({error!r}); put its "
+            f"class into a module that can be imported there, or pass run_in='thread'"
+        ) from error

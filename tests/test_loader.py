@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 import warnings
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,9 +27,10 @@ from transformers import (
 )
 
 from qllm.errors import ConfigError, ModelError
-from qllm.models import loader
+from qllm.models import folders
 from qllm.models.aliases import ALIASES
 from qllm.models.loader import load, wrap
+from qllm.models.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 64,
@@ -115,7 +118,7 @@ def test_an_unknown_name_lists_the_aliases() -> None:
 def test_every_alias_but_tiny_is_a_hub_id() -> None:
     assert {"mixtral", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"} < set(ALIASES)
     for alias, name in ALIASES.items():
-        assert alias == "tiny" or loader._HUB_ID.fullmatch(name), alias
+        assert alias == "tiny" or folders._HUB_ID.fullmatch(name), alias
 
 
 @pytest.fixture
@@ -306,3 +309,18 @@ def test_a_loaded_model_is_taken_as_it_is() -> None:
     assert wrapped.name == "Qwen3MoeForCausalLM"
     with pytest.raises(ModelError, match="encoder-decoder"):
         wrap(T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1)))
+
+
+def test_a_plain_tokenizer_is_the_one_that_transformers_would_choose() -> None:
+    folder = files("qllm.models") / "tiny"
+    ours, theirs = load_tokenizer("tiny"), AutoTokenizer.from_pretrained(str(folder))
+    chat = [{"role": "user", "content": "What does json.dumps do?"}]
+    assert ours is not None
+    assert type(ours) is type(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(
+        chat, tokenize=False
+    )
+    text = "def f(x):\n    return x  # ünïcode <|im_start|>"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]

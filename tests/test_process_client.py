@@ -355,3 +355,15 @@ def test_ids_of_a_restore_that_failed_are_not_given_again(
     handle = engine.submit([1, 2, 3], "LS", 2)
     assert handle.number >= asked[0] + 1000
     assert len(handle.result(60).token_ids) == 2
+
+
+def test_the_front_end_imports_neither_torch_nor_modelling_code() -> None:
+    code = (
+        "import sys\n"
+        "from qllm import QLLMEngine\n"
+        "with QLLMEngine.from_pretrained('tiny') as engine:\n"
+        "    assert engine.chat([{'role': 'user', 'content': 'hi'}], max_tokens=2)[0].token_ids\n"
+        "print([x for x in ('torch', 'transformers.modeling_utils') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -14,7 +14,7 @@ import pytest
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import InvalidRequestError
 from qllm.grammar import MOST_GRAMMAR_CHARS, Vocabulary
-from qllm.models.loader import load_tokenizer
+from qllm.models.tokenizer import load_tokenizer
 from qllm.types import FinishReason, StructuredOutputs
 
 PERSON: dict[str, Any] = {

@@ -152,7 +152,7 @@ def _capacity(text: str | None) -> "Capacity | None":
 
 def _tokenizer(model: str) -> Any:
     from qllm.measure.random_moe import SIZES, make_random_moe
-    from qllm.models.loader import load_tokenizer
+    from qllm.models.tokenizer import load_tokenizer
 
     found = load_tokenizer(str(make_random_moe(size=model)) if model in SIZES else model)
     if found is None:

@@ -17,7 +17,8 @@ from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, Mo
 from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
-from qllm.models.loader import LoadedModel, vocabulary_of
+from qllm.models.loader import LoadedModel
+from qllm.models.tokenizer import vocabulary_of
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance

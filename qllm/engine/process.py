@@ -37,7 +37,7 @@ from qllm.ingress.remote.nixl import check_profile
 from qllm.ingress.shm import Doorbell
 from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
-from qllm.plugins import load_policy
+from qllm.plugins import load_policy, unpickled_policy
 from qllm.record.trace import Event
 from qllm.types import RequestId, RequestStatus
 
@@ -136,7 +136,7 @@ class EngineProcess:
             warnings.simplefilter("ignore")
             disable_progress_bar()  # type: ignore[no-untyped-call]
         if isinstance(start.policy, bytes):
-            policy = _unpickled_policy(start.policy)
+            policy = unpickled_policy(start.policy)
         else:
             policy = load_policy(start.policy, start.policy_settings)
         context = ProcessContext(
@@ -377,31 +377,6 @@ def _listener(path: str | None) -> socket.socket | None:
             "folder that does"
         ) from error
     return listener
-
-
-def pickled_policy(policy: Any) -> bytes:
-    """Make a policy object ready for the engine's process.
-
-    Raises:
-        ConfigError: It cannot be pickled.
-    """
-    try:
-        return pickle.dumps(policy)
-    except Exception as error:
-        raise ConfigError(
-            f"policy {policy!r} cannot be pickled ({error}), so it cannot reach the engine's "
-            "process; pass run_in='thread', or give it a name (see docs/policies.md)"
-        ) from error
-
-
-def _unpickled_policy(data: bytes) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise ConfigError(
-            f"the policy object cannot be made again in the engine's process ({error!r}); put its "
-            f"class into a module that can be imported there, or pass run_in='thread'"
-        ) from error
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.frontend.client import Client
-from qllm.models.loader import load_tokenizer, vocabulary_of
+from qllm.models.tokenizer import load_tokenizer, vocabulary_of
 
 
 def tokenizer_of(client: Client, where: str, trust_remote_code: bool) -> Any:

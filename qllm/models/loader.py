@@ -1,28 +1,23 @@
-"""Find a model on this machine or the hub, and load it ready to be driven.
+"""Load a model ready to be driven.
 
-Names are turned into one local folder first; everything that can be wrong with it (no config,
-not a causal decoder, a missing or truncated shard) is found before a weight is read.
+Everything that can be wrong with its folder (no config, not a causal decoder, a missing or
+truncated shard) is found before a weight is read.
 """
 
-import hashlib
-import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, constants, snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
-from qllm.models.aliases import ALIASES
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
+from qllm.models.folders import first_line, locate, missing_weights, read_json, shards
 from qllm.models.quantised import (
     Stored,
     expansion,
@@ -31,6 +26,7 @@ from qllm.models.quantised import (
     refuse_unknown,
     stored_tensors,
 )
+from qllm.models.tokenizer import tokenizer_in
 from qllm.types import SamplingParams
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
@@ -39,14 +35,8 @@ EXPERTS_IMPLEMENTATION = "grouped_mm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SEED = 0
-HUB_TIMEOUT_S = 5.0
-"""Longest wait for the hub's first answer; without a network the error comes at once."""
 
 _log = logging.getLogger("qllm")
-_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
-_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-_SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty",)
 
@@ -101,13 +91,13 @@ def load(
         )
     wanted, place = _dtype(dtype), check_device(device)
     dummy, expanded = load_format == "dummy", None
-    name, folder = _locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
+    name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
     if dummy:
         model = _dummy(name, config, wanted, place, trust_remote_code)
     else:
         tensors = check_weights(folder)
-        method = method_of(config, _read_json(folder / "hf_quant_config.json"))
+        method = method_of(config, read_json(folder / "hf_quant_config.json"))
         refuse_unknown(name, method, tensors)
         model = _pretrained(name, folder, config, wanted, place, trust_remote_code)
         if method is None:
@@ -117,8 +107,8 @@ def load(
     model.train(False)
     if expanded is not None:
         _log.warning("model %r: %s, which qllm computes with", name, expanded)
-    tokenizer = _tokenizer(name, folder, trust_remote_code)
-    generation = _read_json(folder / "generation_config.json")
+    tokenizer = tokenizer_in(name, folder, trust_remote_code)
+    generation = read_json(folder / "generation_config.json")
     return _loaded(name, model, tokenizer, generation, expanded)
 
 
@@ -129,32 +119,11 @@ def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedMo
         ConfigError: The name is no alias, folder or hub id.
         ModelError: Its config is not there, or no model can be made from it.
     """
-    name, folder = _locate(name_or_path, weights=False, code=trust_remote_code)
+    name, folder = locate(name_or_path, weights=False, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
     model = _dummy(name, config, None, torch.device("meta"), trust_remote_code)
     model.train(False)
     return model
-
-
-def load_tokenizer(
-    name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer alone, for a front end whose model is in another process.
-
-    Raises:
-        ConfigError: The name is none that is known.
-        ModelError: The folder is not there or its tokenizer is broken.
-    """
-    name, folder = _locate(os.fspath(name_or_path), weights=False, code=trust_remote_code)
-    return _tokenizer(name, folder, trust_remote_code)
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """A digest of which text every id stands for; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    pairs = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
@@ -232,82 +201,8 @@ def check_device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
-    """Turn a name into (canonical name, folder with a config.json)."""
-    if name == "tiny":
-        folder = Path(str(files("qllm.models"))) / "tiny"
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"model 'tiny' is not in this installation: {folder} has no config")
-        return name, folder
-    name = ALIASES.get(name, name)
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"folder {name!r} has no config.json; give one that save_pretrained wrote"
-            )
-        return name, folder
-    if not _HUB_ID.fullmatch(name):
-        raise ConfigError(
-            f"model {name!r} is no alias, no folder here and no hub id like ORG/NAME; "
-            f"known aliases: {', '.join(ALIASES)}"
-        )
-    return name, _from_hub(name, weights, code)
-
-
-def _from_hub(name: str, weights: bool, code: bool) -> Path:
-    patterns = [*_CONFIG_FILES, *(["*.safetensors"] * weights), *(["*.py"] * code)]
-    wanted: dict[str, Any] = {
-        "allow_patterns": patterns,
-        "ignore_patterns": list(_SUBFOLDERS),
-    }
-    found = _cached(name, wanted)
-    if found is not None and (not weights or missing_weights(found) is None):
-        return found
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise ModelError("HF_HUB_OFFLINE is set")
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-        return Path(snapshot_download(name, etag_timeout=HUB_TIMEOUT_S, **wanted))
-    except Exception as error:
-        part = "" if found is None else f" completely ({missing_weights(found)})"
-        raise ModelError(
-            f"model {name!r} is not on this machine{part} and cannot be downloaded: looked for "
-            f"its {'config and safetensors' if weights else 'config'} in the cache "
-            f"{constants.HF_HUB_CACHE}, then on {constants.ENDPOINT} "
-            f"({type(error).__name__}: {_first_line(error)}). Get it with "
-            f"`hf download {name}` where there is a network, or give a folder"
-        ) from error
-
-
-def _cached(name: str, wanted: dict[str, Any]) -> Path | None:
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True, **wanted))
-    except FileNotFoundError:
-        return None
-    return folder if (folder / "config.json").is_file() else None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".:")[:300] if lines else "no message"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an absent file is an empty one."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return value
-
-
 def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     if "auto_map" in raw and not trust_remote_code and not _known_type(raw.get("model_type")):
         raise ModelError(
             f"model {name!r} (type {raw.get('model_type')!r}) brings its own modelling code; "
@@ -319,7 +214,7 @@ def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfi
         )
     except Exception as error:
         raise ModelError(
-            f"config.json of model {name!r} is not usable: {_first_line(error)}"
+            f"config.json of model {name!r} is not usable: {first_line(error)}"
         ) from error
     known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     brought = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -344,32 +239,9 @@ def _refuse_if_not_causal(name: str, config: PreTrainedConfig, *, known: bool) -
         raise ModelError(f"{what} attends in both directions (is_decoder is false), not causally")
 
 
-def missing_weights(folder: Path) -> str | None:
-    """Say what is missing for loading safetensors from a folder, or None if nothing is."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _shards(index)
-        gone = [shard for shard in shards if not (folder / shard).is_file()]
-        if not gone:
-            return None
-        return f"{len(gone)} of {len(shards)} shards missing: {', '.join(gone[:5])}"
-    if (folder / "model.safetensors").is_file():
-        return None
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-        return "only pickles, no safetensors: a pickle can run code, convert the checkpoint"
-    return "no model.safetensors and no model.safetensors.index.json"
-
-
-def _shards(index: Path) -> list[str]:
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} has no weight_map; download the index again")
-    return sorted({str(shard) for shard in weight_map.values()})
-
-
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    names = _shards(index) if index.is_file() else ["model.safetensors"]
+    names = shards(index) if index.is_file() else ["model.safetensors"]
     return [folder / name for name in names]
 
 
@@ -420,7 +292,7 @@ def _pretrained(
     except Exception as error:
         raise ModelError(
             f"weights of model {name!r} cannot be loaded: {type(error).__name__}: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     for key in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         wrong = sorted(map(str, info.get(key) or ()))
@@ -454,22 +326,7 @@ def _dummy(
     except Exception as error:
         raise ModelError(
             f"model {name!r} cannot be made from its config: {type(error).__name__}: "
-            f"{_first_line(error)}"
-        ) from error
-
-
-def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        return None
-    auto: Any = transformers.AutoTokenizer
-    try:
-        tokenizer: PreTrainedTokenizerBase = auto.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-        return tokenizer
-    except Exception as error:
-        raise ModelError(
-            f"tokenizer of model {name!r} cannot be loaded: {_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
 
 

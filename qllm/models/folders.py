@@ -1,0 +1,132 @@
+"""Find the folder of a model on this machine or the hub; nothing here needs torch."""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+
+from qllm.errors import ConfigError, ModelError
+from qllm.models.aliases import ALIASES
+
+HUB_TIMEOUT_S = 5.0
+"""Longest wait for the hub's first answer; without a network the error comes at once."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
+
+
+def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
+    """Turn a name into (canonical name, folder with a config.json).
+
+    Args:
+        name: An alias, a folder, or a hub id.
+        weights: Whether safetensors are needed too.
+        code: Whether code that comes with the checkpoint is.
+
+    Raises:
+        ConfigError: The name is none that is known.
+        ModelError: The folder has no config, or the hub cannot be reached.
+    """
+    if name == "tiny":
+        folder = Path(str(files("qllm.models"))) / "tiny"
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model 'tiny' is not in this installation: {folder} has no config")
+        return name, folder
+    name = ALIASES.get(name, name)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"folder {name!r} has no config.json; give one that save_pretrained wrote"
+            )
+        return name, folder
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"model {name!r} is no alias, no folder here and no hub id like ORG/NAME; "
+            f"known aliases: {', '.join(ALIASES)}"
+        )
+    return name, _from_hub(name, weights, code)
+
+
+def _from_hub(name: str, weights: bool, code: bool) -> Path:
+    patterns = [*_CONFIG_FILES, *(["*.safetensors"] * weights), *(["*.py"] * code)]
+    wanted: dict[str, Any] = {
+        "allow_patterns": patterns,
+        "ignore_patterns": list(_SUBFOLDERS),
+    }
+    found = _cached(name, wanted)
+    if found is not None and (not weights or missing_weights(found) is None):
+        return found
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise ModelError("HF_HUB_OFFLINE is set")
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        return Path(snapshot_download(name, etag_timeout=HUB_TIMEOUT_S, **wanted))
+    except Exception as error:
+        part = "" if found is None else f" completely ({missing_weights(found)})"
+        raise ModelError(
+            f"model {name!r} is not on this machine{part} and cannot be downloaded: looked for "
+            f"its {'config and safetensors' if weights else 'config'} in the cache "
+            f"{constants.HF_HUB_CACHE}, then on {constants.ENDPOINT} "
+            f"({type(error).__name__}: {first_line(error)}). Get it with "
+            f"`hf download {name}` where there is a network, or give a folder"
+        ) from error
+
+
+def _cached(name: str, wanted: dict[str, Any]) -> Path | None:
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, **wanted))
+    except FileNotFoundError:
+        return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Say what is missing for loading safetensors from a folder, or None if nothing is."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = shards(index)
+        gone = [shard for shard in listed if not (folder / shard).is_file()]
+        if not gone:
+            return None
+        return f"{len(gone)} of {len(listed)} shards missing: {', '.join(gone[:5])}"
+    if (folder / "model.safetensors").is_file():
+        return None
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return "only pickles, no safetensors: a pickle can run code, convert the checkpoint"
+    return "no model.safetensors and no model.safetensors.index.json"
+
+
+def shards(index: Path) -> list[str]:
+    """Names of the files that an index of safetensors lists.
+
+    Raises:
+        ModelError: It lists none.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map; download the index again")
+    return sorted({str(shard) for shard in weight_map.values()})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an absent file is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:")[:300] if lines else "no message"

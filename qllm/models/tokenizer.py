@@ -1,0 +1,64 @@
+"""Load the tokenizer of a model, without torch where it is a plain one."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from qllm.errors import ModelError
+from qllm.models.folders import first_line, locate, read_json
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that are all in tokenizer.json: AutoTokenizer would find the same one."""
+
+
+def load_tokenizer(
+    name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer alone, for a front end whose model is in another process.
+
+    Raises:
+        ConfigError: The name is none that is known.
+        ModelError: The folder is not there or its tokenizer is broken.
+    """
+    name, folder = locate(os.fspath(name_or_path), weights=False, code=trust_remote_code)
+    return tokenizer_in(name, folder, trust_remote_code)
+
+
+def tokenizer_in(
+    name: str, folder: Path, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the folder of a model; None if there is none.
+
+    Raises:
+        ModelError: It is broken.
+    """
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    plain = read_json(folder / "tokenizer_config.json").get("tokenizer_class") in _PLAIN
+    how: dict[str, Any] = {"local_files_only": True}
+    if plain and (folder / "tokenizer.json").is_file():
+        make: Any = PreTrainedTokenizerFast
+    else:
+        from transformers import AutoTokenizer  # takes seconds: it imports torch
+
+        make, how["trust_remote_code"] = AutoTokenizer, trust_remote_code
+    try:
+        tokenizer: PreTrainedTokenizerBase = make.from_pretrained(folder, **how)
+        return tokenizer
+    except Exception as error:
+        raise ModelError(
+            f"tokenizer of model {name!r} cannot be loaded: {first_line(error)}"
+        ) from error
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """A digest of which text every id stands for; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    pairs = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
