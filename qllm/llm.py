@@ -69,6 +69,7 @@ from qllm.types import (
 
 PLACES = ("process", "thread")
 DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class QLLMEngine(Offline):
@@ -146,8 +147,12 @@ class QLLMEngine(Offline):
             from qllm.models.loader import check_device
 
             check_device(device)
+        if isinstance(dtype, str) and dtype not in DTYPES:
+            raise ConfigError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if run_in not in PLACES:
             raise ConfigError(f"run_in={run_in!r} is unknown; use one of {', '.join(PLACES)}")
+        if not isinstance(listen, str | None):
+            raise ConfigError(f"listen={listen!r} must be the path of a Unix socket, or None")
         if run_in != "process" and (listen is not None or meeting is not None):
             raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs run_in='process'")
         config.check_place(run_in, str(device))

@@ -44,6 +44,7 @@ def run(
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
     settings, policy_settings = split_settings(setting)
+    sampling = _sampling(temperature, seed)
     quiet()
     from qllm.llm import QLLMEngine
 
@@ -57,29 +58,29 @@ def run(
         threads=threads,
         **{"default_max_tokens": max_tokens, **settings},
     ) as engine:
-        talk = _Talk(engine, temperature, seed, raw)
+        talk = _Talk(engine, sampling, raw)
         if prompt is None:
             talk.chat()
         elif not talk.answer(prompt):
             raise typer.Exit(INTERRUPTED)
 
 
+def _sampling(temperature: float | None, seed: int | None) -> dict[str, Any]:
+    """Keywords of SamplingParams that were asked for, checked before a model is loaded."""
+    from qllm.types import SamplingParams
+
+    asked = {"temperature": temperature, "seed": seed}
+    given: dict[str, Any] = {name: x for name, x in asked.items() if x is not None}
+    SamplingParams(**given)
+    return given
+
+
 class _Talk:
     """A conversation on the terminal."""
 
-    def __init__(
-        self,
-        engine: "QLLMEngine",
-        temperature: float | None,
-        seed: int | None,
-        raw: bool,
-    ) -> None:
+    def __init__(self, engine: "QLLMEngine", sampling: dict[str, Any], raw: bool) -> None:
         self._engine = engine
-        self._sampling: dict[str, Any] = {}
-        if temperature is not None:
-            self._sampling["temperature"] = temperature
-        if seed is not None:
-            self._sampling["seed"] = seed
+        self._sampling = sampling
         template = getattr(engine.tokenizer, "chat_template", None)
         self._raw = raw or template is None
         self._history: list[Message] = []
