@@ -40,7 +40,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = str(Path(__file__).parent)
     monkeypatch.setattr("qllm.frontend.process._BOOT", BOOT)
-    monkeypatch.setattr("qllm.llm.check_device", lambda device: None)
+    monkeypatch.setattr("qllm.models.loader.check_device", lambda device: None)
     monkeypatch.syspath_prepend(tests)
 
 
