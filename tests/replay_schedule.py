@@ -112,6 +112,12 @@ class Replayer:
         self.runner.kill(self.frames[event.frame_id][0], event.request_id)
         self.dead[event.frame_id].add(event.request_id)
 
+    def _left(self, event: trace.Left) -> None:
+        program, index = self.frames[event.frame_id]
+        assert event.index == program.layer_start(index), f"{event} is not at {index}"
+        self.runner.leave(program, event.request_id, Index(*event.index))
+        self.dead[event.frame_id].add(event.request_id)
+
     def _dropped(self, event: trace.Dropped) -> None:
         self.runner.drop(self.frames.pop(event.frame_id)[0])
 

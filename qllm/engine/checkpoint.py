@@ -59,7 +59,9 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
         told["counters"]["num_computed_tokens"] = meta["committed"]
         requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
-    for frame_id, parked in loop.scheduler.frames.items():
+    scheduler = loop.scheduler
+    for parked in (*scheduler.frames.values(), *scheduler.away.values()):
+        frame_id = parked.program.frame_id
         frames.append(_frame_meta(parked))
         state = runner.export_frame(parked.program, parked.index)
         tensors.update(_prefixed(f"frame.{frame_id}.", state))
@@ -169,6 +171,7 @@ def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
         "time_left_ns": None if deadline_ns is None else max(1, deadline_ns - now_ns),
         "counters": {name: getattr(request, name) for name in COUNTERS},
         "frontier": request.frontier,
+        "swapped": bool(request.num_swapped_tokens),
     }
 
 
@@ -238,7 +241,7 @@ def _load_request(
     if refused is not None:
         raise CheckpointError(f"request {meta['name']!r}: {refused}; raise max_kv_tokens")
     state = _unprefixed(f"request.{meta['number']}.", tensors)
-    loop.restored(submission, request)
+    loop.restored(submission, request, swapped=meta.get("swapped", False))
     runner.import_request(number, sampling, state, dict(meta["runner"]), request.block_table)
     for token in ids[num_prompt:]:
         handle.on_token(Sampled(number, token))

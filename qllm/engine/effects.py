@@ -6,7 +6,17 @@ from typing import Any
 from qllm.engine.prefix import PrefixCache
 from qllm.record import trace
 from qllm.runner.protocol import Runner
-from qllm.scheduler.decision import Accept, Drop, Effect, EvictKv, Kill, Split, SwapIn, SwapOut
+from qllm.scheduler.decision import (
+    Accept,
+    Drop,
+    Effect,
+    EvictKv,
+    Kill,
+    Leave,
+    Split,
+    SwapIn,
+    SwapOut,
+)
 from qllm.scheduler.program import Program
 
 
@@ -87,11 +97,15 @@ class Effects:
             )
         self._emit(event)
 
-    def _frame(self, effect: Split | Kill | Drop, reason: str) -> None:
+    def _frame(self, effect: Split | Kill | Leave | Drop, reason: str) -> None:
         now, frame_id = self._now_ns(), effect.program.frame_id
         if isinstance(effect, Split):
             self._runner.split(effect.program, effect.at)
             self._emit(trace.Split(at_ns=now, frame_id=frame_id, index=effect.at))
+        elif isinstance(effect, Leave):
+            who, at = effect.request_id, effect.at
+            self._runner.leave(effect.program, who, at)
+            self._emit(trace.Left(at_ns=now, frame_id=frame_id, request_id=who, index=at))
         elif isinstance(effect, Kill):
             self._runner.kill(effect.program, effect.request_id)
             killed = trace.Killed(at_ns=now, frame_id=frame_id, request_id=effect.request_id)

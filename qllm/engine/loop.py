@@ -195,10 +195,10 @@ class EngineLoop:
             self.prefix.add(item, request)
         return request
 
-    def restored(self, item: Submission, request: Request) -> None:
+    def restored(self, item: Submission, request: Request, *, swapped: bool = False) -> None:
         """Take over a request of a checkpoint; the runner has to know it before the next step."""
         self.meet(item)
-        self.scheduler.adopt(request)
+        self.scheduler.adopt(request, swapped=swapped)
         self._know(item, request)
 
     def disown(self, request_id: RequestId) -> None:

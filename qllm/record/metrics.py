@@ -20,6 +20,7 @@ from qllm.record.trace import (
     Evicted,
     Finished,
     Killed,
+    Left,
     Parked,
     Planned,
     Ran,
@@ -27,7 +28,6 @@ from qllm.record.trace import (
     Resumed,
     Reused,
     Split,
-    SwappedOut,
     Token,
 )
 from qllm.types import NS_PER_MS, FinishReason, FrameId, Priority, RequestId, Slo
@@ -197,12 +197,6 @@ class _Meter:
         self.lost = {}
         self.lose(_Cause.EVICTED, 0, max(ends, default=0))
 
-    def swap_out(self, at_ns: int) -> None:
-        """Its KV moved out: committed tokens stay, what a row under way computed is lost."""
-        self.left(at_ns)
-        if self.depth:
-            self.lose(_Cause.EVICTED, self.lo, self.hi)
-
     def reused(self, num_tokens: int) -> None:
         if not self.evictions:
             self.num_cached = min(num_tokens, self.arrived.num_prompt_tokens)
@@ -272,7 +266,7 @@ class MetricsBuilder:
                 self._meters[event.request_id] = _Meter(event)
             case Finished():
                 return self._finished(event)
-            case Evicted() | SwappedOut() | Reused():
+            case Evicted() | Reused():
                 self._kv_event(event)
             case _:
                 self._frame_event(event)
@@ -287,14 +281,12 @@ class MetricsBuilder:
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
 
-    def _kv_event(self, event: Evicted | SwappedOut | Reused) -> None:
+    def _kv_event(self, event: Evicted | Reused) -> None:
         meter = self._meters.get(event.request_id)
         if meter is None:
             return
         if isinstance(event, Reused):
             meter.reused(event.num_tokens)
-        elif isinstance(event, SwappedOut):
-            meter.swap_out(event.at_ns)
         else:
             self._leave_frames(meter, event.at_ns)
             meter.evict(event.at_ns)
@@ -308,7 +300,7 @@ class MetricsBuilder:
                     self._unpark(frame, event.at_ns)
             case Split() | Replaced():
                 self._let_go(event.frame_id, event.at_ns)
-            case Killed():
+            case Killed() | Left():
                 meter = self._meters.get(event.request_id)
                 frame = self._frames.get(event.frame_id)
                 if meter and frame:

@@ -20,6 +20,7 @@ from qllm.record.trace import (
     Evicted,
     Finished,
     Killed,
+    Left,
     Parked,
     Planned,
     Ran,
@@ -201,7 +202,7 @@ class _Export:
                 self.resume(event.frame_id, event.at_ns)
                 if isinstance(event, Replaced):
                     self.rows.pop(event.frame_id, None)
-            case Killed():
+            case Killed() | Left():
                 self.drop_row(event.frame_id, event.request_id, event.at_ns)
             case Dropped():
                 self.unpark(event.frame_id, event.at_ns)

@@ -148,6 +148,16 @@ class Killed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """One row left a parked frame; its request kept its hidden states of the layer at `index`."""
+
+    at_ns: int
+    frame_id: FrameId
+    request_id: RequestId
+    index: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """A frame was let go without committing anything."""
 
@@ -242,6 +252,7 @@ Event = (
     | Replaced
     | Split
     | Killed
+    | Left
     | Dropped
     | Token
     | Evicted

@@ -259,15 +259,36 @@ class Frame:
         for r, row in enumerate(program.rows):
             if row.request_id in self.dead:
                 continue
-            request = requests[row.request_id]
-            layer = program.frontier_layer(r, index)
-            request.kept = None
-            if layer == 0 or (done and layer == program.num_layers):
-                continue
-            self.flush()
-            assert self.master_TD is not None
-            x = self.master_TD[program.offsets[r] : program.offsets[r + 1]].clone()
-            request.kept = SavedRows(row.lo, row.hi, layer, x)
+            if done and program.frontier_layer(r, index) == program.num_layers:
+                requests[row.request_id].kept = None
+            else:
+                self._save(requests[row.request_id], r, index)
+
+    def leave(self, request: RequestState, request_id: RequestId, index: Index) -> None:
+        """Save one row as `save_rows` does; the frame may be inside the layer that is at `index`.
+
+        Args:
+            request: Whose row.
+            request_id: Its id.
+            index: The start of the layer that the frame is in.
+        """
+        self._save(request, self.program.request_ids.index(request_id), index)
+
+    def _save(self, request: RequestState, r: int, index: Index) -> None:
+        program = self.program
+        row, layer = program.rows[r], program.frontier_layer(r, index)
+        request.kept = None
+        if layer == 0:
+            return
+        x, begin = self.master_TD, program.offsets[r]
+        if self.x_TD is not None and self.group is not None:
+            members = program.groups[self.group]
+            if r in members:
+                x = self.x_TD
+                begin = sum(program.rows[i].num_tokens for i in members[: members.index(r)])
+        assert x is not None
+        kept = x[begin : begin + row.num_tokens].clone()
+        request.kept = SavedRows(row.lo, row.hi, layer, kept)
 
     def commit(self, requests: Mapping[RequestId, RequestState]) -> None:
         """Count the KV of rows that ran through the last layer; keep prompts that are asked about.

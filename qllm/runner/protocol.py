@@ -88,9 +88,9 @@ class Runner(Protocol):
         ...
 
     def swap_out(self, request_id: RequestId) -> None:
-        """Move the committed KV of a request that is in no frame out of its blocks.
+        """Move the KV of a request out of its blocks, committed or not.
 
-        Nothing else of its KV stays, nor do hidden states of its row under way.
+        If a frame has a row of it, it is the only row; the frame runs when the KV is back.
         """
         ...
 
@@ -131,6 +131,16 @@ class Runner(Protocol):
 
     def split(self, program: Program, index: Index) -> None:
         """Let go of a frame parked between layers; each live row keeps its hidden states."""
+        ...
+
+    def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
+        """Take a row out of a parked frame: its request keeps its hidden states.
+
+        Args:
+            program: The program of the frame.
+            request_id: Whose row; it is dead in the frame from now on.
+            at: The start of the layer that the frame is in.
+        """
         ...
 
     def kill(self, program: Program, request_id: RequestId) -> None:

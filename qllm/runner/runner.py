@@ -142,9 +142,8 @@ class TorchRunner:
         ids = list(token_ids)
         kv, num_top = self.backend.new_kv(max_total_tokens), sampling.prompt_logprobs
         num_top = None if num_top is None else min(num_top, self.shape.vocab_size)
-        held = RequestState(ids, num_prompt_tokens, kv, num_top)
         self.sampler.add(request_id, sampling, ids[:num_prompt_tokens])
-        self.requests[request_id] = held
+        self.requests[request_id] = RequestState(ids, num_prompt_tokens, kv, num_top)
 
     def remove(self, request_id: RequestId) -> None:
         if self.requests.pop(request_id, None) is not None:
@@ -153,8 +152,7 @@ class TorchRunner:
     def evict(self, request_id: RequestId) -> None:
         self.requests[request_id].evict()
 
-    def swap_out(self, request_id: RequestId) -> None:
-        self.requests[request_id].forget_begun()  # its slab is no block's and stays where it is
+    def swap_out(self, request_id: RequestId) -> None: ...  # a slab is no block's, and stays
 
     def swap_in(self, request_id: RequestId) -> None: ...
 
@@ -231,8 +229,7 @@ class TorchRunner:
         if frame.unread is not None:
             frame.sampled += frame.unread.read(self.sampler, frame.dead)
         self._forget(program)
-        top_k = self.shape.experts_per_token
-        owed = top_k * program.tokens_of(OpKind.EXPERTS)
+        owed = self.shape.experts_per_token * program.tokens_of(OpKind.EXPERTS)
         if frame.slots_done != owed:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with torch.inference_mode():
@@ -246,16 +243,20 @@ class TorchRunner:
     def split(self, program: Program, index: Index) -> None:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
-        frame = self._forget(program)
-        assert frame is not None
         with torch.inference_mode():
-            frame.save_rows(self.requests, index)
+            self.frames[program.frame_id].save_rows(self.requests, index)
+        self._forget(program)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         frame = self.frames[program.frame_id]
         frame.dead.add(request_id)
         frame.forget_steps()
         self.backend.forget(frame)
+
+    def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
+        with torch.inference_mode():
+            self.frames[program.frame_id].leave(self.requests[request_id], request_id, at)
+        self.kill(program, request_id)
 
     def drop(self, program: Program) -> None:
         frame = self._forget(program)

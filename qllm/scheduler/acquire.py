@@ -1,13 +1,30 @@
-"""KV for the rows of a plan: blocks are taken, victims lose theirs, swapped KV comes back."""
+"""Who gives up KV blocks, and who takes them.
+
+    start over    its row dies, its blocks come back, nothing of it is computed
+    move out      its blocks come back; what it has computed stays, its row under way too
+    acquire       rows of a plan get blocks: victims lose theirs, KV that moved out comes back
+
+A row that is alone in its frame moves out as it is, at any boundary inside a layer: the frame
+waits in `away`. A row that shares its frame leaves it at the start of the layer the frame is in.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qllm.plan import ModelShape, Plan, Row
 from qllm.scheduler.blocks import BlockPool, SwapSpace
-from qllm.scheduler.decision import Effect, SwapIn
+from qllm.scheduler.decision import (
+    Drop,
+    Effect,
+    EvictKv,
+    Kill,
+    Leave,
+    Parked,
+    SwapIn,
+    SwapOut,
+)
 from qllm.scheduler.request import Request
-from qllm.types import Evict, RequestId
+from qllm.types import Evict, FrameId, RequestId
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
 """Who loses how many blocks for a request, and how; the last are those who must not."""
@@ -17,15 +34,11 @@ class Holder(Protocol):
     """What is asked of a scheduler; `qllm.scheduler.scheduler.Scheduler` has it."""
 
     requests: dict[RequestId, Request]
+    frames: dict[FrameId, Parked]
+    away: dict[RequestId, Parked]
     pool: BlockPool
     swap: SwapSpace
     shape: ModelShape
-
-    def evict(
-        self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
-    ) -> list[Effect]:
-        """Take the KV of a request."""
-        ...
 
     def touch(self, request: Request) -> None:
         """Note that a request holds KV now."""
@@ -58,7 +71,7 @@ def acquire(
     """
     for request_ids, how in ((plan.drop, Evict.RECOMPUTE), (plan.swap_out, Evict.SWAP)):
         for request_id in request_ids:
-            owed += holder.evict(request_id, request_id, how)
+            owed += evict(holder, holder.requests[request_id], request_id, how)
     gone: set[RequestId] = set()
     kept: list[Row] = []
     pool, block_size = holder.pool, holder.pool.block_size
@@ -73,7 +86,7 @@ def acquire(
         if need > pool.num_free:
             keep = frozenset(r.request_id for r in kept) | {row.request_id}
             for victim, how in victims(request, need - pool.num_free, keep):
-                owed += holder.evict(victim, row.request_id, how)
+                owed += evict(holder, holder.requests[victim], row.request_id, how)
                 gone.add(victim)
         if need > pool.num_free:
             continue
@@ -90,8 +103,77 @@ def _take(holder: Holder, request: Request, need: int, now_ns: int, owed: list[E
     if not is_new:
         return
     if request.num_swapped_tokens:
-        owed.append(SwapIn(request.request_id, request.num_swapped_tokens))
-        holder.swap.release(request.request_id)
-        request.num_swapped_tokens = 0
+        owed.append(_come_back(holder, request))
     request.admitted_ns = request.last_progress_ns = now_ns
     holder.touch(request)
+
+
+def _come_back(holder: Holder, request: Request) -> Effect:
+    """It has blocks again, and goes on where it was."""
+    request_id = request.request_id
+    back = SwapIn(request_id, request.num_swapped_tokens)
+    holder.swap.release(request_id)
+    request.num_swapped_tokens = 0
+    if parked := holder.away.pop(request_id, None):
+        request.frame_id = parked.program.frame_id
+        holder.frames[request.frame_id] = parked
+    return back
+
+
+def evict(holder: Holder, request: Request, for_request: RequestId, how: Evict) -> list[Effect]:
+    """Take a request's blocks: its KV moves out, or, for want of room, it starts over."""
+    request_id, written = request.request_id, request.num_written_tokens
+    blocks = holder.pool.blocks_for(written)
+    effects: list[Effect]
+    if how is Evict.SWAP and blocks > 0 and holder.swap.put(request_id, blocks):
+        effects = [*_move_out(holder, request), SwapOut(request_id, written, for_request)]
+    else:
+        lost = EvictKv(request_id, request.num_computed_tokens, for_request)
+        effects = [*start_over(holder, request), lost]
+        request.evictions += 1
+    holder.touch(request)
+    return effects
+
+
+def start_over(holder: Holder, request: Request) -> list[Effect]:
+    """Its row dies, its blocks come back, and nothing of it is computed."""
+    effects = _die(holder, request)
+    _free_blocks(holder, request)
+    holder.swap.release(request.request_id)
+    request.reset()
+    return effects
+
+
+def _die(holder: Holder, request: Request) -> list[Effect]:
+    request_id, frame_id = request.request_id, request.frame_id
+    if parked := holder.away.pop(request_id, None):
+        return [Drop(parked.program)]
+    if frame_id is None:
+        return []
+    parked = holder.frames[frame_id]
+    parked.dead.add(request_id)
+    if parked.held_rows():
+        return [Kill(parked.program, request_id)]
+    del holder.frames[frame_id]
+    return [Drop(parked.program)]
+
+
+def _move_out(holder: Holder, request: Request) -> list[Effect]:
+    effects: list[Effect] = []
+    request_id, frame_id = request.request_id, request.frame_id
+    if frame_id is not None:
+        parked = holder.frames[frame_id]
+        if len(parked.held_rows()) == 1:
+            holder.away[request_id] = holder.frames.pop(frame_id)
+        else:
+            parked.dead.add(request_id)
+            at = parked.program.layer_start(parked.index)
+            effects.append(Leave(parked.program, request_id, at))
+    _free_blocks(holder, request)
+    request.swap_out()
+    return effects
+
+
+def _free_blocks(holder: Holder, request: Request) -> None:
+    holder.pool.give_back(request.request_id, request.block_table)
+    request.block_table = []

@@ -34,6 +34,7 @@ class State(Protocol):
     swap: SwapSpace
     requests: dict[RequestId, Request]
     frames: dict[FrameId, Parked]
+    away: dict[RequestId, Parked]
 
     @property
     def hook_errors(self) -> Iterable[tuple[Any, PolicyError]]:
@@ -300,6 +301,7 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
         mine_parked = replace(parked, dead=parked.dead | ended)
         if mine_parked.held_rows():
             twin.frames[frame_id] = mine_parked
+    twin.away = {i: replace(p) for i, p in scheduler.away.items() if i not in ended}
     for request_id in gone if is_copy else ():
         if request_id in scheduler.requests and (hook := getattr(policy, "on_finish", None)):
             with suppress(Exception):  # that would be blamed on the request that ends

@@ -25,6 +25,15 @@ class Drop(NamedTuple):
     program: Program
 
 
+class Leave(NamedTuple):
+    """Take a row out of a parked frame; its request keeps its hidden states from `at` on."""
+
+    program: Program
+    request_id: RequestId
+    at: Index
+    """The start of the layer that the frame is in: what the row did of it is done again."""
+
+
 class EvictKv(NamedTuple):
     """Forget the KV of a request, whose blocks are free; it recomputes later."""
 
@@ -64,7 +73,7 @@ class Accept(NamedTuple):
     """Per row all KV blocks of its request, to be read at once."""
 
 
-Effect = Kill | Drop | EvictKv | SwapOut | SwapIn | Split | Accept
+Effect = Kill | Drop | Leave | EvictKv | SwapOut | SwapIn | Split | Accept
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +84,7 @@ class Parked:
     index: Index
     parked_ns: int
     dead: set[RequestId] = field(default_factory=set)
-    """Rows whose requests were cancelled or evicted."""
+    """Rows whose requests were cancelled or evicted, or left it."""
 
     def held_rows(self) -> tuple[Row, ...]:
         """Rows whose hidden states it holds, from their frontier, in program order."""

@@ -31,7 +31,7 @@ class Request:
     num_found_tokens: int = 0
     """Tokens whose KV the prefix cache has; while it holds no blocks, all its computed ones."""
     num_swapped_tokens: int = 0
-    """Tokens whose KV is swapped out: all its computed ones; 0 while it holds blocks."""
+    """Tokens whose KV is swapped out: all its written ones; 0 while it holds blocks."""
     block_table: list[int] = field(default_factory=list)
     """Blocks held, in token order."""
     frontier: Frontier | None = None
@@ -66,6 +66,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV does not exist."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens whose KV exists in some layer: those of the row under way count."""
+        return self.num_computed_tokens if self.frontier is None else self.frontier.hi
 
     @property
     def max_total_tokens(self) -> int:
@@ -141,9 +146,9 @@ class Request:
         self.num_found_tokens = self.num_computed_tokens = num_tokens
 
     def swap_out(self) -> None:
-        """Its KV moved out; the row under way is lost, committed tokens stay."""
-        self.abort_row()
-        self.num_swapped_tokens = self.num_computed_tokens
+        """Its KV moved out, that of the row under way too, which it keeps."""
+        self.frame_id = None
+        self.num_swapped_tokens = self.num_written_tokens
 
     def reset(self) -> None:
         """Everything computed is lost: it starts again from its first token."""

@@ -121,7 +121,7 @@ def _broken_swap(
                 f"swaps out request {request_id}, which holds no KV or has not run since it was "
                 "given some"
             )
-        need += -(-request.num_computed_tokens // view.block_size)
+        need += -(-request.num_written_tokens // view.block_size)
     if len(set(plan.swap_out)) < len(plan.swap_out):
         return f"swaps out {plan.swap_out}, some of them twice"
     if need > view.num_free_swap_blocks:
@@ -181,8 +181,16 @@ def check_state(
     frames: Mapping[FrameId, Parked],
     pool: Pool,
     swap: SwapSpace,
+    away: Mapping[RequestId, Parked],
 ) -> None:
     """Compare requests, frames, blocks and what is swapped out with each other.
+
+    Args:
+        requests: Unfinished requests.
+        frames: Parked frames.
+        pool: All blocks.
+        swap: Room for what is swapped out.
+        away: Frames of requests that are swapped out.
 
     Raises:
         InvariantError: They do not agree.
@@ -200,23 +208,38 @@ def check_state(
             in_frames[row.request_id] = frame_id
             if len(requests[row.request_id].block_table) < pool.blocks_for(row.hi):
                 raise InvariantError(f"{row} is parked with fewer blocks than it writes to")
+    _check_kv(requests, in_frames, pool)
+    _check_swapped(requests, pool, swap, away)
+
+
+def _check_kv(
+    requests: Mapping[RequestId, Request], in_frames: Mapping[RequestId, FrameId], pool: Pool
+) -> None:
     for request_id, request in requests.items():
         if request.frame_id != in_frames.get(request_id):
             raise InvariantError(f"request {request_id} says frame {request.frame_id}")
-        if request.frontier is not None and not request.block_table:
+        if request.frontier and not (request.block_table or request.num_swapped_tokens):
             raise InvariantError(f"request {request_id} has a frontier and no KV")
         table = request.block_table
         elsewhere = 0 if table else max(request.num_found_tokens, request.num_swapped_tokens)
         if len(table) < pool.blocks_for(request.num_computed_tokens - elsewhere):
             raise InvariantError(f"request {request_id} has fewer blocks than KV")
-    _check_swapped(requests, pool, swap)
 
 
-def _check_swapped(requests: Mapping[RequestId, Request], pool: Pool, swap: SwapSpace) -> None:
+def _check_swapped(
+    requests: Mapping[RequestId, Request],
+    pool: Pool,
+    swap: SwapSpace,
+    away: Mapping[RequestId, Parked],
+) -> None:
     held = {}
     for request_id, request in requests.items():
         if swapped := request.num_swapped_tokens:
-            if request.block_table or swapped != request.num_computed_tokens:
+            if request.block_table or swapped != request.num_written_tokens:
                 raise InvariantError(f"request {request_id} is swapped out in part")
             held[request_id] = pool.blocks_for(swapped)
     swap.check(held)
+    for request_id, parked in away.items():
+        ids = [row.request_id for row in parked.held_rows()]
+        if ids != [request_id] or request_id not in held or not requests[request_id].frontier:
+            raise InvariantError(f"request {request_id} is away with the rows of {ids}")

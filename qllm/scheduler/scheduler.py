@@ -16,7 +16,7 @@ from typing import Any
 from qllm.errors import CheckpointError, InvariantError, PolicyError
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View
-from qllm.scheduler.acquire import acquire
+from qllm.scheduler.acquire import acquire, evict, start_over
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.compile import align_rows, compile_program
@@ -26,13 +26,10 @@ from qllm.scheduler.decision import (
     Decision,
     Drop,
     Effect,
-    EvictKv,
-    Kill,
     Limits,
     Parked,
     Patience,
     Split,
-    SwapOut,
 )
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rank_plan import shape_plan
@@ -58,6 +55,8 @@ class Scheduler:
         self.swap = SwapSpace(limits.num_swap_blocks)
         self.requests: dict[RequestId, Request] = {}
         self.frames: dict[FrameId, Parked] = {}
+        self.away: dict[RequestId, Parked] = {}
+        """Frames of swapped-out requests, each the only one in its frame."""
         self.running: Parked | None = None
         self.costs: CostTable = NO_COSTS
         self.riding = Riding()
@@ -82,7 +81,7 @@ class Scheduler:
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
         """A request ended, for whatever reason: its row dies, its blocks come back."""
         request = self.requests.pop(request_id)
-        effects = [*self._take_owed(), *self._start_over(request)]
+        effects = [*self._take_owed(), *start_over(self, request)]
         request.finished = True
         if self._ranking is not None:
             self._ranking.forget(request_id)
@@ -90,30 +89,6 @@ class Scheduler:
             self.suspects.remove(request_id)
         self._hook("on_finish", now_ns, request)
         return effects
-
-    def _start_over(self, request: Request) -> list[Effect]:
-        """Its row dies, its blocks come back, and nothing of it is computed."""
-        effects = self._free_blocks(request)
-        self.swap.release(request.request_id)
-        request.reset()
-        return effects
-
-    def _free_blocks(self, request: Request) -> list[Effect]:
-        effects = self._leave_frame(request)
-        self.pool.give_back(request.request_id, request.block_table)
-        request.block_table = []
-        return effects
-
-    def _leave_frame(self, request: Request) -> list[Effect]:
-        frame_id = request.frame_id
-        if frame_id is None:
-            return []
-        parked = self.frames[frame_id]
-        parked.dead.add(request.request_id)
-        if parked.held_rows():
-            return [Kill(parked.program, request.request_id)]
-        del self.frames[frame_id]
-        return [Drop(parked.program)]
 
     def _take_owed(self) -> tuple[Effect, ...]:
         effects, self._owed = tuple(self._owed), []
@@ -136,36 +111,24 @@ class Scheduler:
         self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
     ) -> list[Effect]:
         """Take a request's blocks: its KV moves out, or, for want of room, it starts over."""
-        request = self.requests[request_id]
-        computed = request.num_computed_tokens
-        blocks = self.pool.blocks_for(computed)
-        swaps = how is Evict.SWAP and blocks > 0 and self.swap.put(request_id, blocks)
-        if swaps:
-            effects = self._free_blocks(request)
-            request.swap_out()
-        else:
-            effects = self._start_over(request)
-            request.evictions += 1
-        self.touch(request)
-        done = SwapOut if swaps else EvictKv
-        return [*effects, done(request_id, computed, for_request)]
+        return evict(self, self.requests[request_id], for_request, how)
 
     def found(self, request_id: RequestId, num_tokens: int) -> None:
         """The prefix cache has the first tokens of a request without KV."""
         self.requests[request_id].find(num_tokens)
         self.touch(self.requests[request_id])
 
-    def adopt(self, request: Request) -> None:
-        """Take over a request of a checkpoint; for want of blocks its KV counts as swapped out.
+    def adopt(self, request: Request, *, swapped: bool = False) -> None:
+        """Take over a request of a checkpoint, swapped out if it was or if blocks are short.
 
         Raises:
             CheckpointError: Its KV does not fit now.
         """
-        front = request.frontier
-        reached = request.num_computed_tokens if front is None else front.hi
-        need = self.pool.blocks_for(reached)
-        if need > self.pool.num_free and front is None and self.swap.put(request.request_id, need):
-            request.num_swapped_tokens, need = reached, 0
+        need = self.pool.blocks_for(request.num_written_tokens)
+        can_swap = swapped or (request.frontier is None and need > self.pool.num_free)
+        if can_swap and need and self.swap.put(request.request_id, need):
+            request.swap_out()
+            need = 0
         if need > self.pool.num_free:
             raise CheckpointError(
                 f"a request of the checkpoint needs {need} KV blocks, {self.pool.num_free} are "
@@ -181,8 +144,13 @@ class Scheduler:
     ) -> None:
         """Take over a parked frame whose live requests were adopted."""
         parked = Parked(program=program, index=index, parked_ns=now_ns, dead=dead)
+        held = parked.held_rows()
+        first = self.requests[held[0].request_id]
+        if first.num_swapped_tokens:
+            self.away[first.request_id] = parked
+            return
         self.frames[program.frame_id] = parked
-        for row in parked.held_rows():
+        for row in held:
             self.requests[row.request_id].frame_id = program.frame_id
 
     def new_frame_id(self) -> FrameId:
@@ -493,6 +461,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Check the invariants of the state; called by tests after every step, and when idle."""
-        check_state(self.requests, self.frames, self.pool, self.swap)
+        check_state(self.requests, self.frames, self.pool, self.swap, self.away)
         if self._ranking is not None:
             self._ranking.check(self.requests.values())

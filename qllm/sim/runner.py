@@ -121,10 +121,8 @@ class SimRunner:
         self._let_go(request)
 
     def swap_out(self, request_id: RequestId) -> None:
-        """Keep what is committed, and no block. Takes no time, as on a CPU."""
-        request = self.requests[request_id]
-        request.layer_work = request.num_computed * self.shape.num_layers
-        self._let_go(request)
+        """Keep what was computed, and no block. Takes no time, as on a CPU."""
+        self._let_go(self.requests[request_id])
 
     def swap_in(self, request_id: RequestId) -> None:
         """Take up what was moved out."""
@@ -270,6 +268,10 @@ class SimRunner:
     def kill(self, program: Program, request_id: RequestId) -> None:
         """Mark a row dead."""
         self.frames[program.frame_id].dead.add(request_id)
+
+    def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
+        """Take a row out of a frame; the layers it has done stay done."""
+        self.kill(program, request_id)
 
     def fault(self, error: Exception) -> None:
         """Nothing is lost: there is no device."""

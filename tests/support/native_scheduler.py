@@ -76,6 +76,7 @@ class NativeScheduler(NativeDecider):
         self._slots: dict[RequestId, int] = {}
         self.pool = NativePool(limits.block_size, self.block)
         self.swap = SwapSpace(0)
+        self.away: dict[RequestId, Parked] = {}
 
     @property
     def riding(self) -> Riding:
@@ -135,7 +136,7 @@ class NativeScheduler(NativeDecider):
         self._do(self.native.evict, self._slots[request_id], for_request)
         return self._take_effects(owed)
 
-    def adopt(self, request: Request) -> None:
+    def adopt(self, request: Request, *, swapped: bool = False) -> None:
         """Take over a request of a checkpoint: its counters stand, its blocks are taken anew.
 
         Raises:
@@ -234,7 +235,7 @@ class NativeScheduler(NativeDecider):
         Raises:
             InvariantError: Requests, frames, blocks and order do not agree.
         """
-        check_state(self.requests, self.frames, self.pool, self.swap)
+        check_state(self.requests, self.frames, self.pool, self.swap, self.away)
         self.block.check_order(self._slots)
 
 
