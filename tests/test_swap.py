@@ -28,9 +28,10 @@ from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.compile import compile_program
+from qllm.scheduler.making_way import make_way
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rules import broken_rule
-from qllm.sim.check import LIMITS, SHAPE, World
+from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
 from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Grain, Priority, Sampled
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
@@ -159,6 +160,38 @@ def test_a_request_that_ends_while_it_is_swapped_out_leaves_no_room_taken() -> N
     world.run()
     assert world.finished[batch] is FinishReason.CANCELLED
     assert world.scheduler.swap.num_used == 0
+
+
+@pytest.mark.parametrize("bound_ms", [100, 300])
+@pytest.mark.parametrize("name", ["chunked", "edf", "priority", "priority-layered", "qllm2"])
+def test_a_swapped_out_request_is_brought_back_before_the_stall_bound(
+    name: str, bound_ms: int
+) -> None:
+    """LS requests without end hold all KV; they make way for a slice of BE, and lose nothing."""
+    world = overload(load_policy(name, {"max_be_stall_ms": bound_ms}), bound_ms, swaps=True)
+    watch(world)
+    finished_well(world)
+    out = events(world, trace.SwappedOut)
+    assert {world.submitted[e.request_id].priority for e in out} == {LS, BE}
+    assert not events(world, trace.Evicted)
+    assert max(m.max_stall_ms for m in metrics_of(world) if m.priority == BE) <= bound_ms
+
+
+def test_nobody_makes_way_where_too_few_can() -> None:
+    world = World(load_policy("qllm2"), short_of_kv(100))
+    ids = [world.submit(BE, 40, 9) for _ in range(3)]
+    world.step()
+    view, ranking = world.scheduler.view(world.clock.at_ns), world.scheduler._ranked(0)
+    assert ranking is not None
+    row = Row(ids[0], 40, 41, 0, SHAPE.num_layers)
+    free = replace(view, num_free_blocks=0)
+    grows = row._replace(hi=16 * 4)
+    assert make_way(view, ranking, grows) == ()
+    assert make_way(free, ranking, grows) == (ids[2],)
+    assert make_way(replace(free, num_free_swap_blocks=2), ranking, grows) is None
+    world.scheduler.requests[ids[2]].admitted_ns = 10**18
+    assert make_way(free, ranking, grows) == (ids[1],)
+    assert make_way(free, ranking, row._replace(hi=16 * 30)) is None
 
 
 def wrong_plans() -> dict[str, Callable[[View], tuple[int, ...]]]:

@@ -98,13 +98,15 @@ def acquire(
 
 
 def _take(holder: Holder, request: Request, need: int, now_ns: int, owed: list[Effect]) -> None:
-    is_new = not request.is_admitted
+    is_new, was_swapped = not request.is_admitted, request.num_swapped_tokens > 0
     request.block_table += holder.pool.take(request.request_id, need)
     if not is_new:
         return
-    if request.num_swapped_tokens:
+    request.admitted_ns = now_ns
+    if was_swapped:
         owed.append(_come_back(holder, request))
-    request.admitted_ns = request.last_progress_ns = now_ns
+    else:
+        request.last_progress_ns = now_ns
     holder.touch(request)
 
 

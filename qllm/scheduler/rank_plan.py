@@ -7,9 +7,9 @@ arrival of its own tier too, once: the newcomer's prefill goes first. Prefill is
 a request, of what a step or the slack of its decodes leaves), or layered: a cohort of prompts
 advances by groups of layers.
 
-Whoever is admitted and has not progressed for nearly `max_be_stall_ms` gets a guaranteed slice
-before anyone else. Everything is integer arithmetic on the view, nothing is remembered between
-two plans, so a device scheduler can do the same.
+Whoever is admitted, or was and is swapped out, and has not progressed for nearly `max_be_stall_ms`
+gets a guaranteed slice before anyone else. Everything is integer arithmetic on the view, nothing
+is remembered between two plans, so a device scheduler can do the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,6 +27,8 @@ from qllm.policy import (
     View,
     next_row,
 )
+from qllm.scheduler.batch import Batch
+from qllm.scheduler.making_way import make_way
 from qllm.scheduler.ranking import Ranked, Ranking
 from qllm.scheduler.ride import JOIN_CAP, RIDE_CAP, ahead_ns, ride_allowance_ns, tpot_target_ns
 from qllm.scheduler.turns import scores
@@ -40,42 +42,6 @@ GOOD_SLICE_NS = 10 * NS_PER_MS
 a millisecond."""
 MIN_CHUNK = 32
 """Tokens of the smallest prefill step made to fit a slice."""
-
-
-class _Batch:
-    """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
-
-    def __init__(self, view: View, tokens: int) -> None:
-        self.view = view
-        self.block_size = view.block_size
-        self.rows: list[Row] = []
-        self.seats = view.max_num_seqs
-        self.tokens = tokens
-        self.free_blocks = view.num_free_blocks
-        self.num_prefills = 0
-
-    def need(self, request: RequestView, row: Row) -> int:
-        """Blocks that a row takes beyond those its request holds.
-
-        A newcomer's chunk counts to where level L2 lets it end: it may evict nobody of its tier,
-        and whoever holds blocks already may.
-        """
-        if not request.is_admitted:
-            return self.view.blocks_needed(row)
-        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
-
-    def take(self, request: RequestView, row: Row) -> None:
-        """Add a row."""
-        self.rows.append(row)
-        self.seats -= 1
-        if row.hi > len(request.block_table) * self.block_size:
-            self.free_blocks -= self.need(request, row)
-
-    def take_prefill(self, request: RequestView, row: Row) -> None:
-        """Add a row that pays with tokens."""
-        self.take(request, row)
-        self.tokens -= row.num_tokens
-        self.num_prefills += 1
 
 
 class _Shaper:
@@ -154,42 +120,62 @@ class _Shaper:
         return min(bound_ns - bound_ns // 2, max(slices, bound_ns // 8))
 
     @cached_property
-    def bounded(self) -> list[tuple[int, RequestView]]:
-        """When the admitted requests that the stall bound protects fall due."""
+    def bounded(self) -> list[tuple[int, Ranked]]:
+        """When the requests that the stall bound protects fall due: admitted or swapped out."""
         if self.policy.max_be_stall_ms is None:
             return []
         best = self.tiers[0]
         bound_ns = self.policy.max_be_stall_ms * NS_PER_MS
         left_ns = bound_ns - self.margin_ns(bound_ns)
         return [
-            (x.request.last_progress_ns + left_ns, x.request)
-            for x in self.ranking.admitted
+            (x.request.last_progress_ns + left_ns, x)
+            for x in (*self.ranking.admitted, *self.ranking.swapped.values())
             if x.tier > best or x.request.priority > Priority.LS
         ]
 
     def next_due_ns(self, running: set[RequestId]) -> int | None:
-        others = [due for due, request in self.bounded if request.request_id not in running]
+        others = [due for due, x in self.bounded if x.request_id not in running]
         return min(others, default=None)
 
     def stalled(self) -> Plan | None:
         """A guaranteed slice for whoever is due; it needs no seat and nobody stops it."""
-        waiting = [request for due, request in self.bounded if due <= self.view.now_ns]
-        if not waiting:
+        due = [x for due_ns, x in self.bounded if due_ns <= self.view.now_ns]
+        for x in sorted(due, key=lambda x: (x.request.last_progress_ns, x.request_id)):
+            if x.request.is_admitted:
+                return self.guaranteed(x.request, [y.request for y in due])
+            plan = self.come_back(x)
+            if plan is not None:
+                return plan
+        return None
+
+    def come_back(self, x: Ranked) -> Plan | None:
+        """A slice for a swapped-out request; None if nobody can make way for it."""
+        row = next_row(x.request, self.view, self.slice_tokens(self.min_slice_ns))
+        if self.policy.groups is not None:
+            row = row._replace(end_layer=self.next_cut(self.policy.groups, [row]))
+        out = make_way(self.view, self.ranking, row)
+        if out is None:
             return None
-        first = min(waiting, key=lambda r: (r.last_progress_ns, r.request_id))
+        self.tier_of[x.request_id] = x.tier
+        plan = self.finish_plan([row])
+        return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns, swap_out=out)
+
+    def guaranteed(self, first: RequestView, waiting: Sequence[RequestView]) -> Plan:
+        """A slice for the first of those who wait for one and hold KV."""
         frame = next((f for f in self.view.frames if f.frame_id == first.frame_id), None)
         if frame is not None:
             rows: list[Row] = list(frame.rows)
         elif first.is_decoding:
-            batch = _Batch(self.view, 0)
+            batch = Batch(self.view, 0)
             for r in waiting:
-                if batch.seats and r.is_decoding and r.frame_id is None:
+                if batch.seats and r.is_admitted and r.is_decoding and r.frame_id is None:
                     row = next_row(r, self.view)
                     if not batch.rows or batch.need(r, row) <= batch.free_blocks:
                         batch.take(r, row)
             rows = batch.rows
         elif self.is_under_way(first):
-            due = {self.tier_of[r.request_id] for r in waiting if self.is_under_way(r)}
+            under_way = [r for r in waiting if r.is_admitted and self.is_under_way(r)]
+            due = {self.tier_of[r.request_id] for r in under_way}
             order = sorted(self.tiers, key=lambda tier: tier not in due)
             return self.finish_plan(self.batch(order, cohorts=due).rows)
         else:
@@ -240,7 +226,7 @@ class _Shaper:
         cohorts: Collection[int] | None = None,
         force: bool = False,
         num_others: int = 0,
-    ) -> _Batch:
+    ) -> Batch:
         """Decodes, then prefills, tier by tier; decodes are outside the prefill token budget.
 
         Args:
@@ -252,7 +238,7 @@ class _Shaper:
             num_others: Seats that others take.
         """
         groups = self.policy.groups
-        batch = _Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
+        batch = Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
         batch.seats = max(0, batch.seats - num_others)
         for tier in tiers:
             advances = cohorts is None or tier in cohorts
@@ -265,7 +251,7 @@ class _Shaper:
                 self.prefill(batch, tier, force)
         return batch
 
-    def prefill(self, batch: _Batch, tier: int, force: bool) -> None:
+    def prefill(self, batch: Batch, tier: int, force: bool) -> None:
         """Fill a batch with prefills of a tier.
 
         Order is strict: a prefill without room ends the walk, because whoever came next would
@@ -293,7 +279,14 @@ class _Shaper:
         if self.policy.groups is not None:
             new = batch.rows[begin:]
             cut = self.next_cut(self.policy.groups, new)
-            batch.rows[begin:] = [row._replace(end_layer=cut) for row in new]
+            batch.rows[begin:] = [
+                row._replace(
+                    end_layer=cut
+                    if row.start_layer < cut
+                    else self.next_cut(self.policy.groups, [row])
+                )
+                for row in new
+            ]
 
     def is_first(self, x: Ranked) -> bool:
         """Whether nobody ranks before it."""
@@ -318,7 +311,7 @@ class _Shaper:
             self.view.shape.num_layers,
         )
 
-    def go_on(self, batch: _Batch, groups: Groups, tier: int) -> bool:
+    def go_on(self, batch: Batch, groups: Groups, tier: int) -> bool:
         """Add the next group of layers of a cohort under way; return whether there is one.
 
         It holds all the KV it needs and keeps the size it started with. Members that were left
@@ -442,7 +435,7 @@ class _Shaper:
         made progress longest ago joins first, so that all of the tier go on though few fit a step.
         """
         rows: list[Row] = []
-        batch = _Batch(self.view, 0)
+        batch = Batch(self.view, 0)
         for row in best.rows:
             batch.take(self.view.by_id[row.request_id], row)
         waiting = [x.request for x in self.decodes[tier]]

@@ -33,6 +33,8 @@ class Ranking:
         """Those who hold KV, best first."""
         self.waiting: list[Ranked] = []
         """Those who hold none, best first."""
+        self.swapped: dict[RequestId, Ranked] = {}
+        """Those who wait and whose KV is swapped out."""
         self.num_own_tiers = 0
         """Requests whose tier differs from their priority."""
         self._where: dict[RequestId, Ranked] = {}
@@ -49,6 +51,7 @@ class Ranking:
     def forget(self, request_id: RequestId) -> None:
         """It is gone."""
         place = self._where.pop(request_id, None)
+        self.swapped.pop(request_id, None)
         if place is None:
             place = next((x for x in self.admitted if x.request_id == request_id), None)
             self.admitted = [x for x in self.admitted if x is not place]
@@ -66,7 +69,7 @@ class Ranking:
         """
         if self.policy.reads >= Reads.TIME:
             self._unrank(self.waiting)
-            self.waiting, self._where = [], {}
+            self.waiting, self._where, self.swapped = [], {}, {}
         if self.policy.reads >= Reads.PROGRESS:
             self._unrank(self.admitted)
             self.admitted = []
@@ -79,6 +82,8 @@ class Ranking:
             else:
                 insort(self.waiting, x)
                 self._where[x.request_id] = x
+                if x.request.num_swapped_tokens:
+                    self.swapped[x.request_id] = x
 
     def _unrank(self, order: Sequence[Ranked]) -> None:
         self._unranked += [x.request for x in order]
@@ -127,6 +132,8 @@ class Ranking:
             if x.request.is_admitted is not holds or x.request_id in found:
                 raise InvariantError(f"request {x.request_id} is ranked in the wrong place")
             found[x.request_id] = x.request
+            if bool(x.request.num_swapped_tokens) is not (x.request_id in self.swapped):
+                raise InvariantError(f"request {x.request_id} is not ranked as swapped out")
         if found != {r.request_id: r for r in requests}:
             raise InvariantError(f"ranked are {sorted(found)}, others are live")
         own = sum(x.tier != x.request.priority for x, _ in places)

@@ -322,15 +322,25 @@ def _random_world(policy: Any, rng: random.Random, *, swaps: bool) -> World:
     return world
 
 
-def overload(policy: Any, bound_ms: int) -> World:
-    """More LS requests than can be served, for three times the bound, and a few BE requests."""
+def overload(policy: Any, bound_ms: int, *, swaps: bool = False) -> World:
+    """More LS requests than can be served, for three times the bound, and a few BE requests.
+
+    Args:
+        policy: Decides.
+        bound_ms: The stall bound that it declares.
+        swaps: LS requests take all KV, so that BE is swapped out.
+    """
     costs = SimCosts(expert_ns=1_000_000, head_ns=2 * NS_PER_MS)
-    world = World(policy, costs=costs, scheduler=Watched)
+    limits = LIMITS
+    if swaps:
+        caps = limits.capabilities | Cap.KV_SWAP
+        limits = replace(limits, num_blocks=28, num_swap_blocks=280, capabilities=caps)
+    world = World(policy, limits, costs=costs, scheduler=Watched)
     for size in (200, 400, 30):
-        world.submit(Priority.BE, size, 3)
+        world.submit(Priority.BE, size, 30 if swaps else 3)
     at_ns, end_ns = 5 * NS_PER_MS, 3 * bound_ms * NS_PER_MS
     while at_ns < end_ns:
-        world.submit(Priority.LS, 60, 2, at_ns=at_ns)
+        world.submit(Priority.LS, 60, 12 if swaps else 2, at_ns=at_ns)
         at_ns += 15 * NS_PER_MS
     return world
 
@@ -355,12 +365,19 @@ class _StallWatch:
         self.longest_run_ns = 0
         self.longest_stall_ns = 0
 
+    def _counts(self, request: Request) -> bool:
+        """Whether it is admitted: it holds KV, or it is swapped out and others have room to be."""
+        if request.is_admitted or not request.num_swapped_tokens:
+            return request.is_admitted
+        scheduler = self.world.scheduler
+        return bool(scheduler.swap.num_free >= scheduler.limits.num_blocks)
+
     def look(self, began_ns: int) -> None:
         now = self.world.clock.at_ns
         self.longest_run_ns = max(self.longest_run_ns, now - began_ns)
         policy = self.world.scheduler.policy
         for request in self.world.scheduler.requests.values():
-            if request.priority <= Priority.LS or not request.is_admitted:
+            if request.priority <= Priority.LS or not self._counts(request):
                 continue
             stall = now - request.last_progress_ns
             self.longest_stall_ns = max(self.longest_stall_ns, stall)
@@ -429,8 +446,8 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
     while states < num_states:
         rng = random.Random(f"{seed}-{number}")
         world = (
-            overload(copy.deepcopy(policy), bound_ms)
-            if number == 0 and bound_ms is not None
+            overload(copy.deepcopy(policy), bound_ms, swaps=number == 1)
+            if number < 2 and bound_ms is not None
             else _random_world(copy.deepcopy(policy), rng, swaps=number % 4 == 3)
         )
         try:

@@ -1,0 +1,40 @@
+"""Rows of one step, and what is left for more of them."""
+
+from qllm.plan import Row
+from qllm.policy import RequestView, View
+
+
+class Batch:
+    """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
+
+    def __init__(self, view: View, tokens: int) -> None:
+        self.view = view
+        self.block_size = view.block_size
+        self.rows: list[Row] = []
+        self.seats = view.max_num_seqs
+        self.tokens = tokens
+        self.free_blocks = view.num_free_blocks
+        self.num_prefills = 0
+
+    def need(self, request: RequestView, row: Row) -> int:
+        """Blocks that a row takes beyond those its request holds.
+
+        A newcomer's chunk counts to where level L2 lets it end: it may evict nobody of its tier,
+        and whoever holds blocks already may.
+        """
+        if not request.is_admitted:
+            return self.view.blocks_needed(row)
+        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
+
+    def take(self, request: RequestView, row: Row) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        self.seats -= 1
+        if row.hi > len(request.block_table) * self.block_size:
+            self.free_blocks -= self.need(request, row)
+
+    def take_prefill(self, request: RequestView, row: Row) -> None:
+        """Add a row that pays with tokens."""
+        self.take(request, row)
+        self.tokens -= row.num_tokens
+        self.num_prefills += 1
