@@ -92,6 +92,8 @@ class RequestView(Protocol):
     @property
     def last_progress_ns(self) -> int: ...
     @property
+    def preemptions(self) -> int: ...
+    @property
     def first_token_ns(self) -> int | None: ...
     @property
     def last_token_ns(self) -> int | None: ...
@@ -105,6 +107,8 @@ class FrameView(NamedTuple):
     """Live rows from their frontier to the layer they were planned to."""
     parked_ns: int
     """When it was parked."""
+    alarm_ns: int | None = None
+    """When an arrival stopped it that it need not give way to yet (`max_preemptions`)."""
 
 
 class CostTable(NamedTuple):
@@ -299,6 +303,11 @@ class RankPolicy:
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
     max_be_stall_ms: int | None = None
     """Longest an admitted request goes without progress (I14); None declares no bound."""
+    max_preemptions: int | None = None
+    """How often an arrival may stop passes of one request that is not LS; None is no bound. After
+    that its pass goes on, and the arrival waits until it ends: at most `max_preemption_wait_ms`."""
+    max_preemption_wait_ms: int = 50
+    """How long an arrival waits at most for a pass that it may not stop; then it stops it."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -311,6 +320,10 @@ class RankPolicy:
             least += [("min_chunk_tokens", self.slack.min_tokens), ("tpot_ms", self.slack.tpot_ms)]
         if self.groups is not None:
             least += [("group_tokens", self.groups.tokens), ("max_groups", self.groups.most)]
+        least += [("max_preemption_wait_ms", self.max_preemption_wait_ms)]
+        most = self.max_preemptions
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+            raise ConfigError(f"max_preemptions={shown(most)} must be an integer >= 0, or None")
         for name, value in least:
             if value is not None and not (isinstance(value, int) and 1 <= value <= MAX_TIME_MS):
                 raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_TIME_MS}]")

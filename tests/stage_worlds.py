@@ -68,9 +68,9 @@ class ParkCount(Scheduler):
 
     parks = 0
 
-    def stopped(self, *args: Any, **how: Any) -> None:
+    def stopped(self, *args: Any, **how: Any) -> bool:
         self.parks += 1
-        super().stopped(*args, **how)
+        return super().stopped(*args, **how)
 
 
 class HostWorld:

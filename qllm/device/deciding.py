@@ -303,8 +303,8 @@ class NativeDecider:
             raise InvariantError(f"{count} rows sample a token, the runner has {len(sampled)}")
         self._moved(parked)
 
-    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None:
-        """The running program stopped at a boundary: park its frame."""
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
+        """The running program stopped at a boundary: park its frame. See `Scheduler.stopped`."""
         parked = self._take_running()
         program, high = parked.program, _highest_layer(parked, end)
         layer, inside = program.layer_at(end), program.inside_layer(end)
@@ -313,6 +313,7 @@ class NativeDecider:
         parked.parked_ns = end_ns
         self.frames[program.frame_id] = parked
         self._moved(parked)
+        return preempted
 
     def _fail(self, *numbers: int) -> tuple[Program, list[int]]:
         """The running program raised: it, and the slots of requests that failed alone."""

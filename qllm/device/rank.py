@@ -145,6 +145,11 @@ def rank_tree(policy: Any) -> tuple[ast.Module, str]:
         )
     if not policy.compilable:
         raise ConfigError(f"policy {name} says compilable=False; use loop='host' for it")
+    if policy.max_preemptions is not None:
+        raise ConfigError(
+            f"policy {name} has max_preemptions={policy.max_preemptions}; native decisions know no "
+            "such bound, so use None, or loop='host'"
+        )
     method = type(policy).rank
     try:
         lines, first = inspect.getsourcelines(method)

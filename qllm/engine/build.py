@@ -299,6 +299,7 @@ class EngineCore(LoadedRunner):
             **self.stats_of(loop, loop.scheduler),
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
+            "num_spared": loop.scheduler.num_spared,
             "prefix_cache": self._prefix_stats(),
             "swap": {
                 "out_tokens": loop.effects.tokens_out,

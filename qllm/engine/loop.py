@@ -341,12 +341,12 @@ class EngineLoop:
         self, program: Program, end: Index, start_ns: int, end_ns: int, by_word: bool
     ) -> None:
         lowered_ns = self.ingress.stop.lowered_ns
-        self.scheduler.stopped(end, start_ns, end_ns, preempted=by_word)
+        preempted = self.scheduler.stopped(end, start_ns, end_ns, preempted=by_word)
         at_ns = self.now_ns()
-        if by_word:
+        if preempted:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
             self.num_preemptions += 1
-        self._emit(trace.parked(program, end, at_ns, lowered_ns if by_word else None))
+        self._emit(trace.parked(program, end, at_ns, lowered_ns if preempted else None))
 
     def _token(self, sampled: Sampled, at_ns: int) -> None:
         live = self.live.get(sampled.request_id)

@@ -83,6 +83,8 @@ class Parked:
     program: Program
     index: Index
     parked_ns: int
+    alarm_ns: int | None = None
+    """When an arrival stopped it that has to wait for it (`RankPolicy.max_preemptions`)."""
     dead: set[RequestId] = field(default_factory=set)
     """Rows whose requests were cancelled or evicted, or left it."""
 

@@ -279,14 +279,12 @@ class _Shaper:
         if self.policy.groups is not None:
             new = batch.rows[begin:]
             cut = self.next_cut(self.policy.groups, new)
-            batch.rows[begin:] = [
-                row._replace(
-                    end_layer=cut
-                    if row.start_layer < cut
-                    else self.next_cut(self.policy.groups, [row])
-                )
+            ends = [
+                cut if row.start_layer < cut else self.next_cut(self.policy.groups, [row])
                 for row in new
             ]
+            cuts = zip(new, ends, strict=True)
+            batch.rows[begin:] = [row._replace(end_layer=end) for row, end in cuts]
 
     def is_first(self, x: Ranked) -> bool:
         """Whether nobody ranks before it."""
@@ -338,10 +336,20 @@ class _Shaper:
                 return self.finish_plan(decodes)
         return Plan()
 
+    # -- the bound on preemptions
+
+    def spared(self) -> Plan | None:
+        """A pass that was stopped too often goes on, for as long as the arrival has to wait."""
+        ends_ns = self.policy.max_preemption_wait_ms * NS_PER_MS - self.view.now_ns
+        for frame in self.view.frames:
+            if frame.alarm_ns is not None and (left_ns := frame.alarm_ns + ends_ns) > 0:
+                return replace(self.finish_plan(frame.rows, left_ns), stop_below=NO_STOP)
+        return None
+
     # -- all tiers
 
     def best(self) -> Plan:
-        plan = self.stalled()
+        plan = self.stalled() or self.spared()
         if plan is not None:
             return plan
         if self.policy.groups is not None:

@@ -37,6 +37,7 @@ from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding, settle
 from qllm.scheduler.rules import broken_rule, check_state, malformed, refuse_policy
+from qllm.scheduler.sparing import gives_way
 from qllm.scheduler.turns import whose_turn
 from qllm.scheduler.victims import BadVictimError, victims_for
 from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
@@ -62,6 +63,8 @@ class Scheduler:
         self.riding = Riding()
         self.suspects: list[RequestId] = []
         """Requests of a frame that raised; rerun one by one, before anything else."""
+        self.num_spared = 0
+        """Passes that went on though an arrival had stopped them (`max_preemptions`)."""
         self._next_frame_id = 0
         self._owed: list[Effect] = []
         """Done to the state and not yet to the runner; leaves with the next effects."""
@@ -167,7 +170,7 @@ class Scheduler:
             requests=tuple(self.requests.values()),
             by_id=self.requests,
             frames=tuple(
-                FrameView(frame_id, parked.live_rows(), parked.parked_ns)
+                FrameView(frame_id, parked.live_rows(), parked.parked_ns, parked.alarm_ns)
                 for frame_id, parked in self.frames.items()
             ),
             shape=self.shape,
@@ -414,9 +417,21 @@ class Scheduler:
         report = StepReport(start_ns, end_ns, program.rows, True, tuple(sampled))
         self._hook("on_step_done", end_ns, report)
 
-    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None:
-        """The running program stopped at a boundary: park its frame."""
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
+        """The running program stopped at a boundary: park its frame.
+
+        Args:
+            end: Where.
+            start_ns: From when,
+            end_ns: and until when it ran.
+            preempted: An arrival stopped it.
+
+        Returns:
+            Whether it is preempted: not if the arrival has to wait for it (`sparing`).
+        """
         parked, self.running = self._take_running(), None
+        preempted = gives_way(self.policy, self.requests, parked, end_ns, by_arrival=preempted)
+        self.num_spared += parked.alarm_ns == end_ns
         self._progress(parked, end, start_ns, end_ns)
         parked.index = end
         parked.parked_ns = end_ns
@@ -431,6 +446,7 @@ class Scheduler:
         self.frames[program.frame_id] = parked
         report = StepReport(start_ns, end_ns, program.rows, False, ())
         self._hook("on_step_done", end_ns, report)
+        return preempted
 
     def failed(self) -> tuple[list[Effect], list[Request]]:
         """The running program raised: drop its frame and rerun its requests one by one.

@@ -128,6 +128,10 @@ class Metrics:
             )
         }
         self._swapped_before = dict.fromkeys(self._swapped, 0)
+        self._spared = self._counter(
+            "preemptions_spared", "Frames that went on though an arrival stopped them"
+        )
+        self._num_spared = 0
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
@@ -189,6 +193,9 @@ class Metrics:
         with self._lock:  # two scrapes at once must not count a preemption twice
             new = new_since(self._num_preemptions, stats["num_preemptions"])
             self._num_preemptions = stats["num_preemptions"]
+            spared = stats.get("num_spared", 0)
+            self._spared.labels(self._model).inc(new_since(self._num_spared, spared))
+            self._num_spared = spared
             more = new_since(self._num_expert_bytes, stats["expert_bytes"])
             self._num_expert_bytes = stats["expert_bytes"]
         self._expert_bytes.labels(self._model).inc(more)

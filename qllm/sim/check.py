@@ -242,6 +242,24 @@ class Watched(Scheduler):
         self.num_states += 1
         return plan
 
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
+        """See `Scheduler`; holds the bound on preemptions that the policy declares."""
+        parked, most = self.running, getattr(self.policy, "max_preemptions", None)
+        alarm_ns = None if parked is None else parked.alarm_ns
+        found = super().stopped(end, start_ns, end_ns, preempted=preempted)
+        if found and most is not None and parked is not None:
+            wait_ns = self.policy.max_preemption_wait_ms * NS_PER_MS
+            if alarm_ns is not None and end_ns >= alarm_ns + wait_ns:
+                return found
+            for row in parked.held_rows():
+                request = self.requests[row.request_id]
+                if request.priority > Priority.LS and request.preemptions > most:
+                    raise self._broken(
+                        f"lets request {row.request_id} be preempted {request.preemptions} times "
+                        f"by who has not waited for it; max_preemptions={most}"
+                    )
+        return found
+
     def _hook(self, name: str, now_ns: int, subject: Request | StepReport) -> None:
         with self._unchanged(name):
             super()._hook(name, now_ns, subject)

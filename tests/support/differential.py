@@ -119,11 +119,12 @@ class Twin(Scheduler):
         self.native.done(end, sampled, start_ns, end_ns)
         self._compare("done")
 
-    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> None:
+    def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
         """See `Scheduler`."""
-        super().stopped(end, start_ns, end_ns, preempted=preempted)
-        self.native.stopped(end, start_ns, end_ns, preempted=preempted)
-        self._compare("stopped")
+        mine = super().stopped(end, start_ns, end_ns, preempted=preempted)
+        native = self.native.stopped(end, start_ns, end_ns, preempted=preempted)
+        self._compare("stopped", mine, native)
+        return mine
 
     def failed(self) -> tuple[list[Effect], list[Request]]:
         """See `Scheduler`."""

@@ -75,7 +75,7 @@ class NativeScheduler(NativeDecider):
         self.requests: dict[RequestId, Request] = {}
         self._slots: dict[RequestId, int] = {}
         self.pool = NativePool(limits.block_size, self.block)
-        self.swap = SwapSpace(0)
+        self.swap, self.num_spared = SwapSpace(0), 0
         self.away: dict[RequestId, Parked] = {}
 
     @property
