@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any
 
 from qllm.errors import ConfigError, shown
@@ -30,9 +31,16 @@ GONE_VALUES = {
     ("loop", "native"): "is gone: it saved little on a CPU; leave loop out",
 }
 """Values that settings had once."""
+MAX_KV_GIB = 1 << 20
 MAX_COUNT = (1 << 31) - 1
 """Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
-ONLY_HOST_LOOP = {"record": False, "on_policy_error": "fail", "swap_kv_tokens": 0}
+ONLY_HOST_LOOP = {
+    "record": False,
+    "on_policy_error": "fail",
+    "swap_kv_tokens": 0,
+    "kv_dir": None,
+    "kv_ttl_s": None,
+}
 """Settings that a loop on the device does not have, and the values they have there."""
 
 
@@ -92,6 +100,16 @@ class EngineConfig:
     go on where they were. 0: they are computed again (docs/kv.md)."""
     keep_ls_s: float = 600.0
     """Seconds for which KV that LS requests used is safe from BE work."""
+    kv_dir: str | PurePath | None = None
+    """Folder for a file of kept KV, which the next engine finds, also after a crash; one engine at
+    a time. None: KV is kept in RAM alone (docs/kv.md)."""
+    kv_dir_gib: float = 8.0
+    """Size of that file in GiB; it is taken at the start."""
+    kv_dir_reset: bool = False
+    """Replace a file that is another model's, damaged or of another size; one that fits stays."""
+    kv_ttl_s: float | None = None
+    """Kept KV is deleted, in RAM and in the file, once nobody has used it for so many seconds;
+    None: when its room is needed."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -99,6 +117,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
+        if isinstance(self.kv_dir, PurePath):
+            object.__setattr__(self, "kv_dir", str(self.kv_dir))
         for name in (
             "max_num_seqs",
             "max_kv_tokens",
@@ -115,7 +135,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_COUNT}]")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
-        for name in ("conformance", "record"):
+        for name in ("conformance", "record", "kv_dir_reset"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
@@ -138,11 +158,20 @@ class EngineConfig:
             raise ConfigError(
                 f"swap_kv_tokens={shown(swap)} must be an integer in [0, {MAX_COUNT}]; 0 is off"
             )
-        keep = self.keep_ls_s
-        is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
-        if not is_number or not 0 <= keep <= MAX_TIME_MS / 1000:
+        most = MAX_TIME_MS / 1000
+        keep, ttl, gib = self.keep_ls_s, self.kv_ttl_s, self.kv_dir_gib
+        if not _is_number(keep) or not 0 <= keep <= most:
+            raise ConfigError(f"keep_ls_s={shown(keep)} must be a number in [0, {most:g}]")
+        if ttl is not None and (not _is_number(ttl) or not 0 < ttl <= most):
+            raise ConfigError(f"kv_ttl_s={shown(ttl)} must be None or a number in (0, {most:g}]")
+        if not _is_number(gib) or not 0 < gib <= MAX_KV_GIB:
+            raise ConfigError(f"kv_dir_gib={shown(gib)} must be a number in (0, {MAX_KV_GIB}]")
+        if self.kv_dir is not None and not (isinstance(self.kv_dir, str) and self.kv_dir):
+            raise ConfigError(f"kv_dir={shown(self.kv_dir)} must be None or the path of a folder")
+        if self.kv_dir is not None and self.prefix_cache in (False, "approximate"):
             raise ConfigError(
-                f"keep_ls_s={shown(keep)} must be a number in [0, {MAX_TIME_MS / 1000:g}]"
+                f"kv_dir={self.kv_dir!r} holds the pages of the prefix cache, and only exact ones: "
+                f"prefix_cache={self.prefix_cache!r} must be 'auto' or True"
             )
 
     def _check_choices(self) -> None:
@@ -226,6 +255,10 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise ConfigError(f"unknown setting {name!r}{hint}; known: {', '.join(known)}")
     return EngineConfig(**settings)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parse_slo(text: str) -> Slo:

@@ -38,6 +38,7 @@ from qllm.frontend.checks import (
 from qllm.frontend.client import Client, close_collected
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.frontend.handle import Handle
+from qllm.frontend.kept import KeptKv
 from qllm.frontend.offline import Offline
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
@@ -72,7 +73,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-class QLLMEngine(Offline):
+class QLLMEngine(Offline, KeptKv):
     """Serves one model to requests of several classes. Make it with a `from_` method.
 
     Use it as a context manager, or call `close`. An engine that is collected without it is closed
@@ -276,6 +277,8 @@ class QLLMEngine(Offline):
         timeout_s: float | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
+        cache_owner: str = "",
+        cache_ttl_s: float | None = None,
         **options: Any,
     ) -> Handle:
         """Hand over one request and return at once. Callable from any thread.
@@ -291,6 +294,8 @@ class QLLMEngine(Offline):
             timeout_s: Ends it with `timeout` when this has passed.
             request_id: A name for it in results and traces.
             cache_salt: Kept KV is shared only between requests of one salt (docs/kv.md).
+            cache_owner: And of one owner, whose kept KV can be deleted (`delete_kv`).
+            cache_ttl_s: Its kept KV is not displaced for so long, for the turns that follow.
             **options: Fields of SamplingParams (`temperature=0.8`), in place of those in
                 `sampling`.
 
@@ -313,13 +318,12 @@ class QLLMEngine(Offline):
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
-        level, most = (
-            priority_class(priority),
-            most_tokens(len(token_ids), max_tokens, self.config, shape.max_position),
-        )
+        level = priority_class(priority)
+        most = most_tokens(len(token_ids), max_tokens, self.config, shape.max_position)
         targets = slo_of(slo, self.config.default_slo(level))
         check_timeout("timeout_s", timeout_s)
-        salt = salt_digest(cache_salt)
+        check_timeout("cache_ttl_s", cache_ttl_s)
+        salt = salt_digest(cache_salt, cache_owner)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._client.info.eos_token_ids
@@ -348,6 +352,7 @@ class QLLMEngine(Offline):
                 arrival_ns=now,
                 deadline_ns=deadline,
                 cache_salt=salt,
+                cache_ttl_s=cache_ttl_s,
             )
             self._client.submit(submission, handle)
         return handle
@@ -448,10 +453,6 @@ class QLLMEngine(Offline):
             CheckpointError: The file is truncated or of another version or model, or does not fit.
         """
         return self._client.restore(path, self._handle)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all kept KV; requests in flight go on."""
-        self._client.reset_prefix_cache()
 
     # -- what the outside may read
 

@@ -72,7 +72,9 @@ FLOORS = {
     ),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
-    "engine.prefix": Floor(f"{BASE} ingress scheduler", PURE),
+    "engine.prefix": Floor(f"{BASE} engine.tier ingress scheduler", PURE),
+    "engine.tier": Floor(f"{BASE} scheduler", PURE),
+    "engine.coming": Floor(f"{BASE} engine.prefix engine.tier ingress scheduler", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.loop": Floor(
         f"{BASE} engine.costs engine.effects engine.prefix engine.protocol ingress record "

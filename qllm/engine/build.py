@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.engine.coming import LoadingIngress
 from qllm.engine.grammars import GrammarIngress, Inbox
+from qllm.engine.kept import KeptPages
+from qllm.engine.kv_identity import weights_digest
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
-from qllm.engine.pages import make_prefix_cache, why_not
+from qllm.engine.pages import why_not
 from qllm.engine.protocol import Sink
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.grammar import Vocabulary
@@ -248,6 +251,10 @@ class EngineCore(LoadedRunner):
         threads: int | None,
         decided: Callable[[int, int], None] | None = None,
     ) -> None:
+        weights = ""
+        if config.kv_dir is not None:  # now, since the runner packs them
+            with torch_threads(threads):
+                weights = weights_digest(loaded.model)
         super().__init__(loaded, policy, config, threads)
         try:
             shape, sampler = self.runner.shape, self.runner.sampler
@@ -257,8 +264,11 @@ class EngineCore(LoadedRunner):
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
+            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns)
+            prefix = self.kept.prefix_cache(decider)
+            self.loading = LoadingIngress(self.grammars, prefix)
             self.loop = EngineLoop(
-                self.grammars,
+                self.loading,
                 decider,
                 self.runner,
                 sink,
@@ -266,9 +276,11 @@ class EngineCore(LoadedRunner):
                 record=self.trace if config.record else None,
                 fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
                 decided=decided,
-                prefix=make_prefix_cache(config, self.runner, decider.found, now_ns),
+                prefix=prefix,
             )
         except BaseException:
+            if (kept := getattr(self, "kept", None)) is not None:
+                kept.close()
             self.runner.close()  # the model is the caller's, as it was
             raise
 
@@ -282,7 +294,7 @@ class EngineCore(LoadedRunner):
         text = None if crash is None else crash_text(crash)
         open_ids = dict.fromkeys(open_requests)
         self.grammars.close()
-        left = (*self.loop.pending, *self.loop.ingress.drain(), *self.grammars.held)
+        left = (*self.loop.pending, *self.loop.ingress.drain(), *self.held)
         for item in left:
             if isinstance(item, Call):
                 item.answer(None, EngineClosedError("the engine was closed; make a new one"))
@@ -291,6 +303,12 @@ class EngineCore(LoadedRunner):
                 open_ids[item.request_id] = None
         for request_id in open_ids:
             self.loop.end(request_id, reason, text)
+        self.kept.close()
+
+    @property
+    def held(self) -> tuple[Submission, ...]:
+        """Requests that the loop does not know yet: of their grammar or KV something is missing."""
+        return *self.grammars.held, *self.loading.held
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far. Callable from any thread."""
@@ -312,12 +330,24 @@ class EngineCore(LoadedRunner):
         prefix = self.loop.prefix
         if prefix is None:
             return {"off": why_not(self.config, self.runner)}
-        return prefix.stats()
+        return prefix.stats() | self.kept.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget all kept KV. Called on the loop's thread."""
         if self.loop.prefix is not None:
             self.loop.prefix.reset()
+
+    def delete_kv(self, tag: bytes) -> int:
+        """Delete the kept KV of an owner or a salt. Called on the loop's thread."""
+        return 0 if self.loop.prefix is None else self.loop.prefix.delete(tag)
+
+    def settle_file(self) -> None:
+        """Wait until what was deleted is no more in the file. Callable from other threads.
+
+        Raises:
+            QllmError: It cannot be deleted there, or not in time.
+        """
+        self.kept.settle()
 
 
 def crash_text(crash: BaseException) -> str:

@@ -1,23 +1,12 @@
-"""The prefix cache of an engine: whether there is one, and how its pages are copied."""
-
-import math
-from collections.abc import Callable
-from typing import Any
+"""Whether an engine has a prefix cache, and how the pages of a runner are copied."""
 
 import torch
 from torch import Tensor
 
 from qllm.config import EngineConfig
-from qllm.engine.prefix import PrefixCache
 from qllm.errors import ConfigError
 from qllm.runner.runner import TorchRunner
-from qllm.scheduler.prefix import PageStore
-from qllm.types import NS_PER_S, RequestId
-
-COPY_BYTES_PER_MS = 4_000_000
-"""Nominal, for one thread: copies are cut by it as segments are by the costs of ops."""
-PAGE_SIZE = 64
-"""Tokens of a page, or a KV block if that is larger."""
+from qllm.types import RequestId
 
 
 class KvPages:
@@ -65,27 +54,3 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     if reason is not None and asked != "auto":
         raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {advice}")
     return reason
-
-
-def make_prefix_cache(
-    config: EngineConfig,
-    runner: TorchRunner,
-    found: Callable[[RequestId, int], None],
-    now_ns: Callable[[], int],
-) -> PrefixCache | None:
-    """The prefix cache of an engine, if it has one.
-
-    Raises:
-        ConfigError: See `why_not`.
-    """
-    if why_not(config, runner) is not None:
-        return None
-    page_size = max(PAGE_SIZE, config.block_size)
-    store = PageStore[Any](
-        config.prefix_cache_tokens // page_size, int(config.keep_ls_s * NS_PER_S)
-    )
-    decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
-    identity = repr((*decides, config.exactness, str(runner.parts.lm_head.weight.dtype), page_size))
-    segment_ms = config.max_segment_ms
-    copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * COPY_BYTES_PER_MS)
-    return PrefixCache(KvPages(runner), identity, store, page_size, found, now_ns, copy_bytes)

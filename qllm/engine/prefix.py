@@ -6,6 +6,9 @@ computed already. Pages of a hit are pinned when it is found, and copied when it
 first planned and has blocks: before that it costs no memory.
 
     arrival, eviction --> waits with `num_found_tokens` --> planned: blocks, copies --> computes
+
+Pages that lie in a file alone are loaded before their request arrives at the scheduler
+(`qllm.engine.coming`).
 """
 
 from collections import Counter
@@ -14,14 +17,21 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
+from qllm.engine.tier import FileTier, Load
 from qllm.errors import InvariantError
 from qllm.ingress import Submission
-from qllm.scheduler.prefix import Chain, Name, PageStore
+from qllm.scheduler.prefix import Chain, Name, PageStore, Tag, tag_of
 from qllm.scheduler.request import Request
-from qllm.types import Priority, RequestId
+from qllm.types import NS_PER_MS, NS_PER_S, Priority, RequestId
 
 MOST_SOUGHT = 32
 """Waiting requests of a class, the oldest, that look for new pages in a turn of the loop."""
+
+
+POLL_NS = 5 * NS_PER_MS
+"""How often an idle loop looks at pages on their way to or from the file."""
+TTL_NS = NS_PER_S // 10
+"""An idle loop looks for KV that is too old not more often."""
 
 
 class Keeper(Protocol):
@@ -51,6 +61,13 @@ class _User:
     """Pages found and not copied yet."""
     num_kept: int = 0
     """Pages of it that were offered to the store."""
+    is_deleted: bool = False
+    """Its owner had all kept KV deleted: nothing more of it is kept."""
+
+    def until_ns(self, now_ns: int) -> int:
+        """Until when it asks to keep pages that it uses now; 0 if it does not."""
+        ttl_s = self.submission.cache_ttl_s
+        return 0 if ttl_s is None else now_ns + int(ttl_s * NS_PER_S)
 
 
 class PrefixCache:
@@ -66,6 +83,8 @@ class PrefixCache:
         copy_bytes: Most bytes copied before an LS arrival is looked for; None is no limit. BE
             requests that wait find no more than this together, and of the pages of a step no more
             are kept at once.
+        tier: Pages in a file, or None.
+        ttl_ns: KV that nobody has used for so long is deleted; None keeps it.
     """
 
     def __init__(
@@ -77,11 +96,14 @@ class PrefixCache:
         found: Callable[[RequestId, int], None],
         now_ns: Callable[[], int],
         copy_bytes: int | None = None,
+        tier: FileTier | None = None,
+        ttl_ns: int | None = None,
     ) -> None:
-        self.store, self.page_size = store, page_size
+        self.store, self.page_size, self.tier = store, page_size, tier
+        self._ttl_ns = ttl_ns
         self._copy_bytes = copy_bytes
         self._runner, self._identity = runner, identity
-        self._found, self._now_ns = found, now_ns
+        self._found, self.now_ns = found, now_ns
         self._users: dict[RequestId, _User] = {}
         self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
         """Those that hold no KV and may read, LS and others, oldest first."""
@@ -99,14 +121,14 @@ class PrefixCache:
             return self.store.capacity
         return max(1, self._copy_bytes // self._page_bytes) if self._page_bytes else 1
 
-    def _chain(self, item: Submission, request: Request, ids: Sequence[int]) -> Chain:
-        regime = self._runner.kv_regime(request.num_prompt_tokens, request.num_tokens)
+    def _chain(self, item: Submission, ids: Sequence[int]) -> Chain:
+        regime = self._runner.kv_regime(item.num_prompt_tokens, len(ids))
         root = (self._identity.encode(), regime.encode(), item.cache_salt)
         return Chain(ids, self.page_size, root)
 
     def add(self, item: Submission, request: Request) -> None:
         """A request arrived; the scheduler knows it."""
-        chain = self._chain(item, request, item.token_ids)
+        chain = self._chain(item, item.token_ids)
         self._users[request.request_id] = _User(request, item, chain)
         self._wait(request.request_id)
 
@@ -115,7 +137,7 @@ class PrefixCache:
         user = self._users.get(request_id)
         if user is not None:
             self._unpin(user)
-            user.chain = self._chain(user.submission, user.request, user.chain.token_ids)
+            user.chain = self._chain(user.submission, user.chain.token_ids)
             user.num_kept = 0
             self._wait(request_id)
 
@@ -152,9 +174,7 @@ class PrefixCache:
 
     def _seek(self, user: _User) -> None:
         request = user.request
-        # a request with output owes two tokens or more: without KV nobody is decoding
-        owed = 1 if request.num_tokens == request.num_prompt_tokens else 2
-        names = user.chain.upto(max(0, request.num_tokens - owed))
+        names = _usable(user.chain, request.num_prompt_tokens)
         before = len(user.pinned)
         count = self.store.find(names, before)
         is_be = request.priority > Priority.LS
@@ -179,7 +199,11 @@ class PrefixCache:
             self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
         del waiting[request_id]
         self._unpin(user)
-        self.store.touch(names, user.request.priority, self._now_ns())
+        priority, now = user.request.priority, self.now_ns()
+        until = user.until_ns(now)
+        self.store.touch([name for name in names if name in self.store], priority, now, until)
+        if self.tier is not None:
+            self.tier.touch(names, priority, now, until)
         user.num_kept = len(names)
         counts = self.store.counts
         counts.queries += user.request.num_tokens
@@ -189,36 +213,126 @@ class PrefixCache:
     def keep(self, request_id: RequestId) -> None:
         """Keep the pages of a request that were committed just now."""
         user = self._users.get(request_id)
-        if user is None or user.request.num_computed_tokens // self.page_size <= user.num_kept:
+        if user is None or user.is_deleted:
             return
-        store, size, now = self.store, self.page_size, self._now_ns()
-        priority = user.request.priority
+        if user.request.num_computed_tokens // self.page_size <= user.num_kept:
+            return
+        store, tier, now = self.store, self.tier, self.now_ns()
+        priority, until = user.request.priority, user.until_ns(now)
         names = user.chain.upto(user.request.num_computed_tokens)
-        there = store.find(names)
-        store.touch(names[:there], priority, now)
-        store.pin(names[:there])
-        kept, ends = there, len(names)
-        for i in range(there, len(names)):
-            if self._num_copied_out >= self._most_pages:
-                ends = i  # the rest is kept after a later step
-                break
-            if not store.make_room(priority, now):
-                break
-            self._num_copied_out += 1
-            page = self._runner.copy_out(request_id, i * size, (i + 1) * size)
-            self._page_bytes = sum(getattr(part, "nbytes", 0) for part in page)
-            store.add(names[i], page, priority, now)
-            store.pin(names[i : i + 1])
-            kept = i + 1
-        store.unpin(names[:kept])
-        store.touch(names[:kept], priority, now)
-        user.num_kept = ends
+        here, user.num_kept = self._keep_pages(user, names, now)
+        store.unpin(here)
+        store.touch([name for name in here if name in store], priority, now, until)
+        if tier is not None:
+            for name in here:
+                tier.offer(name, priority <= Priority.LS)
+            tier.touch(names, priority, now, until)
+
+    def _keep_pages(self, user: _User, names: Sequence[Name], now: int) -> tuple[list[Name], int]:
+        """Keep pages of a request; return those that are here, pinned, and how many are done."""
+        here: list[Name] = []
+        for i, name in enumerate(names):
+            if name not in self.store:
+                if self._num_copied_out >= self._most_pages:
+                    return here, i  # the rest is kept after a later step
+                if not self._keep_page(user, i, name, now):
+                    tier = self.tier
+                    if tier is not None and name in tier.index:
+                        continue
+                    may_wait = tier is not None and tier.would_take(user.request.priority, now)
+                    return here, i if may_wait else len(names)
+                self._num_copied_out += 1
+            self.store.pin([name])
+            here.append(name)
+        return here, len(names)
+
+    def _keep_page(self, user: _User, i: int, name: Name, now: int) -> bool:
+        """Keep one page more of a request; False if there is no room for it."""
+        store, size, tier = self.store, self.page_size, self.tier
+        request, tag = user.request, tag_of(user.submission.cache_salt)
+        has_room = store.make_room(request.priority, now)
+        if not has_room and (tier is None or name in tier.index or not tier.has_room()):
+            return False
+        page = self._runner.copy_out(request.request_id, i * size, (i + 1) * size)
+        self._page_bytes = sum(getattr(part, "nbytes", 0) for part in page)
+        if has_room:
+            store.add(name, page, request.priority, now, tag, user.until_ns(now))
+        else:
+            assert tier is not None
+            store.lend(name, page, request.priority, now, tag)
+            tier.take_lent(name, request.priority <= Priority.LS)
+        return True
 
     def took(self, request_id: RequestId, token_id: int) -> None:
         """A request has one more token."""
         user = self._users.get(request_id)
         if user is not None:
             user.chain.token_ids.append(token_id)
+
+    # -- the file, and what is deleted
+
+    def turn(self) -> None:
+        """A turn of the loop begins: pages that were read are here, more go out, old ones go."""
+        now = self.now_ns()
+        if self.tier is not None:
+            users = self._users.values()
+            self.tier.disk.be_gentle(any(u.request.priority <= Priority.LS for u in users))
+            self.tier.turn(self.store, now)
+        if self._ttl_ns is not None:
+            before = now - self._ttl_ns
+            for name in self.store.unused_since(before):
+                self.store.drop(name)
+            if self.tier is not None:
+                self.tier.expire(before)
+
+    @property
+    def next_turn_ns(self) -> int | None:
+        """When a turn is due though nothing arrives; None if none is."""
+        now = self.now_ns()
+        if self.tier is not None and self.tier.is_busy:
+            return now + POLL_NS
+        if self._ttl_ns is None:
+            return None
+        stores = [self.store] if self.tier is None else [self.store, self.tier.index]
+        used = [ns for ns in (store.oldest_use_ns for store in stores) if ns is not None]
+        return max(now + TTL_NS, min(used) + self._ttl_ns) if used else None
+
+    def coming(self, item: Submission) -> Load | None:
+        """Start to load what a request will need of the file; None if it need not wait."""
+        if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
+            return None
+        names = _usable(self._chain(item, item.token_ids), item.num_prompt_tokens)
+        tag = tag_of(item.cache_salt)
+        return self.tier.load(names, self.store, item.priority, tag, self.now_ns())
+
+    def delete(self, tag: Tag) -> int:
+        """Delete the kept KV of an owner (16 bytes) or of one of its salts (32 bytes).
+
+        Requests in flight go on, and no more of their KV is kept. Returns the number of pages.
+        """
+        names = self._let_go(tag)
+        for user in self._users.values():
+            user.is_deleted |= tag_of(user.submission.cache_salt).startswith(tag)
+        return names
+
+    def _let_go(self, tag: Tag) -> int:
+        for request_id in chain.from_iterable(self._waiting):
+            user = self._users[request_id]
+            if user.pinned and tag_of(user.submission.cache_salt).startswith(tag):
+                self._unpin(user)
+                self._found(request_id, 0)
+        num_in_file = 0 if self.tier is None else self.tier.delete(tag, self.store)
+        names = self.store.tagged(tag)
+        for name in names:
+            self.store.drop(name)
+        return max(len(names), num_in_file)
+
+    def reset(self) -> None:
+        """Forget all pages; requests that found some and wait compute theirs."""
+        self._let_go(b"")
+        self.store.reset()
+        if self.tier is not None:
+            self.tier.erase_all()
 
     def stats(self) -> dict[str, int]:
         """Counts for statistics. Callable from any thread."""
@@ -233,15 +347,6 @@ class PrefixCache:
             "max_tokens": self.store.capacity * self.page_size,
         }
 
-    def reset(self) -> None:
-        """Forget all pages; requests that found some and wait compute theirs."""
-        for request_id in chain.from_iterable(self._waiting):
-            user = self._users[request_id]
-            if user.pinned:
-                self._unpin(user)
-                self._found(request_id, 0)
-        self.store.reset()
-
     def check(self) -> None:
         """Compare the store with its users (see `PageStore.check`).
 
@@ -252,4 +357,16 @@ class PrefixCache:
         found = sum(len(u.pinned) for u in users if u.request.priority > Priority.LS)
         if found != self._num_be_pages:
             raise InvariantError(f"BE requests found {found} pages, not {self._num_be_pages}")
-        self.store.check(dict(Counter(n for user in self._users.values() for n in user.pinned)))
+        pinned = chain.from_iterable(user.pinned for user in users)
+        if self.tier is not None:
+            self.tier.check()
+            pinned = chain(pinned, self.tier.pins())
+        self.store.check(dict(Counter(pinned)))
+
+
+def _usable(names: Chain, num_prompt_tokens: int) -> Sequence[Name]:
+    """The pages of all known tokens of a request without KV but those that it has to compute."""
+    # a request with output owes two tokens or more: without KV nobody is decoding
+    num_tokens = len(names.token_ids)
+    owed = 1 if num_tokens == num_prompt_tokens else 2
+    return names.upto(max(0, num_tokens - owed))

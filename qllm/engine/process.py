@@ -339,6 +339,9 @@ class EngineProcess:
     def _op_reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
+    def _op_delete_kv(self, tag: bytes) -> int:
+        return self.engine.delete_kv(tag)
+
     def _op_restore(self, path: str, first: RequestId) -> list[Restored]:
         return self.engine.restore(path, first)
 

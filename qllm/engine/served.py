@@ -165,6 +165,10 @@ class ServedEngine(ABC):
         """Forget all kept KV."""
         raise self._has_none("a prefix cache")
 
+    def delete_kv(self, tag: bytes) -> int:
+        """Delete the kept KV of an owner (16 bytes) or a salt of it (32); the number of pages."""
+        raise self._has_none("a prefix cache")
+
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         """Take over the requests of a checkpoint, which get the numbers from `first` on."""
         raise self._has_none("restore")
@@ -218,7 +222,7 @@ class LoopEngine(ServedEngine):
     def leave(self, number: int) -> None:
         def free() -> None:
             self._ingress.detach(number)
-            held = [item.request_id for item in self._core.grammars.held]
+            held = [item.request_id for item in self._core.held]
             for request_id in (*self._core.loop.live, *held):
                 if front_end_of(request_id) == number:
                     self._ingress.put(Cancel(request_id))
@@ -249,6 +253,12 @@ class LoopEngine(ServedEngine):
 
     def reset_prefix_cache(self) -> None:
         self.on_loop(self._core.reset_prefix_cache)
+        self._core.settle_file()
+
+    def delete_kv(self, tag: bytes) -> int:
+        count = int(self.on_loop(lambda: self._core.delete_kv(tag)))
+        self._core.settle_file()
+        return count
 
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         core, numbers = self._core, itertools.count(first)

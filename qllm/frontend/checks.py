@@ -136,17 +136,27 @@ def most_tokens(
     return int(max_tokens)
 
 
-def salt_digest(salt: str) -> bytes:
-    """What is sent of a `cache_salt`: 16 bytes; none of an empty one.
+def salt_digest(salt: str, owner: str = "") -> bytes:
+    """What is sent of a `cache_salt` and its owner: 16 bytes each; none if both are empty.
+
+    Raises:
+        InvalidRequestError: One is no text, or longer than 256 bytes.
+    """
+    parts = text_digest("cache_owner", owner), text_digest("cache_salt", salt)
+    return b"".join(parts) if salt or owner else b""
+
+
+def text_digest(name: str, text: str) -> bytes:
+    """The 16 bytes that stand for a text.
 
     Raises:
         InvalidRequestError: It is no text, or longer than 256 bytes.
     """
-    if not isinstance(salt, str):
-        raise InvalidRequestError(f"cache_salt={shown(salt)} must be text")
-    data = salt.encode("utf-8", "surrogatepass")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{name}={shown(text)} must be text")
+    data = text.encode("utf-8", "surrogatepass")
     if len(data) > MOST_SALT_BYTES:
         raise InvalidRequestError(
-            f"cache_salt has {len(data)} bytes; it may have at most {MOST_SALT_BYTES}"
+            f"{name} has {len(data)} bytes; it may have at most {MOST_SALT_BYTES}"
         )
-    return blake2b(data, digest_size=16).digest() if data else b""
+    return blake2b(data, digest_size=16).digest()

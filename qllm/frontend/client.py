@@ -169,6 +169,10 @@ class Client(ABC):
         """Forget all kept KV."""
 
     @abstractmethod
+    def delete_kv(self, tag: bytes) -> int:
+        """Delete the kept KV of an owner (16 bytes) or a salt of it (32); the number of pages."""
+
+    @abstractmethod
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         """Take over the requests of a checkpoint."""
 

@@ -282,6 +282,9 @@ class ProcessClient(RingClient):
     def reset_prefix_cache(self) -> None:
         self._ask("reset_prefix_cache")
 
+    def delete_kv(self, tag: bytes) -> int:
+        return int(self._ask("delete_kv", tag))
+
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         with self.admission_lock:  # the receiver waits with tokens of requests it does not know
             first = self.new_number()

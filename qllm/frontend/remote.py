@@ -262,6 +262,9 @@ class RemoteClient(RingClient):
     def reset_prefix_cache(self) -> None:
         self._refuse("reset_prefix_cache")
 
+    def delete_kv(self, tag: bytes) -> int:
+        self._refuse("delete_kv")
+
     def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
         self._refuse("restore")
 

@@ -180,6 +180,12 @@ class ThreadClient(Client):
 
     def reset_prefix_cache(self) -> None:
         self.call(self._core.reset_prefix_cache)
+        self._core.settle_file()
+
+    def delete_kv(self, tag: bytes) -> int:
+        count = int(self.call(lambda: self._core.delete_kv(tag)))
+        self._core.settle_file()
+        return count
 
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:

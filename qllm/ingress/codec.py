@@ -17,6 +17,7 @@ from qllm.ingress.protocol import Cancel, Submission
 from qllm.ingress.ring import Record
 from qllm.record.metrics import RequestMetrics, token_latencies
 from qllm.types import (
+    MAX_TIME_S,
     FinishReason,
     Logprobs,
     Priority,
@@ -31,6 +32,7 @@ _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
 _LENGTH = _CACHED
+_CACHE = struct.Struct(f"<{layout.SALT_BYTES}sd")
 _LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 _LIMITS += ("include_stop_str_in_output",)
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
@@ -82,8 +84,10 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
     flags = layout.IGNORE_EOS * sampling.ignore_eos
     if item.deadline_ns is not None:
         flags |= layout.HAS_DEADLINE
-    if item.cache_salt:
-        flags |= layout.HAS_SALT
+    cache = b""
+    if item.cache_salt or item.cache_ttl_s is not None:
+        flags |= layout.HAS_CACHE
+        cache = _CACHE.pack(item.cache_salt, _float(item.cache_ttl_s))
     if sampling.limits_tokens or sampling.include_stop_str_in_output:
         flags |= layout.HAS_LIMITS
     fixed = _REQUEST.pack(
@@ -121,7 +125,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         np.array(item.token_ids, "<u4"),
         np.array([len(stop) for stop in stops], "<u4"),
     )
-    text = (*(a.tobytes() for a in arrays), name, *stops, item.cache_salt)
+    text = (*(a.tobytes() for a in arrays), name, *stops, cache)
     return flags, b"".join((fixed, *text, _encode_limits(sampling)))
 
 
@@ -161,9 +165,9 @@ def decode_submission(record: Record) -> Submission:
         ValueError: The record is shorter than it says.
     """
     values = dict(zip(_FIELDS, _REQUEST.unpack_from(record.body), strict=True))
-    has_salt = bool(record.flags & layout.HAS_SALT)
-    need = _check_length(values, len(record.body) - layout.SALT_BYTES * has_salt)
-    salt = record.body[need : need + layout.SALT_BYTES] if has_salt else b""
+    num_cache = layout.CACHE_BYTES if record.flags & layout.HAS_CACHE else 0
+    need = _check_length(values, len(record.body) - num_cache)
+    salt, ttl_s = _CACHE.unpack_from(record.body, need) if num_cache else (b"", math.nan)
     arrays = _Arrays(record.body, _REQUEST.size)
     stop_ids = frozenset(arrays.take("<i8", values["num_stop_ids"]))
     stop_token_ids = tuple(arrays.take("<i8", values["num_stop_token_ids"]))
@@ -175,6 +179,8 @@ def decode_submission(record: Record) -> Submission:
     deadline_ns = values["deadline_ns"] if record.flags & layout.HAS_DEADLINE else None
     slo = Slo(_optional(values["slo_ttft_ms"]), _optional(values["slo_tpot_ms"]))
     wrong = wrong_number(priority, arrival_ns, deadline_ns, slo)
+    if num_cache and not math.isnan(ttl_s) and not 0 < ttl_s <= MAX_TIME_S:
+        wrong = wrong or f"cache_ttl_s={ttl_s} must be seconds in (0, {MAX_TIME_S}]"
     name, sampling = "", SamplingParams(seed=0)
     try:
         if values["top_k"] >> 63:
@@ -182,7 +188,7 @@ def decode_submission(record: Record) -> Submission:
         name = arrays.take_text(values["num_name_bytes"])
         limits = {}
         if record.flags & layout.HAS_LIMITS:
-            limits = _decode_limits(record.body, need + len(salt))
+            limits = _decode_limits(record.body, need + num_cache)
         sampling = SamplingParams(
             **{name: values[name] for name in _SAMPLING},
             **limits,
@@ -207,7 +213,8 @@ def decode_submission(record: Record) -> Submission:
         arrival_ns=arrival_ns if wrong is None else 0,
         deadline_ns=deadline_ns if wrong is None else None,
         num_output_tokens=values["num_output"],
-        cache_salt=salt,
+        cache_salt=salt if any(salt) else b"",
+        cache_ttl_s=_optional(ttl_s) if wrong is None else None,
         wrong=wrong,
     )
 

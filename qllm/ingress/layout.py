@@ -16,7 +16,7 @@ from qllm.types import MAX_TIME_MS, PRIORITY_LIMIT
 
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
-VERSION = 4
+VERSION = 5
 """Version of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
@@ -32,11 +32,11 @@ TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
 
 REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND = 1, 2, 3, 4, 5
 
-HAS_DEADLINE, IGNORE_EOS, HAS_SALT, HAS_LIMITS = 1, 2, 4, 8
-"""Flags of a request. With HAS_SALT, SALT_BYTES of `cache_salt` come behind its arrays. With
-HAS_LIMITS, u4 bytes and JSON come last: the fields of SamplingParams
-that have no place here."""
-SALT_BYTES = 16
+HAS_DEADLINE, IGNORE_EOS, HAS_CACHE, HAS_LIMITS = 1, 2, 4, 8
+"""Flags of a request. With HAS_CACHE, `cache_salt` (zeros if there is none) and the f8
+`cache_ttl_s` (NaN if there is none) come behind its arrays, CACHE_BYTES together. With HAS_LIMITS,
+u4 bytes and JSON come last: the fields of SamplingParams that have no place here."""
+SALT_BYTES, CACHE_BYTES = 32, 40
 REQUEST: Dtype = np.dtype(
     [
         ("header", HEADER),

@@ -36,7 +36,9 @@ class Submission:
     """The last of `token_ids` are output: an engine that is gone had produced them. They count
     towards `max_tokens`."""
     cache_salt: bytes = b""
-    """Digest of whose prefixes it shares; requests of other salts share none with it."""
+    """Digests of owner and salt, 16 bytes each, or nothing: whose prefixes it shares."""
+    cache_ttl_s: float | None = None
+    """How long its kept KV is not displaced after it used it."""
     wrong: str | None = None
     """Why it must end at once: its record held what no front end of ours writes."""
 

@@ -10,7 +10,7 @@ and a page can be lost at any time.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Generic, TypeVar
@@ -19,6 +19,9 @@ from qllm.errors import InvariantError
 from qllm.types import NS_PER_S, Priority
 
 Name = bytes
+Tag = bytes
+"""Whose KV it is: digests of the owner and of the salt, 16 bytes each."""
+_NOBODY = 2 * blake2b(b"", digest_size=16).digest()
 T = TypeVar("T")
 
 
@@ -28,6 +31,11 @@ def _digest(*parts: bytes) -> Name:
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.digest()
+
+
+def tag_of(cache_salt: bytes) -> Tag:
+    """Whose the KV of a request is; one without owner and salt has those of empty texts."""
+    return cache_salt or _NOBODY
 
 
 class Chain:
@@ -79,6 +87,9 @@ class _Page(Generic[T]):
     data: T
     is_ls: bool
     used_ns: int
+    tag: Tag = b""
+    until_ns: int = 0
+    """A request asked to keep it until then."""
     pins: int = 0
 
 
@@ -87,23 +98,29 @@ class PageStore(Generic[T]):
     """Kept pages by name: a bounded store, least recently used first, by class.
 
     BE work displaces pages of BE and pages that LS has not used for `keep_ls_ns`; LS work
-    displaces those first and then any. A pinned page stays.
+    displaces those first and then any. A pinned page stays, and so does one that a request asked
+    to keep, as long as those are at most half of the store.
 
     Args:
-        capacity: Most pages.
+        capacity: Most pages, beside those that `lend` added and that are pinned.
         keep_ls_ns: How long LS pages are safe from BE work, in nanoseconds.
+        gone: Called with the data of each page that leaves.
     """
 
     capacity: int
     keep_ls_ns: int = 600 * NS_PER_S
+    gone: Callable[[T], object] = lambda _: None
     counts: Counts = field(default_factory=Counts)
     generation: int = 0
     """Moves when a page is added."""
     _pages: dict[Name, _Page[T]] = field(default_factory=dict)
-    _orders: tuple[OrderedDict[Name, None], OrderedDict[Name, None]] = field(
-        default_factory=lambda: (OrderedDict(), OrderedDict())
+    _orders: tuple[OrderedDict[Name, None], ...] = field(
+        default_factory=lambda: (OrderedDict(), OrderedDict(), OrderedDict())
     )
-    """Names of BE pages and of LS pages, least recently used first, tails of chains first."""
+    """Names of BE pages, of LS pages, and of those that requests asked to keep; in each least
+    recently used first, tails of chains first."""
+    _next_release_ns: int = 0
+    """No page that a request asked to keep is free before."""
 
     def __len__(self) -> int:
         """Return the number of pages kept."""
@@ -124,58 +141,159 @@ class PageStore(Generic[T]):
         """The data of a kept page."""
         return self._pages[name].data
 
+    def is_ls(self, name: Name) -> bool:
+        """Whether an LS request has used a kept page."""
+        return self._pages[name].is_ls
+
+    def until_ns(self, name: Name) -> int:
+        """Until when requests asked to keep a page."""
+        return self._pages[name].until_ns
+
+    def tag(self, name: Name) -> Tag:
+        """Whose a kept page is."""
+        return self._pages[name].tag
+
     def pin(self, names: Sequence[Name]) -> None:
         """Keep pages, which are there, until `unpin`."""
         for name in names:
             self._pages[name].pins += 1
 
     def unpin(self, names: Sequence[Name]) -> None:
-        """Undo `pin`."""
+        """Undo `pin`; a page beyond the capacity goes with its last pin."""
         for name in names:
             page = self._pages[name]
             if not page.pins:
                 raise InvariantError("a page is unpinned that nobody pinned")
             page.pins -= 1
+            if not page.pins and len(self._pages) > self.capacity:
+                self._remove(name)
 
-    def touch(self, names: Sequence[Name], priority: int, now_ns: int) -> None:
-        """Note that a request of a class uses pages; the first page outlives those after it."""
+    def touch(self, names: Sequence[Name], priority: int, now_ns: int, until_ns: int = 0) -> None:
+        """Note that a request of a class uses pages; the first page outlives those after it.
+
+        Args:
+            names: Kept pages, the first of a prefix.
+            priority: Class of the request.
+            now_ns: The engine's clock.
+            until_ns: The request asks to keep them until then; 0 if it does not.
+        """
+        self._release(now_ns)
         for name in reversed(names):
             page = self._pages[name]
-            del self._orders[page.is_ls][name]
+            del self._order(page)[name]
             page.is_ls |= priority <= Priority.LS
             page.used_ns = now_ns
-            self._orders[page.is_ls][name] = None
+            self._hold(page, until_ns, now_ns)
+            self._order(page)[name] = None
 
     def make_room(self, priority: int, now_ns: int) -> bool:
         """Have room for one more page; False if this class may displace nothing."""
-        if len(self._pages) < self.capacity:
-            return True
-        victim = self._victim(priority <= Priority.LS, now_ns)
-        if victim is None:
-            self.counts.refused += 1
-            return False
-        self._remove(victim)
-        self.counts.evictions += 1
+        self._release(now_ns)
+        while len(self._pages) >= self.capacity:
+            victim = self._victim(priority <= Priority.LS, now_ns)
+            if victim is None:
+                self.counts.refused += 1
+                return False
+            self._remove(victim)
+            self.counts.evictions += 1
         return True
 
-    def add(self, name: Name, data: T, priority: int, now_ns: int) -> None:
+    def may_displace(self, priority: int, now_ns: int) -> bool:
+        """Whether work of this class may displace a page."""
+        return self._victim(priority <= Priority.LS, now_ns) is not None
+
+    def add(
+        self,
+        name: Name,
+        data: T,
+        priority: int,
+        now_ns: int,
+        tag: Tag = b"",
+        until_ns: int = 0,
+    ) -> None:
         """Keep a new page; there is room."""
-        if name in self._pages or len(self._pages) >= self.capacity:
-            raise InvariantError("a page is kept twice, or beyond the capacity")
-        is_ls = priority <= Priority.LS
-        self._pages[name] = _Page(data, is_ls, now_ns)
-        self._orders[is_ls][name] = None
+        if len(self._pages) >= self.capacity:
+            raise InvariantError("a page is kept beyond the capacity")
+        self._add(name, _Page(data, priority <= Priority.LS, now_ns, tag), until_ns, now_ns)
+
+    def lend(self, name: Name, data: T, priority: int, now_ns: int, tag: Tag = b"") -> None:
+        """Keep a new page whether there is room or not, pinned once."""
+        self._add(name, _Page(data, priority <= Priority.LS, now_ns, tag, pins=1), 0, now_ns)
+
+    def _add(self, name: Name, page: _Page[T], until_ns: int, now_ns: int) -> None:
+        if name in self._pages:
+            raise InvariantError("a page is kept twice")
+        self._hold(page, until_ns, now_ns)
+        self._pages[name] = page
+        self._order(page)[name] = None
         self.generation += 1
+
+    def drop(self, name: Name) -> None:
+        """Forget one page, which is not pinned."""
+        if self._pages[name].pins:
+            raise InvariantError("a page is dropped that is pinned")
+        self._remove(name)
 
     def reset(self) -> None:
         """Drop all pages, of which none is pinned."""
         self.check({})
-        self._pages.clear()
+        for name in list(self._pages):
+            self._remove(name)
+
+    def names(self) -> list[Name]:
+        """All kept pages."""
+        return list(self._pages)
+
+    def tagged(self, tag: Tag) -> list[Name]:
+        """The pages of an owner (16 bytes), or of one of its salts (32 bytes)."""
+        return [name for name, page in self._pages.items() if page.tag.startswith(tag)]
+
+    def unused_since(self, ns: int) -> list[Name]:
+        """The pages that nobody has pinned, or used since then."""
+        found: list[Name] = []
         for order in self._orders:
-            order.clear()
+            for name in order:
+                page = self._pages[name]
+                if page.used_ns > ns:
+                    break
+                if not page.pins:
+                    found.append(name)
+        return found
+
+    @property
+    def oldest_use_ns(self) -> int | None:
+        """When the page was used that nobody has used for the longest; None without pages."""
+        firsts = (next(iter(order), None) for order in self._orders)
+        return min((self._pages[n].used_ns for n in firsts if n is not None), default=None)
+
+    def _hold(self, page: _Page[T], until_ns: int, now_ns: int) -> None:
+        """Keep a page, which is in no order, for a request that asks, if there is room for that."""
+        num_held = len(self._orders[-1])
+        if until_ns > max(now_ns, page.until_ns) and num_held < self.capacity // 2:
+            page.until_ns = until_ns
+            self._next_release_ns = min(self._next_release_ns or until_ns, until_ns)
+
+    def _release(self, now_ns: int) -> None:
+        """Let go of pages that requests asked to keep until now."""
+        held = self._orders[-1]
+        if not held or now_ns < self._next_release_ns:
+            return
+        for name in [name for name in held if self._pages[name].until_ns <= now_ns]:
+            del held[name]
+            page = self._pages[name]
+            page.until_ns = 0
+            order = self._order(page)
+            order[name] = None
+        for order in self._orders[:-1]:
+            for name in sorted(order, key=lambda name: self._pages[name].used_ns):
+                order.move_to_end(name)
+        self._next_release_ns = min((self._pages[n].until_ns for n in held), default=0)
+
+    def _order(self, page: _Page[T]) -> OrderedDict[Name, None]:
+        return self._orders[2 if page.until_ns else page.is_ls]
 
     def _victim(self, for_ls: bool, now_ns: int) -> Name | None:
-        be, ls = (self._first_free(order) for order in self._orders)
+        be, ls = (self._first_free(order) for order in self._orders[:-1])
         is_stale = ls is not None and now_ns - self._pages[ls].used_ns >= self.keep_ls_ns
         if be is None:
             return ls if for_ls or is_stale else None
@@ -188,7 +306,8 @@ class PageStore(Generic[T]):
 
     def _remove(self, name: Name) -> None:
         page = self._pages.pop(name)
-        del self._orders[page.is_ls][name]
+        del self._order(page)[name]
+        self.gone(page.data)
 
     def check(self, pins: dict[Name, int]) -> None:
         """Compare with the pins of all requests.
@@ -197,8 +316,8 @@ class PageStore(Generic[T]):
             InvariantError: A page leaked, is in two places, or is pinned by nobody.
         """
         names = [name for order in self._orders for name in order]
-        if len(names) > self.capacity or sorted(names) != sorted(self._pages):
-            raise InvariantError(f"{len(names)} names of {len(self._pages)} pages are in order")
         held = {name: page.pins for name, page in self._pages.items() if page.pins}
+        if len(names) > self.capacity + len(held) or sorted(names) != sorted(self._pages):
+            raise InvariantError(f"{len(names)} names of {len(self._pages)} pages are in order")
         if held != pins:
             raise InvariantError(f"{len(held)} pages are pinned, requests pin {len(pins)}")

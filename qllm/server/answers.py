@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
@@ -274,9 +273,9 @@ def wanted_class(request: Request, by_body: Priority | None) -> Priority:
     return Priority[text.upper()]
 
 
-def salt_of(caller: str, salt: str) -> str:
-    """The engine's salt: no caller shares kept KV with another."""
-    return blake2b(f"{caller}\n{salt}".encode("utf-8", "surrogatepass")).hexdigest()
+def owner_of(caller: str) -> str:
+    """Whose the kept KV of a caller is: no caller shares it with another."""
+    return f"key {caller}"
 
 
 async def respond(request: Request, front: Front, writer: Writer, body: Any, ask: Ask) -> Response:
@@ -284,8 +283,8 @@ async def respond(request: Request, front: Front, writer: Writer, body: Any, ask
     wanted = wanted_class(request, body.asked_class())
 
     async def work() -> Response:
-        salt = salt_of(request.state.caller, ask.cache_salt)
-        answer = await front.open(replace(ask, cache_salt=salt), wanted)
+        owner = owner_of(request.state.caller)
+        answer = await front.open(replace(ask, cache_owner=owner), wanted)
         try:
             writer.serve(answer, body.service_tier)
             headers = {"x-request-id": writer.answer_id, **answer.served.headers()}

@@ -55,7 +55,10 @@ class Ask:
     truncate: int | None = None
     """Keep so many of the last tokens of each prompt."""
     cache_salt: str = ""
-    """Whose kept KV it shares."""
+    """Kept KV is shared between requests of one salt and one owner."""
+    cache_owner: str = ""
+    cache_ttl_s: float | None = None
+    """Keep its KV so long for the turns that follow."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
 
@@ -342,6 +345,8 @@ class Front:
                             timeout_s=ask.timeout_s,
                             request_id=f"{ask.answer_id}-{len(handles)}",
                             cache_salt=ask.cache_salt,
+                            cache_owner=ask.cache_owner,
+                            cache_ttl_s=ask.cache_ttl_s,
                         )
                     )
                     if ask.replay and self.back_in_s is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from qllm.types import MAX_TIME_MS, Priority, Slo, StructuredOutputs, check_text
+from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs, check_text
 
 from .calls import Choice, choice_of, grammar
 from .errors import ApiError
@@ -183,6 +183,8 @@ class Generation(Body):
     """vLLM; 0 or less is LS, more is BE."""
     cache_salt: str | None = Field(None, max_length=256)
     """vLLM; kept KV is shared only between requests of one salt and one API key."""
+    cache_ttl_s: float | None = Field(None, gt=0, le=MAX_TIME_S, allow_inf_nan=False)
+    """Ours; kept KV of this request is not displaced for so many seconds, for the next turns."""
     slo: Targets | None = None
     """Ours; by default the engine's `ls_slo`."""
 
@@ -442,6 +444,13 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class DeleteKvRequest(Body):
+    """`POST /delete_kv`."""
+
+    cache_salt: str | None = Field(None, max_length=256)
+    """Without it, every salt of the caller's key."""
 
 
 class DetokenizeRequest(Body):

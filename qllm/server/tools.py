@@ -4,15 +4,16 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from qllm.errors import InvalidRequestError
 from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.types import Priority
 
+from .answers import owner_of
 from .errors import RESPONSES
 from .front import Front
-from .protocol import DetokenizeRequest, TokenizeRequest
+from .protocol import DeleteKvRequest, DetokenizeRequest, TokenizeRequest
 
 MAX_TOKEN_ID = 2**31
 
@@ -88,5 +89,14 @@ def routes(front: Front) -> APIRouter:
             raise error
         await asyncio.to_thread(front.engine.reset_prefix_cache)
         return {"status": "ok"}
+
+    @router.post("/delete_kv", responses=RESPONSES)
+    async def delete_kv(request: Request, body: DeleteKvRequest) -> dict[str, Any]:
+        """Delete kept KV of the caller's API key: of one `cache_salt`, or all of it."""
+        if (error := front.unavailable()) is not None:
+            raise error
+        owner = owner_of(request.state.caller)
+        count = await asyncio.to_thread(front.engine.delete_kv, body.cache_salt, owner)
+        return {"status": "ok", "deleted_pages": count}
 
     return router

@@ -13,6 +13,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from qllm.errors import QllmError
 from qllm.types import Priority
 
 from . import chat, completions
-from .answers import Writer, complete, salt_of
+from .answers import Writer, complete, owner_of
 from .errors import ApiError, from_engine, parse
 from .front import Ask, Front
 from .protocol import Body, ChatRequest, CompletionRequest
@@ -282,7 +283,7 @@ class Worker:
         line, place = json.loads(text), (batch["id"], number)
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
-            status, body = 200, await self._ask(batch["endpoint"], line["body"], place)
+            status, body = 200, await self._ask(batch, line["body"], place)
         except ApiError as error:
             if error.status_code == 503:
                 if self._deaths[place] < MOST_DEATHS:
@@ -307,11 +308,13 @@ class Worker:
         self._deaths.pop(place, None)
 
     async def _ask(
-        self, endpoint: str, body: dict[str, Any], place: tuple[str, int]
+        self, batch: Row, body: dict[str, Any], place: tuple[str, int]
     ) -> dict[str, Any]:
+        endpoint, owner = batch["endpoint"], batch["owner"]
         ask, writer = prepare(self._front, endpoint, body)
+        salt = blake2b(f"{place[0]}\n{ask.cache_salt}".encode("utf-8", "surrogatepass")).hexdigest()
         ask = replace(
-            ask, cache_salt=salt_of(f"batch {place[0]}", ask.cache_salt), replay=False
+            ask, cache_owner=owner_of(owner), cache_salt=salt, replay=False
         )  # a line that an engine died under is asked alone
         while True:
             try:

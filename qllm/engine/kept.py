@@ -1,0 +1,195 @@
+"""The kept KV of an engine: its prefix cache, and the file and threads under it."""
+
+import math
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from qllm.config import EngineConfig
+from qllm.engine.grammars import Inbox
+from qllm.engine.kv_file import KvFile, Layout, Lock, num_slots_in, open_file
+from qllm.engine.kv_identity import layout_of, software
+from qllm.engine.mover import CLOSE_S, Mover
+from qllm.engine.pages import KvPages, why_not
+from qllm.engine.prefix import PrefixCache
+from qllm.engine.tier import FileTier, Kept
+from qllm.errors import ConfigError, QllmError
+from qllm.ingress import Call
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.prefix import PageStore
+from qllm.scheduler.scheduler import Scheduler
+from qllm.types import NS_PER_S, Priority
+
+COPY_BYTES_PER_MS = 4_000_000
+"""Nominal, for one thread: copies are cut by it as segments are by the costs of ops."""
+PAGE_SIZE = 64
+"""Tokens of a page, or a KV block if that is larger."""
+SETTLE_S = 60.0
+"""How long a caller waits for what was deleted to be gone from the file."""
+
+
+class KeptPages:
+    """Makes the prefix cache of an engine, and has the file and the threads under it.
+
+    Args:
+        config: Settings.
+        runner: Has the KV.
+        weights: Digest of the weights; only a file needs it.
+        ingress: Woken once an LS request has its pages.
+        now_ns: The engine's clock.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: TorchRunner,
+        weights: str,
+        ingress: Inbox,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._config, self._runner, self._now_ns = config, runner, now_ns
+        self._weights, self._ingress = weights, ingress
+        self._lock: Lock | None = None
+        self._file: KvFile | None = None
+        self.mover: Mover | None = None
+        self._tier: FileTier | None = None
+        self._store: PageStore[Any] | None = None
+
+    def prefix_cache(self, decider: Scheduler) -> PrefixCache | None:
+        """The prefix cache, if the engine has one.
+
+        Raises:
+            ConfigError: See `why_not`; or `kv_dir` cannot be used.
+        """
+        config, runner = self._config, self._runner
+        reason = why_not(config, runner)
+        if reason is not None:
+            if config.kv_dir is not None:
+                raise ConfigError(f"kv_dir={config.kv_dir!r} needs the prefix cache: {reason}")
+            return None
+        page_size = max(PAGE_SIZE, config.block_size)
+        keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
+        self._store = store = PageStore[Any](config.prefix_cache_tokens // page_size, keep_ls_ns)
+        decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
+        dtype = runner.parts.lm_head.weight.dtype
+        identity = repr((*decides, config.exactness, str(dtype), page_size))
+        segment_ms = config.max_segment_ms
+        copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * COPY_BYTES_PER_MS)
+        if config.kv_dir is not None:
+            layout = layout_of(runner, page_size)
+
+            def prefill_ns(num_pages: int) -> int:
+                return num_pages * page_size * decider.costs.prefill_token_ns
+
+            self._open(Path(config.kv_dir), layout, identity, keep_ls_ns, prefill_ns)
+        ttl_ns = None if config.kv_ttl_s is None else int(config.kv_ttl_s * NS_PER_S)
+        return PrefixCache(
+            KvPages(runner), identity, store, page_size, decider.found, self._now_ns,
+            copy_bytes, self._tier, ttl_ns,
+        )  # fmt: skip
+
+    def _open(
+        self,
+        folder: Path,
+        layout: Layout,
+        identity: str,
+        keep_ls_ns: int,
+        prefill_ns: Callable[[int], int],
+    ) -> None:
+        """Take the folder, open its file and start to move pages."""
+        config = self._config
+        num_slots = num_slots_in(int(config.kv_dir_gib * (1 << 30)), layout)
+        if not num_slots:
+            need = layout.num_bytes
+            raise ConfigError(f"kv_dir_gib={config.kv_dir_gib} has no room for a page of {need} B")
+        says = {
+            "model and settings": blake2b(identity.encode(), digest_size=16).hexdigest(),
+            "weights": self._weights,
+            "software": software(),
+        }
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = Lock(folder)
+            self._file = open_file(folder, layout, num_slots, says, config.kv_dir_reset)
+            entries = self._file.scan()
+        except OSError as error:
+            raise ConfigError(
+                f"kv_dir={str(folder)!r} cannot be used: {error}; give a folder on a disk with "
+                f"{config.kv_dir_gib} GiB of room (kv_dir_gib)"
+            ) from error
+        index = PageStore[Kept](num_slots, keep_ls_ns)
+        wall, now = time.time(), self._now_ns()
+        for entry in entries:
+            used_ns = now - max(0, int((wall - entry.used_s) * NS_PER_S))
+            until_ns = now + int((entry.until_s - wall) * NS_PER_S)
+            priority = Priority.LS if entry.is_ls else Priority.BE
+            kept = Kept(entry.slot, entry.checksum)
+            index.add(entry.name, kept, priority, used_ns, entry.tag, max(0, until_ns))
+        free = sorted(set(range(num_slots)) - {entry.slot for entry in entries}, reverse=True)
+        self.mover = Mover(self._file, self._wake, self._now_ns)
+        self._tier = FileTier(self.mover, index, free, layout.num_bytes, prefill_ns)
+
+    def _wake(self) -> None:
+        self._ingress.put(Call(_nothing, _ignore))
+
+    def stats(self) -> dict[str, Any]:
+        """What the file holds and did; nothing without one. Callable from any thread."""
+        tier, mover = self._tier, self.mover
+        if tier is None or mover is None or self._file is None:
+            return {}
+        counts, size = tier.counts, tier.page_bytes
+        return {
+            "file": {
+                "off": mover.failure,
+                "direct_io": self._file.blocks.is_direct,
+                "kept_pages": len(tier.index),
+                "max_pages": tier.index.capacity,
+                "kept_bytes": len(tier.index) * size,
+                "stored_bytes": counts.stored * size,
+                "loaded_bytes": counts.loaded * size,
+                "damaged_pages": counts.damaged,
+                "late_requests": counts.late,
+            }
+        }
+
+    def settle(self) -> None:
+        """Wait until what was deleted is no more in the file. Not for the engine's thread.
+
+        Raises:
+            QllmError: It cannot be deleted there, or not in time.
+        """
+        if self.mover is not None and not self.mover.settle(SETTLE_S):
+            why = self.mover.failure or f"the disk took longer than {SETTLE_S:g} s"
+            raise QllmError(
+                f"KV was deleted from RAM, but not from the file in {self._config.kv_dir!r}: "
+                f"{why}; end the engine and delete the file"
+            )
+
+    def _save_rest(self, mover: Mover) -> None:
+        """Let pages go out that are kept and not in the file yet."""
+        until = time.monotonic() + CLOSE_S
+        while (left := until - time.monotonic()) > 0 and mover.settle(left):
+            if self._tier is None or self._store is None or not self._tier.has_unsaved:
+                return
+            self._tier.turn(self._store, self._now_ns())
+
+    def close(self) -> None:
+        """Write what is left, for a while, and give the folder back. Twice is once."""
+        mover, self.mover = self.mover, None
+        if mover is not None:
+            self._save_rest(mover)
+            mover.close()
+        elif self._file is not None:
+            self._file.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _nothing() -> None:
+    """What the loop is asked for when it is only to look."""
+
+
+def _ignore(*_: object) -> None:
+    """Nobody waits for the answer."""

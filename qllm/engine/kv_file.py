@@ -1,0 +1,395 @@
+"""KV pages in one file: fixed slots, a directory of them, a header that says whose they are.
+
+    header 4 KiB | directory, 128 bytes per slot | slot 0 | slot 1 | ...
+
+A page is written before its entry, and an entry says the sum of its page: what a process leaves
+that dies at any byte is a page that is there, or one that is not. The file is of one engine at a
+time, which holds the lock beside it.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import time
+import weakref
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from qllm.errors import ConfigError
+
+BLOCK = 4096
+"""What is written is a multiple of it, and begins at one."""
+MAGIC = b"qllm-kv\x01"
+FILE, LOCK = "pages.kv", "lock"
+ENTRY = np.dtype(
+    [
+        ("name", "V16"),
+        ("tag", "V32"),
+        ("checksum", "<u4"),
+        ("is_ls", "<u4"),
+        ("used_s", "<f8"),
+        ("until_s", "<f8"),
+        ("reserved", "V52"),
+        ("crc", "<u4"),
+    ]
+)
+"""Times are of the wall clock. `crc` is the CRC-32 of the rest, starting with the slot's number."""
+_ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
+
+
+class Layout(NamedTuple):
+    """What a page is."""
+
+    k: tuple[int, ...]
+    """Shape of its keys: layers, heads, tokens, width."""
+    v: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a page."""
+        return (math.prod(self.k) + math.prod(self.v)) * self.dtype.itemsize
+
+
+class Entry(NamedTuple):
+    """A page of the file."""
+
+    slot: int
+    name: bytes
+    tag: bytes
+    checksum: int
+    is_ls: bool
+    used_s: float
+    until_s: float
+
+
+class Blocks:
+    """A file that is read and written in whole blocks, past the page cache where that is possible.
+
+    Args:
+        path: A file that exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR)
+        self.is_direct = self._go_direct()
+        """Whether the page cache is passed by; some file systems cannot."""
+        _OPEN.add(self)
+
+    def _go_direct(self) -> bool:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._fd, [mmap.mmap(-1, BLOCK)], 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+    def write(self, data: memoryview, at: int) -> None:
+        """Write blocks."""
+        while data:
+            count = os.pwritev(self._fd, [data], at)
+            data, at = data[count:], at + count
+
+    def read(self, data: memoryview, at: int) -> bool:
+        """Read blocks; whether all of them are there."""
+        while data:
+            count = os.preadv(self._fd, [data], at)
+            if not count:
+                return False
+            data, at = data[count:], at + count
+        return True
+
+    def erase(self, at: int, num_bytes: int) -> None:
+        """Have zeros in the place of what was there."""
+        how = _ZERO_RANGE | _KEEP_SIZE
+        if _fallocate(self._fd, how, ctypes.c_int64(at), ctypes.c_int64(num_bytes)):
+            zeros = memoryview(mmap.mmap(-1, num_bytes))
+            self.write(zeros, at)
+
+    def close(self) -> None:
+        """Close it; twice is once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Lock:
+    """The right to use a folder, until it is closed or its process ends.
+
+    Raises:
+        ConfigError: Another engine has it; names the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            pid = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise ConfigError(
+                f"kv_dir={str(folder)!r} is in use by process {pid}; give each engine a folder "
+                "of its own, or end that one"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Give it back; twice is once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class KvFile:
+    """The pages of one engine. One thread may read while another writes.
+
+    Args:
+        blocks: The file.
+        layout: Of a page.
+        num_slots: Most pages.
+    """
+
+    def __init__(self, blocks: Blocks, layout: Layout, num_slots: int) -> None:
+        self.blocks, self.layout, self.num_slots = blocks, layout, num_slots
+        self._slot_bytes = _whole(layout.num_bytes)
+        self._directory = mmap.mmap(-1, directory_bytes(num_slots))
+        self._entries = np.frombuffer(self._directory, ENTRY, num_slots)
+        self._out = mmap.mmap(-1, self._slot_bytes)
+
+    def _at(self, slot: int) -> int:
+        return BLOCK + len(self._directory) + slot * self._slot_bytes
+
+    def scan(self) -> list[Entry]:
+        """Read the directory: all pages that it names, those used last at the end."""
+        if not self.blocks.read(memoryview(self._directory), BLOCK):
+            return []
+        found: dict[bytes, Entry] = {}
+        for slot in np.flatnonzero(self._entries["crc"]).tolist():
+            entry = self._entry(slot)
+            if entry is not None and entry.name not in found:
+                found[entry.name] = entry
+        return sorted(found.values(), key=lambda entry: entry.used_s)
+
+    def _entry(self, slot: int) -> Entry | None:
+        row = self._entries[slot]
+        if _entry_crc(row.tobytes(), slot) != row["crc"]:
+            return None
+        return Entry(
+            slot,
+            row["name"].tobytes(),
+            row["tag"].tobytes(),
+            int(row["checksum"]),
+            bool(row["is_ls"]),
+            float(row["used_s"]),
+            float(row["until_s"]),
+        )
+
+    def write(
+        self, slot: int, name: bytes, page: Any, tag: bytes, is_ls: bool, until_s: float = 0.0
+    ) -> int:
+        """Write a page and then its entry; return its checksum.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        for part, view in zip(page, self._parts(self._out), strict=True):
+            view.copy_(part)
+        checksum = self._sum(self._out, name)
+        self.blocks.write(memoryview(self._out), self._at(slot))
+        row = np.zeros((), ENTRY)
+        row["name"], row["tag"] = np.void(name), np.void(tag.ljust(32, b"\0"))
+        row["checksum"], row["is_ls"] = checksum, is_ls
+        row["used_s"], row["until_s"] = time.time(), until_s
+        row["crc"] = _entry_crc(row.tobytes(), slot)
+        self._entries[slot] = row
+        self._write_entry(slot)
+        return checksum
+
+    def _write_entry(self, slot: int) -> None:
+        at = slot * ENTRY.itemsize // BLOCK * BLOCK
+        self.blocks.write(memoryview(self._directory)[at : at + BLOCK], BLOCK + at)
+
+    def read(self, slot: int, name: bytes, checksum: int) -> tuple[Any, ...] | None:
+        """Read a page; None if it is not there whole.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        memory = mmap.mmap(-1, self._slot_bytes)
+        if not self.blocks.read(memoryview(memory), self._at(slot)):
+            return None
+        return self._parts(memory) if self._sum(memory, name) == checksum else None
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """Leave nothing of pages: neither entries nor KV.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        for slot in slots:
+            self._entries[slot] = np.zeros((), ENTRY)
+        for slot in sorted({slot * ENTRY.itemsize // BLOCK * BLOCK for slot in slots}):
+            self._write_entry(slot // ENTRY.itemsize)
+        for slot in slots:
+            self.blocks.erase(self._at(slot), self._slot_bytes)
+
+    def _sum(self, memory: mmap.mmap, name: bytes) -> int:
+        return zlib.crc32(memoryview(memory)[: self.layout.num_bytes], zlib.crc32(name))
+
+    def _parts(self, memory: mmap.mmap) -> tuple[torch.Tensor, ...]:
+        """The keys and values that lie in a slot's memory."""
+        parts, at = [], 0
+        for shape in (self.layout.k, self.layout.v):
+            count = math.prod(shape)
+            flat = torch.frombuffer(memory, dtype=self.layout.dtype, count=count, offset=at)
+            parts.append(flat.view(shape))
+            at += flat.nbytes
+        return tuple(parts)
+
+    def close(self) -> None:
+        """Close it."""
+        self.blocks.close()
+
+
+def directory_bytes(num_slots: int) -> int:
+    """Bytes of the directory of so many slots."""
+    return _whole(num_slots * ENTRY.itemsize)
+
+
+def num_slots_in(num_bytes: int, layout: Layout) -> int:
+    """How many pages a file of so many bytes holds."""
+    room = num_bytes - 2 * BLOCK
+    return max(0, room // (_whole(layout.num_bytes) + ENTRY.itemsize))
+
+
+def open_file(
+    folder: Path,
+    layout: Layout,
+    num_slots: int,
+    identity: dict[str, Any],
+    reset: bool,
+    blocks: type[Blocks] = Blocks,
+) -> KvFile:
+    """Open the file of a folder, or make it. The caller holds the `Lock`.
+
+    Args:
+        folder: It exists.
+        layout: Of a page.
+        num_slots: Most pages.
+        identity: Everything that decides the bits of a page, by name.
+        reset: Replace a file that cannot be used.
+        blocks: How it is read and written.
+
+    Raises:
+        ConfigError: The file is another model's, damaged or of another size, and `reset` is False.
+        OSError: The file cannot be made or read.
+    """
+    path = folder / FILE
+    header = make_header(layout, num_slots, identity)
+    wrong = why_foreign(path, header) if path.exists() else None
+    if wrong is not None and not reset:
+        raise ConfigError(
+            f"the KV in kv_dir={str(folder)!r} cannot be used: {wrong}; give another folder, or "
+            "kv_dir_reset=True to replace it"
+        )
+    if wrong is not None or not path.exists():
+        size = BLOCK + directory_bytes(num_slots) + num_slots * _whole(layout.num_bytes)
+        _make(path, header, size)
+    return KvFile(blocks(path), layout, num_slots)
+
+
+def make_header(layout: Layout, num_slots: int, identity: dict[str, Any]) -> bytes:
+    """The first block of a file."""
+    says = {
+        **{name: str(value) for name, value in identity.items()},
+        "keys": str(layout.k),
+        "values": str(layout.v),
+        "dtype": str(layout.dtype),
+        "pages": str(num_slots),
+    }
+    text = json.dumps(says, sort_keys=True).encode()
+    body = MAGIC + len(text).to_bytes(4, "little") + text
+    if len(body) > BLOCK - 16:
+        raise ConfigError(f"the header of a KV file has {len(body)} bytes and {BLOCK - 16} fit")
+    body = body.ljust(BLOCK - 16, b"\0")
+    return body + blake2b(body, digest_size=16).digest()
+
+
+def why_foreign(path: Path, header: bytes) -> str | None:
+    """Say why a file is not one with this header; None if it is."""
+    with open(path, "rb") as file:
+        found = file.read(BLOCK)
+    if found == header:
+        return None
+    if len(found) < BLOCK or found[: len(MAGIC)] != MAGIC:
+        return "it is no file of KV pages, or one of another release"
+    if blake2b(found[:-16], digest_size=16).digest() != found[-16:]:
+        return "its header is damaged"
+    says, ours = _said(found), _said(header)
+    wrong = next((name for name in ours if says.get(name) != ours[name]), "version")
+    return f"its {wrong} is {says.get(wrong)!s:.60}, and here it is {ours.get(wrong)!s:.60}"
+
+
+def _said(header: bytes) -> dict[str, str]:
+    at = len(MAGIC) + 4
+    length = int.from_bytes(header[at - 4 : at], "little")
+    return dict(json.loads(header[at : at + length]))
+
+
+def _make(path: Path, header: bytes, size: int) -> None:
+    """Make a file with room for all pages; one that is not whole never has its name."""
+    new = path.with_suffix(".new")
+    with suppress(FileNotFoundError):
+        path.unlink()  # its room may be needed
+    with suppress(FileNotFoundError):
+        new.unlink()
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        os.pwrite(fd, header, 0)
+        os.fsync(fd)
+    except BaseException:
+        new.unlink()
+        raise
+    finally:
+        os.close(fd)
+    new.rename(path)
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+def _entry_crc(row: bytes, slot: int) -> int:
+    """Never 0, which is that of an entry of zeros."""
+    return zlib.crc32(row[:-4], zlib.crc32(slot.to_bytes(8, "little"))) or 1
+
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_OPEN: "weakref.WeakSet[Blocks | Lock]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """In a forked child: the lock and the file are the parent's."""
+    for held in list(_OPEN):
+        held.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

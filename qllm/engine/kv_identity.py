@@ -1,0 +1,50 @@
+"""What decides the bits of kept KV beside its tokens: what the header of a KV file says."""
+
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qllm import kernels
+from qllm.engine.kv_file import Layout
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.runner import TorchRunner
+
+
+def layout_of(runner: TorchRunner, page_size: int) -> Layout:
+    """What a page is where our kernels run every layer."""
+    driver = runner.backend.drivers[0]
+    assert isinstance(driver, NativeDriver)
+    assert driver.whole is not None
+    heads, key, value = driver.whole.slab
+    layers = len(runner.backend.drivers)
+    dtype = runner.parts.lm_head.weight.dtype
+    return Layout((layers, heads, page_size, key), (layers, heads, page_size, value), dtype)
+
+
+def software() -> str:
+    """What else decides bits: this package, its kernels, torch, and the machine's own."""
+    digest = blake2b(digest_size=16)
+    package = Path(kernels.__file__).parent
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".so", ".py"):
+            digest.update(path.read_bytes())
+    return (
+        f"qllm {version('qllm-runtime')}, kernels {digest.hexdigest()}, torch {torch.__version__}"
+    )
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Digest of every byte of a model's weights, as they lie in memory."""
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        sums = list(pool.map(_sum, model.parameters()))
+    return blake2b(repr(sums).encode(), digest_size=16).hexdigest()
+
+
+def _sum(weight: torch.Tensor) -> int:
+    flat = weight.detach().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)

@@ -1,0 +1,206 @@
+"""Moves KV pages between RAM and a file: one thread per direction, none of them the engine's."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from qllm.engine.kv_file import KvFile
+from qllm.engine.tier import Done, Kept, Read, Write
+from qllm.types import NS_PER_S
+
+SHARE, GENTLE_SHARE = 0.5, 0.1
+"""Part of the time that writing may take, without and with LS requests."""
+LOADS_FIRST_S = 0.05
+"""A page that is to be written waits at most so long for pages that are being read."""
+CLOSE_S = 5.0
+"""How long closing waits for a disk."""
+
+_log = logging.getLogger(__name__)
+
+
+class Mover:
+    """A `Disk` (`qllm.engine.tier`) over a file.
+
+    Args:
+        file: Closed by `close`.
+        wake: Called from the reading thread when an LS request has its pages.
+        now_ns: The engine's clock.
+    """
+
+    def __init__(self, file: KvFile, wake: Callable[[], None], now_ns: Callable[[], int]) -> None:
+        self.failure: str | None = None
+        self._file, self._wake, self._now_ns = file, wake, now_ns
+        self._lock = threading.Condition()
+        self._reads: tuple[deque[_Reading], ...] = (deque(), deque())
+        """LS and others."""
+        self._is_reading = False
+        self._writes: deque[Write | tuple[int, ...]] = deque()
+        """Pages to write, and slots to erase."""
+        self._is_writing = False
+        self._done: deque[Done] = deque()
+        self._share = SHARE
+        self._in_haste = self._closing = False
+        names = {"qllm-kv-read": self._serve_reads, "qllm-kv-write": self._serve_writes}
+        self._threads = [
+            threading.Thread(target=serve, name=name, daemon=True) for name, serve in names.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the engine's thread
+
+    def write(self, job: Write) -> None:
+        """Write a page, soon."""
+        with self._lock:
+            self._writes.append(job)
+            self._lock.notify_all()
+
+    def read(self, job: Read) -> None:
+        """Read pages, soon: LS first, before what is to be written."""
+        with self._lock:
+            self._reads[not job.is_ls].append(_Reading(job))
+            self._lock.notify_all()
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """Make pages unreadable, after what was asked for before."""
+        with self._lock:
+            self._writes.append(tuple(slots))
+            self._lock.notify_all()
+
+    def be_gentle(self, gentle: bool) -> None:
+        """Take a smaller share of the machine: LS requests are there."""
+        self._share = GENTLE_SHARE if gentle else SHARE
+
+    def done(self) -> list[Done]:
+        """What was done since the last call."""
+        found = []
+        while self._done:
+            found.append(self._done.popleft())
+        return found
+
+    # -- any thread
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until everything asked for is written and erased; False if time ran out."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._in_haste = True
+            self._lock.notify_all()
+            while (self._writes or self._is_writing) and self.failure is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._lock.wait(left):
+                    break
+            self._in_haste = False
+            return not (self._writes or self._is_writing)
+
+    def close(self) -> None:
+        """Move nothing more. A thread that a disk holds is left alone, with the file."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._file.close()
+
+    # -- its own threads
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            is_first, self.failure = self.failure is None, f"{type(error).__name__}: {error}"
+            self._lock.notify_all()
+        if is_first:
+            _log.warning("KV is kept in RAM alone from now on: its file failed (%s)", error)
+        self._wake()
+
+    def _serve_reads(self) -> None:
+        while (job := self._next_read()) is not None:
+            try:
+                self._read_one(job)
+            except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
+                self._fail(error)
+                return
+
+    def _next_read(self) -> "_Reading | None":
+        """The request whose next page is read now: the oldest, LS first."""
+        with self._lock:
+            self._is_reading = False
+            self._lock.notify_all()
+            while not (self._closing or any(self._reads)):
+                self._lock.wait()
+            if self._closing:
+                return None
+            self._is_reading = True
+            queue = self._reads[0] or self._reads[1]
+            job = queue[0]
+            if job.left <= 1:
+                queue.popleft()
+            return job
+
+    def _read_one(self, reading: "_Reading") -> None:
+        job = reading.job
+        if reading.left:
+            name, kept = job.pages[-reading.left]
+            reading.left -= 1
+            start = time.monotonic_ns()
+            page = self._file.read(kept.slot, name, kept.checksum)
+            elapsed = time.monotonic_ns() - start
+            self._done.append(Done(name, None, page, job.number, elapsed))
+        if not reading.left:
+            self._done.append(Done(b"", None, number=job.number))
+            if job.is_ls:
+                self._wake()
+
+    def _serve_writes(self) -> None:
+        while (job := self._next_write()) is not None:
+            start = time.monotonic()
+            try:
+                self._write_one(job)
+            except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
+                self._fail(error)
+                return
+            self._rest(time.monotonic() - start)
+
+    def _next_write(self) -> Write | tuple[int, ...] | None:
+        with self._lock:
+            self._is_writing = False
+            self._lock.notify_all()
+            while not self._writes and not self._closing:
+                self._lock.wait()
+            if self._is_reading or any(self._reads):
+                self._lock.wait_for(self._may_write, LOADS_FIRST_S)
+            if not self._writes or self._closing:
+                return None
+            self._is_writing = True
+            return self._writes.popleft()
+
+    def _may_write(self) -> bool:
+        return self._closing or self._in_haste or not (self._is_reading or any(self._reads))
+
+    def _write_one(self, job: Write | tuple[int, ...]) -> None:
+        if not isinstance(job, Write):
+            self._file.erase(job)
+            return
+        left_ns = job.until_ns - self._now_ns()
+        until_s = time.time() + left_ns / NS_PER_S if left_ns > 0 else 0.0
+        checksum = self._file.write(job.slot, job.name, job.page, job.tag, job.is_ls, until_s)
+        self._done.append(Done(job.name, Kept(job.slot, checksum)))
+
+    def _rest(self, busy_s: float) -> None:
+        """Leave the machine to others for a while."""
+        with self._lock:
+            self._is_writing = False
+            self._lock.notify_all()
+            rest_s = busy_s * (1 - self._share) / self._share
+            self._lock.wait_for(lambda: self._closing or self._in_haste, rest_s)
+
+
+class _Reading:
+    """Pages of one request, and how many are not read yet."""
+
+    __slots__ = ("job", "left")
+
+    def __init__(self, job: Read) -> None:
+        self.job, self.left = job, len(job.pages)
