@@ -3,7 +3,7 @@
     StructuredOutputs -> text of a grammar -> Matcher -> one bit per token
 
 A `Matcher` is a function of the tokens of the answer so far: it takes those that are new to it and
-begins again when it is given fewer. So a request that was evicted, restored from a checkpoint or
+begins again when it is given fewer, or others. So a request that was evicted, restored from a checkpoint or
 replayed by another engine has the state that its tokens say, and nothing has to be saved.
 
 What a grammar may cost is bounded: by llguidance's own counters, and where these do not reach by
@@ -14,13 +14,13 @@ The library is imported when it is needed: an engine runs without it, and refuse
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from copy import copy
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qllm.errors import InvalidRequestError
 from qllm.types import StructuredOutputs
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 MOST_GRAMMAR_CHARS = 32_768
 """Longest schema, regular expression, list of choices or grammar."""
-_FEW = 32
-"""Where fewer than one token in so many is allowed, the allowed ones are copied."""
 
 
 @lru_cache(maxsize=2)
@@ -160,60 +158,56 @@ class Matcher:
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._words = np.zeros((vocab_size + 31) // 32, np.uint32)
-        self._address = self._words.ctypes.data
+        self.words = np.zeros((vocab_size + 31) // 32, np.int32)
+        """After `allow`: token i may come next if bit i % 32 of word i // 32 is set."""
+        self._address = self.words.ctypes.data
         self._num_taken = 0
+        self._last: int | None = None
+        """The last token taken."""
+        self._wrong: str | None = None
+        """Why no token may come next."""
+        self._is_known = False
+        """Whether `words` and `_wrong` are of the tokens taken so far."""
+        self._ahead: Future[None] | None = None
 
-    @property
-    def error(self) -> str | None:
-        """What broke it: a token that it does not allow, or a limit."""
-        return (self._matcher.get_error() or "unknown") if self._matcher.is_error() else None
-
-    def follow(self, outputs: Sequence[int]) -> None:
-        """Come to where an answer is.
-
-        Args:
-            outputs: Its tokens so far; since the last call they only became more, or it began
-                again.
-        """
-        if len(outputs) < self._num_taken:
+    def _follow(self, outputs: Sequence[int]) -> None:
+        """Come to where an answer is; it grew since the last call, or began again."""
+        taken = self._num_taken
+        if len(outputs) < taken or (taken and outputs[taken - 1] != self._last):
             self._matcher.reset()
-            self._num_taken = 0
+            self._num_taken, self._is_known = 0, False
         if len(outputs) > self._num_taken:
             self._matcher.consume_tokens([int(i) for i in outputs[self._num_taken :]])
-            self._num_taken = len(outputs)
+            self._num_taken, self._is_known = len(outputs), False
+            self._last = int(outputs[-1])
 
-    def forbid(self, x_V: npt.NDArray[np.float64]) -> str | None:
-        """Set the logits of all tokens that may not come next to -inf.
+    def _look(self, outputs: Sequence[int]) -> None:
+        self._follow(outputs)
+        if self._is_known:
+            return
+        self._matcher.unsafe_compute_mask_ptr(self._address, self.words.nbytes)
+        error = self._matcher.get_error() if self._matcher.is_error() else None
+        self._wrong = None
+        if error is not None or not self.words.any():
+            text = error or "none is in the vocabulary"
+            self._wrong = f"its grammar allows no further token: {text}"
+        self._is_known = True
 
-        Args:
-            x_V: Logits; changed in place.
+    def allow(self, outputs: Sequence[int]) -> str | None:
+        """Set `words` to what may come behind the tokens of an answer so far.
 
         Returns:
             Why no token may come next; None if one may.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
-        num_allowed = int(np.bitwise_count(self._words).sum())
-        if (error := self.error) is not None or not num_allowed:
-            return f"its grammar allows no further token: {error or 'none is in the vocabulary'}"
-        if num_allowed * _FEW < self._vocab_size:
-            ids = _ids(self._words)
-            kept = x_V[ids]
-            x_V.fill(-np.inf)
-            x_V[ids] = kept
-        else:
-            np.invert(self._words, out=self._words)
-            bits = self._words.view(np.uint8)
-            forbidden_V = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-            x_V[np.flatnonzero(forbidden_V.view(np.bool_))] = -np.inf
-        return None
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+        self._look(outputs)
+        return self._wrong
 
+    def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
+        """Let a thread do what the next `allow` needs, if it is asked for these tokens.
 
-def _ids(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """The numbers of the bits that are set, which are few."""
-    at = np.flatnonzero(words)
-    bits = np.unpackbits(words[at].view(np.uint8), bitorder="little")
-    found = np.flatnonzero(bits.view(np.bool_))
-    ids: npt.NDArray[np.int64] = at[found >> 5] * 32 + (found & 31)
-    return ids
+        llguidance gives the interpreter's lock back: it runs beside the model's next pass.
+        """
+        self._ahead = builder.submit(self._look, tuple(outputs))

@@ -1,12 +1,15 @@
 """Which tokens a request may not produce next: a form, a list of ids, words, an end too soon."""
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from qllm.errors import InvariantError
 from qllm.grammar import Matcher, Vocabulary
+from qllm.kernels.cpu.masks import keep_allowed
 from qllm.types import SamplingParams
 
 Ids = npt.NDArray[np.int64]
@@ -34,7 +37,8 @@ class Limits:
         self._bad = vocabulary.split(sampling.bad_words)
         self._min_tokens = sampling.min_tokens
         ends = () if sampling.ignore_eos else vocabulary.eos_token_ids
-        self._ends = _ids(sorted({*ends, *sampling.stop_token_ids}))
+        self._end_ids = frozenset({*ends, *sampling.stop_token_ids})
+        self._ends = _ids(sorted(self._end_ids))
 
     def forbid(self, x_V: npt.NDArray[np.float64], outputs: Sequence[int]) -> str | None:
         """Set the logits of tokens that may not come next to -inf, in place.
@@ -50,9 +54,9 @@ class Limits:
             ValueError: An id is outside the vocabulary.
         """
         if self._matcher is not None:
-            self._matcher.follow(outputs)
-            if (why := self._matcher.forbid(x_V)) is not None:
+            if (why := self._matcher.allow(outputs)) is not None:
                 return why
+            keep_allowed(torch.from_numpy(x_V), torch.from_numpy(self._matcher.words))
             if len(outputs) >= self._min_tokens:
                 return None
         if self._allowed.size:
@@ -70,6 +74,16 @@ class Limits:
             if x_V.max() == -np.inf:  # nothing but an end may come
                 x_V[self._ends] = kept
         return None if x_V.max() > -np.inf else "its bad_words allow no further token"
+
+    def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
+        """Begin with what the next `forbid` needs, if `outputs` do not end the answer.
+
+        Args:
+            builder: Runs it on a thread.
+            outputs: The tokens of the answer, with the one that was chosen just now.
+        """
+        if self._matcher is not None and outputs[-1] not in self._end_ids:
+            self._matcher.go_ahead(builder, outputs)
 
 
 def _ids(ids: Sequence[int]) -> Ids:

@@ -25,6 +25,7 @@ order, and again after it was preempted.
 import math
 import secrets
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -205,6 +206,8 @@ class Sampler:
         """The model's; without it no request may have limits (`SamplingParams.limits_tokens`)."""
         self.built: dict[RequestId, Matcher] = {}
         """Grammars of requests that are to be added, built on another thread."""
+        self._builder: ThreadPoolExecutor | None = None
+        """Finds out beside the model's next pass what grammars allow; made for the first."""
 
     def add(
         self, request_id: RequestId, sampling: SamplingParams, prompt_ids: Sequence[int]
@@ -294,7 +297,15 @@ class Sampler:
             _check_ids(request_ids[b], request, len(x_V))
             found = _sample_row(request, x_V, positions[b], outputs[b])
             sampled.append(Sampled(request_ids[b], *found))
+        for request, token, before in zip(requests, sampled, outputs, strict=True):
+            if request.limits is not None and token.error is None:
+                request.limits.go_ahead(self._ahead(), (*before, token.token_id))
         return sampled
+
+    def _ahead(self) -> ThreadPoolExecutor:
+        if self._builder is None:
+            self._builder = ThreadPoolExecutor(1, "qllm-masks")
+        return self._builder
 
     def is_plain(self, request_id: RequestId) -> bool:
         """Whether a request's token is the argmax of its raw logits and nothing else is asked."""

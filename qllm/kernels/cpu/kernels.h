@@ -165,6 +165,8 @@ struct Kernels {
   // `first`; NaN is larger than any.
   void (*best)(float* peaks, int64_t* ids, const uint16_t* logits, int64_t rows, int64_t num,
                int64_t first);
+  // x [num] is -inf where bit i of `words` is 0
+  void (*mask)(double* x, const uint32_t* words, int64_t num);
 };
 
 extern const Kernels kPortable, kAmxEmulated;

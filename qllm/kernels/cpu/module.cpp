@@ -167,6 +167,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(combine),
     QLLM_KERNEL(add),
     QLLM_KERNEL(best),
+    QLLM_KERNEL(mask),
     QLLM_FUNCTION(sweep, &sweep, "See sweep.h."),
     QLLM_FUNCTION(head, &head, "See sweep.h."),
     {nullptr, nullptr, 0, nullptr},
