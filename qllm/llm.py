@@ -58,15 +58,7 @@ from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
 from qllm.plugins import load_policy, pickled_policy
 from qllm.record.trace import Trace
-from qllm.types import (
-    NS_PER_S,
-    Priority,
-    Prompt,
-    RequestId,
-    RequestStatus,
-    SamplingParams,
-    Slo,
-)
+from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
 
 PLACES = ("process", "thread")
 DEVICES = ("cpu", "cuda")
@@ -498,3 +490,7 @@ class QLLMEngine(Offline, KeptKv):
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
         return self._client.stats()
+
+    def watch(self, since: int = 0, whole: bool = True) -> dict[str, Any]:
+        """What the passes did after entry `since`, for a live page; see `qllm.engine.watch`."""
+        return self._client.watch(since, whole)

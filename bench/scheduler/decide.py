@@ -85,7 +85,7 @@ def decisions_ns(
     limits = replace(LIMITS, max_num_seqs=seats, max_step_tokens=2048, num_blocks=live * 160)
     shape = ModelShape(layers, 1, 1, (True,) * layers, 16384, 8192)  # experts cost no decision
     world = World(policy, limits, shape=shape, cuts=CUTS, scheduler=scheduler)
-    world.loop.record = None
+    world.loop.record, world.loop.listeners = None, ()
     decide, times, sticks, cores = world.scheduler.decide, list[int](), list[int](), list[int]()
     if scheduler is NativeScheduler:
         world.scheduler.native = Stopwatch(world.scheduler.native, cores)

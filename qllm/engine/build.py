@@ -16,6 +16,7 @@ from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.pages import why_not
 from qllm.engine.protocol import Sink
+from qllm.engine.watch import Watch
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
@@ -283,6 +284,7 @@ class EngineCore(LoadedRunner):
                 kept.close()
             self.runner.close()  # the model is the caller's, as it was
             raise
+        self._watch = Watch(self.loop, config, self.runner)
 
     def serve(self) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
@@ -325,6 +327,10 @@ class EngineCore(LoadedRunner):
                 "blocks_used": loop.scheduler.swap.num_used,
             },
         }
+
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        """What is new since an entry of the timeline (`Watch.look`). Callable from any thread."""
+        return self._watch.look(since, whole)
 
     def _prefix_stats(self) -> dict[str, Any]:
         prefix = self.loop.prefix

@@ -69,6 +69,10 @@ class EngineLoop:
         self.sink = sink
         self.now_ns = now_ns
         self.record = record
+        self.listeners: tuple[Callable[[trace.Event], object], ...] = (
+            () if record is None else (record.append,)
+        )
+        """Each is called with every event, on the loop's thread; replaced as a whole."""
         self.fallback = fallback
         self.decided = decided
         self.prefix = prefix
@@ -434,8 +438,8 @@ class EngineLoop:
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
 
     def _emit(self, event: trace.Event) -> RequestMetrics | None:
-        if self.record is not None:
-            self.record.append(event)
+        for listen in self.listeners:
+            listen(event)
         return self.metrics.feed(event)
 
     # -- what the outside may read

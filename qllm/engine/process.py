@@ -311,6 +311,8 @@ class EngineProcess:
             return {"now_ns": self._now_ns(), **said}
         if op == "stats":
             return trim_latencies(self._op_stats())
+        if op == "watch":
+            return self._op_watch(int(args[0]), bool(args[1]))
         if op == "statuses":
             return self._op_statuses([int(i) for i in args[0]])
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
@@ -322,6 +324,9 @@ class EngineProcess:
 
     def _op_stats(self) -> dict[str, Any]:
         return self.engine.stats()
+
+    def _op_watch(self, since: int, whole: bool) -> dict[str, Any]:
+        return self.engine.watch(since, whole)
 
     def _op_events(self, since: int) -> list[Event]:
         return self.engine.events(since)

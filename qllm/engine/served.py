@@ -153,6 +153,10 @@ class ServedEngine(ABC):
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far."""
 
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        """What is new since an entry of the timeline; empty where the loop emits no events."""
+        return {}
+
     def events(self, since: int) -> list[Event]:
         """Events of the trace from an index on."""
         return self.prepared.trace.events[since:]
@@ -246,6 +250,9 @@ class LoopEngine(ServedEngine):
 
     def stats(self) -> dict[str, Any]:
         return self._core.stats()
+
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        return self._core.watch(since, whole)
 
     def checkpoint(self, path: str) -> int:
         core = self._core

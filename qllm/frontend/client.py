@@ -151,6 +151,10 @@ class Client(ABC):
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far."""
 
+    @abstractmethod
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        """What is new since an entry of the timeline, see `QLLMEngine.watch`."""
+
     @property
     @abstractmethod
     def trace(self) -> Trace:

@@ -182,6 +182,9 @@ class RingClient(Client):
         ours = {"num_waiting": self.num_waiting, "ring_use": self._front_end.ring_use()}
         return {**self._ask("stats"), **ours}
 
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        return {**self._ask("watch", since, whole), "ring_use": self._front_end.ring_use()}
+
     def _leave(self) -> None:
         for handle in list(self.handles.values()):
             handle.cancel()

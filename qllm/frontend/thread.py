@@ -158,6 +158,10 @@ class ThreadClient(Client):
     def stats(self) -> dict[str, Any]:
         return {**self._core.stats(), "num_waiting": self.num_waiting}
 
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        self.raise_if_closed()
+        return self._core.watch(since, whole)
+
     def call(self, function: Callable[[], Any]) -> Any:
         self.raise_if_closed()
         done = threading.Event()

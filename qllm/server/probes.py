@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Set
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -27,12 +28,13 @@ class OpenRequest(NamedTuple):
     """Produced so far."""
 
 
-def open_requests(front: Front) -> list[OpenRequest]:
-    """All of them. Asks the engine, so call it off the event loop."""
+def open_requests(front: Front, but: Set[int] = frozenset()) -> list[OpenRequest]:
+    """All whose number is not in `but`. Asks the engine, so call it off the event loop."""
     rows = [
         (handle, answer.served.priority.name, num_tokens)
         for answer in list(front.answers)
         for handle, num_tokens in zip(answer.handles, answer.num_tokens, strict=True)
+        if handle.number not in but
     ]
     told = front.engine.statuses([handle for handle, *_ in rows])
     statuses = [

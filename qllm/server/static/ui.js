@@ -1,222 +1,339 @@
-"use strict";
+// The live page: takes the server's messages and shows them. No framework, no build step.
 
-const $ = (id) => document.getElementById(id);
-const history = [];
-let readAt = null; // expert bytes, and when
-let answering = null; // the AbortController of the answer being read
+import { Charts } from "./charts.js";
+import { $, call, cells, count, events, ms } from "./page.js";
+import { start as startTalk } from "./talk.js";
+import { Timeline, laneOf } from "./timeline.js";
 
-$("key").value = sessionStorage.getItem("qllm-key") || "";
+const LANES = ["LS", "BE"];
+const MAX_PREEMPTIONS = 60;
+const RATE_S = 2; // over which a rate is taken
+const WORDS = {
+  ls: ["LS", "latency-sensitive: a person waits for the answer"],
+  be: ["BE", "best-effort: a job that can wait"],
+  pass: ["pass", "one run through the layers of the model, for the rows of one step"],
+  layer: ["layer", "a pass does one layer after the other; between two of them, or between two experts of one, it may stop"],
+  preempt: ["to preempt", "to stop a pass at a boundary because a more urgent request has arrived"],
+  park: ["parked", "stopped at a boundary, its state kept; it goes on later with the same bits"],
+  latency: ["stopped in", "from the arrival of the urgent request to the pass being parked"],
+  ttft: ["TTFT", "time to first token, from arrival, queueing included"],
+  target: ["target", "the TTFT that the request asks for (slo), or that the server promises (ls_slo)"],
+  status: ["status", "waiting holds no KV yet; running takes part in passes; parked is in a pass that was stopped"],
+  stops: ["stops", "how often a pass with the request was preempted"],
+  kv: ["KV", "keys and values of the tokens so far, in blocks; a request waits until there are blocks for it"],
+  segment: ["longest segment", "the longest work between two boundaries so far: an arrival waits no longer for a stop"],
+  batch: ["batch", "a file of requests, one per line; each is served as BE"],
+};
 
-function headers(more) {
-  const key = $("key").value;
-  return { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...more };
+const timeline = new Timeline($("timeline"));
+const charts = new Charts(Object.fromEntries(["ttft", "rate", "queue", "kv"].map((name) => [name, $(`chart-${name}`)])));
+let engine = null; // which of the server's engines the numbers are of
+let samples = []; // [engine's ms, LS tokens, BE tokens, preemptions, expert bytes]
+let preemptions = []; // the latest first
+let firsts = new Map(); // TTFT by name of request, of those that preempted
+let isListStale = false;
+let whole = null; // the last message that listed the requests
+let kvFrac = 0;
+
+// -- small things
+
+function text(id, value) {
+  if ($(id).textContent !== value) $(id).textContent = value; // what stays is not painted again
 }
 
-async function call(path, options = {}) {
-  const answer = await fetch(path, { ...options, headers: headers(options.headers) });
-  if (answer.ok) return answer;
-  const body = await answer.json().catch(() => null);
-  throw new Error(body && body.error ? body.error.message : `HTTP ${answer.status}`);
+function state(kind, words) {
+  $("state").dataset.state = kind;
+  text("state", words);
+  timeline.isLive = kind === "live";
+  document.body.classList.toggle("is-down", kind !== "live");
 }
 
-// Yields the JSON of each server-sent event; EventSource cannot send a key.
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data !== "[DONE]") yield JSON.parse(data);
-    }
+function banner(head, words) {
+  $("banner").hidden = !head;
+  if (!head) return;
+  const bold = document.createElement("b");
+  bold.textContent = head;
+  if ($("banner").textContent !== head + words) $("banner").replaceChildren(bold, words);
+}
+
+function chip(id, label, value) {
+  if (!value || $(id).dataset.value === value) return;
+  $(id).dataset.value = value;
+  const bold = document.createElement("b");
+  bold.textContent = value;
+  $(id).replaceChildren(`${label} `, bold);
+  $(id).hidden = false;
+}
+
+function noRow(columns, words) {
+  const row = cells([words]);
+  row.className = "none";
+  row.cells[0].colSpan = columns;
+  return row;
+}
+
+// -- messages
+
+function take(message) {
+  chip("model", "model", message.model);
+  chip("policy", "policy", message.policy);
+  if (message.down !== undefined) { showDown(message); return; }
+  if (engine !== message.engine) {
+    engine = message.engine;
+    samples = [];
+    firsts = new Map();
+    timeline.clear();
+  }
+  banner("");
+  state("live", "live");
+  if (message.entries === undefined) {
+    text("timeline-empty", "This engine's loop runs on the device and keeps no record of its passes.");
+  } else {
+    timeline.take(message);
+    for (const entry of message.entries) takeEntry(entry, message.time_s - message.now_ms / 1000);
+    takeNumbers(message);
+  }
+  $("timeline-empty").hidden = timeline.hasWork;
+  if (message.counts) showWhole(message);
+}
+
+function takeEntry([what, at, ...rest], wallS) {
+  if (what === "first") {
+    const [lane, name, ttft] = rest;
+    charts.ttft(wallS + at / 1000, laneOf(lane), Math.max(ttft, 0.01));
+    firsts.set(name, ttft);
+    if (firsts.size > 500) firsts.delete(firsts.keys().next().value);
+    isListStale = true;
+  } else if (what === "preempted") {
+    const [latency, lane, layer, rows, names, of, name] = rest;
+    preemptions.unshift({ at, wallS: wallS + at / 1000, latency, lane, layer, rows, names, of, name, engine });
+    preemptions.length = Math.min(preemptions.length, MAX_PREEMPTIONS);
+    isListStale = true;
+  } else if (what === "held" && rest[3]) {
+    const [until, lane, layer] = rest;
+    const found = preemptions.find((p) => Math.abs(p.at - at) < 0.02 && p.lane === lane && p.layer === layer);
+    if (found) found.back = until - at;
+    isListStale = true;
   }
 }
 
-function row(cells, className) {
-  const tr = document.createElement("tr");
-  for (const cell of cells) {
-    const td = document.createElement("td");
-    if (cell instanceof Node) td.append(cell);
-    else td.textContent = cell;
-    tr.append(td);
+function takeNumbers(message) {
+  const { output_tokens: tokens } = message;
+  samples.push([message.now_ms, tokens.LS, tokens.BE, message.num_preemptions, message.expert_bytes]);
+  while (samples.length > 2 && samples[1][0] < message.now_ms - 1000 * RATE_S) samples.shift();
+  kvFrac = message.kv_blocks_used / message.kv_blocks;
+}
+
+// Per second, of the sample's number `i`.
+function rate(i) {
+  const of = samples.filter((sample) => sample[i] !== undefined);
+  if (of.length < 2) return 0;
+  const [first, last] = [of[0], of[of.length - 1]];
+  return Math.max(0, (1000 * (last[i] - first[i])) / Math.max(1, last[0] - first[0]));
+}
+
+const perSecond = (value) => (value >= 100 ? value.toFixed(0) : value.toFixed(value >= 10 || value === 0 ? 0 : 1));
+
+// -- once a second
+
+function showWhole(message) {
+  whole = message;
+  const sum = { waiting: 0, running: 0, parked: 0 };
+  for (const lane of LANES) {
+    const counts = message.counts[lane];
+    for (const name of Object.keys(sum)) sum[name] += counts[name];
+    const said = Object.entries(counts).filter(([, n]) => n).map(([name, n]) => `${n} ${name}`);
+    text(`count-${lane}`, said.join(", ") || "no requests");
+    const ttft = message.ttft_ms[lane];
+    text(`ttft-${lane}`, ttft ? ms(ttft.p50) : "–");
+    text(`ttft-${lane}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}; last ${ttft.of}` : "nothing measured yet");
+    text(`rate-${lane}`, perSecond(rate(LANES.indexOf(lane) + 1)));
   }
-  if (className) tr.className = className;
-  return tr;
+  if (message.entries !== undefined) showEngine(message);
+  charts.point([message.time_s, rate(1), rate(2), sum.waiting, sum.running, sum.parked, 100 * kvFrac]);
+  text("chart-rate-now", LANES.map((lane, i) => `${lane} ${perSecond(rate(i + 1))}`).join(", "));
+  text("chart-queue-now", `${sum.waiting} waiting, ${sum.running} running, ${sum.parked} parked`);
+  text("chart-kv-now", `${(100 * kvFrac).toFixed(0)} %`);
+  const [ls, be] = LANES.map((lane) => message.ttft_ms[lane]);
+  text("chart-ttft-now", [ls && `LS ${ms(ls.p50)}`, be && `BE ${ms(be.p50)}`].filter(Boolean).join(", "));
+  showRequests(message);
+  if (isListStale) showPreemptions();
 }
 
-// -- what happens now
-
-const ms = (value) => (value === undefined || value === null ? "-" : value.toFixed(1));
-
-function show(now) {
-  $("model").textContent = now.model;
-  $("policy").textContent = now.policy;
-  $("kv").value = now.kv_frac;
-  $("kv-text").textContent = `${(100 * now.kv_frac).toFixed(0)} %`;
-  $("segment").textContent = `${ms(now.longest_segment_ms)} ms`;
-  const rings = Object.entries(now.ring_use).map(([n, use]) => `${n} ${(100 * use).toFixed(1)} %`);
-  $("rings").textContent = rings.join(", ") || "-";
-  const grown = readAt === null ? 0 : Math.max(0, now.expert_bytes - readAt.bytes);
-  const seconds = readAt === null ? 1 : now.time_s - readAt.time_s;
-  $("experts").textContent = `${(grown / seconds / 1e9).toFixed(2)} GB/s`;
-  readAt = { bytes: now.expert_bytes, time_s: now.time_s };
-  $("frames").replaceChildren(...now.frames.map((f) =>
-    row([f.state, `${f.layer} of ${f.num_layers}`, f.op, f.op === "EXPERTS" ? f.units_done : "",
-      f.rows, f.tokens], f.state)));
-  for (const [name, found] of Object.entries(now.classes)) {
-    const cells = $(name).querySelectorAll("td");
-    const ttft = found.ttft_ms || {};
-    [found.waiting, found.running, found.parked, ms(ttft.p50), ms(ttft.p90), ms(ttft.p99)].forEach(
-      (value, i) => { cells[i].textContent = value; });
-  }
-  $("requests").replaceChildren(...now.requests.map((r) =>
-    row([r.id, r.class, r.status, r.prompt_tokens, r.output_tokens], r.class)));
-  $("num-preemptions").textContent = now.preemptions.total;
-  const at = new Date(1000 * now.time_s).toLocaleTimeString();
-  for (const latency of now.preemptions.new_ms) {
-    const item = document.createElement("li");
-    item.textContent = `${at}  a pass was parked ${latency.toFixed(2)} ms after the arrival`;
-    $("preemption-list").prepend(item);
-  }
-  while ($("preemption-list").children.length > 100) $("preemption-list").lastChild.remove();
+function showEngine(message) {
+  text("kv-now", `${(100 * kvFrac).toFixed(0)} %`);
+  text("kv-more", `${message.kv_blocks_used.toLocaleString("en")} of ${count(message.kv_blocks, "block")}`);
+  text("preempt-rate", perSecond(rate(3)));
+  text("preempt-total", message.num_preemptions ? `${message.num_preemptions.toLocaleString("en")} in all` : "none so far");
+  const bytes = rate(4);
+  const rings = Object.entries(message.ring_use || {}).map(([lane, use]) => `${lane} ${(100 * use).toFixed(0)} %`);
+  const facts = [`longest segment ${ms(message.longest_segment_ms)}`];
+  if (bytes) facts.push(`experts read ${(bytes / 1e9).toFixed(2)} GB/s`);
+  if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
+  text("engine-more", facts.join(" · "));
 }
 
-async function watch() {
-  for (;;) {
-    let again = 1000;
-    try {
-      const answer = await call("/ui/events");
-      $("state").textContent = "live";
-      for await (const now of events(answer)) show(now);
-      $("state").textContent = "the server has ended the stream; trying again";
-    } catch (error) {
-      $("state").textContent = error.message;
-      again = 3000;
-    }
-    await new Promise((resume) => { setTimeout(resume, again); });
-  }
-}
-
-// -- chat
-
-function say(className, text) {
-  const p = document.createElement("p");
-  p.className = className;
-  p.textContent = text;
-  $("talk").append(p);
-  $("talk").scrollTop = $("talk").scrollHeight;
-  return p;
-}
-
-async function ask(text) {
-  history.push({ role: "user", content: text });
-  say("user", text);
-  const p = say("assistant", "");
-  answering = new AbortController();
-  $("stop").disabled = false;
-  const start = performance.now();
-  let first = null;
-  let tier = "";
-  try {
-    const answer = await call("/v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ messages: history, stream: true, service_tier: $("tier").value }),
-      signal: answering.signal,
-    });
-    tier = answer.headers.get("x-qllm-priority");
-    for await (const chunk of events(answer)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      const delta = chunk.choices[0] && chunk.choices[0].delta.content;
-      if (delta && first === null) first = performance.now() - start;
-      if (delta) p.textContent += delta;
-      $("talk").scrollTop = $("talk").scrollHeight;
-    }
-    say("note", `${tier}, first text after ${ms(first)} ms`);
-  } catch (error) {
-    say("note", error.name === "AbortError" ? "stopped" : error.message);
-  }
-  history.push({ role: "assistant", content: p.textContent });
-  answering = null;
-  $("stop").disabled = true;
-}
-
-$("ask").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = $("text").value.trim();
-  if (!text || answering) return;
-  $("text").value = "";
-  ask(text);
-});
-$("stop").addEventListener("click", () => answering && answering.abort());
-$("key").addEventListener("change", () => sessionStorage.setItem("qllm-key", $("key").value));
-
-// -- batches
-
-async function save(fileId) {
-  const blob = await (await call(`/v1/files/${fileId}/content`)).blob();
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(blob);
-  link.download = `${fileId}.jsonl`;
-  link.click();
-  URL.revokeObjectURL(link.href);
-}
-
-function button(text, action) {
-  const made = document.createElement("button");
-  made.type = "button";
-  made.textContent = text;
-  made.addEventListener("click", () =>
-    action().then(showBatches, (error) => { $("upload-state").textContent = error.message; }));
+function target(row) {
+  const made = document.createElement("span");
+  if (!row.ttft_target_ms) { made.textContent = "–"; return made; }
+  const reached = row.ttft_ms ?? row.age_ms;
+  const isLate = reached > row.ttft_target_ms;
+  made.textContent = `${ms(row.ttft_target_ms)} ${isLate ? "missed" : row.ttft_ms === null ? "" : "met"}`;
+  made.className = isLate ? "bad" : row.ttft_ms === null ? "" : "good";
   return made;
 }
 
-function actions(batch) {
-  const span = document.createElement("span");
-  if (batch.output_file_id) span.append(button("output", () => save(batch.output_file_id)));
-  if (batch.error_file_id) span.append(button("errors", () => save(batch.error_file_id)));
-  if (["validating", "in_progress"].includes(batch.status)) {
-    span.append(button("cancel", () => call(`/v1/batches/${batch.id}/cancel`, { method: "POST" })));
+function requestRow(r) {
+  const out = r.output_tokens || (r.computed_tokens && r.computed_tokens < r.prompt_tokens ? `${Math.floor((100 * r.computed_tokens) / r.prompt_tokens)} % read` : 0);
+  const row = cells([r.name, r.class, r.status, ms(r.age_ms), ms(r.ttft_ms), target(r), r.prompt_tokens, out, r.preemptions ?? "–"]);
+  row.cells[0].className = "name";
+  row.cells[0].title = r.name;
+  row.cells[1].className = `${laneOf(r.class)}-ink`;
+  return row;
+}
+
+function showRequests(message) {
+  const total = Object.values(message.counts).flatMap(Object.values).reduce((a, b) => a + b, 0);
+  text("requests-more", total > message.requests.length ? `${message.requests.length} of ${total}` : total ? String(total) : "");
+  if (!message.requests.length) {
+    if (!$("requests").querySelector(".none")) $("requests").replaceChildren(noRow(9, "No open requests."));
+    return;
   }
-  return span;
+  $("requests").replaceChildren(...message.requests.map(requestRow));
 }
 
-async function showBatches() {
-  try {
-    const { data } = await (await call("/v1/batches?limit=10")).json();
-    $("batches").replaceChildren(...data.map((b) => row([b.id, b.status, b.request_counts.total,
-      b.request_counts.completed, b.request_counts.failed, actions(b)])));
-  } catch (error) {
-    $("upload-state").textContent = error.message;
+function place(p) {
+  return `${p.lane} ${Number.isInteger(p.layer) ? "before" : "in"} layer ${Math.floor(p.layer)}`;
+}
+
+function preemptionRow(p) {
+  const at = document.createElement("button");
+  at.type = "button";
+  at.className = "link";
+  at.textContent = new Date(1000 * p.wallS).toLocaleTimeString([], { hour12: false });
+  at.setAttribute("aria-label", `Show ${at.textContent} in the timeline`);
+  at.addEventListener("click", () => { span(1000); hold(true); timeline.show(p.at); $("timeline-section").scrollIntoView({ block: "nearest" }); });
+  const names = p.names.join(", ") + (p.rows > p.names.length && p.names.length ? ` and ${p.rows - p.names.length} more` : "");
+  const row = cells([at, place(p), p.name || "–", ms(p.latency), ms(firsts.get(p.name)), p.back === undefined ? "parked" : ms(p.back)]);
+  row.cells[1].className = `${p.lane}-ink`;
+  row.cells[1].title = names;
+  row.cells[2].className = "name";
+  row.cells[2].title = p.name ? `${p.of} ${p.name}` : "";
+  return row;
+}
+
+function showPreemptions() {
+  if ($("preemptions").contains(document.activeElement)) return; // the keyboard is in it
+  isListStale = false;
+  const of = preemptions.filter((p) => p.engine === engine);
+  if (of.length) $("preemptions").replaceChildren(...of.map(preemptionRow));
+}
+
+// -- an engine that is gone, a server that is gone
+
+function showDown(message) {
+  state("down", "stopped");
+  const back = message.back_in_s ? ` It is expected back in ${count(message.back_in_s, "second")}.` : "";
+  const open = message.num_open ? ` ${count(message.num_open, "request")} wait for it.` : "";
+  banner("The engine has stopped.", `${message.down}.${back}${open}`);
+}
+
+async function watch() {
+  let since = 0;
+  for (;;) {
+    let againMs = 1000;
+    if (document.hidden) await new Promise((resume) => { document.addEventListener("visibilitychange", resume, { once: true }); });
+    const stop = new AbortController();
+    const leave = () => { if (document.hidden) stop.abort(); }; // a page that nobody sees asks for nothing
+    document.addEventListener("visibilitychange", leave);
+    try {
+      const answer = await call(`/ui/events?since=${since}`, { signal: stop.signal });
+      for await (const { id, data } of events(answer)) {
+        since = id || since;
+        take(data);
+      }
+      state("down", "the server has ended the stream");
+    } catch (error) {
+      if (error.name === "AbortError") againMs = 0;
+      else {
+        againMs = 3000;
+        state("down", error.status === 401 ? "needs a key" : "not connected");
+        if (error.status === 401) banner("This server needs an API key.", " Type one at the top of the page.");
+        else banner("No news.", ` ${error.message}; trying again.`);
+      }
+    }
+    document.removeEventListener("visibilitychange", leave);
+    await new Promise((resume) => { setTimeout(resume, againMs); wake = resume; });
   }
 }
 
-async function upload(file) {
-  const form = new FormData();
-  form.append("purpose", "batch");
-  form.append("file", file);
-  const { id } = await (await call("/v1/files", { method: "POST", body: form })).json();
-  const [line] = (await file.slice(0, 1 << 20).text()).split("\n", 1);
-  let endpoint = "/v1/chat/completions";
-  try { endpoint = JSON.parse(line).url || endpoint; } catch { /* the server says what is wrong */ }
-  await call("/v1/batches", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ input_file_id: id, endpoint, completion_window: "24h" }),
-  });
+let wake = () => {};
+
+// -- controls
+
+function span(widthMs) {
+  timeline.spanMs = widthMs;
+  timeline.isDirty = true;
+  for (const button of document.querySelectorAll("[data-span]")) button.setAttribute("aria-pressed", String(Number(button.dataset.span) === widthMs));
 }
 
-$("upload").addEventListener("submit", (event) => {
-  event.preventDefault();
-  $("upload-state").textContent = "uploading";
-  upload($("file").files[0]).then(
-    () => { $("upload-state").textContent = "started"; showBatches(); },
-    (error) => { $("upload-state").textContent = error.message; });
+function hold(isHeld) {
+  timeline.hold(isHeld ? timeline.edgeMs : null);
+  $("hold").setAttribute("aria-pressed", String(isHeld));
+  $("hold").textContent = isHeld ? "Go on" : "Hold";
+}
+
+const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+
+function theme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  localStorage.setItem("qllm-theme", name);
+  $("theme").textContent = THEMES[name];
+  $("theme").dataset.name = name;
+  $("theme").setAttribute("aria-label", `Theme: ${name === "auto" ? "as the system" : name}`);
+  timeline.restyle();
+  charts.make();
+}
+
+function tip(word) {
+  const box = $("tip");
+  if (!word) { box.hidden = true; return; }
+  box.textContent = WORDS[word.dataset.word][1];
+  box.hidden = false;
+  const at = word.getBoundingClientRect();
+  const left = Math.min(at.left, innerWidth - box.offsetWidth - 12);
+  box.style.left = `${Math.max(8, left) + scrollX}px`;
+  box.style.top = `${at.bottom + 6 + scrollY}px`;
+}
+
+function startWords() {
+  for (const word of document.querySelectorAll("dfn")) {
+    word.tabIndex = 0;
+    word.setAttribute("aria-describedby", "tip");
+    for (const on of ["mouseenter", "focus"]) word.addEventListener(on, () => tip(word));
+    for (const off of ["mouseleave", "blur"]) word.addEventListener(off, () => tip(null));
+  }
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip(null); });
+  for (const [name, meaning] of Object.values(WORDS)) {
+    const [term, words] = [document.createElement("dt"), document.createElement("dd")];
+    term.textContent = name;
+    words.textContent = meaning;
+    $("words").append(term, words);
+  }
+}
+
+$("key").value = sessionStorage.getItem("qllm-key") || "";
+$("key").addEventListener("change", () => { sessionStorage.setItem("qllm-key", $("key").value); wake(); });
+for (const button of document.querySelectorAll("[data-span]")) button.addEventListener("click", () => span(Number(button.dataset.span)));
+$("hold").addEventListener("click", () => hold(timeline.heldAt === null));
+$("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  theme(names[(names.indexOf($("theme").dataset.name) + 1) % names.length]);
 });
-
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme($("theme").dataset.name));
+theme(localStorage.getItem("qllm-theme") in THEMES ? localStorage.getItem("qllm-theme") : "auto");
+setInterval(() => text("timeline-now", timeline.hasWork ? timeline.text() : ""), 5000);
+startWords();
+startTalk();
 watch();
-showBatches();
-setInterval(showBatches, 3000);

@@ -1,0 +1,148 @@
+"""What a live page sees of a loop: its latest events, kept only while somebody looks.
+
+The loop's thread appends references of events to a bounded queue; all else happens on the thread
+that looks. Looking takes a lease: when it runs out, the loop stops appending by itself.
+
+A look (`QLLMEngine.watch(since, whole)`) gives `entries` of the timeline (`qllm.record.timeline`)
+after number `since`, and `seq`, the `since` of the next look; `now_ms` of the engine's clock; what
+is `parked` and `running`; counts of tokens, KV blocks and preemptions. `whole` adds the open
+requests: `counts` per lane and status, and the first 200. No text, no token ids. With
+`loop="conditional"` nothing is recorded and the answer is empty.
+"""
+
+import threading
+from collections import Counter, deque
+from typing import Any
+
+from qllm.config import EngineConfig
+from qllm.engine.loop import EngineLoop, Live
+from qllm.record.metrics import class_name
+from qllm.record.timeline import Timeline, lane_of
+from qllm.record.trace import Event
+from qllm.runner.runner import TorchRunner
+from qllm.types import NS_PER_MS, NS_PER_S
+
+LEASE_NS = 5 * NS_PER_S
+"""For which events are kept after a look."""
+MAX_EVENTS = 50_000
+"""Events that are kept between two looks; of more, the latest."""
+MAX_LISTED = 200
+"""Requests that one look lists."""
+
+
+class Watch:
+    """The events of one loop, for those who look."""
+
+    def __init__(self, loop: EngineLoop, config: EngineConfig, runner: TorchRunner) -> None:
+        self._loop, self._config, self._runner = loop, config, runner
+        self._lock = threading.Lock()
+        """Held by who looks."""
+        self._new: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._until_ns = 0
+        self._timeline = Timeline()
+
+    # -- on the loop's thread
+
+    def _listen(self, event: Event) -> None:
+        self._new.append(event)
+        if event.at_ns > self._until_ns:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._loop.listeners = tuple(x for x in self._loop.listeners if x != self._listen)
+
+    # -- on any thread
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the loop keeps events."""
+        return self._listen in self._loop.listeners
+
+    def look(self, since: int, whole: bool) -> dict[str, Any]:
+        """What is new, see `QLLMEngine.watch`."""
+        with self._lock:
+            now_ns = self._loop.now_ns()
+            self._until_ns = now_ns + LEASE_NS
+            if self.is_on:
+                self._read()
+            else:
+                self._begin()
+            timeline = self._timeline
+            entries, num_lost = timeline.since(since)
+            found = {
+                "now_ms": now_ns / NS_PER_MS,
+                "seq": timeline.seq,
+                "entries": entries,
+                "num_lost": num_lost,
+                "output_tokens": dict(timeline.num_output_tokens),
+                "pass_tokens": dict(timeline.num_pass_tokens),
+                **timeline.now(),
+                **self._numbers(),
+            }
+        return {**found, **self._requests(now_ns)} if whole else found
+
+    def _begin(self) -> None:
+        """Start to listen, knowing what is there already."""
+        loop, timeline = self._loop, self._timeline
+        self._new.clear()
+        timeline.forget()
+        loop.listeners = (*loop.listeners, self._listen)
+        for number, live in list(loop.live.items()):
+            item, request = live
+            has_token = request.first_token_ns is not None
+            timeline.know(number, item.name, request.priority, request.arrival_ns, has_token)
+        for frame_id, frame in list(getattr(loop.scheduler, "frames", {}).items()):
+            program = frame.program
+            layer = program.layer_at(frame.index) + 0.5 * program.inside_layer(frame.index)
+            timeline.know_parked(frame_id, program.rows, layer, frame.parked_ns)
+
+    def _read(self) -> None:
+        if len(self._new) == MAX_EVENTS:
+            self._timeline.forget()  # some are lost, so what was open may have ended
+        for _ in range(len(self._new)):
+            self._timeline.feed(self._new.popleft())
+
+    def _numbers(self) -> dict[str, Any]:
+        loop, config = self._loop, self._config
+        return {
+            "kv_blocks": config.num_blocks,
+            "kv_blocks_used": config.num_blocks - loop.scheduler.pool.num_free,
+            "num_preemptions": loop.num_preemptions,
+            "longest_segment_ms": self._runner.segments.longest_ns / NS_PER_MS,
+            "max_segment_ms": config.max_segment_ms,
+            "num_layers": self._runner.shape.num_layers,
+        }
+
+    def _requests(self, now_ns: int) -> dict[str, Any]:
+        """Counts of the open requests, and the first of them: LS first, then by arrival."""
+        live = list(self._loop.live.values())
+        counts = Counter((lane_of(x.request.priority), x.request.status.value) for x in live)
+        live.sort(key=lambda x: (x.request.priority, x.request.arrival_ns))
+        return {
+            "expert_bytes": self._runner.expert_bytes,
+            "counts": [[*key, count] for key, count in counts.items()],
+            "requests": [_row(x, now_ns) for x in live[:MAX_LISTED]],
+        }
+
+
+def _row(live: Live, now_ns: int) -> dict[str, Any]:
+    item, request = live
+    first_ns = request.first_token_ns
+    last_ns, outputs = request.last_token_ns, request.num_output_tokens
+    between_ns = 0 if first_ns is None or last_ns is None else last_ns - first_ns
+    return {
+        "number": item.request_id,
+        "name": item.name,
+        "class": class_name(request.priority),
+        "status": request.status.value,
+        "age_ms": (now_ns - request.arrival_ns) / NS_PER_MS,
+        "ttft_ms": None if first_ns is None else (first_ns - request.arrival_ns) / NS_PER_MS,
+        "tpot_ms": between_ns / (outputs - 1) / NS_PER_MS if outputs > 1 else None,
+        "ttft_target_ms": request.slo.ttft_ms,
+        "tpot_target_ms": request.slo.tpot_ms,
+        "prompt_tokens": request.num_prompt_tokens,
+        "computed_tokens": request.num_computed_tokens,
+        "output_tokens": outputs,
+        "preemptions": request.preemptions,
+        "evictions": request.evictions,
+    }

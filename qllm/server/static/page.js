@@ -1,0 +1,50 @@
+// What all parts of the page use: its elements, the server, rows of tables, words for numbers.
+
+export const $ = (id) => document.getElementById(id);
+
+export async function call(path, options = {}) {
+  const key = $("key").value;
+  const headers = { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...options.headers };
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => null);
+  const error = new Error(body && body.error ? body.error.message : `HTTP ${answer.status}`);
+  error.status = answer.status;
+  throw error;
+}
+
+// Yields {id, data} of each server-sent event; EventSource cannot send a key. Comments are skipped.
+export async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const fields = Object.fromEntries(part.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+      if (fields.data && fields.data !== "[DONE]") yield { id: Number(fields.id), data: JSON.parse(fields.data) };
+    }
+  }
+}
+
+// A row of a table; each cell is a text, a number or an element.
+export function cells(values) {
+  const row = document.createElement("tr");
+  for (const value of values) {
+    const cell = document.createElement("td");
+    cell.append(value instanceof Node ? value : String(value));
+    row.append(cell);
+  }
+  return row;
+}
+
+export function ms(value) {
+  if (value === undefined || value === null) return "–";
+  if (value >= 60_000) return `${Math.floor(value / 60_000)} min ${Math.round((value % 60_000) / 1000)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(value >= 10_000 ? 0 : 1)} s`;
+  return `${value.toFixed(value >= 100 ? 0 : 1)} ms`;
+}
+
+export const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;

@@ -1,0 +1,182 @@
+// The chat and the batches: what the page asks of the server beside the news.
+
+import { $, call, cells, events, ms } from "./page.js";
+
+const history = [];
+let answering = null; // the AbortController of the answer being read
+
+// -- chat
+
+function say(className, text) {
+  const p = document.createElement("p");
+  p.className = className;
+  p.textContent = text;
+  const first = $("talk").querySelector(".empty");
+  if (first) first.remove();
+  $("talk").append(p);
+  $("talk").scrollTop = $("talk").scrollHeight;
+  return p;
+}
+
+async function ask(text) {
+  history.push({ role: "user", content: text });
+  say("user", text);
+  const p = say("assistant", "");
+  answering = new AbortController();
+  $("stop").disabled = false;
+  const start = performance.now();
+  let first = null;
+  try {
+    const answer = await call("/v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ messages: history, stream: true, service_tier: $("tier").value }),
+      signal: answering.signal,
+    });
+    const served = answer.headers.get("x-qllm-priority");
+    for await (const { data: chunk } of events(answer)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      const delta = chunk.choices[0] && chunk.choices[0].delta.content;
+      if (delta && first === null) first = performance.now() - start;
+      if (delta) p.textContent += delta;
+      $("talk").scrollTop = $("talk").scrollHeight;
+    }
+    say("note", `${served}, first text after ${ms(first)}`);
+  } catch (error) {
+    say("note", error.name === "AbortError" ? "stopped" : error.message);
+  }
+  history.push({ role: "assistant", content: p.textContent });
+  answering = null;
+  $("stop").disabled = true;
+}
+
+// -- batches
+
+async function save(fileId) {
+  const blob = await (await call(`/v1/files/${fileId}/content`)).blob();
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = `${fileId}.jsonl`;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function button(text, label, action) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = text;
+  made.setAttribute("aria-label", label);
+  made.addEventListener("click", () =>
+    action().then(showBatches, (error) => { $("upload-state").textContent = error.message; }));
+  return made;
+}
+
+function actions(batch) {
+  const span = document.createElement("span");
+  if (batch.output_file_id) span.append(button("output", `Output of ${batch.id}`, () => save(batch.output_file_id)), " ");
+  if (batch.error_file_id) span.append(button("errors", `Errors of ${batch.id}`, () => save(batch.error_file_id)), " ");
+  if (["validating", "in_progress"].includes(batch.status)) {
+    span.append(button("cancel", `Cancel ${batch.id}`, () => call(`/v1/batches/${batch.id}/cancel`, { method: "POST" })));
+  }
+  return span;
+}
+
+// Why a batch is where it is, in words.
+function reason(batch) {
+  const { total, completed, failed } = batch.request_counts;
+  const errors = (batch.errors && batch.errors.data) || [];
+  if (errors.length) {
+    const of = errors[0].line ? `line ${errors[0].line}: ` : "";
+    return `${of}${errors[0].message}${errors.length > 1 ? `, and ${errors.length - 1} more` : ""}`;
+  }
+  if (batch.status === "in_progress") return `${total - completed - failed} of ${total} lines left; each is a BE request`;
+  if (batch.status === "completed" && failed) return `${failed} lines have an error: see the file`;
+  return "";
+}
+
+function batchRow(batch) {
+  const { total, completed, failed } = batch.request_counts;
+  const why = reason(batch);
+  const status = document.createElement("span");
+  status.append(batch.status.replace("_", " "));
+  if (why) {
+    const more = document.createElement("div");
+    more.className = "note";
+    more.textContent = why;
+    status.append(more);
+  }
+  const row = cells([batch.id, status, `${completed} of ${total}`, failed, actions(batch)]);
+  row.cells[0].className = "name";
+  row.cells[0].title = batch.id;
+  row.cells[1].className = "text";
+  if (failed) row.cells[3].className = "bad";
+  return row;
+}
+
+function noBatches(text) {
+  const row = cells([text]);
+  row.className = "none";
+  row.cells[0].colSpan = 5;
+  $("batches").replaceChildren(row);
+}
+
+let shown = "";
+let isBusy = false;
+
+async function showBatches() {
+  let data;
+  try {
+    ({ data } = await (await call("/v1/batches?limit=10")).json());
+  } catch (error) {
+    const isOff = error.status === 404;
+    if (isOff || error.status === 401) noBatches(isOff ? "Batches need a folder: qllm serve MODEL --state-dir DIR" : error.message);
+    $("upload").hidden = isOff;
+    return;
+  }
+  isBusy = data.some((batch) => ["validating", "in_progress", "finalizing", "cancelling"].includes(batch.status));
+  const now = JSON.stringify(data);
+  if (now === shown) return; // a table that stays does not lose the keyboard's place
+  shown = now;
+  if (data.length) $("batches").replaceChildren(...data.map(batchRow));
+  else noBatches("No batches yet.");
+}
+
+async function upload(file) {
+  const form = new FormData();
+  form.append("purpose", "batch");
+  form.append("file", file);
+  const { id } = await (await call("/v1/files", { method: "POST", body: form })).json();
+  const [line] = (await file.slice(0, 1 << 20).text()).split("\n", 1);
+  let endpoint = "/v1/chat/completions";
+  try { endpoint = JSON.parse(line).url || endpoint; } catch { /* the server says what is wrong */ }
+  await call("/v1/batches", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ input_file_id: id, endpoint, completion_window: "24h" }),
+  });
+}
+
+export function start() {
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = $("text").value.trim();
+    if (!text || answering) return;
+    $("text").value = "";
+    ask(text);
+  });
+  $("stop").addEventListener("click", () => answering && answering.abort());
+  $("upload").addEventListener("submit", (event) => {
+    event.preventDefault();
+    $("upload-state").textContent = "uploading";
+    upload($("file").files[0]).then(
+      () => { $("upload-state").textContent = "started"; isBusy = true; return showBatches(); },
+      (error) => { $("upload-state").textContent = error.message; });
+  });
+  $("key").addEventListener("change", showBatches);
+  showBatches();
+  let turns = 0;
+  setInterval(() => {
+    turns += 1;
+    if (!document.hidden && (isBusy || turns % 5 === 0)) showBatches();
+  }, 2000);
+}
