@@ -360,6 +360,16 @@ class Front:
         vocab_size = engine.vocabulary.vocab_size
         return to_token_ids(prompt, engine.tokenizer, vocab_size)[-ask.truncate :]
 
+    def check(self, ask: Ask) -> None:
+        """Refuse a chat that is to be asked later, where it can be told now.
+
+        Raises:
+            ApiError: A message is wrong.
+            InvalidRequestError: A setting is, or the chat template refuses the messages.
+        """
+        SamplingParams(**ask.sampling)
+        self.render(ask)
+
     def render(self, ask: Ask) -> list[int]:
         """The token ids of a chat.
 
