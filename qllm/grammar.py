@@ -89,6 +89,20 @@ class Vocabulary:
                     found.append(ids)
         return found
 
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text alone.
+
+        Raises:
+            InvalidRequestError: There is no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequestError("thinking_token_budget needs a model with a tokenizer")
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def check(self, asked: StructuredOutputs) -> None:
         """Return if an answer can be held to a form. The first time it takes 0.1 s and a process.
 

@@ -212,6 +212,8 @@ MOST_BAD_WORDS = 256
 MOST_BAD_CHARS = 16_384
 """Most characters of them in all."""
 MOST_MIN_TOKENS = 1 << 30
+THINK, THOUGHT = "<think>", "</think>"
+"""What stands around the reasoning in an answer."""
 MOST_ANSWERS = 128
 """Most answers to one prompt."""
 NUM_SEEDS = 2**63
@@ -327,6 +329,9 @@ class SamplingParams:
     """No id that ends the answer is produced before so many tokens, where another may come; a
     stop string is not looked for among them."""
 
+    thinking_token_budget: int | None = None
+    """Most tokens between `<think>` and `</think>`; then `</think>` is produced. None sets no
+    limit. It bounds nothing in an answer that does not reason."""
     include_stop_str_in_output: bool = False
     """Whether the stop string that ended the answer is part of it."""
     max_tokens: int | None = None
@@ -407,6 +412,9 @@ class SamplingParams:
         least = self.min_tokens
         ok = _is_int(least) and 0 <= least <= MOST_MIN_TOKENS
         _check("min_tokens", least, ok, f"an integer in [0, {MOST_MIN_TOKENS}]")
+        budget = self.thinking_token_budget
+        ok = budget is None or (_is_int(budget) and 0 <= budget <= MOST_MIN_TOKENS)
+        _check("thinking_token_budget", budget, ok, f"None or an integer in [0, {MOST_MIN_TOKENS}]")
         most = self.max_tokens
         _check("max_tokens", most, most is None or (_is_int(most) and most > 0), "an integer >= 1")
         ok = _is_int(self.n) and 1 <= self.n <= MOST_ANSWERS
@@ -417,6 +425,11 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"{given[0]} and {given[1]} together may leave no token; give one of them"
             )
+        if form is not None and budget is not None:
+            raise InvalidRequestError(
+                "thinking_token_budget and structured_outputs exclude each other: a form begins "
+                "with the first token, and leaves no room for reasoning"
+            )
         if form is not None and self.ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos and structured_outputs exclude each other: EOS ends what has its form"
@@ -426,7 +439,7 @@ class SamplingParams:
     def limits_tokens(self) -> bool:
         """Whether some tokens may not be produced, which a sampler on the host sees to."""
         limits = (self.structured_outputs, self.allowed_token_ids, self.bad_words, self.min_tokens)
-        return any(limits)
+        return any(limits) or self.thinking_token_budget is not None
 
     @property
     def greedy(self) -> bool:

@@ -341,6 +341,7 @@ IDS = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 FORMS = st.sampled_from([Form(choice=["a", "ö"]), Form(regex="a+"), Form(json={"a": [1, "b"]})])
 LIMITS = st.builds(dict, structured_outputs=FORMS, ignore_eos=st.just(False))
 LIMITS |= st.builds(dict, allowed_token_ids=st.none() | IDS.filter(bool))
+LIMITS |= st.builds(dict, thinking_token_budget=st.none() | st.integers(0, 2**30))
 LIMITS |= st.builds(dict, bad_words=st.lists(st.just("word") | st.just(" é")).map(tuple))
 PLAIN = st.builds(
     SamplingParams,
@@ -414,6 +415,7 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "bad_words",
         "min_tokens",
         "include_stop_str_in_output",
+        "thinking_token_budget",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 
 

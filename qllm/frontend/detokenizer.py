@@ -68,6 +68,8 @@ class Detokenizer:
         self._held = ""
         """Read, but may begin a stop string."""
         self._stopped = False
+        self.stop_string: str | None = None
+        """The one that ended the answer."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, params: SamplingParams) -> "Detokenizer | None":
@@ -148,10 +150,10 @@ class Detokenizer:
         if not self._stop:
             return new
         text = self._held + new
-        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
             self._held, self._stopped = "", True
-            end, at = min(found)
+            end, at, self.stop_string = min(found)
             return text[: end if self._keep_stop else at]
         certain = len(text) - max(_overlap(text, s) for s in self._stop)
         self._held = text[certain:]

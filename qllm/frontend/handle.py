@@ -323,6 +323,11 @@ class Handle:
             )
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, if one has."""
+        return None if self._detokenizer is None else self._detokenizer.stop_string
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache; 0 until the request has ended."""
         return 0 if self._metrics is None else self._metrics.num_cached_tokens

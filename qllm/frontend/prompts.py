@@ -11,7 +11,7 @@ from typing import Any
 from qllm.errors import InvalidRequestError, shown
 from qllm.frontend.checks import is_int
 from qllm.grammar import Vocabulary
-from qllm.types import Prompt, SamplingParams, check_text
+from qllm.types import THOUGHT, Prompt, SamplingParams, check_text
 
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
@@ -35,6 +35,7 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         "allowed_token_ids": sampling.allowed_token_ids is not None,
         "bad_words": bool(sampling.bad_words),
         "min_tokens": bool(sampling.min_tokens),
+        "thinking_token_budget": sampling.thinking_token_budget is not None,
         "repetition_penalty": sampling.repetition_penalty != 1,
         "presence_penalty": sampling.presence_penalty != 0,
         "frequency_penalty": sampling.frequency_penalty != 0,
@@ -58,6 +59,8 @@ def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: i
     if sampling.structured_outputs is not None:
         vocabulary.check(sampling.structured_outputs)
     vocabulary.split(sampling.bad_words)
+    if sampling.thinking_token_budget is not None:
+        vocabulary.encode(THOUGHT)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequestError(
             f"min_tokens={sampling.min_tokens} must be at most max_tokens, here {max_tokens}"

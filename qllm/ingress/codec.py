@@ -34,7 +34,7 @@ _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
 _LENGTH = _CACHED
 _CACHE = struct.Struct(f"<{layout.SALT_BYTES}sd")
 _LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-_LIMITS += ("include_stop_str_in_output",)
+_LIMITS += ("include_stop_str_in_output", "thinking_token_budget")
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -10,6 +10,7 @@ import torch
 from qllm.errors import InvariantError
 from qllm.grammar import Matcher, Vocabulary
 from qllm.kernels.cpu.masks import keep_allowed
+from qllm.runner.thinking import Thinking
 from qllm.types import SamplingParams
 
 Ids = npt.NDArray[np.int64]
@@ -22,13 +23,18 @@ class Limits:
         sampling: Its settings.
         vocabulary: Of the model.
         matcher: Its grammar, built already; None builds it here, if it has one.
+        prompt_ids: Its prompt, which may have begun to reason.
 
     Raises:
         InvalidRequestError: The grammar is refused.
     """
 
     def __init__(
-        self, sampling: SamplingParams, vocabulary: Vocabulary, matcher: Matcher | None
+        self,
+        sampling: SamplingParams,
+        vocabulary: Vocabulary,
+        matcher: Matcher | None,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         if matcher is None and sampling.structured_outputs is not None:
             matcher = vocabulary.matcher(sampling.structured_outputs)
@@ -36,6 +42,9 @@ class Limits:
         self._allowed = _ids(sampling.allowed_token_ids or ())
         self._bad = vocabulary.split(sampling.bad_words)
         self._min_tokens = sampling.min_tokens
+        self._thinking: Thinking | None = None
+        if (budget := sampling.thinking_token_budget) is not None:
+            self._thinking = Thinking(budget, vocabulary, prompt_ids)
         ends = () if sampling.ignore_eos else vocabulary.eos_token_ids
         self._end_ids = frozenset({*ends, *sampling.stop_token_ids})
         self._ends = _ids(sorted(self._end_ids))
@@ -53,6 +62,10 @@ class Limits:
         Raises:
             ValueError: An id is outside the vocabulary.
         """
+        if self._thinking is not None and (end := self._thinking.forced(outputs)) is not None:
+            x_V.fill(-np.inf)
+            x_V[end] = 0
+            return None
         if self._matcher is not None:
             if (why := self._matcher.allow(outputs)) is not None:
                 return why

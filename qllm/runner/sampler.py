@@ -224,7 +224,7 @@ class Sampler:
         if sampling.limits_tokens:
             if self.vocabulary is None:
                 raise InvariantError(f"request {request_id} has limits, and no vocabulary is known")
-            limits = Limits(sampling, self.vocabulary, matcher)
+            limits = Limits(sampling, self.vocabulary, matcher, prompt_ids)
         self._requests[request_id] = _build_request(sampling, prompt_ids, limits)
 
     def remove(self, request_id: RequestId) -> None:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -39,8 +39,30 @@ class Shown(NamedTuple):
     logprob: float
 
 
+class Renderer(Protocol):
+    """Shows one answer as its endpoint does."""
+
+    answer_id: str
+
+    def serve(self, answer: Answer, asked: str | None) -> None:
+        """Remember the class that the request was given, and what it asked for."""
+        ...
+
+    async def body(self, answer: Answer) -> dict[str, Any]:
+        """Wait for the answer and return it whole."""
+        ...
+
+    def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
+        """Yield the events of the answer as it comes; see `stream`."""
+        ...
+
+    def error_event(self, error: ApiError) -> str:
+        """The event that ends a stream which failed."""
+        ...
+
+
 class Writer(ABC):
-    """Turns the pieces of one request into the JSON of an endpoint.
+    """Turns the pieces of one request into the JSON of an endpoint with choices.
 
     Args:
         front: Knows the model's name and tokenizer.
@@ -143,6 +165,18 @@ class Writer(ABC):
             found["prompt_token_ids"] = list(self.prompts[index])
         return found
 
+    async def body(self, answer: Answer) -> dict[str, Any]:
+        """Wait for all choices and return the body."""
+        return await complete(answer, self)
+
+    def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
+        """Yield the events of an answer."""
+        return _events(answer, self, body.stream_options or StreamOptions(), silence_s)
+
+    def error_event(self, error: ApiError) -> str:
+        """The event that ends a stream which failed."""
+        return event(error.body())
+
     @abstractmethod
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
         """A choice at one go, from what `chunk` made of its pieces."""
@@ -167,7 +201,7 @@ def event(data: object) -> str:
 
 
 async def stream(
-    answer: Answer, writer: Writer, options: StreamOptions, silence_s: float
+    answer: Answer, renderer: Renderer, body: Any, silence_s: float
 ) -> AsyncIterator[str]:
     """Yield the events of an answer. An error is an event too, and the last one.
 
@@ -175,14 +209,14 @@ async def stream(
     the client takes the connection for dead.
     """
     try:
-        async for text in _events(answer, writer, options, silence_s):
+        async for text in renderer.events(answer, body, silence_s):
             yield text
     except ApiError as error:
-        yield event(error.body())
+        yield renderer.error_event(error)
     except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
         _log.exception("a stream failed")
         text = f"the server failed: {type(error).__name__}; its log has the traceback"
-        yield event(ApiError(500, text, code="internal_error").body())
+        yield renderer.error_event(ApiError(500, text, code="internal_error"))
 
 
 async def _events(
@@ -278,7 +312,9 @@ def owner_of(caller: str) -> str:
     return f"key {caller}"
 
 
-async def respond(request: Request, front: Front, writer: Writer, body: Any, ask: Ask) -> Response:
+async def respond(
+    request: Request, front: Front, renderer: Renderer, body: Any, ask: Ask
+) -> Response:
     """Serve one request over HTTP, as a stream if its body says so."""
     wanted = wanted_class(request, body.asked_class())
 
@@ -286,17 +322,16 @@ async def respond(request: Request, front: Front, writer: Writer, body: Any, ask
         owner = owner_of(request.state.caller)
         answer = await front.open(replace(ask, cache_owner=owner), wanted)
         try:
-            writer.serve(answer, body.service_tier)
-            headers = {"x-request-id": writer.answer_id, **answer.served.headers()}
+            renderer.serve(answer, body.service_tier)
+            headers = {"x-request-id": renderer.answer_id, **answer.served.headers()}
             if body.stream:
-                options = body.stream_options or StreamOptions()
                 return EventStream(
-                    stream(answer, writer, options, front.config.comment_s),
+                    stream(answer, renderer, body, front.config.comment_s),
                     answer.close,
                     headers,
                     front.config.stalled_client_s,
                 )
-            return JSONResponse(await complete(answer, writer), headers=headers)
+            return JSONResponse(await renderer.body(answer), headers=headers)
         finally:
             if not body.stream:
                 answer.close()

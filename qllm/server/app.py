@@ -9,11 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 import qllm
 from qllm.llm import QLLMEngine
 
-from . import batches, chat, completions, errors, probes, tools, ui
+from . import batches, chat, completions, errors, messages, probes, responses, tools, ui
+from .background import Background
+from .best_effort import BestEffort
 from .config import ServerConfig, read_api_keys
 from .front import Front
 from .guard import Guard, Keys, Limits
 from .metrics import Metrics
+from .response_store import ResponseStore
 from .store import Store
 from .supervisor import Supervisor
 from .worker import Worker
@@ -34,13 +37,18 @@ def create_app(
     front = Front(engine, config, metrics)
 
     store = None if config.state_dir is None else Store(config.state_dir)
-    worker = None if store is None else Worker(front, store)
+    best_effort = BestEffort(front)
+    worker = None if store is None else Worker(front, store, best_effort)
+    kept = None if store is None else ResponseStore(store)
+    background = None if kept is None else Background(front, kept, best_effort)
     supervisor = None if make is None else Supervisor(front, make)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if worker is not None:
             await worker.start()
+        if background is not None:
+            await background.start()
         if supervisor is not None:
             supervisor.start()
         try:
@@ -50,6 +58,8 @@ def create_app(
                 await supervisor.close()
             if worker is not None:
                 await worker.close()
+            if background is not None:
+                await background.close()
             await front.close()
             if store is not None:
                 store.close()
@@ -59,8 +69,9 @@ def create_app(
     )
     app.state.front = front
     errors.install(app)
-    for part in (chat, completions, tools, probes, ui):
+    for part in (chat, completions, messages, tools, probes, ui):
         app.include_router(part.routes(front))
+    app.include_router(responses.routes(front, kept, background))
     if store is not None and worker is not None:
         app.include_router(batches.file_routes(store))
         app.include_router(batches.batch_routes(store, worker))

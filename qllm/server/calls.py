@@ -9,16 +9,23 @@ A call that is forced (`required`, or a name) is held to this form whatever the 
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from qllm.grammar_check import JSON_OPTIONS
+from qllm.types import THINK, THOUGHT
 
 from .errors import ApiError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THINK, THOUGHT = "<think>", "</think>"
+_SAID = "said"
+"""Inside a call, behind its arguments."""
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+)
+"""A call up to its arguments."""
 MOST_CALLS = 8
 """Most calls of one answer that is forced to call."""
 
@@ -113,6 +120,8 @@ class Reader(Protocol):
 
     num_calls: int
     """Found so far."""
+    num_reasoning_tokens: int
+    """Tokens of reasoning so far."""
 
     def push(self, text: str, token_ids: Sequence[int]) -> Delta:
         """Take what was added to the answer; return what is certain."""
@@ -126,7 +135,7 @@ class Reader(Protocol):
 class PlainReader:
     """Everything is content."""
 
-    num_calls = 0
+    num_calls = num_reasoning_tokens = 0
 
     def push(self, text: str, token_ids: Sequence[int]) -> Delta:
         return {"content": text}
@@ -135,8 +144,32 @@ class PlainReader:
         return {}
 
 
+class _Value:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    def length(self, text: str) -> tuple[int, bool]:
+        """How much of `text`, which begins or goes on with the object, is its; whether it ends."""
+        for at, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+                if self._depth == 0:
+                    return at + 1, True
+        return len(text), False
+
+
 class HermesReader:
-    """Reads tags as they come.
+    """Reads tags as they come, and a call's arguments too once its name is known.
 
     Args:
         thinks: Whether the model reasons: `<think>` is looked for.
@@ -145,38 +178,47 @@ class HermesReader:
     """
 
     def __init__(self, *, thinks: bool, is_thinking: bool, calls: bool) -> None:
-        self.num_calls = 0
+        self.num_calls = self.num_reasoning_tokens = 0
         self._left = ""
-        """Read, but may begin a tag; or a call that has not ended."""
+        """Read, but may begin a tag; or a call whose arguments have not begun."""
         self._inside = THINK if is_thinking else ""
+        self._arguments: _Value | None = None
+        """Of a call whose name is said."""
         self._tags = {"": [THINK] * thinks + [OPEN] * calls, THINK: [THOUGHT], OPEN: [CLOSE]}
+        self._tags[_SAID] = [CLOSE]
         self._is_bare = is_thinking
         """Nothing but white space since the last tag: it is left out."""
         self._delta: Delta = {}
 
     def push(self, text: str, token_ids: Sequence[int]) -> Delta:
         self._left += text
+        if self._inside == THINK:
+            self.num_reasoning_tokens += len(token_ids)
         while self._step():
             pass
         delta, self._delta = self._delta, {}
         return delta
 
     def finish(self) -> Delta:
-        if self._inside == OPEN and self._call(self._left):
-            self._left = ""
-        else:
-            head = OPEN if self._inside == OPEN else ""
-            self._say(head + self._left)
-            self._left = ""
+        if self._inside == OPEN:
+            if not self._whole_call(self._left):
+                self._say(OPEN + self._left)
+        elif self._inside != _SAID:
+            self._say(self._left)
+        self._left = ""
         delta, self._delta = self._delta, {}
         return delta
 
     def _step(self) -> bool:
         """Read up to the next tag; False if it is not there yet."""
+        if self._arguments is not None:
+            return self._step_arguments(self._arguments)
+        if self._inside == OPEN and (head := _HEAD.match(self._left)) is not None:
+            return self._begin_call(head)
         tags = self._tags[self._inside]
         found = [(at, tag) for tag in tags if (at := self._left.find(tag)) >= 0]
         if not found:
-            if self._inside != OPEN:
+            if self._inside in ("", THINK):
                 certain = len(self._left) - max((_overlap(self._left, t) for t in tags), default=0)
                 self._say(self._left[:certain])
                 self._left = self._left[certain:]
@@ -184,7 +226,7 @@ class HermesReader:
         at, tag = min(found)
         before, self._left = self._left[:at], self._left[at + len(tag) :]
         if tag == CLOSE:
-            if not self._call(before):
+            if self._inside == OPEN and not self._whole_call(before):
                 self._say(OPEN + before + CLOSE)
             self._inside = ""
         else:
@@ -192,6 +234,29 @@ class HermesReader:
             self._inside = "" if tag == THOUGHT else tag
         self._is_bare = True
         return True
+
+    def _begin_call(self, head: re.Match[str]) -> bool:
+        """The name is there and the arguments begin: from here on it is a call."""
+        try:
+            name = json.loads(head[1])
+        except ValueError:  # an escape that is none
+            self._say(OPEN + self._left[: head.end()])
+            self._inside, self._left = "", self._left[head.end() :]
+            return True
+        self._add(_call(self.num_calls, name, ""))
+        self.num_calls += 1
+        self._arguments, self._left = _Value(), self._left[head.end() :]
+        return True
+
+    def _step_arguments(self, value: _Value) -> bool:
+        length, has_ended = value.length(self._left)
+        if length:
+            part = {"arguments": self._left[:length]}
+            self._add({"index": self.num_calls - 1, "function": part})
+            self._left = self._left[length:]
+        if has_ended:
+            self._arguments, self._inside = None, _SAID
+        return has_ended
 
     def _say(self, text: str) -> None:
         """Add reasoning or content."""
@@ -202,19 +267,22 @@ class HermesReader:
             name = "reasoning_content" if self._inside == THINK else "content"
             self._delta[name] = self._delta.get(name, "") + text
 
-    def _call(self, text: str) -> bool:
-        """Add a call; False if it is none."""
+    def _whole_call(self, text: str) -> bool:
+        """Add a call in another order of its parts; False if it is none."""
         try:
             made = json.loads(text)
             name, arguments = made["name"], made.get("arguments", {})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return False
         if not isinstance(name, str):
             return False
-        calls = self._delta.setdefault("tool_calls", [])
-        calls.append(_call(self.num_calls, name, arguments))
+        self._add(_call(self.num_calls, name, arguments))
         self.num_calls += 1
         return True
+
+    def _add(self, call: dict[str, Any]) -> None:
+        """Add a call, or what was added to the last one."""
+        self._delta["tool_calls"] = _with_call(self._delta.get("tool_calls", []), call)
 
 
 class TemplateReader:
@@ -227,7 +295,7 @@ class TemplateReader:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any]) -> None:
-        self.num_calls = 0
+        self.num_calls = self.num_reasoning_tokens = 0
         self._tokenizer, self._prompt, self._tools = tokenizer, list(prompt), list(tools)
         self._ids: list[int] = []
         self._text = ""
@@ -247,6 +315,8 @@ class TemplateReader:
         thought = found.get("reasoning_content") or found.get("thinking")
         calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
         self.num_calls = len(calls)
+        if thought:
+            self.num_reasoning_tokens = len(self._tokenizer(str(thought))["input_ids"])
         made = [_call(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
         delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
         return {name: value for name, value in delta.items() if value}
@@ -285,10 +355,23 @@ def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form:
     return HermesReader(thinks=thinks, is_thinking=is_thinking, calls=bool(choice.tools))
 
 
+def _with_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Calls with another one, or with more of the last one."""
+    if not calls or calls[-1]["index"] != part["index"]:
+        return [*calls, part]
+    last, more = calls[-1], part["function"]["arguments"]
+    function = {**last["function"], "arguments": last["function"]["arguments"] + more}
+    return [*calls[:-1], {**last, "function": function}]
+
+
 def merged(deltas: Sequence[Delta]) -> Delta:
     """The fields of a whole message from its deltas."""
     whole: Delta = {}
     for delta in deltas:
         for name, value in delta.items():
-            whole[name] = whole[name] + value if name in whole else value
+            if name == "tool_calls":
+                for part in value:
+                    whole[name] = _with_call(whole.get(name, []), part)
+            else:
+                whole[name] = whole.get(name, "") + value
     return whole

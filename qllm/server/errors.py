@@ -16,6 +16,8 @@ from qllm.errors import (
     QueueFullError,
 )
 
+ANTHROPIC = "/v1/messages"
+"""The routes below have the errors of another API."""
 RETRY_AFTER_S = 1
 """What a client is told to wait when a queue is full."""
 
@@ -103,9 +105,18 @@ class ApiError(HTTPException):
         }
         return {"error": detail}
 
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def anthropic(self) -> dict[str, Any]:
+        """The same as Anthropic's API says it."""
+        kinds = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+        kinds |= {503: "overloaded_error"}
+        kind = kinds.get(self.status_code, self.type)
+        detail = {"type": "api_error" if kind == "server_error" else kind, "message": self.message}
+        return {"type": "error", "error": detail}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer, as clients of the path expect it."""
+        body = self.anthropic() if path.startswith(ANTHROPIC) else self.body()
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 def from_engine(error: QllmError) -> ApiError:
@@ -164,17 +175,18 @@ def parse(model: type[BaseModel], data: object) -> Any:
 def install(app: FastAPI) -> None:
     """Make every error of the app an OpenAI error."""
 
-    async def ours(_: Request, error: Exception) -> JSONResponse:
+    async def ours(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
-    async def engine(_: Request, error: Exception) -> JSONResponse:
+    async def engine(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, QllmError)
-        return from_engine(error).response()
+        return from_engine(error).response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return (_no_json(request, error) or from_validation(error.errors())).response()
+        found = _no_json(request, error) or from_validation(error.errors())
+        return found.response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
@@ -185,11 +197,11 @@ def install(app: FastAPI) -> None:
                 text += " (the batch API needs --state-dir)"
         wrapped = ApiError(error.status_code, text)
         wrapped.headers = error.headers
-        return wrapped.response()
+        return wrapped.response(request.url.path)
 
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
         text = f"the server failed: {type(error).__name__}; its log has the traceback"
-        return ApiError(500, text, code="internal_error").response()
+        return ApiError(500, text, code="internal_error").response(request.url.path)
 
     app.add_exception_handler(ApiError, ours)
     app.add_exception_handler(QllmError, engine)

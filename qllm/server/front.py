@@ -328,7 +328,7 @@ class Front:
         handles: list[Handle] = []
         try:
             if ask.messages is not None:
-                prompts = [self._render(ask)]
+                prompts = [self.render(ask)]
             for prompt in prompts:
                 first: Any = self._cut(engine, ask, prompt)
                 for choice in range(ask.n):
@@ -365,7 +365,23 @@ class Front:
         vocab_size = engine.vocabulary.vocab_size
         return to_token_ids(prompt, engine.tokenizer, vocab_size)[-ask.truncate :]
 
-    def _render(self, ask: Ask) -> list[int]:
+    def check(self, ask: Ask) -> None:
+        """Refuse a chat that is to be asked later, where it can be told now.
+
+        Raises:
+            ApiError: A message is wrong.
+            InvalidRequestError: A setting is, or the chat template refuses the messages.
+        """
+        SamplingParams(**ask.sampling)
+        self.render(ask)
+
+    def render(self, ask: Ask) -> list[int]:
+        """The token ids of a chat.
+
+        Raises:
+            ApiError: A message is wrong.
+            InvalidRequestError: The chat template refuses them.
+        """
         variables = dict(ask.template)
         names = ("tools", "add_generation_prompt", "continue_final_message")
         how = {name: variables.pop(name) for name in names if name in variables}

@@ -111,7 +111,7 @@ class Keys:
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,
-                "no valid API key; send the header 'Authorization: Bearer KEY'",
+                "no valid API key; send the header 'Authorization: Bearer KEY' (or 'x-api-key: KEY')",
                 code="invalid_api_key",
             )
         return given.hex()[:16]
@@ -148,7 +148,7 @@ class Guard:
         try:
             self._check_headers(scope)
             if not is_open:
-                caller = self._keys.caller(headers.get("authorization", ""))
+                caller = self._keys.caller(_authorization(headers))
             most = self._most_bytes(path)
             self._check_length(headers.get("content-length"), most)
             if scope["method"] == "POST":
@@ -156,7 +156,7 @@ class Guard:
                 counted = True
         except ApiError as error:
             self._refuse(error.status_code)
-            await error.response()(scope, receive, send)
+            await error.response(path)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         try:
@@ -217,6 +217,12 @@ def _echoing(send: Send, request_id: str) -> Send:
         await send(message)
 
     return echoing
+
+
+def _authorization(headers: Headers) -> str:
+    """The header of this name, or what Anthropic's clients send instead."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", "" if key is None else f"Bearer {key}")
 
 
 def _too_large(most: int) -> ApiError:

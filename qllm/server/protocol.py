@@ -6,9 +6,17 @@ answer and cannot be served are refused with the reason.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs, check_text
 
@@ -21,6 +29,14 @@ ServiceTier = Literal["auto", "default", "priority", "flex"]
 
 FAIL_FAST = Field(fail_fast=True)
 """One wrong item of a list says it all: a list of another kind has millions."""
+
+
+_Item = TypeVar("_Item")
+TextOr = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[_Item], Tag("list")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
+]
+"""Text, or a list: an error in an item is told, not that a list is no text."""
 
 
 class Body(BaseModel):
@@ -171,6 +187,8 @@ class Generation(Body):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     """vLLM; nothing ends the answer before so many tokens."""
+    thinking_token_budget: int | None = Field(None, ge=0)
+    """vLLM; reasoning ends after so many tokens."""
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     """vLLM; only so many of the last tokens of the prompt are kept."""
@@ -234,7 +252,7 @@ class Generation(Body):
         names = (
             "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
             "repetition_penalty", "stop_token_ids", "top_k", "stop", "min_tokens", "bad_words",
-            "allowed_token_ids", "include_stop_str_in_output",
+            "allowed_token_ids", "include_stop_str_in_output", "thinking_token_budget",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
@@ -425,6 +443,10 @@ class ChatRequest(Generation):
         """Keywords of the chat template."""
         tools = None if self.tool_choice == "none" else self.tools
         given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        if self.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                given.setdefault("enable_thinking", False)
         if not self.add_generation_prompt:
             given["add_generation_prompt"] = False
         if self.continue_final_message:

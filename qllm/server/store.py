@@ -1,7 +1,7 @@
-"""What the batch API must not forget: files, batches, and every line answered so far.
+"""What the server must not forget: files, batches, every line answered so far, and responses.
 
     STATE_DIR/lock       held while a server runs
-              batch.db   SQLite (WAL): one row per file, per batch, and per answered line
+              batch.db   SQLite (WAL): one row per file, batch, answered line and response
               files/ID   what was uploaded and what was made; written whole, then named
 
 A line's answer is one row, written in one transaction. So after a crash a line is either answered
@@ -23,8 +23,8 @@ from typing import IO, Any
 
 from qllm.errors import ConfigError
 
-VERSION = 1
-"""Version of the tables. A database of another version is refused."""
+VERSION = 2
+"""Version of the tables. A database of a later version is refused."""
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 TABLES = """
 CREATE TABLE files (
@@ -45,6 +45,13 @@ CREATE TABLE answers (
     PRIMARY KEY (batch_id, line)
 ) WITHOUT ROWID;
 """
+RESPONSES = """
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, status TEXT NOT NULL,
+    previous TEXT, asked TEXT NOT NULL, input TEXT NOT NULL, response TEXT NOT NULL
+);
+"""
+"""Came with version 2."""
 Row = dict[str, Any]
 
 
@@ -80,9 +87,10 @@ class Store:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives the power
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            self._db.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
-        elif version != VERSION:
+        if version < VERSION:
+            tables = RESPONSES if version else TABLES + RESPONSES
+            self._db.executescript(f"BEGIN; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
+        elif version > VERSION:
             self.close()
             raise ConfigError(
                 f"state_dir={str(folder)!r} has version {version}; this release reads {VERSION}"
@@ -94,7 +102,7 @@ class Store:
         self._lock_file.close()
 
     @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
+    def change(self) -> Iterator[sqlite3.Connection]:
         """One transaction."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
@@ -105,7 +113,8 @@ class Store:
                 raise
             self._db.execute("COMMIT")
 
-    def _rows(self, sql: str, *values: Any) -> list[Row]:
+    def rows(self, sql: str, *values: Any) -> list[Row]:
+        """What a query finds."""
         with self._lock:
             return [dict(row) for row in self._db.execute(sql, values).fetchall()]
 
@@ -128,7 +137,7 @@ class Store:
             where += " AND purpose = ?"
             values.append(purpose)
         sql = f"SELECT * FROM {table} WHERE {where} ORDER BY rowid {order} LIMIT ?"
-        return self._rows(sql, *values, limit)
+        return self.rows(sql, *values, limit)
 
     # -- files
 
@@ -165,7 +174,7 @@ class Store:
         with self._new(file_id) as out:
             shutil.copyfileobj(source, out, 1 << 20)
         size = self.path(file_id).stat().st_size
-        with self._change() as db:
+        with self.change() as db:
             _insert_file(db, file_id, owner, filename, "batch", size)
         found = self.file(file_id, owner)
         assert found is not None
@@ -173,13 +182,13 @@ class Store:
 
     def file(self, file_id: str, owner: str) -> Row | None:
         """A file, if it is the owner's."""
-        rows = self._rows("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
+        rows = self.rows("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
         return rows[0] if rows else None
 
     def delete_file(self, file_id: str, owner: str) -> bool:
         """Delete a file; False if an unfinished batch reads it."""
         marks = ",".join("?" * len(UNFINISHED))
-        with self._change() as db:
+        with self.change() as db:
             used = db.execute(
                 f"SELECT 1 FROM batches WHERE input_file_id = ? AND status IN ({marks})",
                 (file_id, *UNFINISHED),
@@ -197,7 +206,7 @@ class Store:
     ) -> Row:
         """Keep a new batch, to be answered within `seconds`."""
         batch_id, at = f"batch_{secrets.token_hex(12)}", now()
-        with self._change() as db:
+        with self.change() as db:
             db.execute(
                 "INSERT INTO batches (id, owner, endpoint, input_file_id, status, metadata, "
                 "created_at, expires_at) VALUES (?, ?, ?, ?, 'validating', ?, ?, ?)",
@@ -207,18 +216,18 @@ class Store:
 
     def batch(self, batch_id: str) -> Row:
         """A batch that exists."""
-        return self._rows("SELECT * FROM batches WHERE id = ?", batch_id)[0]
+        return self.rows("SELECT * FROM batches WHERE id = ?", batch_id)[0]
 
     def owned_batch(self, batch_id: str, owner: str) -> Row | None:
         """A batch, if it is the owner's."""
-        rows = self._rows("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
+        rows = self.rows("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
         return rows[0] if rows else None
 
     def unfinished(self) -> list[str]:
         """Ids of the batches that a server has to go on with, oldest first."""
         marks = ",".join("?" * len(UNFINISHED))
         sql = f"SELECT id FROM batches WHERE status IN ({marks}) ORDER BY rowid"
-        return [row["id"] for row in self._rows(sql, *UNFINISHED)]
+        return [row["id"] for row in self.rows(sql, *UNFINISHED)]
 
     def move(
         self, batch_id: str, status: str, *, only_from: tuple[str, ...], **fields: Any
@@ -227,7 +236,7 @@ class Store:
         columns = {"status": status, f"{status}_at": now(), **fields}
         sets = ", ".join(f"{name} = ?" for name in columns)
         marks = ",".join("?" * len(only_from))
-        with self._change() as db:
+        with self.change() as db:
             done = db.execute(
                 f"UPDATE batches SET {sets} WHERE id = ? AND status IN ({marks})",
                 (*columns.values(), batch_id, *only_from),
@@ -238,7 +247,7 @@ class Store:
 
     def answered(self, batch_id: str) -> set[int]:
         """Numbers of the lines that have their answer."""
-        rows = self._rows("SELECT line FROM answers WHERE batch_id = ?", batch_id)
+        rows = self.rows("SELECT line FROM answers WHERE batch_id = ?", batch_id)
         return {row["line"] for row in rows}
 
     def answer(self, batch_id: str, line: int, is_ok: bool, record: Mapping[str, Any]) -> None:
@@ -249,7 +258,7 @@ class Store:
         """
         column = "num_ok" if is_ok else "num_failed"
         text = json.dumps(record, ensure_ascii=False)
-        with self._change() as db:
+        with self.change() as db:
             db.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (batch_id, line, is_ok, text))
             db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
 
@@ -270,7 +279,7 @@ class Store:
                 made[column] = (file_id, size)
             else:
                 self.path(file_id).unlink()
-        with self._change() as db:
+        with self.change() as db:
             for file_id, size in made.values():
                 name = f"{file_id.removeprefix('file-')}.jsonl"
                 _insert_file(db, file_id, batch["owner"], name, "batch_output", size)
@@ -284,7 +293,7 @@ class Store:
 
     def _records(self, batch_id: str, is_ok: int) -> Iterator[str]:
         last = -1
-        while rows := self._rows(
+        while rows := self.rows(
             "SELECT line, record FROM answers WHERE batch_id = ? AND is_ok = ? AND line > ? "
             "ORDER BY line LIMIT 256",
             batch_id,

@@ -10,7 +10,6 @@ import json
 import logging
 import secrets
 import sqlite3
-from collections import Counter
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -19,12 +18,10 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from qllm.errors import QllmError
-from qllm.types import Priority
-
 from . import chat, completions
-from .answers import Writer, complete, owner_of
-from .errors import ApiError, from_engine, parse
+from .answers import Writer, owner_of
+from .best_effort import BestEffort, EngineGoneError
+from .errors import ApiError, parse
 from .front import Ask, Front
 from .protocol import Body, ChatRequest, CompletionRequest
 from .store import UNFINISHED, Row, Store, now
@@ -34,10 +31,6 @@ MAX_ERRORS = 100
 """Most errors of a wrong file that are told."""
 LINES_AT_ONCE = 64
 """Read from a file at a time."""
-MOST_DEATHS = 2
-"""Retries per batch line: the first crash may have been another request's fault."""
-RETRY_S = 0.5
-"""Between two tries when the engine's queue is full or there is no engine."""
 STORAGE_RETRY_S = 5.0
 """Until a batch is tried again whose answers or files could not be written."""
 
@@ -60,10 +53,6 @@ class Problem(NamedTuple):
     message: str
     line: int | None = None
     param: str | None = None
-
-
-class _EngineGoneError(Exception):
-    """The engine ended under a line, which is asked again of the next one."""
 
 
 def problems(lines: Iterator[bytes], endpoint: str, most_bytes: int) -> tuple[int, list[Problem]]:
@@ -138,14 +127,10 @@ class Worker:
     one, without other lines; one that ends an engine again has failed.
     """
 
-    def __init__(self, front: Front, store: Store) -> None:
+    def __init__(self, front: Front, store: Store, best_effort: BestEffort) -> None:
         self._front = front
         self._store = store
-        self._seats = asyncio.Semaphore(front.config.batch_concurrency)
-        self._admission = asyncio.Lock()
-        """Held by whoever takes seats: a line that needs all of them gets them."""
-        self._deaths = Counter[tuple[str, int]]()
-        """Engines that died under a line, by batch and line."""
+        self._best_effort = best_effort
         self._batches: dict[str, asyncio.Task[None]] = {}
         self._stopper: asyncio.Task[None] | None = None
 
@@ -188,14 +173,12 @@ class Worker:
             while True:
                 try:
                     return await self._advance(batch_id)
-                except _EngineGoneError:
+                except EngineGoneError:
                     _log.warning("batch %s waits for an engine", batch_id)
                 except (OSError, sqlite3.Error) as error:  # a full disk, for now
                     _log.warning("batch %s waits for its storage: %s", batch_id, error)
                     await asyncio.sleep(STORAGE_RETRY_S)
-                await asyncio.sleep(RETRY_S)
-                while self._front.unavailable() is not None:
-                    await asyncio.sleep(RETRY_S)
+                await self._best_effort.engine()
         except Exception:  # noqa: BLE001 - logged; the other batches go on
             _log.exception("batch %s stopped; the next server goes on with it", batch_id)
 
@@ -252,32 +235,14 @@ class Worker:
     async def _start_line(
         self, batch: Row, number: int, text: bytes, running: set[asyncio.Task[None]]
     ) -> None:
-        seats = 1
-        if self._deaths[batch["id"], number]:
-            seats = self._front.config.batch_concurrency
-        await self._take(seats)
+        seats = await self._best_effort.take((batch["id"], number))
         task = asyncio.create_task(self._line(batch, number, text))
-        task.add_done_callback(lambda _: self._give_back(seats))
+        task.add_done_callback(lambda _: self._best_effort.give_back(seats))
         failed = [t for t in running if t.done()]
         running.difference_update(failed)
         running.add(task)
         for old in failed:
             old.result()
-
-    async def _take(self, seats: int) -> None:
-        taken = 0
-        try:
-            async with self._admission:
-                for _ in range(seats):
-                    await self._seats.acquire()
-                    taken += 1
-        except BaseException:
-            self._give_back(taken)
-            raise
-
-    def _give_back(self, seats: int) -> None:
-        for _ in range(seats):
-            self._seats.release()
 
     async def _line(self, batch: Row, number: int, text: bytes) -> None:
         line, place = json.loads(text), (batch["id"], number)
@@ -285,12 +250,9 @@ class Worker:
         try:
             status, body = 200, await self._ask(batch, line["body"], place)
         except ApiError as error:
-            if error.status_code == 503:
-                if self._deaths[place] < MOST_DEATHS:
-                    raise _EngineGoneError from error
-                text_ = f"the engine ended {MOST_DEATHS} times while it answered this line: {error}"
-                error = ApiError(500, text_, code="engine_ended")
             status, body = error.status_code, error.body()
+        except EngineGoneError:
+            raise
         except Exception as error:  # noqa: BLE001 - logged; it is the answer of this line
             _log.exception("a line of batch %s failed", batch["id"])
             failed = ApiError(500, f"the server failed: {type(error).__name__}")
@@ -305,7 +267,7 @@ class Worker:
             asyncio.to_thread(self._store.answer, batch["id"], number, status == 200, record)
         )
         self._front.metrics.batch_line(status)
-        self._deaths.pop(place, None)
+        self._best_effort.forget(place)
 
     async def _ask(
         self, batch: Row, body: dict[str, Any], place: tuple[str, int]
@@ -313,27 +275,8 @@ class Worker:
         endpoint, owner = batch["endpoint"], batch["owner"]
         ask, writer = prepare(self._front, endpoint, body)
         salt = blake2b(f"{place[0]}\n{ask.cache_salt}".encode("utf-8", "surrogatepass")).hexdigest()
-        ask = replace(
-            ask, cache_owner=owner_of(owner), cache_salt=salt, replay=False
-        )  # a line that an engine died under is asked alone
-        while True:
-            try:
-                answer = await self._front.open(ask, Priority.BE)
-                break
-            except QllmError as error:
-                wrapped = from_engine(error)
-                if wrapped.status_code != 429:
-                    raise wrapped from error
-                await asyncio.sleep(RETRY_S)
-        try:
-            writer.serve(answer, None)
-            return await complete(answer, writer)
-        except ApiError as error:
-            if error.status_code == 503 and not self._front.draining.is_set():
-                self._deaths[place] += 1
-            raise
-        finally:
-            answer.close()
+        ask = replace(ask, cache_owner=owner_of(owner), cache_salt=salt)
+        return await self._best_effort.answer(place, ask, writer)
 
     def _expire(self, batch: Row) -> None:
         """Every line without an answer gets an error."""

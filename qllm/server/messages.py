@@ -1,0 +1,167 @@
+"""`POST /v1/messages`, as Anthropic's clients call it."""
+
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from qllm.types import FinishReason, Priority
+
+from . import chat
+from .answers import respond
+from .blocks import Block, Blocks, Change, Kind, changes, named_event
+from .calls import make_reader
+from .errors import RESPONSES, ApiError
+from .front import Answer, Comment, Front
+from .messages_protocol import CountRequest, MessagesRequest, input_of
+from .protocol import ChatRequest
+
+ENDPOINT = "/v1/messages"
+
+
+class MessageWriter:
+    """The JSON of one message.
+
+    Args:
+        front: Knows the model's name and tokenizer.
+        asked: The body, as a chat.
+    """
+
+    def __init__(self, front: Front, asked: ChatRequest) -> None:
+        self.answer_id = f"msg_{secrets.token_hex(12)}"
+        self._front, self._asked = front, asked
+        self._tier = "standard"
+
+    def serve(self, answer: Answer, asked: str | None) -> None:
+        """Remember the class that the request was given."""
+        self._tier = "batch" if answer.served.priority is Priority.BE else "standard"
+
+    async def body(self, answer: Answer) -> dict[str, Any]:
+        """Wait for the answer and return it whole."""
+        blocks = self._blocks(answer)
+        message = self._message(answer)
+        async for item in changes(answer, blocks, None):
+            if isinstance(item, FinishReason):
+                message |= self._end(answer, blocks, item)
+        message["content"] = [_whole(block) for block in blocks.all]
+        return {**message, "usage": self._usage(answer)}
+
+    async def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
+        """Yield the events of the answer as it comes."""
+        blocks = self._blocks(answer)
+        yield named_event("message_start", {"message": self._message(answer)})
+        async for item in changes(answer, blocks, silence_s):
+            if isinstance(item, Change):
+                for text in _events(item):
+                    yield text
+            elif isinstance(item, Comment):
+                yield f": {item.text}\n\n"
+                yield named_event("ping", {})
+            else:
+                end = {"delta": self._end(answer, blocks, item), "usage": self._usage(answer)}
+                yield named_event("message_delta", end)
+        yield named_event("message_stop", {})
+
+    def error_event(self, error: ApiError) -> str:
+        """The event that ends a stream which failed."""
+        return named_event("error", error.anthropic())
+
+    def _blocks(self, answer: Answer) -> Blocks:
+        choice = self._asked.choice()
+        has_form = choice.forced or self._asked.form() is not None
+        tokenizer, prompt = self._front.engine.tokenizer, answer.handles[0].prompt_token_ids
+        return Blocks(make_reader(tokenizer, prompt, choice, has_form))
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._front.model_name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(answer),
+        }
+
+    @staticmethod
+    def _end(answer: Answer, blocks: Blocks, reason: FinishReason) -> dict[str, Any]:
+        """Why the answer ended."""
+        stop = answer.handles[0].stop_string
+        why = "stop_sequence" if stop is not None else "end_turn"
+        if reason is FinishReason.LENGTH:
+            why = "max_tokens"
+        elif blocks.reader.num_calls and stop is None:
+            why = "tool_use"
+        return {"stop_reason": why, "stop_sequence": stop}
+
+    def _usage(self, answer: Answer) -> dict[str, Any]:
+        usage = answer.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+            "service_tier": self._tier,
+        }
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    if block.kind is Kind.TEXT:
+        return {"type": "text", "text": ""}
+    if block.kind is Kind.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    call_id = block.call_id.replace("call_", "toolu_", 1)
+    return {"type": "tool_use", "id": call_id, "name": block.name, "input": {}}
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    if block.kind is Kind.CALL:
+        return {**_empty(block), "input": input_of(block.text)}
+    name = "text" if block.kind is Kind.TEXT else "thinking"
+    return {**_empty(block), name: block.text}
+
+
+def _events(change: Change) -> Iterator[str]:
+    block = change.block
+    if change.what == "open":
+        yield named_event(
+            "content_block_start", {"index": block.index, "content_block": _empty(block)}
+        )
+    elif change.what == "grow":
+        kind, name = {
+            Kind.TEXT: ("text_delta", "text"),
+            Kind.REASONING: ("thinking_delta", "thinking"),
+            Kind.CALL: ("input_json_delta", "partial_json"),
+        }[block.kind]
+        delta = {"type": kind, name: change.added}
+        yield named_event("content_block_delta", {"index": block.index, "delta": delta})
+    else:
+        yield named_event("content_block_stop", {"index": block.index})
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["messages"])
+
+    @router.post(ENDPOINT, responses=RESPONSES)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        front.check_model(body.model)
+        asked = body.chat()
+        writer = MessageWriter(front, asked)
+        ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
+        answer = await respond(request, front, writer, body, ask)
+        answer.headers["request-id"] = writer.answer_id
+        return answer
+
+    @router.post(f"{ENDPOINT}/count_tokens", responses=RESPONSES)
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        """Count the tokens of a conversation as its model would see it."""
+        front.check_model(body.model)
+        ask = chat.ask_of(body.chat(), "count", None)
+        return {"input_tokens": len(await front.in_thread(Priority.BE, front.render, ask))}
+
+    return router

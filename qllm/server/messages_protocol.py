@@ -1,0 +1,306 @@
+"""The bodies of `/v1/messages`, as Anthropic's API defines them, and the chat they come to."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from qllm.types import Priority
+
+from .errors import parse
+from .protocol import Body, ChatRequest, TextOr
+
+CacheControl = dict[str, Any] | None
+"""Accepted: the prefix cache keeps what it can."""
+
+
+class TextPart(Body):
+    """Text of anybody."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: Any = None
+
+    @field_validator("citations")
+    @classmethod
+    def _no_citations(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("citations are not supported; leave them out")
+        return value
+
+
+class ThinkingPart(Body):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUsePart(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: Any = None
+
+
+class ToolResultPart(Body):
+    """What a call came to."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextOr[TextPart] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+
+
+Part = Annotated[
+    TextPart | ThinkingPart | ToolUsePart | ToolResultPart, Field(discriminator="type")
+]
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: TextOr[Part]
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "Message":
+        parts = [] if isinstance(self.content, str) else self.content
+        allowed = {
+            "user": (TextPart, ToolResultPart),
+            "assistant": (TextPart, ThinkingPart, ToolUsePart),
+            "system": (TextPart,),
+        }[self.role]
+        wrong = next((part for part in parts if not isinstance(part, allowed)), None)
+        if wrong is not None:
+            raise ValueError(f"a message of role {self.role!r} cannot hold a {wrong.type} block")
+        return self
+
+    def chat(self) -> Iterator[dict[str, Any]]:
+        """The messages of a chat that it comes to: every result of a tool is one."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        if self.role == "assistant":
+            yield self._assistant(self.content)
+            return
+        texts: list[str] = []
+        for part in self.content:
+            if isinstance(part, TextPart):
+                texts.append(part.text)
+            elif isinstance(part, ToolResultPart):
+                if texts:
+                    yield {"role": self.role, "content": "\n".join(texts)}
+                    texts = []
+                yield {
+                    "role": "tool",
+                    "tool_call_id": part.tool_use_id,
+                    "content": _text(part.content or ""),
+                }
+        if texts or not self.content:
+            yield {"role": self.role, "content": "\n".join(texts)}
+
+    @staticmethod
+    def _assistant(parts: Sequence[Part]) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": "assistant"}
+        made["content"] = "\n".join(p.text for p in parts if isinstance(p, TextPart))
+        if thought := "\n".join(p.thinking for p in parts if isinstance(p, ThinkingPart)):
+            made["reasoning_content"] = thought
+        calls = [
+            {"id": p.id, "type": "function", "function": {"name": p.name, "arguments": p.input}}
+            for p in parts
+            if isinstance(p, ToolUsePart)
+        ]
+        return {**made, "tool_calls": calls} if calls else made
+
+
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class Tool(Body):
+    """A function that may be called."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        function = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Body):
+    """Whether a tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> "ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name must be given with type='tool', and only with it")
+        return self
+
+    def chat(self) -> Any:
+        """As a chat has it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Body):
+    """Whether the model reasons, and for how long."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized"] | None = None
+
+    @model_validator(mode="after")
+    def _has_budget(self) -> "ThinkingConfig":
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("budget_tokens must be given with type='enabled', and only with it")
+        return self
+
+
+class OutputFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is made."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Conversation(Body):
+    """What a message and its count of tokens have in common."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: TextOr[TextPart] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl = None
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> "Conversation":
+        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.tools:
+            raise ValueError(f"tool_choice.type={self.tool_choice.type!r} needs tools")
+        return self
+
+    def chat(self) -> ChatRequest:
+        """As a chat.
+
+        Raises:
+            ApiError: A value is wrong.
+        """
+        messages = [] if self.system is None else [_system(_text(self.system))]
+        for message in self.messages:
+            for made in message.chat():
+                if made["role"] == "system" and len(messages) == 1 and messages[0] != made:
+                    made = _merged(messages, made)
+                messages.append(made)
+        body: dict[str, Any] = {"messages": messages, **self.options()}
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            body |= {"add_generation_prompt": False, "continue_final_message": True}
+        found: ChatRequest = parse(ChatRequest, body)
+        return found
+
+    def options(self) -> dict[str, Any]:
+        """Fields of the chat beside its messages."""
+        found: dict[str, Any] = {"model": self.model}
+        if self.tools:
+            found["tools"] = [tool.chat() for tool in self.tools]
+        if (choice := self.tool_choice) is not None:
+            found["tool_choice"] = choice.chat()
+            found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if (thinking := self.thinking) is not None:
+            found["thinking_token_budget"] = thinking.budget_tokens
+            found["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+        if (output := self.output_config) is not None:
+            found["reasoning_effort"] = output.effort
+            if output.format is not None:
+                named = {"name": "answer", "schema": output.format.schema_}
+                found["response_format"] = {"type": "json_schema", "json_schema": named}
+        return found
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def _merged(messages: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+    """The two system messages that a conversation begins with as one: templates know one."""
+    first = messages.pop()
+    if first["role"] != "system":
+        messages.append(first)
+        return more
+    return _system(f"{first['content']}\n\n{more['content']}")
+
+
+class CountRequest(Conversation):
+    """`POST /v1/messages/count_tokens`."""
+
+
+class MessagesRequest(Conversation):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    @model_validator(mode="after")
+    def _budget_fits(self) -> "MessagesRequest":
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise ValueError(
+                f"thinking.budget_tokens={budget} must be less than max_tokens={self.max_tokens}"
+            )
+        return self
+
+    def options(self) -> dict[str, Any]:
+        names = ("max_tokens", "temperature", "top_k", "top_p")
+        found = {name: getattr(self, name) for name in names}
+        return {**super().options(), **found, "stop": self.stop_sequences}
+
+    def asked_class(self) -> Priority | None:
+        """The class that the body asks for: it has no word for one."""
+        return None
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object; of a call that was cut off, none."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,133 @@
+"""Responses that are kept, and the conversations that they go on with."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import ApiError
+from .store import Row, Store
+
+UNFINISHED = ("queued", "in_progress")
+KEPT_S = 30 * 24 * 3600
+"""For which a response is kept, as OpenAI does."""
+_CHAIN = """
+WITH RECURSIVE chain(id, previous, status, input, response, depth) AS (
+    SELECT id, previous, status, input, response, 0 FROM responses WHERE id = ? AND owner = ?
+    UNION ALL
+    SELECT r.id, r.previous, r.status, r.input, r.response, depth + 1
+    FROM responses r JOIN chain ON r.id = chain.previous WHERE r.owner = ?
+) SELECT * FROM chain ORDER BY depth DESC
+"""
+
+
+class ResponseStore:
+    """The responses in the state folder. Safe to use from any thread; calls block.
+
+    Args:
+        store: Of the folder.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(
+        self, owner: str, asked: Row, items: Sequence[Row], response: Row, *, now_s: int | None = None
+    ) -> None:
+        """Keep a response, and forget those that are too old.
+
+        Args:
+            owner: Whose it is.
+            asked: The body of its request.
+            items: Its own input, without that of the responses before it.
+            response: As the API shows it.
+            now_s: Seconds since 1970.
+        """
+        at = int(time.time()) if now_s is None else now_s
+        values = (
+            response["id"], owner, at, response["status"], response["previous_response_id"],
+            json.dumps(asked), json.dumps(list(items)), json.dumps(response),
+        )  # fmt: skip
+        with self._store.change() as db:
+            db.execute(
+                "DELETE FROM responses WHERE created_at < ? AND status NOT IN (?, ?)",
+                (at - KEPT_S, *UNFINISHED),
+            )
+            db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def get(self, response_id: str, owner: str) -> Row:
+        """One response as the API shows it.
+
+        Raises:
+            ApiError: 404, also if it is of another owner.
+        """
+        return dict(json.loads(self._row(response_id, owner)["response"]))
+
+    def items(self, response_id: str, owner: str) -> list[Row]:
+        """The input of a response.
+
+        Raises:
+            ApiError: 404.
+        """
+        return list(json.loads(self._row(response_id, owner)["input"]))
+
+    def _row(self, response_id: str, owner: str) -> Row:
+        sql = "SELECT * FROM responses WHERE id = ? AND owner = ?"
+        if not (rows := self._store.rows(sql, response_id, owner)):
+            text = f"there is no response {response_id!r:.80}"
+            raise ApiError(404, text, code="response_not_found")
+        return rows[0]
+
+    def conversation(self, response_id: str, owner: str) -> list[Row]:
+        """The input and output items of a response and of all before it, oldest first.
+
+        Raises:
+            ApiError: It is not there, has not ended well, or one before it was deleted.
+        """
+        field, code = "previous_response_id", "previous_response_not_found"
+        rows = self._store.rows(_CHAIN, response_id, owner, owner)
+        if not rows:
+            text = f"there is no response {response_id!r:.80}"
+            raise ApiError(400, text, param=field, code=code)
+        if rows[0]["previous"] is not None:
+            text = f"response {rows[0]['previous']!r}, with which the conversation began, is gone"
+            raise ApiError(400, text, param=field, code=code)
+        if rows[-1]["status"] not in ("completed", "incomplete"):
+            text = f"response {response_id!r} is {rows[-1]['status']}; go on when it is completed"
+            raise ApiError(400, text, param=field)
+        found: list[Row] = []
+        for row in rows:
+            found += json.loads(row["input"]) + json.loads(row["response"])["output"]
+        return found
+
+    def delete(self, response_id: str, owner: str) -> None:
+        """Forget a response.
+
+        Raises:
+            ApiError: 404.
+        """
+        self._row(response_id, owner)
+        with self._store.change() as db:
+            db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
+
+    # -- in the background
+
+    def unfinished(self) -> list[str]:
+        """Ids of the responses that a server has to go on with, oldest first."""
+        sql = "SELECT id FROM responses WHERE status IN (?, ?) ORDER BY rowid"
+        return [row["id"] for row in self._store.rows(sql, *UNFINISHED)]
+
+    def work(self, response_id: str) -> Row | None:
+        """The row of an unfinished response, whose it may be; None if it has ended."""
+        sql = "SELECT * FROM responses WHERE id = ? AND status IN (?, ?)"
+        rows = self._store.rows(sql, response_id, *UNFINISHED)
+        return rows[0] if rows else None
+
+    def change(self, response_id: str, response: dict[str, Any]) -> bool:
+        """Replace what the API shows of an unfinished response; False if it has ended."""
+        with self._store.change() as db:
+            done = db.execute(
+                "UPDATE responses SET status = ?, response = ? WHERE id = ? AND status IN (?, ?)",
+                (response["status"], json.dumps(response), response_id, *UNFINISHED),
+            )
+            return done.rowcount == 1

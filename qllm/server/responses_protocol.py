@@ -1,0 +1,299 @@
+"""The body of `POST /v1/responses`, the chat it comes to, and the response before its output."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, field_validator, model_validator
+
+from qllm.types import Priority
+
+from .errors import ApiError, parse
+from .protocol import MAX_LOGPROBS, Body, ChatRequest, ServiceTier, Targets, TextOr
+from .response_items import Chat, InputItem
+
+Include = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content",
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]  # fmt: skip
+"""The first is served. Reasoning is in clear text; what the others name never comes up here."""
+
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+
+
+class FunctionTool(Body):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        names = ("name", "description", "parameters")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return {"type": "function", "function": given}
+
+
+class NamedTool(Body):
+    """The name of a function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Body):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+ToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+)
+
+
+class TextFormat(Body):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "TextFormat":
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema must be given with type='json_schema', and only with it")
+        return self
+
+    def chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        if self.schema_ is None:
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class Text(Body):
+    """How the answer's text is made."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Body):
+    """How the model reasons."""
+
+    effort: str | None = None
+    """A variable of the chat template; "none" also turns thinking off where it can be."""
+    max_tokens: int | None = Field(None, ge=0)
+    """OpenRouter's name; reasoning ends after so many tokens."""
+    summary: str | None = None
+    """Accepted: reasoning is shown as it is."""
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(Body):
+    """How a stream is made."""
+
+    include_obfuscation: bool | None = None
+    """Accepted: nothing is padded here."""
+
+
+class ResponsesRequest(Body):
+    """`POST /v1/responses`."""
+
+    model: str | None = None
+    input: TextOr[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """None keeps the response where there is a state folder."""
+    background: bool | None = False
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[Include] | None = None
+    service_tier: ServiceTier | None = None
+    """"flex" is BE, the others are LS."""
+    truncation: Literal["disabled"] | None = None
+
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    moderation: Any = None
+    conversation: None = None
+    prompt: None = None
+    context_management: None = None
+
+    seed: int | None = None
+    """vLLM, as are the following; see chat completions."""
+    stop: str | list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    thinking_token_budget: int | None = Field(None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    priority: int | None = None
+    slo: Targets | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _are_distinct(cls, value: list[FunctionTool] | None) -> list[FunctionTool] | None:
+        names = [tool.name for tool in value or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two functions are called {twice!r:.80}")
+        return value
+
+    @model_validator(mode="after")
+    def _can_wait(self) -> "ResponsesRequest":
+        if self.background and self.stream:
+            raise ValueError("background and stream exclude each other; ask GET until it has ended")
+        if self.background and self.store is False:
+            raise ValueError("background needs store: the response is asked for later")
+        return self
+
+    def items(self) -> list[dict[str, Any]]:
+        """Its own input items, each with an id, as they are kept."""
+        if isinstance(self.input, str):
+            parts = [{"type": "input_text", "text": self.input}]
+            given: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": parts}]
+        else:
+            given = [item.model_dump(by_alias=True, exclude_none=True) for item in self.input]
+        return [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in given]
+
+    def chat(self, before: Sequence[Mapping[str, Any]]) -> ChatRequest:
+        """As a chat.
+
+        Args:
+            before: The items of the conversation that it goes on with.
+
+        Raises:
+            ApiError: A value is wrong.
+        """
+        made = Chat()
+        if self.instructions is not None:
+            made.system(self.instructions)
+        for item in (*_ITEMS.validate_python(list(before)), *self._input()):
+            made.add(item)
+        if not made.messages:
+            raise ApiError(400, "input is empty; give an item or more", param="input")
+        names = (
+            "model", "temperature", "top_p", "service_tier", "parallel_tool_calls", "seed",
+            "stop", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+            "presence_penalty", "thinking_token_budget", "chat_template_kwargs", "cache_salt",
+            "priority",
+        )  # fmt: skip
+        body = {name: getattr(self, name) for name in names}
+        body |= {"messages": made.messages, "max_tokens": self.max_output_tokens}
+        if self.slo is not None:
+            body["slo"] = self.slo.model_dump()
+        if self.reasoning is not None:
+            body["reasoning_effort"] = self.reasoning.effort
+            if self.reasoning.max_tokens is not None:
+                body["thinking_token_budget"] = self.reasoning.max_tokens
+        if self.text is not None and self.text.format is not None:
+            body["response_format"] = self.text.format.chat()
+        if self.shows_logprobs:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        found: ChatRequest = parse(ChatRequest, {**body, **self._choice()})
+        return found
+
+    def _input(self) -> list[InputItem]:
+        if isinstance(self.input, str):
+            return _ITEMS.validate_python([{"role": "user", "content": self.input}])
+        return self.input
+
+    def _choice(self) -> dict[str, Any]:
+        """Tools and the choice among them, as a chat has them."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, AllowedTools):
+            allowed = {tool.name for tool in choice.tools}
+            if unknown := allowed - {tool.name for tool in tools}:
+                text = f"tool_choice allows {min(unknown)!r:.80}, which is not among the tools"
+                raise ApiError(400, text, param="tool_choice")
+            tools, asked = [tool for tool in tools if tool.name in allowed], choice.mode
+        elif isinstance(choice, NamedTool):
+            named = {"type": "function", "function": {"name": choice.name}}
+            return {"tools": [tool.chat() for tool in tools], "tool_choice": named}
+        else:
+            asked = choice
+        return {"tools": [tool.chat() for tool in tools] or None, "tool_choice": asked}
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether log-probabilities of the text are asked for."""
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+    def asked_class(self) -> Priority | None:
+        """The class that the body asks for; None if it says nothing."""
+        if self.background:
+            return Priority.BE
+        names = ("service_tier", "priority")
+        found: ChatRequest = parse(
+            ChatRequest,
+            {"messages": [{}], **{name: getattr(self, name) for name in names}},
+        )
+        return found.asked_class()
+
+    def response(self, response_id: str, created_at: int, model: str) -> dict[str, Any]:
+        """The response, before there is any output."""
+        choice = self.tool_choice
+        text = self.text or Text()
+        form = {"type": "text"}
+        if text.format is not None:
+            form = text.format.model_dump(by_alias=True, exclude_none=True)
+        reasoning = self.reasoning or Reasoning()
+        unset = {"temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True, "truncation": "disabled"}
+        same = (
+            "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls",
+            "temperature", "top_p", "parallel_tool_calls", "truncation", "user", "prompt_cache_key",
+            "safety_identifier",
+        )  # fmt: skip
+        shown = {name: getattr(self, name) for name in same}
+        return {
+            "id": response_id,
+            "object": "response",
+            "created_at": created_at,
+            "completed_at": None,
+            "status": "in_progress",
+            "background": bool(self.background),
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            **{name: unset.get(name) if value is None else value for name, value in shown.items()},
+            "metadata": self.metadata or {},
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "service_tier": self.service_tier or "default",
+            "store": True,
+            "text": {"format": form, "verbosity": text.verbosity or "medium"},
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
+            "usage": None,
+        }
