@@ -21,10 +21,11 @@ from pydantic import Field
 from qllm.errors import QllmError
 from qllm.types import Priority
 
-from . import chat, completions
+from . import access, chat, completions
 from .answers import Writer, complete, salt_of
 from .errors import ApiError, from_engine, parse
 from .front import Ask, Front
+from .guard import ANYBODY
 from .protocol import Body, ChatRequest, CompletionRequest
 from .store import UNFINISHED, Row, Store, now
 
@@ -282,6 +283,7 @@ class Worker:
         line, place = json.loads(text), (batch["id"], number)
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
+            access.CURRENT.set(access.Exchange(_owner(batch)))
             status, body = 200, await self._ask(batch["endpoint"], line["body"], place)
         except ApiError as error:
             if error.status_code == 503:
@@ -346,6 +348,11 @@ class Worker:
                         "error": error,
                     }
                     self._store.answer(batch["id"], number, False, record)
+
+
+def _owner(batch: Row) -> str:
+    """Digest of the API key whose batch it is; none on a server without keys."""
+    return "" if batch["owner"] == ANYBODY else str(batch["owner"])
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
