@@ -1,13 +1,14 @@
 # `make demo` and `make test` work on a fresh clone: the first call fills .venv, later ones find it up to date.
 PYTHON ?= python3
-INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PIP := .venv/bin/python $(INSTALL)
+INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP := .venv/bin/python $(INSTALL) --no-deps --no-compile
+BASE := .venv/.base
 READY := .venv/.ready
 CLIENTS := .venv/clients
 
 .PHONY: demo test test-all test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
-demo: $(READY)
+demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
 
 test: $(CLIENTS)/.ready
@@ -59,16 +60,24 @@ bench-report: $(READY)
 clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc qllm/device/csrc/*.cpp qllm/device/csrc/*.h)
-	@echo "Installing into .venv; the first time this takes a few minutes."
+# Nothing is resolved: the locks name every package. The kernels compile while pip downloads.
+$(BASE): pyproject.toml setup.py constraints.txt locks/run.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc qllm/device/csrc/*.cpp qllm/device/csrc/*.h)
+	@echo "Installing into .venv, and compiling the kernels meanwhile; the first time this takes two to three minutes."
 	$(PYTHON) -m venv .venv
-	$(PIP) setuptools
-	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) $$(grep '^setuptools==' locks/run.txt)
+	.venv/bin/python setup.py --quiet build_ext --inplace & kernels=$$!; \
+	  $(PIP) --requirement locks/run.txt && wait $$kernels
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(READY): $(BASE) locks/dev.txt
+	@echo "Installing what the tests need."
+	$(PIP) --requirement locks/dev.txt
 	@touch $@
 
 # A client of the server, apart: what it needs (uvloop, sanic) would change what ours runs on.
 $(CLIENTS)/.ready: $(READY)
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
-	$(CLIENTS)/bin/python $(INSTALL) guidellm==0.8.1
+	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt guidellm==0.8.1
 	@touch $@

@@ -14,6 +14,28 @@ QllmError
 └── InvariantError         our own bug: an invariant of the executor does not hold
 """
 
+import re
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs what an extra of this package needs, by names that pip finds."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    mark = re.compile(rf"""extra == ["']{re.escape(extra)}["']""")
+    try:
+        needs = [
+            need.split(";")[0].strip() for need in requires(DISTRIBUTION) or () if mark.search(need)
+        ]
+    except PackageNotFoundError:
+        needs = []
+    if not needs:
+        return f"install what the extra [{extra}] names in pyproject.toml"
+    return "pip install " + " ".join(f"'{n}'" if re.search(r"[^\w.-]", n) else n for n in needs)
+
+
+DISTRIBUTION = "qllm-runtime"
+"""What installers call this package; it is on no index yet."""
+
 
 def shown(value: object) -> str:
     """A wrong value in a message: as `repr` has it, and short whatever it is."""

@@ -89,7 +89,8 @@ FLOORS = {
     ),
     "server": Floor(
         f"__init__ {BASE} cores frontend grammar_check ingress llm record",
-        STDLIB | {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
+        STDLIB
+        | {"fastapi", "prometheus_client", "pydantic", "pydantic_settings", "starlette", "uvicorn"},
     ),
     "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),
     "measure": Floor(

@@ -6,15 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 
 from .app import Device, Threads, app, clean, parse_setting, quiet, split_settings
-from .settings import WithServerSettings
+from .settings import FLAGS, WithServerSettings
 
 
 @app.command(cls=WithServerSettings)
 @clean
 def serve(
+    ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     role: Annotated[
@@ -58,22 +59,20 @@ def serve(
     ] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", help="NAME=VALUE: any other setting of the server."),
+        typer.Option("--server", help="NAME=VALUE: any setting of the server."),
     ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does; SIGTERM drains.
 
-    Settings come from the file, then QLLM_* variables, then flags; the later wins. All of them
-    are in docs/serving.md.
+    Settings come from the file, then QLLM_* variables, then flags; the later wins. `qllm docs
+    serving` explains them.
     """
     try:
         from qllm.server.config import load_config
         from qllm.server.serve import serve as run
         from qllm.server.serve import serve_engine
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the server needs {error.name}: pip install 'qllm-runtime[server]'"
-        ) from error
+        raise ConfigError(f"the server needs {error.name}: {pip_install('server')}") from error
     engine_settings, policy_settings = split_settings(setting)
     named = {
         "model": model,
@@ -96,6 +95,7 @@ def serve(
         "policy_settings": policy_settings or None,
     }
     flags: dict[str, Any] = dict(parse_setting(text) for text in server or ())
+    flags |= ctx.meta.get(FLAGS, {})
     flags |= {name: value for name, value in named.items() if value is not None}
     loaded = load_config(config, os.environ, flags)
     quiet()

@@ -23,8 +23,51 @@ class WithSettings(TyperCommand):
         print_table(("name", "default", ""), rows(EngineConfig))
 
 
+FLAGS = "qllm.server.flags"
+"""Where a context keeps the settings of the server that have no parameter of the command."""
+NO_FLAGS = ("model", "engine", "policy_settings", "api_keys", "engine_address")
+"""What the command takes in another form."""
+
+
 class WithServerSettings(WithSettings):
-    """A command whose help ends with the settings of the engine and of the server."""
+    """A command that takes every setting of the server as a flag; its help shows the defaults."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the flags that are settings of the server out of the line."""
+        names = self._names()
+        found, rest, items = ctx.meta.setdefault(FLAGS, {}), [], iter(args)
+        for item in items:
+            flag, equals, value = item.partition("=")
+            if item == "--":
+                rest += [item, *items]
+            elif flag in names and names[flag].startswith("no_"):
+                found[names[flag].removeprefix("no_")] = False
+            elif flag in names:
+                given = value if equals else next(items, None)
+                if given is None:
+                    ctx.fail(f"Option {flag!r} requires an argument.")
+                found[names[flag]] = given
+            else:
+                rest.append(item)
+        return super().parse_args(ctx, rest)
+
+    def _names(self) -> dict[str, str]:
+        """Settings by flag: those that are no parameter of the command."""
+        try:
+            from qllm.server.config import ServerConfig
+        except ModuleNotFoundError:  # said when the command runs
+            return {}
+        taken = {flag for param in self.params for flag in param.opts}
+        fields = {
+            name: field for name, field in ServerConfig.model_fields.items() if name not in NO_FLAGS
+        }
+        names = {f"--{name.replace('_', '-')}": name for name in fields}
+        switches = {
+            f"--no-{name.replace('_', '-')}": f"no_{name}"
+            for name, field in fields.items()
+            if field.default is True
+        }
+        return {flag: name for flag, name in (names | switches).items() if flag not in taken}
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
@@ -34,7 +77,9 @@ class WithServerSettings(WithSettings):
         except ModuleNotFoundError as error:
             typer.echo(f"The settings of the server need {error.name}: its extra [server].")
             return
-        typer.echo("Settings of the server, --server NAME=VALUE, or QLLM_NAME in the environment:")
+        typer.echo(
+            "Settings of the server: --name VALUE, QLLM_NAME in the environment, name in the file:"
+        )
         print_table(("name", "default", ""), rows(ServerConfig))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 
 from .app import app, clean
 
@@ -70,7 +70,7 @@ def scrape(url: str) -> Scrape:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ModuleNotFoundError as error:
-        raise ConfigError(f"top needs {error.name}: pip install 'qllm-runtime[server]'") from error
+        raise ConfigError(f"top needs {error.name}: {pip_install('server')}") from error
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
             text = answer.read().decode()

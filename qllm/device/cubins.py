@@ -14,7 +14,7 @@ from typing import Any
 
 from qllm.device.layout import HEADER
 from qllm.device.rank import compile_device, rank_text
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 
 COMPILERS = ("numba-cuda", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm")
 _DIGEST_BYTES = 32
@@ -89,7 +89,7 @@ def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
         from cuda.core import Linker, LinkerOptions, ObjectCode, Program, ProgramOptions
     except ImportError as error:
         raise ConfigError(
-            f"linking for a device needs cuda-core ({error}); pip install 'qllm-runtime[device]'"
+            f"linking for a device needs cuda-core ({error}); {pip_install('device')}"
         ) from error
     folder = Path(HEADER).parent
     arch = "sm_{}{}".format(*capability)

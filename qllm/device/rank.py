@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 from qllm.policy import RankPolicy
 
 SYMBOL = "qllm_rank"
@@ -61,7 +61,7 @@ def compile_host(policy: Any) -> HostRank:
     except ImportError as error:
         raise ConfigError(
             "the native scheduler compiles the policy's rank with numba, which is not installed; "
-            "pip install 'qllm-runtime[device]', or use loop='host'"
+            f"{pip_install('device')}, or use loop='host'"
         ) from error
     i64 = numba.types.int64
     signature = numba.types.void(*[i64] * len(ARGUMENTS), numba.types.CPointer(i64))
@@ -89,7 +89,7 @@ def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
         from numba import cuda, types
     except ImportError as error:
         raise ConfigError(
-            f"compiling for a device needs numba-cuda ({error}); pip install 'qllm-runtime[device]'"
+            f"compiling for a device needs numba-cuda ({error}); {pip_install('device')}"
         ) from error
     signature = types.void(*[types.int64] * len(ARGUMENTS), types.CPointer(types.int64))
 

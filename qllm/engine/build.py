@@ -138,6 +138,7 @@ class LoadedRunner:
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
     ) -> None:
         self.config, self.threads = config, threads
+        num_weight_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters())
         with torch_threads(threads):
             with naming_family(loaded.model, "finding its parts"):
                 self.runner = make_runner(loaded.model, config)
@@ -161,6 +162,7 @@ class LoadedRunner:
             drivers=tuple(str(driver) for driver in self.runner.drivers),
             kernels={**self.runner.names, "weights": loaded.expanded or "as they were stored"},
             vocabulary=vocabulary_of(loaded.tokenizer),
+            num_weight_bytes=num_weight_bytes,
         )
 
     @property

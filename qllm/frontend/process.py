@@ -248,6 +248,10 @@ class ProcessClient(RingClient):
             self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
 
     @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
     def draining(self) -> bool:
         return self._control.draining
 

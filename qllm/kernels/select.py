@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 
 NAMES = ("triton", "torch")
 
@@ -39,7 +39,7 @@ def kernels(name: str) -> Kernels:
         parts = [import_module(f"qllm.kernels.triton.{m}") for m in _MODULES]
     except ImportError as error:
         raise ConfigError(
-            f"device kernels 'triton' cannot be imported ({error}); install qllm-runtime[cuda]"
+            f"device kernels 'triton' cannot be imported ({error}); {pip_install('cuda')}"
         ) from error
     found = {f: getattr(m, f) for m in parts for f in fields if hasattr(m, f)}
     return Kernels(name, *(found[field] for field in fields))

@@ -1,6 +1,6 @@
 """The figure of a comparison: how long LS waits under each policy, and why.
 
-matplotlib is imported when a figure is drawn (`pip install "qllm-runtime[bench]"`).
+matplotlib is imported when a figure is drawn (the extra `bench`).
 """
 
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 from qllm.record.summary import percentile
 from qllm.record.trace import Arrived, Event, Parked, Planned, Ran, Token
 from qllm.types import NS_PER_MS, FrameId, Priority, RequestId
@@ -55,7 +55,7 @@ def pyplot() -> Any:
         mpl.use("Agg", force=False)
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise ConfigError('a figure needs matplotlib; pip install "qllm-runtime[bench]"') from error
+        raise ConfigError(f"a figure needs matplotlib; {pip_install('bench')}") from error
     return plt
 
 

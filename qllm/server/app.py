@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 import qllm
 from qllm.llm import QLLMEngine
 
-from . import batches, chat, completions, errors, messages, probes, responses, tools, ui
+from . import batches, chat, completions, docs, errors, messages, probes, responses, tools, ui
 from .background import Background
 from .best_effort import BestEffort
 from .config import ServerConfig, read_api_keys
@@ -23,17 +23,21 @@ from .worker import Worker
 
 
 def create_app(
-    engine: QLLMEngine, config: ServerConfig, make: Callable[[], QLLMEngine] | None = None
+    engine: QLLMEngine,
+    config: ServerConfig,
+    make: Callable[[], QLLMEngine] | None = None,
+    load_s: float = 1.0,
 ) -> FastAPI:
-    """Make the ASGI application. There is no /docs page: it would load scripts from elsewhere.
+    """Make the ASGI application.
 
     Args:
         engine: The first one. It is not closed with the app, nor is the last
             (`app.state.front.engine`).
         config: Settings.
         make: Makes a further engine when one has ended by itself; None leaves it ended.
+        load_s: How long the first one took to load.
     """
-    metrics = Metrics(config.model_name)
+    metrics = Metrics(config.model_name, lambda: front.engine.pid)
     front = Front(engine, config, metrics)
 
     store = None if config.state_dir is None else Store(config.state_dir)
@@ -41,7 +45,7 @@ def create_app(
     worker = None if store is None else Worker(front, store, best_effort)
     kept = None if store is None else ResponseStore(store)
     background = None if kept is None else Background(front, kept, best_effort)
-    supervisor = None if make is None else Supervisor(front, make)
+    supervisor = None if make is None else Supervisor(front, make, load_s)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -72,12 +76,13 @@ def create_app(
     for part in (chat, completions, messages, tools, probes, ui):
         app.include_router(part.routes(front))
     app.include_router(responses.routes(front, kept, background))
+    app.include_router(docs.routes())
     if store is not None and worker is not None:
         app.include_router(batches.file_routes(store))
         app.include_router(batches.batch_routes(store, worker))
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
-    app.add_middleware(Guard, config=config, keys=keys, limits=limits, refuse=metrics.refuse)
+    app.add_middleware(Guard, config=config, keys=keys, limits=limits, metrics=metrics)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

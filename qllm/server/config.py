@@ -1,13 +1,21 @@
 """Settings of the server, from a TOML file, the environment and flags; the later wins."""
 
-import json
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from qllm.cores import num_threads, parse_threads
 from qllm.errors import ConfigError
@@ -16,19 +24,23 @@ PREFIX = "QLLM_"
 MIB = 1 << 20
 
 
-class ServerConfig(BaseModel):
-    """Settings of one server.
+Names = Annotated[tuple[str, ...], NoDecode]
+"""A list, or a string with commas between."""
+
+
+class ServerConfig(BaseSettings):
+    """Settings of one server: the file, the environment, the flags and their help are made of it.
 
     A file has the same names; engine and policy settings are its tables `engine` and
     `policy_settings`. In the environment a name is QLLM_ and the name in capitals; lists have
-    commas, tables are JSON.
+    commas, tables are JSON. The string below a field is its help.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX)
 
     model: str = ""
     """Alias, folder or hub id. Of a front end: where its tokenizer is, if not there too."""
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: Names = ()
     """What clients call the model, a string or several; by default `model`. Answers have the
     first."""
     role: Literal["all", "engine", "frontend"] = "all"
@@ -60,7 +72,17 @@ class ServerConfig(BaseModel):
     """One API key per line; # begins a comment."""
     api_keys: SecretStr = SecretStr("")
     """API keys with commas between. Meant for the environment: flags can be seen by others."""
-    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    """Certificate chain (PEM): the server speaks HTTPS. It may hold the key too."""
+    ssl_keyfile: Path | None = None
+    """Private key of the certificate."""
+    ssl_keyfile_password: SecretStr | None = None
+    """Password of the key. Meant for the environment."""
+    ssl_ca_certs: Path | None = None
+    """Certificates of the authorities that clients' certificates are checked with."""
+    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
+    """Whether clients need a certificate of their own."""
+    cors_origins: Names = ()
     """Origins of web pages that may call; none by default."""
     max_ls: int = Field(256, ge=1)
     """Most LS requests in flight; over it see `ls_overflow`."""
@@ -81,15 +103,18 @@ class ServerConfig(BaseModel):
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)
+    """After it a request ends with 504. Batch lines have no such limit."""
     comment_s: float = Field(10, gt=0, le=15)
     """After so long without a token a stream says where its request is, in a comment."""
     stalled_client_s: float = Field(120, gt=0, le=1e6)
     """A stream whose client takes no bytes for so long ends, and gives its seats back."""
-    """After it a request ends with 504. Batch lines have no such limit."""
     keep_alive_s: int = Field(65, ge=1)
     """For which an idle connection stays open."""
+    shutdown_delay_s: float = Field(3, ge=0, le=3600)
+    """After SIGTERM: /ready answers 503 for so long while requests are still served, so that load
+    balancers look away; then the socket closes. SIGINT does not wait."""
     drain_s: int = Field(30, ge=0)
-    """After SIGTERM: for requests in flight to end by themselves."""
+    """After that: for requests in flight to end by themselves."""
     batch_concurrency: int = Field(8, ge=1)
     """Most batch lines in the engine at once."""
     max_restarts: int = Field(5, ge=0)
@@ -105,6 +130,27 @@ class ServerConfig(BaseModel):
     hang_s: float = Field(300, ge=0)
     """An engine with work that does not come round for so long is killed; 0 never does."""
     log_format: Literal["text", "json"] = "text"
+    """json: one object per line."""
+    access_log: bool = True
+    """One line per HTTP request: status, id, class, TTFT, tokens."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *_: PydanticBaseSettingsSource,
+        **__: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """A `ServerConfig(...)` is what is given; `load_config` reads the other sources."""
+        return (init_settings,)
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return tuple(item.strip() for item in value.split(",") if item.strip())
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -148,7 +194,7 @@ def load_config(
         ConfigError: A name is unknown or a value is not allowed.
     """
     merged: dict[str, Any] = {}
-    sources = {
+    sources: dict[str, Mapping[str, Any]] = {
         f"file {file}": _file(file),
         "environment": _environment(environ),
         "flags": flags,
@@ -160,11 +206,11 @@ def load_config(
             both = isinstance(old, dict) and isinstance(value, dict)
             merged[name] = {**old, **value} if both else value  # type: ignore[dict-item]
     try:
-        config = ServerConfig.model_validate(merged)
+        config = ServerConfig(**merged)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(x) for x in first["loc"])
-        shown = "" if "key" in name else f"={first['input']!r}"
+        shown = "" if "key" in name else f"={first['input']!r:.200}"
         raise ConfigError(f"{name}{shown}: {first['msg']}") from None
     _check_role(config)
     for name in config.engine:
@@ -217,31 +263,38 @@ def _refuse_unknown(source: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"unknown setting {where}{hint}; known: {', '.join(known)}")
 
 
-def _file(path: Path | None) -> dict[str, Any]:
+def _file(path: Path | None) -> Mapping[str, Any]:
     if path is None:
         return {}
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
     try:
-        return tomllib.loads(path.read_text())
+        return TomlConfigSettingsSource(ServerConfig, path).toml_data
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for variable, text in environ.items():
-        if not variable.startswith(PREFIX):
-            continue
-        name = variable.removeprefix(PREFIX).lower()
-        if name in ("engine", "policy_settings"):
-            try:
-                found[name] = json.loads(text)
-            except ValueError as error:
-                raise ConfigError(f"{variable} is not JSON: {error}") from error
-        elif name == "cors_origins":
-            found[name] = tuple(x.strip() for x in text.split(",") if x.strip())
-        else:
-            found[name] = text
-    return found
+class _Environment(EnvSettingsSource):
+    """The variables of one environment, which need not be this process's."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = {name.lower(): text for name, text in environ.items()}
+        super().__init__(ServerConfig)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return self._environ
+
+
+def _environment(environ: Mapping[str, str]) -> Mapping[str, Any]:
+    ours = [name for name in environ if name.startswith(PREFIX)]
+    given = {name.removeprefix(PREFIX).lower(): environ[name] for name in ours}
+    _refuse_unknown("environment", given)
+    try:
+        return _Environment({name: environ[name] for name in ours})()
+    except SettingsError as error:
+        name = next(name for name in ("engine", "policy_settings") if f'"{name}"' in str(error))
+        why = f"{PREFIX}{name.upper()} is not JSON: {error.__cause__}"
+        raise ConfigError(why) from error
 
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:

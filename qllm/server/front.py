@@ -16,12 +16,13 @@ from qllm.errors import (
     RequestFailedError,
 )
 from qllm.frontend.checks import FIT
-from qllm.frontend.handle import Handle, Listener, Piece
+from qllm.frontend.handle import Handle, Listener, Piece, Result
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
 from qllm.types import FinishReason, Priority, RequestStatus, SamplingParams, Slo
 
+from . import access
 from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
@@ -107,6 +108,8 @@ class Answer:
         """Produced so far, per choice."""
         self.shows_tokens = True
         """Whether the tokens that the engine makes count; not those for max_tokens=0."""
+        self.exchange = access.CURRENT.get()
+        """The HTTP request, or batch line, that asked."""
         self._on_close, self._explain = on_close, explain
         self._num_waiting = num_waiting
         self._is_closed = False
@@ -214,7 +217,9 @@ class Front:
         self.answers: set[Answer] = set()
         """Open ones: their client still waits."""
         self.draining = asyncio.Event()
-        """Set when the server is about to end."""
+        """Set when the server is about to end: nothing new is served."""
+        self.leaving = False
+        """The server will drain soon: /ready says so, and requests are still served."""
         self._settling: set[asyncio.Task[None]] = set()
         self._pools = {
             priority: ThreadPoolExecutor(TEXT_THREADS, f"qllm-text-{priority.name}")
@@ -280,6 +285,8 @@ class Front:
         )
         answer.shows_tokens = ask.max_tokens != 0
         self.answers.add(answer)
+        if answer.exchange is not None:
+            answer.exchange.opened(ask.answer_id, served.priority.name, served.demoted)
         return answer
 
     def unavailable(self) -> ApiError | None:
@@ -402,10 +409,12 @@ class Front:
 
     async def _settle(self, answer: Answer) -> None:
         """Once the engine is done with the choices, count them."""
+        results: list[Result] = []
         try:
             for handle in answer.handles:
                 try:
-                    self.metrics.finished(await handle)
+                    results.append(await handle)
+                    self._count(results[-1], answer.exchange)
                 except RequestFailedError:
                     self.metrics.failed(answer.served.priority)
                 except Exception:  # noqa: BLE001 - its text fails (a tokenizer), not the server
@@ -413,6 +422,13 @@ class Front:
                     self.metrics.failed(answer.served.priority)
         finally:
             self._num_ls -= len(answer.handles) * (answer.served.priority is Priority.LS)
+            if answer.exchange is not None:
+                answer.exchange.settled(results)
+
+    def _count(self, result: Result, exchange: access.Exchange | None) -> None:
+        self.metrics.finished(result)
+        if exchange is not None and exchange.caller:
+            self.metrics.tokens_of_key(exchange.caller, result)
 
     def cancel(self) -> None:
         """End every open answer; its client is told."""

@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import access
 from .config import ServerConfig
 from .errors import ApiError
+from .metrics import Metrics
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/ui", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/metrics", "/version", "/ui", "/docs", "/openapi.json"}
+)
 """Served without a key: they show no request of anybody."""
-OPEN_FOLDER = "/ui/static/"
+OPEN_FOLDERS = ("/ui/static/", "/docs/static/")
+CLIENT_GONE = 499
+"""nginx's status for an answer that never began; nobody reads it."""
 UPLOAD_PATH = "/v1/files"
 ANYBODY = "anybody"
 """The caller when the server has no keys."""
@@ -126,13 +132,13 @@ class Guard:
         config: ServerConfig,
         keys: Keys,
         limits: Limits,
-        refuse: Callable[[int], None],
+        metrics: Metrics,
     ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
         self._limits = limits
-        self._refuse = refuse
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -141,26 +147,58 @@ class Guard:
         headers = Headers(scope=scope)
         if (request_id := headers.get("x-request-id")) is not None:
             send = _echoing(send, request_id)
+        exchange = access.Exchange.of(scope, "", request_id)
+        access.CURRENT.set(exchange)
+        status = CLIENT_GONE
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status >= 400:
+                    self._metrics.refuse(status)
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, noting, headers, exchange)
+        except BaseException:
+            status = 500 if status == CLIENT_GONE else status
+            raise
+        finally:
+            if exchange.caller:
+                self._metrics.of_key(exchange.caller, status)
+            if self._config.access_log:
+                exchange.ended(status)
+
+    async def _guarded(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        headers: Headers,
+        exchange: access.Exchange,
+    ) -> None:
+        """Refuse the request, or let the routes answer it."""
         path = scope["path"]
-        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
         caller = ANYBODY
         counted = False
         try:
             self._check_headers(scope)
             if not is_open:
                 caller = self._keys.caller(_authorization(headers))
+            exchange.caller = "" if caller == ANYBODY else caller
             most = self._most_bytes(path)
             self._check_length(headers.get("content-length"), most)
             if scope["method"] == "POST":
                 self._limits.enter(caller)
                 counted = True
         except ApiError as error:
-            self._refuse(error.status_code)
             await error.response(path)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         try:
-            await self._app(scope, self._limited(receive, most), self._counted(send))
+            await self._app(scope, self._limited(receive, most), send)
         finally:
             if counted:
                 self._limits.leave(caller)
@@ -198,14 +236,6 @@ class Guard:
             return message
 
         return limited
-
-    def _counted(self, send: Send) -> Send:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._refuse(message["status"])
-            await send(message)
-
-        return counted
 
 
 def _echoing(send: Send, request_id: str) -> Send:

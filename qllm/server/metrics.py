@@ -5,10 +5,17 @@ Latencies are the engine's own (`RequestMetrics`), counted when a request has en
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from qllm.frontend.handle import Result
 from qllm.types import Priority
@@ -18,6 +25,7 @@ SECONDS = (
     1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 1)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 RECENT = 512
 """TTFTs per class that the live page's percentiles are of."""
 STATES = ("waiting", "running", "parked")
@@ -34,10 +42,19 @@ def new_since(before: int, now: int) -> int:
 
 
 class Metrics:
-    """The collectors of one server."""
+    """The collectors of one server.
 
-    def __init__(self, model_name: str) -> None:
+    Args:
+        model_name: A label of every metric.
+        engine_pid: Says which process the engine is now; None where it is not on this host.
+    """
+
+    def __init__(
+        self, model_name: str, engine_pid: Callable[[], int | None] = lambda: None
+    ) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        ProcessCollector("qllm_engine", pid=lambda: engine_pid() or "none", registry=self.registry)
         self._model = model_name
         self._lock = threading.Lock()
         self._num_preemptions = self._num_expert_bytes = 0
@@ -57,6 +74,7 @@ class Metrics:
         self._stall = self._histogram(
             "request_max_stall_seconds", "Longest time without work while admitted"
         )
+        self._make_sizes_and_keys()
         self._preempt = Histogram(
             "qllm:preempt_latency_seconds",
             "Arrival of the request that preempts to the frame being parked",
@@ -136,9 +154,24 @@ class Metrics:
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
 
-    def _histogram(self, name: str, text: str) -> Histogram:
+    def _make_sizes_and_keys(self) -> None:
+        self._prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
+        self._output_size = self._histogram(
+            "request_generation_tokens", "Tokens of an answer", TOKENS
+        )
+        self._key_requests = self._counter(
+            "key_requests", "HTTP requests per API key, named by its digest", "key", "status"
+        )
+        self._key_prompt = self._counter(
+            "key_prompt_tokens", "Tokens of prompts per API key", "key", "class"
+        )
+        self._key_output = self._counter(
+            "key_generation_tokens", "Tokens of answers per API key", "key", "class"
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         made = Histogram(
-            f"qllm:{name}", text, ["model_name", "class"], buckets=SECONDS, registry=self.registry
+            f"qllm:{name}", text, ["model_name", "class"], buckets=buckets, registry=self.registry
         )
         for priority in Priority:  # a series that is there from the start has a rate
             made.labels(self._model, priority.name)
@@ -171,10 +204,23 @@ class Metrics:
         ):
             if value is not None:
                 histogram.labels(self._model, label).observe(value / 1e3)
+        self._prompt_size.labels(self._model, label).observe(m.num_prompt_tokens)
+        self._output_size.labels(self._model, label).observe(m.num_output_tokens)
         for gap in m.itl_ms:
             self._itl.labels(self._model, label).observe(gap / 1e3)
         if m.ttft_ms is not None:
             self.recent_ttft_ms[label].append(m.ttft_ms)
+
+    def of_key(self, key: str, status: int) -> None:
+        """Count an HTTP request of an API key, given as its digest."""
+        self._key_requests.labels(self._model, key, str(status)).inc()
+
+    def tokens_of_key(self, key: str, result: Result) -> None:
+        """Count what a choice has cost an API key, given as its digest."""
+        m = result.metrics
+        label = class_name(m.priority)
+        self._key_prompt.labels(self._model, key, label).inc(m.num_prompt_tokens)
+        self._key_output.labels(self._model, key, label).inc(m.num_output_tokens)
 
     def failed(self, priority: Priority) -> None:
         """Count a request that ended in an error."""

@@ -70,11 +70,14 @@ def routes(front: Front) -> APIRouter:
     @router.get("/ready", responses={503: RESPONSES[503]})
     async def ready() -> dict[str, str]:
         """200 while requests are taken: the engine lives and the server does not drain."""
-        if front.draining.is_set():
+        if front.leaving or front.draining.is_set():
             raise ApiError(503, "the server is shutting down", code="draining")
         if (error := front.unavailable()) is not None:
             raise error
         return {"status": "ok"}
+
+    for path, probe in (("/health", health), ("/ready", ready)):
+        router.head(path, include_in_schema=False)(probe)
 
     @router.get("/version")
     async def version() -> dict[str, str]:

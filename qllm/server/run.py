@@ -3,7 +3,10 @@
 import asyncio
 import json
 import logging
+import signal
 import socket
+import time
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -12,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .config import ServerConfig
 from .front import Front
+from .tls import ssl_context
 
 GOODBYE_S = 5
 """For telling the clients that the drain is over."""
@@ -27,6 +31,7 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        found |= getattr(record, "fields", {})
         if record.exc_info:
             found["traceback"] = self.formatException(record.exc_info)
         return json.dumps(found)
@@ -48,19 +53,32 @@ def _protocol(header_timeout_s: float) -> type[H11Protocol]:
 
 
 class Server(uvicorn.Server):
-    """Drains: what is in flight may end by itself, after `drain_s` it ends with an error.
+    """Leaves in three steps: it is not ready, takes nothing new, and ends what is left.
 
+    After SIGTERM /ready answers 503 for `shutdown_delay_s`, while all else goes on; then the
+    socket closes, and what is in flight may end by itself; after `drain_s` it ends with an error.
     It also ends when no further engine will be made.
     """
 
-    def __init__(self, config: uvicorn.Config, front: Front, drain_s: int) -> None:
+    def __init__(self, config: uvicorn.Config, front: Front) -> None:
         super().__init__(config)
         self._front = front
-        self._drain_s = drain_s
+        self._drain_s = front.config.drain_s
+        self._leaves_at = 0.0
+        """When the socket closes, once the server was told to end."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn at a signal; a second one does not wait."""
+        waits = sig == signal.SIGTERM and not self._front.leaving
+        delay_s = self._front.config.shutdown_delay_s if waits else 0.0
+        self._leaves_at = time.monotonic() + delay_s
+        self._front.leaving = True
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; whether to end."""
-        return await super().on_tick(counter) or self._front.gave_up is not None
+        told = await super().on_tick(counter) and time.monotonic() >= self._leaves_at
+        return told or self._front.gave_up is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it has been told to end."""
@@ -70,7 +88,12 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI, config: ServerConfig) -> Server:
-    """Make a server that is not running yet."""
+    """Make a server that is not running yet.
+
+    Raises:
+        ConfigError: The files for TLS are wrong.
+    """
+    context = ssl_context(config)
     return Server(
         uvicorn.Config(
             app,
@@ -82,15 +105,16 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=config.drain_s + GOODBYE_S,
             server_header=False,
+            access_log=False,  # `access` has the class and TTFT too
+            ssl_context_factory=None if context is None else lambda *_: context,
             log_config=log_config(config.log_format),
         ),
         app.state.front,
-        config.drain_s,
     )
 
 
 def log_config(log_format: str) -> dict[str, Any]:
-    """The logging of the process: one line per request, on stderr."""
+    """The logging of the process, on stderr."""
     formatters = {
         "text": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"},
         "json": {"()": _JsonLines},

@@ -14,10 +14,12 @@ from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
 
 from .app import create_app
-from .config import ServerConfig
+from .banner import banner, warnings
+from .config import ServerConfig, read_api_keys
 from .front import Front
 from .run import make_server
 from .supervisor import PERIOD_S, Restarts, given_up
+from .tls import ssl_context
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -128,6 +130,11 @@ def _replaced(
     raise EngineClosedError(given_up(why, config))
 
 
+def _say(*lines: str) -> None:
+    sys.stderr.writelines(f"qllm: {line}\n" for line in lines)
+    sys.stderr.flush()
+
+
 def serve(config: ServerConfig) -> None:
     """Load, listen, serve, drain. Returns when the server has ended.
 
@@ -136,17 +143,22 @@ def serve(config: ServerConfig) -> None:
         EngineClosedError: The engine ended too often.
         OSError: The address cannot be listened on.
     """
+    scheme = "http" if ssl_context(config) is None else "https"
+    said = warnings(config, len(read_api_keys(config)))
     with bound_socket(config.host, config.port) as sock:
+        _say(f"loading {config.model or 'the tokenizer'}", *(f"warning: {text}" for text in said))
+        start = time.monotonic()
         engine = make_engine(config)
+        load_s = time.monotonic() - start
         if config.role == "frontend":
             config = _as_the_engine(config, engine)
-        app = create_app(engine, config, partial(make_engine, config))
+        app = create_app(engine, config, partial(make_engine, config), load_s)
         front: Front = app.state.front
         server = make_server(app, config)
         freeze_garbage()
         host, port = sock.getsockname()[:2]
-        sys.stderr.write(f"qllm: {config.model_name} at http://{host}:{port}\n")
-        sys.stderr.flush()
+        _say(*banner(engine, config, load_s))
+        _say(f"{config.model_name} at {scheme}://{host}:{port}")
         # uvicorn drains at SIGTERM, then raises it again: by now there is nothing left to end
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:

@@ -53,12 +53,13 @@ class Supervisor:
     Args:
         front: Whose engine it is.
         make: Makes an engine; blocks while it loads.
+        load_s: How long the first load took, from which clients are told when to try again.
     """
 
-    def __init__(self, front: Front, make: Callable[[], QLLMEngine]) -> None:
+    def __init__(self, front: Front, make: Callable[[], QLLMEngine], load_s: float = 1.0) -> None:
         self._front, self._make = front, make
         self._restarts = Restarts(front.config)
-        self._load_s = 1.0
+        self._load_s = load_s
         """How long the last load took."""
         self._up_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -86,6 +87,7 @@ class Supervisor:
                 await asyncio.sleep(PERIOD_S)
             _log.error("%s", why)
             front.ended[front.engine] = why
+            self._up_at = time.monotonic() + self._load_s  # until the wait is known
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
             if front.gave_up is None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, pip_install
 from qllm.types import Priority
 from qllm.workloads.measure import Served
 from qllm.workloads.mix import Arrival
@@ -138,7 +138,7 @@ def _run(
         import aiohttp
     except ImportError:
         raise ConfigError(
-            "sending a workload to a server needs aiohttp: pip install 'qllm-runtime[bench]'"
+            f"sending a workload to a server needs aiohttp: {pip_install('bench')}"
         ) from None
 
     async def run() -> list[Served]:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qllm.errors import ConfigError, QllmError
+from qllm.errors import ConfigError, QllmError, pip_install
 from qllm.ingress.front_end import FrontEndRings, Heard
 from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
@@ -104,7 +104,7 @@ def check_profile(profile: str) -> None:
     try:
         import nixl._api  # noqa: F401 - loaded now rather than while an engine serves
     except ImportError as error:
-        raise ConfigError("NIXL is not installed; pip install 'qllm-runtime[rdma]'") from error
+        raise ConfigError(f"NIXL is not installed; {pip_install('rdma')}") from error
 
 
 class Link:

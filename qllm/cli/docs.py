@@ -1,0 +1,57 @@
+"""`qllm docs`: the pages of this release, also where only a wheel is installed."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import qllm
+from qllm.errors import ConfigError
+
+from .app import app, clean, print_table
+
+SHOWN = (".md", ".json", ".yaml")
+
+
+@app.command()
+@clean
+def docs(
+    page: Annotated[
+        str | None, typer.Argument(help="Which one; all are listed without it.")
+    ] = None,
+) -> None:
+    """Print a page of the documentation, a Grafana dashboard or its alerts."""
+    pages = find_pages()
+    if page is None:
+        print_table(("page", ""), ((name, _title(path)) for name, path in sorted(pages.items())))
+        return
+    found = pages.get(page.removesuffix(".md").removeprefix("docs/"))
+    if found is None:
+        raise ConfigError(f"there is no page {page!r:.80}; use one of {', '.join(sorted(pages))}")
+    typer.echo(found.read_text(encoding="utf-8"), nl=False)
+
+
+def find_pages() -> dict[str, Path]:
+    """The files by name, without the end of Markdown.
+
+    A wheel has them in the package, a checkout beside it.
+
+    Raises:
+        ConfigError: They are in neither place.
+    """
+    package = Path(qllm.__file__).parent
+    for folder in (package / "docs", package.parent / "docs"):
+        if (folder / "serving.md").is_file():
+            return {
+                path.name.removesuffix(".md"): path
+                for path in folder.iterdir()
+                if path.suffix in SHOWN
+            }
+    raise ConfigError(f"the pages are missing from {package}: install qllm again")
+
+
+def _title(path: Path) -> str:
+    if path.suffix != ".md":
+        return "for Grafana and Prometheus: save it with `>`"
+    with open(path, encoding="utf-8") as lines:
+        return next((line.strip("# \n") for line in lines if line.strip()), "")

@@ -1,0 +1,110 @@
+"""The access log: one line per HTTP request, with the class, TTFT and tokens it was served with."""
+
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Scope
+
+from qllm.frontend.handle import Result
+
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Answered every few seconds: a line only where the answer is an error."""
+
+CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=None)
+"""The exchange that this task answers."""
+
+_log = logging.getLogger("qllm.server.access")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request and its answer, or the line of a batch.
+
+    It is told when the response has ended, and when the engine is done with each answer that it
+    opened; the later of both writes the line.
+    """
+
+    caller: str
+    """Digest of the API key."""
+    line: str = ""
+    """Method and path; none is logged for a line of a batch."""
+    client: str = ""
+    request_id: str = ""
+    """What the client calls the request (`x-request-id`)."""
+    start_s: float = field(default_factory=time.monotonic)
+    status: int = 0
+    ended_s: float | None = None
+    num_open: int = 0
+    """Answers that the engine works on."""
+    answers: list[tuple[str, str, bool]] = field(default_factory=list)
+    """Id, class, and whether it was demoted, of each answer."""
+    results: list[Result] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, scope: Scope, caller: str, request_id: str | None) -> "Exchange":
+        """The exchange of a request that came over HTTP."""
+        path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
+        client = scope.get("client") or ("-", 0)
+        return cls(
+            caller=caller,
+            line=f"{scope['method']} {path.decode('ascii', 'backslashreplace'):.200}",
+            client=str(client[0]),
+            request_id=request_id or "",
+        )
+
+    def opened(self, answer_id: str, class_name: str, demoted: bool) -> None:
+        """The engine has taken a request."""
+        self.num_open += 1
+        self.answers.append((answer_id, class_name, demoted))
+
+    def settled(self, results: list[Result]) -> None:
+        """The engine is done with a request; one that failed has no result."""
+        self.num_open -= 1
+        self.results += results
+        self._write()
+
+    def ended(self, status: int) -> None:
+        """The response has ended, or its client is gone."""
+        self.status, self.ended_s = status, time.monotonic()
+        self._write()
+
+    def _write(self) -> None:
+        if self.ended_s is None or self.num_open or not self.line:
+            return
+        if self.status < 400 and self.line.partition(" ")[2] in PROBES:
+            return
+        found = self.fields()
+        shown = " ".join(f"{k}={v}" for k, v in found.items() if k not in ("request", "status"))
+        _log.info('"%s" %s %s', self.line, self.status, shown, extra={"fields": found})
+
+    def fields(self) -> dict[str, Any]:
+        """What the line says, by name."""
+        assert self.ended_s is not None
+        found: dict[str, Any] = {"request": self.line, "status": self.status}
+        found |= {"client": self.client, "ms": round(1e3 * (self.ended_s - self.start_s))}
+        if self.caller:
+            found["key"] = self.caller
+        if self.request_id:
+            found["x_request_id"] = ascii(self.request_id)[1:-1][:80]
+        if self.answers:
+            found["id"], found["class"], demoted = self.answers[0]
+            if demoted:
+                found["demoted"] = True
+            found |= _of_results(self.results)
+        return found
+
+
+def _of_results(results: list[Result]) -> dict[str, Any]:
+    """TTFT of the first token, and the tokens of all choices."""
+    metrics = [result.metrics for result in results]
+    ttfts = [m.ttft_ms for m in metrics if m.ttft_ms is not None]
+    found: dict[str, Any] = {} if not ttfts else {"ttft_ms": round(min(ttfts), 1)}
+    if metrics:
+        found["prompt_tokens"] = max(m.num_prompt_tokens for m in metrics)
+        found["output_tokens"] = sum(m.num_output_tokens for m in metrics)
+        found["preemptions"] = sum(m.preemptions for m in metrics)
+        found["finish"] = ",".join(sorted({result.finish_reason.value for result in results}))
+    return found

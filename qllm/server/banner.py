@@ -1,0 +1,67 @@
+"""What the log says at start: the model, what computes it, and who may call."""
+
+import ipaddress
+
+from qllm.llm import QLLMEngine
+from qllm.types import Priority
+
+from .config import ServerConfig
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]:
+    """Lines on the engine that has been loaded."""
+    settings, kernels = engine.config, engine.kernels
+    drivers = {name: engine.drivers.count(name) for name in dict.fromkeys(engine.drivers)}
+    layers = ", ".join(f"{count} {name}" for name, count in drivers.items())
+    targets = settings.ls_slo or "no latency targets"
+    classes = " and ".join(Priority.__members__)
+    return [
+        f"model    {engine.model_name}: {shown_bytes(engine.num_weight_bytes)} of weights "
+        f"({kernels.get('weights', 'as they were stored')}), layers: {layers}; loaded in "
+        f"{load_s:.1f} s",
+        f"kernels  experts: {kernels.get('experts')}; attention: {kernels.get('attention')}; "
+        f"head: {kernels.get('head')}",
+        f"KV       {settings.max_kv_tokens:,} tokens in blocks of {settings.block_size}, "
+        f"{settings.max_num_seqs} requests per step",
+        f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
+        f"{settings.max_segment_ms:g} ms",
+        f"classes  {classes}; LS: {targets}, at most {config.max_ls} in flight "
+        f"({config.ls_overflow}); batches: {config.state_dir or 'none, give --state-dir'}",
+    ]
+
+
+def shown_bytes(count: float) -> str:
+    """A number of bytes with three digits and its unit."""
+    for unit in UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {UNITS[-1]}"
+
+
+def warnings(config: ServerConfig, num_keys: int) -> list[str]:
+    """Why strangers may come in, or read along."""
+    if is_loopback(config.host):
+        return []
+    found = []
+    if not num_keys:
+        found.append(
+            f"everybody who reaches {config.host} may use this server: give --api-key-file, or "
+            "--host 127.0.0.1"
+        )
+    elif config.ssl_certfile is None:
+        found.append(
+            f"API keys come to {config.host} in clear text: give --ssl-certfile, or put a proxy "
+            "that speaks TLS in front"
+        )
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
