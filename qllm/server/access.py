@@ -13,6 +13,8 @@ from qllm.frontend.handle import Result
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 """Answered every few seconds: a line only where the answer is an error."""
 
+ANYBODY = "anybody"
+"""The caller, where there are no keys."""
 CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=None)
 """The exchange that this task answers."""
 
@@ -108,3 +110,8 @@ def _of_results(results: list[Result]) -> dict[str, Any]:
         found["preemptions"] = sum(m.preemptions for m in metrics)
         found["finish"] = ",".join(sorted({result.finish_reason.value for result in results}))
     return found
+
+
+def begin(caller: str) -> None:
+    """This task answers what no HTTP request waits for: the line of a batch, a response."""
+    CURRENT.set(Exchange("" if caller == ANYBODY else caller))

@@ -14,7 +14,7 @@ from typing import Any
 
 from qllm.errors import QllmError
 
-from . import chat
+from . import access, chat
 from .answers import owner_of
 from .best_effort import BestEffort, EngineGoneError
 from .errors import ApiError, from_engine, parse
@@ -93,6 +93,7 @@ class Background:
         row = await asyncio.to_thread(self._kept.work, response_id)
         if row is None:
             return
+        access.begin(row["owner"])
         begun = {**json.loads(row["response"]), "status": "in_progress"}
         if not await asyncio.to_thread(self._kept.change, response_id, begun):
             return

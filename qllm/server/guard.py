@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import access
+from .access import ANYBODY
 from .config import ServerConfig
 from .errors import ApiError
 from .metrics import Metrics
@@ -24,8 +25,6 @@ OPEN_FOLDERS = ("/ui/static/", "/docs/static/")
 CLIENT_GONE = 499
 """nginx's status for an answer that never began; nobody reads it."""
 UPLOAD_PATH = "/v1/files"
-ANYBODY = "anybody"
-"""The caller when the server has no keys."""
 
 
 @dataclass(slots=True)

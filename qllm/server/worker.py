@@ -23,7 +23,6 @@ from .answers import Writer, owner_of
 from .best_effort import BestEffort, EngineGoneError
 from .errors import ApiError, parse
 from .front import Ask, Front
-from .guard import ANYBODY
 from .protocol import Body, ChatRequest, CompletionRequest
 from .store import UNFINISHED, Row, Store, now
 
@@ -249,7 +248,7 @@ class Worker:
         line, place = json.loads(text), (batch["id"], number)
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
-            access.CURRENT.set(access.Exchange(_owner(batch)))
+            access.begin(batch["owner"])
             status, body = 200, await self._ask(batch, line["body"], place)
         except ApiError as error:
             status, body = error.status_code, error.body()
@@ -294,11 +293,6 @@ class Worker:
                         "error": error,
                     }
                     self._store.answer(batch["id"], number, False, record)
-
-
-def _owner(batch: Row) -> str:
-    """Digest of the API key whose batch it is; none on a server without keys."""
-    return "" if batch["owner"] == ANYBODY else str(batch["owner"])
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
