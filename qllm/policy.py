@@ -20,7 +20,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from qllm.errors import ConfigError, shown
 from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row, chunk_end
-from qllm.types import MAX_TIME_MS, Cap, Evict, FrameId, Frontier, Grain, Priority, RequestId, Slo
+from qllm.types import (
+    MAX_TIME_MS,
+    Cap,
+    Evict,
+    FrameId,
+    Frontier,
+    Grain,
+    Priority,
+    RequestId,
+    Slo,
+    Tier,
+)
 
 __all__ = [
     "NO_DEADLINE",
@@ -121,6 +132,9 @@ class CostTable(NamedTuple):
     """A decode step of 1, 2, 4, 8, ... rows through all layers."""
     prefill_token_ns: int
     """One prefill token through all layers."""
+    move_token_ns: tuple[int, ...] = (0,)
+    """Moving the KV of one token to a tier (`qllm.types.Tier`), or back. Shorter where the last tiers
+    are unknown."""
 
     def decode(self, num_rows: int) -> int:
         """Predicted time of a decode step, interpolated between the powers of two."""
@@ -132,6 +146,19 @@ class CostTable(NamedTuple):
             return self.decode_ns[last] * num_rows >> last
         low, high = self.decode_ns[exponent], self.decode_ns[exponent + 1]
         return low + (high - low) * (num_rows - (1 << exponent)) // (1 << exponent)
+
+    def pays_to_keep(self, tier: Tier, num_moved: int, num_lost: int) -> bool:
+        """Whether moving KV to a tier and back is quicker than computing it again.
+
+        Args:
+            tier: Where to; False for one that was not measured.
+            num_moved: Tokens that have to move: not those whose KV is there already.
+            num_lost: Tokens that would have to be computed.
+        """
+        if tier >= len(self.move_token_ns):
+            return False
+        there_and_back_ns = 2 * num_moved * self.move_token_ns[tier]
+        return there_and_back_ns < num_lost * self.prefill_token_ns
 
     def step(self, num_decode_rows: int, num_prefill_tokens: int) -> int:
         """Predicted time of a step through all layers."""

@@ -18,10 +18,11 @@ from test_scheduler import BY_CLASS, Fuzz, events, finished_well, work_is_exact
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
+from qllm.engine.costs import Costs
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import Plan, Row
 from qllm.plugins import load_policy
-from qllm.policy import View, next_row
+from qllm.policy import NO_COSTS, View, next_row
 from qllm.record import trace
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.cpu import cpu_runner
@@ -32,7 +33,7 @@ from qllm.scheduler.making_way import make_way
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rules import broken_rule
 from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
-from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Grain, Priority, Sampled
+from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Grain, Priority, Sampled, Tier
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
 
@@ -145,6 +146,45 @@ def test_without_room_a_victim_starts_again() -> None:
     finished_well(world)
     assert [e.request_id for e in events(world, trace.Evicted)] == [batch]
     assert not events(world, trace.SwappedOut)
+
+
+@pytest.mark.parametrize(
+    ("move_ns", "swaps"), [(0, True), (499, True), (500, False), (None, False)]
+)
+def test_kv_moves_out_where_that_is_quicker_than_computing_it(
+    move_ns: int | None, swaps: bool
+) -> None:
+    world = World(load_policy("qllm2"), short_of_kv(16))
+    batch = world.submit(BE, 200, 40)
+    while world.tokens[batch] < 3:
+        world.step()
+    tiers = () if move_ns is None else (move_ns,)
+    table = world.scheduler.costs._replace(prefill_token_ns=1000, move_token_ns=tiers)
+    world.scheduler.costs = table
+    world.submit(LS, 100, 3)
+    while not (events(world, trace.SwappedOut) or events(world, trace.Evicted)):
+        world.scheduler.costs = table
+        world.step()
+    assert bool(events(world, trace.SwappedOut)) is swaps
+    world.run()
+    finished_well(world)
+
+
+def test_what_need_not_move_costs_nothing() -> None:
+    table = NO_COSTS._replace(prefill_token_ns=100, move_token_ns=(0, 1000))
+    assert table.pays_to_keep(Tier.FILE, 49, 1000)
+    assert not table.pays_to_keep(Tier.FILE, 50, 1000)
+    assert table.pays_to_keep(Tier.MEMORY, 1000, 1)
+    assert not table.pays_to_keep(Tier.MEMORY, 0, 0)
+
+
+def test_the_cost_of_moving_is_fitted_per_tier() -> None:
+    costs = Costs()
+    assert costs.table().move_token_ns == (0,)
+    assert costs.moved(Tier.FILE, 10, 1000).move_token_ns == (0, 100)
+    assert costs.moved(Tier.FILE, 10, 5000).move_token_ns == (0, 200)
+    assert costs.moved(Tier.MEMORY, 10, 50).move_token_ns == (5, 200)
+    assert costs.table().move_token_ns == (5, 200)
 
 
 def test_a_request_that_ends_while_it_is_swapped_out_leaves_no_room_taken() -> None:

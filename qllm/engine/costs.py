@@ -2,6 +2,7 @@
 
 from qllm.policy import CostTable
 from qllm.scheduler.program import Program
+from qllm.types import Tier
 
 SAMPLES_PER_COST = 4
 """Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""
@@ -15,6 +16,8 @@ class Costs:
     def __init__(self) -> None:
         self._decode_ns: dict[int, int] = {}
         self._prefill_token_ns = 0
+        self._move_token_ns = [0]
+        """Per tier; to main memory KV does not move on a CPU."""
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
         """Learn from a program that ran from its start to its end at one go."""
@@ -36,6 +39,15 @@ class Costs:
             self._prefill_token_ns = _blend(self._prefill_token_ns, rest // tokens)
         return self.table()
 
+    def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> CostTable:
+        """Learn from KV that moved to a tier or back; the tiers before it are known."""
+        seen = elapsed_ns // num_tokens
+        if tier == len(self._move_token_ns):
+            self._move_token_ns.append(seen)
+        else:
+            self._move_token_ns[tier] = _blend(self._move_token_ns[tier], seen)
+        return self.table()
+
     def table(self) -> CostTable:
         """The table as it is known now; unknown sizes follow from their neighbours."""
         known = self._decode_ns or {0: 1_000_000}
@@ -49,7 +61,8 @@ class Costs:
                 first = min(known)
                 value = known[first] * 5**first // 8**first
             values.append(max(value, values[-1] if values else 1))
-        return CostTable(tuple(values), self._prefill_token_ns or max(1, values[0] // 8))
+        prefill_ns = self._prefill_token_ns or max(1, values[0] // 8)
+        return CostTable(tuple(values), prefill_ns, tuple(self._move_token_ns))
 
 
 def _blend(old: int, seen: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qllm.plan import ModelShape, Plan, Row
+from qllm.policy import CostTable
 from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.decision import (
     Drop,
@@ -24,7 +25,7 @@ from qllm.scheduler.decision import (
     SwapOut,
 )
 from qllm.scheduler.request import Request
-from qllm.types import Evict, FrameId, RequestId
+from qllm.types import Evict, FrameId, RequestId, Tier
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
 """Who loses how many blocks for a request, and how; the last are those who must not."""
@@ -38,6 +39,7 @@ class Holder(Protocol):
     away: dict[RequestId, Parked]
     pool: BlockPool
     swap: SwapSpace
+    costs: CostTable
     shape: ModelShape
 
     def touch(self, request: Request) -> None:
@@ -123,11 +125,15 @@ def _come_back(holder: Holder, request: Request) -> Effect:
 
 
 def evict(holder: Holder, request: Request, for_request: RequestId, how: Evict) -> list[Effect]:
-    """Take a request's blocks: its KV moves out, or, for want of room, it starts over."""
+    """Take a request's blocks: its KV moves out, or it starts over.
+
+    It starts over where there is no room, and where computing takes less time than moving.
+    """
     request_id, written = request.request_id, request.num_written_tokens
     blocks = holder.pool.blocks_for(written)
     effects: list[Effect]
-    if how is Evict.SWAP and blocks > 0 and holder.swap.put(request_id, blocks):
+    pays = how is Evict.SWAP and holder.costs.pays_to_keep(Tier.MEMORY, written, written)
+    if pays and holder.swap.put(request_id, blocks):
         effects = [*_move_out(holder, request), SwapOut(request_id, written, for_request)]
     else:
         lost = EvictKv(request_id, request.num_computed_tokens, for_request)
