@@ -221,7 +221,7 @@ class FileTier:
                 if name not in ram or name in self.index or name in self._writing:
                     self._give_back(name, ram)
                     continue
-                if not self._free and not self.index.make_room(priority, now_ns):
+                if not self._free and not self.index.displace(priority, now_ns):
                     self._give_back(name, ram)
                     continue
                 job = Write(
