@@ -314,6 +314,8 @@ class FileTier:
         job = self._writing.pop(done.name)
         if job is None:  # deleted: its slot is erased after it
             self._free.append(done.kept.slot)
+            if done.name in ram:  # kept again meanwhile
+                self.offer(done.name, ram.is_ls(done.name))
             return
         self._give_back(done.name, ram)
         self.counts.stored += 1
