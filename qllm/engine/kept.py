@@ -86,7 +86,7 @@ class KeptPages:
             self._open(Path(config.kv_dir), layout, identity, keep_ls_ns, prefill_ns)
         ttl_ns = None if config.kv_ttl_s is None else int(config.kv_ttl_s * NS_PER_S)
         return PrefixCache(
-            KvPages(runner), identity, store, page_size, decider.found, self._now_ns,
+            KvPages(runner, page_size), identity, store, page_size, decider.found, self._now_ns,
             copy_bytes, self._tier, ttl_ns,
         )  # fmt: skip
 

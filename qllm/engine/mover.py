@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from qllm.engine.kv_file import KvFile
-from qllm.engine.tier import Done, Kept, Read, Write
+from qllm.engine.tier import Kept, Load, Write, Written
 from qllm.types import NS_PER_S
 
 SHARE, GENTLE_SHARE = 0.5, 0.1
@@ -33,13 +33,13 @@ class Mover:
         self.failure: str | None = None
         self._file, self._wake, self._now_ns = file, wake, now_ns
         self._lock = threading.Condition()
-        self._reads: tuple[deque[_Reading], ...] = (deque(), deque())
+        self._reads: tuple[deque[Load], ...] = (deque(), deque())
         """LS and others."""
         self._is_reading = False
         self._writes: deque[Write | tuple[int, ...]] = deque()
         """Pages to write, and slots to erase."""
         self._is_writing = False
-        self._done: deque[Done] = deque()
+        self._done: deque[Written] = deque()
         self._share = SHARE
         self._in_haste = self._closing = False
         names = {"qllm-kv-read": self._serve_reads, "qllm-kv-write": self._serve_writes}
@@ -57,10 +57,10 @@ class Mover:
             self._writes.append(job)
             self._lock.notify_all()
 
-    def read(self, job: Read) -> None:
+    def read(self, load: Load) -> None:
         """Read pages, soon: LS first, before what is to be written."""
         with self._lock:
-            self._reads[not job.is_ls].append(_Reading(job))
+            self._reads[not load.is_ls].append(load)
             self._lock.notify_all()
 
     def erase(self, slots: Sequence[int]) -> None:
@@ -73,8 +73,8 @@ class Mover:
         """Take a smaller share of the machine: LS requests are there."""
         self._share = GENTLE_SHARE if gentle else SHARE
 
-    def done(self) -> list[Done]:
-        """What was done since the last call."""
+    def written(self) -> list[Written]:
+        """The pages that were written since the last call."""
         found = []
         while self._done:
             found.append(self._done.popleft())
@@ -116,16 +116,21 @@ class Mover:
         self._wake()
 
     def _serve_reads(self) -> None:
-        while (job := self._next_read()) is not None:
+        while (load := self._next_read()) is not None:
             try:
-                self._read_one(job)
+                self._read_one(load)
             except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
                 self._fail(error)
                 return
+            if load.is_over and load.is_ls:
+                self._wake()
 
-    def _next_read(self) -> "_Reading | None":
+    def _next_read(self) -> Load | None:
         """The request whose next page is read now: the oldest, LS first."""
         with self._lock:
+            for queue in self._reads:
+                if queue and queue[0].is_over:
+                    queue.popleft()
             self._is_reading = False
             self._lock.notify_all()
             while not (self._closing or any(self._reads)):
@@ -133,25 +138,24 @@ class Mover:
             if self._closing:
                 return None
             self._is_reading = True
-            queue = self._reads[0] or self._reads[1]
-            job = queue[0]
-            if job.left <= 1:
-                queue.popleft()
-            return job
+            return (self._reads[0] or self._reads[1])[0]
 
-    def _read_one(self, reading: "_Reading") -> None:
-        job = reading.job
-        if reading.left:
-            name, kept = job.pages[-reading.left]
-            reading.left -= 1
-            start = time.monotonic_ns()
-            page = self._file.read(kept.slot, name, kept.checksum)
-            elapsed = time.monotonic_ns() - start
-            self._done.append(Done(name, None, page, job.number, elapsed))
-        if not reading.left:
-            self._done.append(Done(b"", None, number=job.number))
-            if job.is_ls:
-                self._wake()
+    def _read_one(self, load: Load) -> None:
+        """Read the next page of a load, or end it."""
+        if load.num_ready < len(load.pages) and not load.is_given_up:
+            name, page = load.pages[load.num_ready]
+            if isinstance(page, Kept):
+                start = time.monotonic_ns()
+                page = self._file.read(page.slot, name, page.checksum)
+                load.elapsed_ns += time.monotonic_ns() - start
+                load.num_read += 1
+            if page is None:
+                load.damaged = name
+            else:
+                load.into(load.num_ready, page)
+                load.num_ready += 1
+        is_whole = load.num_ready == len(load.pages)
+        load.is_over = is_whole or load.is_given_up or load.damaged is not None
 
     def _serve_writes(self) -> None:
         while (job := self._next_write()) is not None:
@@ -186,7 +190,7 @@ class Mover:
         left_ns = job.until_ns - self._now_ns()
         until_s = time.time() + left_ns / NS_PER_S if left_ns > 0 else 0.0
         checksum = self._file.write(job.slot, job.name, job.page, job.tag, job.is_ls, until_s)
-        self._done.append(Done(job.name, Kept(job.slot, checksum)))
+        self._done.append(Written(job.name, Kept(job.slot, checksum)))
 
     def _rest(self, busy_s: float) -> None:
         """Leave the machine to others for a while."""
@@ -195,12 +199,3 @@ class Mover:
             self._lock.notify_all()
             rest_s = busy_s * (1 - self._share) / self._share
             self._lock.wait_for(lambda: self._closing or self._in_haste, rest_s)
-
-
-class _Reading:
-    """Pages of one request, and how many are not read yet."""
-
-    __slots__ = ("job", "left")
-
-    def __init__(self, job: Read) -> None:
-        self.job, self.left = job, len(job.pages)

@@ -5,15 +5,45 @@ from torch import Tensor
 
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError
+from qllm.runner.kv import RequestKV
 from qllm.runner.runner import TorchRunner
 from qllm.types import RequestId
 
 
-class KvPages:
-    """The `Keeper` of a runner."""
+class SlabStage:
+    """A `Stage`: KV in slabs.
 
-    def __init__(self, runner: TorchRunner) -> None:
-        self._runner = runner
+    Args:
+        kv: Of the request, empty.
+        page_size: Tokens of a page.
+    """
+
+    def __init__(self, kv: RequestKV, page_size: int) -> None:
+        self.kv, self._page_size = kv, page_size
+
+    def put(self, number: int, page: tuple[Tensor, Tensor]) -> None:
+        """Take up a page; it is committed once the request is there."""
+        with torch.inference_mode():
+            for layer, (k, v) in enumerate(zip(*page, strict=True)):
+                self.kv.write(layer, k.unsqueeze(0), v.unsqueeze(0), number * self._page_size)
+
+
+class KvPages:
+    """The `Keeper` of a runner, for pages of so many tokens."""
+
+    def __init__(self, runner: TorchRunner, page_size: int) -> None:
+        self._runner, self._page_size = runner, page_size
+
+    def stage(self, num_tokens: int) -> SlabStage:
+        """Slabs for a request; memory is taken as pages come."""
+        return SlabStage(self._runner.backend.new_kv(num_tokens), self._page_size)
+
+    def adopt(self, request_id: RequestId, stage: SlabStage, num_tokens: int) -> None:
+        """Let the slabs be the request's, unless they were before an error."""
+        request = self._runner.requests[request_id]
+        if request.kv is not stage.kv:
+            request.kv = stage.kv
+            request.kv.committed = num_tokens
 
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """Copies of the committed keys and values of tokens [lo, hi), each [L, heads, T, H]."""

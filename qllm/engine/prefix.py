@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from qllm.engine.tier import FileTier, Load
 from qllm.errors import InvariantError
@@ -34,8 +34,24 @@ TTL_NS = NS_PER_S // 10
 """An idle loop looks for KV that is too old not more often."""
 
 
+class Stage(Protocol):
+    """KV of a request that the runner does not know yet."""
+
+    def put(self, number: int, page: Any) -> None:
+        """Take up a page, by its number. Called from another thread."""
+        ...
+
+
 class Keeper(Protocol):
     """What a runner has whose KV can be kept."""
+
+    def stage(self, num_tokens: int) -> Stage:
+        """Room for the KV of a request of at most so many tokens."""
+        ...
+
+    def adopt(self, request_id: RequestId, stage: Any, num_tokens: int) -> None:
+        """Give a request without KV what was staged for it."""
+        ...
 
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
         """A copy of the committed KV of tokens [lo, hi)."""
@@ -50,6 +66,13 @@ class Keeper(Protocol):
         ...
 
 
+class Staged(NamedTuple):
+    """A request that has not arrived yet, and its KV so far."""
+
+    load: Load
+    stage: Stage
+
+
 @dataclass(slots=True)
 class _User:
     """What the cache keeps of a live request."""
@@ -57,12 +80,19 @@ class _User:
     request: Request
     submission: Submission
     chain: Chain
+    staged: "Staged | None" = None
+    """Its first pages were loaded into KV that will be its own."""
     pinned: Sequence[Name] = ()
-    """Pages found and not copied yet."""
+    """Pages after those, found and not copied yet."""
     num_kept: int = 0
     """Pages of it that were offered to the store."""
     is_deleted: bool = False
     """Its owner had all kept KV deleted: nothing more of it is kept."""
+
+    @property
+    def num_staged(self) -> int:
+        """Pages that were loaded for it."""
+        return 0 if self.staged is None else self.staged.load.num_ready
 
     def until_ns(self, now_ns: int) -> int:
         """Until when it asks to keep pages that it uses now; 0 if it does not."""
@@ -111,6 +141,8 @@ class PrefixCache:
         self._page_bytes = 0
         self._num_be_pages = 0
         """Pages that BE requests have found and not copied yet."""
+        self._arriving: dict[RequestId, Staged] = {}
+        """Loaded for requests that the loop takes in this turn."""
         self._num_copied_out = 0
         """Pages kept since the loop's last turn began."""
 
@@ -128,8 +160,11 @@ class PrefixCache:
 
     def add(self, item: Submission, request: Request) -> None:
         """A request arrived; the scheduler knows it."""
-        chain = self._chain(item, item.token_ids)
-        self._users[request.request_id] = _User(request, item, chain)
+        user = _User(request, item, self._chain(item, item.token_ids))
+        staged = self._arriving.get(request.request_id)
+        if staged is not None and not staged.load.is_given_up:
+            user.staged = staged
+        self._users[request.request_id] = user
         self._wait(request.request_id)
 
     def lost(self, request_id: RequestId) -> None:
@@ -137,6 +172,7 @@ class PrefixCache:
         user = self._users.get(request_id)
         if user is not None:
             self._unpin(user)
+            user.staged = None
             user.chain = self._chain(user.submission, user.chain.token_ids)
             user.num_kept = 0
             self._wait(request_id)
@@ -175,7 +211,8 @@ class PrefixCache:
     def _seek(self, user: _User) -> None:
         request = user.request
         names = _usable(user.chain, request.num_prompt_tokens)
-        before = len(user.pinned)
+        first = user.num_staged
+        before = first + len(user.pinned)
         count = self.store.find(names, before)
         is_be = request.priority > Priority.LS
         if is_be:
@@ -183,7 +220,8 @@ class PrefixCache:
         if count > before:
             self._num_be_pages += (count - before) * is_be
             self.store.pin(names[before:count])
-            user.pinned = names[:count]
+            user.pinned = names[first:count]
+        if count > request.num_found_tokens // self.page_size:
             self._found(request.request_id, count * self.page_size)
 
     def load(self, request_id: RequestId) -> int:
@@ -194,9 +232,13 @@ class PrefixCache:
         waiting = self._waiting[user.request.priority > Priority.LS]
         if request_id not in waiting:
             return 0
-        names = user.pinned
-        for i, name in enumerate(names):
+        first = user.num_staged
+        if first:
+            assert user.staged is not None
+            self._runner.adopt(request_id, user.staged.stage, first * size)
+        for i, name in enumerate(user.pinned, first):
             self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
+        names = user.chain.upto((first + len(user.pinned)) * size)
         del waiting[request_id]
         self._unpin(user)
         priority, now = user.request.priority, self.now_ns()
@@ -204,7 +246,8 @@ class PrefixCache:
         self.store.touch([name for name in names if name in self.store], priority, now, until)
         if self.tier is not None:
             self.tier.touch(names, priority, now, until)
-        user.num_kept = len(names)
+        user.num_kept = 0 if first else len(names)
+        user.staged = None
         counts = self.store.counts
         counts.queries += user.request.num_tokens
         counts.hits += len(names) * size
@@ -274,6 +317,7 @@ class PrefixCache:
     def turn(self) -> None:
         """A turn of the loop begins: pages that were read are here, more go out, old ones go."""
         now = self.now_ns()
+        self._arriving.clear()
         if self.tier is not None:
             users = self._users.values()
             self.tier.disk.be_gentle(any(u.request.priority <= Priority.LS for u in users))
@@ -297,13 +341,37 @@ class PrefixCache:
         used = [ns for ns in (store.oldest_use_ns for store in stores) if ns is not None]
         return max(now + TTL_NS, min(used) + self._ttl_ns) if used else None
 
-    def coming(self, item: Submission) -> Load | None:
-        """Start to load what a request will need of the file; None if it need not wait."""
+    def coming(self, item: Submission) -> Staged | None:
+        """Start to load what a request needs of the file; None if it need not wait for it."""
         if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
             return None
         names = _usable(self._chain(item, item.token_ids), item.num_prompt_tokens)
-        tag = tag_of(item.cache_salt)
-        return self.tier.load(names, self.store, item.priority, tag, self.now_ns())
+        used = [user.num_staged for user in self._users.values() if not user.request.is_admitted]
+        room = self.store.capacity - self.tier.num_coming - sum(used)
+        stage = self._runner.stage(item.num_prompt_tokens + item.max_tokens)
+        load = self.tier.load(
+            names[: max(0, room)],
+            self.store,
+            stage.put,
+            item.priority <= Priority.LS,
+            tag_of(item.cache_salt),
+            self.now_ns(),
+        )
+        return None if load is None else Staged(load, stage)
+
+    def is_due(self, load: Load) -> bool:
+        """Whether a request waits for its load no longer."""
+        assert self.tier is not None
+        return load.is_over or not self.tier.is_open or self.now_ns() >= load.late_ns
+
+    def came(self, request_id: RequestId, staged: Staged) -> None:
+        """A request waits no longer; `add` follows, or it is refused."""
+        if staged.load.is_over:
+            self._arriving[request_id] = staged
+        else:
+            staged.load.is_given_up = True
+            assert self.tier is not None
+            self.tier.counts.late += 1
 
     def delete(self, tag: Tag) -> int:
         """Delete the kept KV of an owner (16 bytes) or of one of its salts (32 bytes).
@@ -316,10 +384,15 @@ class PrefixCache:
         return names
 
     def _let_go(self, tag: Tag) -> int:
+        for staged in self._arriving.values():
+            staged.load.is_given_up |= staged.load.tag.startswith(tag)
         for request_id in chain.from_iterable(self._waiting):
             user = self._users[request_id]
-            if user.pinned and tag_of(user.submission.cache_salt).startswith(tag):
+            if not tag_of(user.submission.cache_salt).startswith(tag):
+                continue
+            if user.pinned or user.staged:
                 self._unpin(user)
+                user.staged = None
                 self._found(request_id, 0)
         num_in_file = 0 if self.tier is None else self.tier.delete(tag, self.store)
         names = self.store.tagged(tag)

@@ -6,7 +6,7 @@ once per turn of the loop.
 
     kept in RAM --> unsaved --> written --> in the file, found by name, also by the next engine
                                                |
-    RAM, lent to the request  <-- read <-------'   (not there, damaged, late: it is computed)
+    KV of a request  <-- read <----------------'   (not there, damaged, late: it is computed)
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ WRITING_BYTES = 16 << 20
 """Pages on their way to the file at once; at least two."""
 FIRST_NS_PER_BYTE = 10.0
 """Until a page was read: 100 MB/s."""
-SLACK_NS = 50 * NS_PER_MS
+SLACK_NS = 200 * NS_PER_MS
 """A load is not late before this."""
 NEW_WEIGHT = 0.25
 """Weight of the page that was read last in the estimate."""
@@ -48,25 +48,39 @@ class Write(NamedTuple):
     until_ns: int
 
 
-class Read(NamedTuple):
-    """Pages that one request waits for."""
-
-    pages: tuple[tuple[Name, Kept], ...]
-    is_ls: bool
-    number: int
-
-
-class Done(NamedTuple):
-    """What became of one page, or, with an empty name, that all of a `Read` was looked at."""
+class Written(NamedTuple):
+    """A page that went out."""
 
     name: Name
-    kept: Kept | None
-    """Where a written page is; None of one that was read."""
-    page: Any = None
-    """What was read; None if the page is not there whole."""
-    number: int = 0
-    """Number of the `Read`."""
+    kept: Kept
+
+
+@dataclass(slots=True)
+class Load:
+    """The first pages of a request that waits for them, on their way into its KV.
+
+    One thread reads them in order and stops at the first that is not there whole.
+    """
+
+    pages: Sequence[tuple[Name, Kept | Any]]
+    """Each where it lies in the file, or the page itself if it is in RAM."""
+    into: Callable[[int, Any], None]
+    """Puts a page, by its number, into the KV that the request will have."""
+    is_ls: bool
+    tag: Tag
+    late_ns: int = 0
+    """When the request waits no longer."""
+    num_ready: int = 0
     elapsed_ns: int = 0
+    """Time that reading took."""
+    num_read: int = 0
+    """Pages that came from the file."""
+    damaged: Name | None = None
+    """The page that was not there whole."""
+    is_over: bool = False
+    """Nothing is read any more."""
+    is_given_up: bool = False
+    """Nobody wants it."""
 
 
 class Disk(Protocol):
@@ -81,7 +95,7 @@ class Disk(Protocol):
         """Write a page, soon."""
         ...
 
-    def read(self, job: Read) -> None:
+    def read(self, load: Load) -> None:
         """Read pages, soon: LS first, before what is to be written."""
         ...
 
@@ -93,26 +107,9 @@ class Disk(Protocol):
         """Take a smaller share of the machine from now on: LS requests are there."""
         ...
 
-    def done(self) -> list[Done]:
-        """What was done since the last call."""
+    def written(self) -> list[Written]:
+        """The pages that were written since the last call."""
         ...
-
-
-@dataclass(slots=True)
-class Load:
-    """A request that waits for pages of the file."""
-
-    names: Sequence[Name]
-    """Pages of its prefix, as far as there may be any."""
-    missing: set[Name]
-    """Those not here yet."""
-    priority: int
-    tag: Tag
-    number: int
-    late_ns: int
-    pinned: list[Name]
-    is_over: bool = False
-    """All that it waits for was looked at."""
 
 
 @dataclass(slots=True)
@@ -134,7 +131,7 @@ class FileTier:
 
     Args:
         disk: Moves pages.
-        index: What lies in the file; its `gone` is taken.
+        index: What lies in the file; its `gone` is set.
         free: Slots with nothing in them.
         page_bytes: Bytes of a page.
         prefill_ns: Predicted time to compute so many tokens; 0 if it is not known.
@@ -149,7 +146,7 @@ class FileTier:
         prefill_ns: Callable[[int], int],
     ) -> None:
         self.disk, self.index, self.page_bytes = disk, index, page_bytes
-        self._prefill_ns = prefill_ns
+        self.prefill_ns = prefill_ns
         self._free = list(free)
         index.gone = self._freed
         self.counts = TierCounts()
@@ -157,11 +154,8 @@ class FileTier:
         """Pages in RAM that are not in the file, LS and others, oldest first."""
         self._writing: dict[Name, Write | None] = {}
         """On their way; None of one that was deleted meanwhile."""
-        self._loads: dict[int, Load] = {}
-        self._reading: dict[Name, tuple[bool, int]] = {}
-        """Pages asked for: whether for LS, and the last request that asked."""
-        self._num_loads = 0
-        self._num_read = 0
+        self._loads: list[Load] = []
+        """Asked for and not over."""
         self._ns_per_byte = FIRST_NS_PER_BYTE
         self._lent: set[Name] = set()
         """Pages that RAM has no room for and keeps until they are written."""
@@ -227,7 +221,7 @@ class FileTier:
                 if name not in ram or name in self.index or name in self._writing:
                     self._give_back(name, ram)
                     continue
-                if not self._free and not self.index.make_room(priority, now_ns):
+                if not self._free and not self.index.displace(priority, now_ns):
                     self._give_back(name, ram)
                     continue
                 job = Write(
@@ -244,127 +238,89 @@ class FileTier:
     # -- back
 
     def load(
-        self, names: Sequence[Name], ram: PageStore[Any], priority: int, tag: Tag, now_ns: int
+        self,
+        names: Sequence[Name],
+        ram: PageStore[Any],
+        into: Callable[[int, Any], None],
+        is_ls: bool,
+        tag: Tag,
+        now_ns: int,
     ) -> Load | None:
-        """Start to load what a request needs of the file; None if it need not wait.
+        """Start to load the first pages of a request; None if it need not wait for any.
 
         Args:
             names: The pages of its prefix that it can use.
-            ram: Where they go.
-            priority: Its class.
+            ram: Pages that need not be read.
+            into: See `Load`.
+            is_ls: Its class.
             tag: Whose it is.
             now_ns: The engine's clock.
         """
-        room = ram.capacity - self._num_lent
-        if priority > Priority.LS:
-            room //= 2
-        names = names[: self._num_there(names, ram, room)]
-        missing = [name for name in names if name not in ram]
-        if not missing or not self.is_open:
+        if not self.is_open:
             return None
-        is_ls = priority <= Priority.LS
-        asked = [n for n in missing if n not in self._reading or self._reading[n][0] < is_ls]
-        ahead = self._num_read + len(asked)
-        estimate_ns = int(ahead * self.page_bytes * self._ns_per_byte)
-        compute_ns = self._prefill_ns(len(missing))
-        if compute_ns and estimate_ns > compute_ns:
+        pages: list[tuple[Name, Any]] = []
+        num_read = 0
+        for name in names:
+            if name in ram:
+                pages.append((name, ram.read(name)))
+            elif name in self.index:
+                pages.append((name, self.index.read(name)))
+                num_read += 1
+            else:
+                break
+        ahead = sum(len(x.pages) - x.num_ready for x in self._loads if x.is_ls or not is_ls)
+        estimate_ns = int((ahead + num_read) * self.page_bytes * self._ns_per_byte)
+        compute_ns = self.prefill_ns(num_read)
+        if not num_read or (compute_ns and estimate_ns > compute_ns):
             return None
-        self._num_loads += 1
-        here = [name for name in names if name in ram]
-        ram.pin(here)
-        found = Load(
-            names,
-            set(missing),
-            priority,
-            tag,
-            self._num_loads,
-            now_ns + max(SLACK_NS, LATE * estimate_ns),
-            here,
-        )
-        self._loads[found.number] = found
-        self._reading.update(dict.fromkeys(asked, (is_ls, found.number)))
-        self._num_read += len(asked)
-        pages = tuple((name, self.index.read(name)) for name in asked)
-        self.disk.read(Read(pages, is_ls, found.number))
-        return found
+        late_ns = now_ns + max(SLACK_NS, LATE * estimate_ns)
+        load = Load(pages, into, is_ls, tag, late_ns)
+        self._loads.append(load)
+        self.disk.read(load)
+        return load
 
     @property
-    def _num_lent(self) -> int:
-        return sum(len(load.pinned) + len(load.missing) for load in self._loads.values())
-
-    def _num_there(self, names: Sequence[Name], ram: PageStore[Any], room: int) -> int:
-        """How many of the first pages are in RAM or in the file, up to so many."""
-        count = 0
-        while count < min(len(names), max(0, room)) and (
-            names[count] in ram or names[count] in self.index
-        ):
-            count += 1
-        return count
-
-    def is_late(self, load: Load, now_ns: int) -> bool:
-        """Whether a request waits no longer."""
-        return load.is_over or not self.is_open or now_ns >= load.late_ns
-
-    def end(self, load: Load, ram: PageStore[Any]) -> None:
-        """A request waits no longer: what came for it is nobody's any more."""
-        ram.unpin(load.pinned)
-        del self._loads[load.number]
+    def num_coming(self) -> int:
+        """Pages that are being loaded."""
+        return sum(len(load.pages) for load in self._loads)
 
     # -- each turn
 
     def turn(self, ram: PageStore[Any], now_ns: int) -> None:
         """Take what was read and written, and let more go out."""
-        for done in self.disk.done():
-            if not done.name:
-                if (load := self._loads.get(done.number)) is not None:
-                    load.is_over = True
-            elif done.kept is not None:
-                self._written(done, ram, now_ns)
-            else:
-                self._read(done, ram, now_ns)
+        for done in self.disk.written():
+            self._written(done, ram, now_ns)
+        for load in [load for load in self._loads if load.is_over]:
+            self._loads.remove(load)
+            self._loaded(load)
         if self.is_open:
             self.store(ram, now_ns)
         elif self._lent:
             ram.unpin(list(self._lent))
             self._lent.clear()
 
-    def _written(self, done: Done, ram: PageStore[Any], now_ns: int) -> None:
+    def _loaded(self, load: Load) -> None:
+        self.counts.loaded += load.num_read
+        if load.num_read:
+            seen = load.elapsed_ns / (load.num_read * self.page_bytes)
+            self._ns_per_byte += NEW_WEIGHT * (seen - self._ns_per_byte)
+        name = load.damaged
+        kept = dict(load.pages).get(name) if name is not None else None
+        if name is not None and name in self.index and self.index.read(name) == kept:
+            self.counts.damaged += 1
+            self._forget([name])
+
+    def _written(self, done: Written, ram: PageStore[Any], now_ns: int) -> None:
         job = self._writing.pop(done.name)
-        assert done.kept is not None
         if job is None:  # deleted: its slot is erased after it
             self._free.append(done.kept.slot)
+            if done.name in ram:  # kept again meanwhile
+                self.offer(done.name, ram.is_ls(done.name))
             return
         self._give_back(done.name, ram)
         self.counts.stored += 1
         priority = Priority.LS if job.is_ls else Priority.BE
         self.index.add(done.name, done.kept, priority, now_ns, job.tag, job.until_ns)
-
-    def _read(self, done: Done, ram: PageStore[Any], now_ns: int) -> None:
-        self._num_read -= 1
-        name = done.name
-        if self._reading.get(name, (False, 0))[1] == done.number:
-            del self._reading[name]
-        is_known = name in self.index
-        if done.page is None:
-            if is_known and name not in self._reading:
-                self.counts.damaged += 1
-                self._forget([name])
-            return
-        seen = done.elapsed_ns / self.page_bytes
-        self._ns_per_byte += NEW_WEIGHT * (seen - self._ns_per_byte)
-        if not is_known:  # deleted meanwhile
-            return
-        for load in self._loads.values():
-            if name not in load.missing:
-                continue
-            load.missing.discard(name)
-            load.pinned.append(name)
-            if name in ram:
-                ram.pin([name])
-            else:
-                ram.lend(name, done.page, load.priority, now_ns, load.tag)
-            self.counts.loaded += 1
-            self.index.touch([name], load.priority, now_ns)
 
     # -- deletion
 
@@ -397,12 +353,8 @@ class FileTier:
             self.disk.erase(slots)
         for name in [name for name in self._lent if ram.tag(name).startswith(tag)]:
             self._give_back(name, ram)
-        for load in self._loads.values():
-            if load.tag.startswith(tag):
-                ram.unpin(load.pinned)
-                load.pinned.clear()
-                load.missing.clear()
-                load.is_over = True
+        for load in self._loads:
+            load.is_given_up |= load.tag.startswith(tag)
         return len(names) + len(slots)
 
     def erase_all(self) -> None:
@@ -414,10 +366,8 @@ class FileTier:
         self.index.touch([n for n in names if n in self.index], priority, now_ns, until_ns)
 
     def pins(self) -> Iterator[Name]:
-        """The pages in RAM that are pinned from here, each as often as it is."""
-        yield from self._lent
-        for load in self._loads.values():
-            yield from load.pinned
+        """The pages in RAM that are pinned from here."""
+        return iter(self._lent)
 
     def check(self) -> None:
         """Compare the index with the slots.

@@ -188,14 +188,20 @@ class PageStore(Generic[T]):
 
     def make_room(self, priority: int, now_ns: int) -> bool:
         """Have room for one more page; False if this class may displace nothing."""
-        self._release(now_ns)
         while len(self._pages) >= self.capacity:
-            victim = self._victim(priority <= Priority.LS, now_ns)
-            if victim is None:
-                self.counts.refused += 1
+            if not self.displace(priority, now_ns):
                 return False
-            self._remove(victim)
-            self.counts.evictions += 1
+        return True
+
+    def displace(self, priority: int, now_ns: int) -> bool:
+        """Drop the page that this class may displace first; False if there is none."""
+        self._release(now_ns)
+        victim = self._victim(priority <= Priority.LS, now_ns)
+        if victim is None:
+            self.counts.refused += 1
+            return False
+        self._remove(victim)
+        self.counts.evictions += 1
         return True
 
     def may_displace(self, priority: int, now_ns: int) -> bool:
