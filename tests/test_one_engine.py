@@ -188,6 +188,18 @@ def test_an_engine_that_crashed_gives_way(
         assert answer(engine) == expected
 
 
+def test_what_is_loaded_is_frozen_while_an_engine_runs(
+    monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    """A full collection would stop every thread for as long as it looks at all of torch."""
+    done: list[str] = []
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
+    with engine_of(model):
+        assert done == ["collect", "freeze"]
+    assert done == ["collect", "freeze", "unfreeze"]
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -248,7 +248,8 @@ class EngineLoop:
 
     def _know(self, item: Submission, request: Request) -> None:
         self.live[item.request_id] = Live(item, request)
-        request.scores_prompt = item.sampling.prompt_logprobs is not None
+        asks = item.sampling.prompt_logprobs is not None
+        request.owes_prompt = asks and request.num_output_tokens == 0
         if item.deadline_ns is not None:
             heappush(self._expiries, (item.deadline_ns, item.request_id))
 

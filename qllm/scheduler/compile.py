@@ -129,10 +129,13 @@ def compile_program(
             g = groups.setdefault(members, len(groups))
             stretches.append(Stretch(layer, layer + 1, g, ((kind, ((0, total),)),)))
 
-    one_op(OpKind.EMBED, 0, tuple([r for r, start in enumerate(starts) if start == 0]))
+    everyone = tuple(range(len(rows)))
+    in_step = starts.count(starts[0]) == ends.count(ends[0]) == len(rows)
+    one_op(OpKind.EMBED, 0, tuple([r for r in everyone if starts[r] == 0]))
     for start, end in pairwise(sorted({*starts, *ends})):
-        both = enumerate(zip(starts, ends, strict=True))
-        members = tuple([r for r, (a, b) in both if a <= start and b >= end])
+        members = everyone
+        if not in_step:
+            members = tuple([r for r in everyone if starts[r] <= start and ends[r] >= end])
         if members:
             g = groups.setdefault(members, len(groups))
             if g not in spans:

@@ -247,7 +247,7 @@ class _Shaper:
                 if not batch.seats:
                     return batch
                 batch.take(x.request, next_row(x.request, self.view))
-            if advances and not under_way:
+            if advances and not under_way and batch.seats and batch.tokens > 0:
                 self.prefill(batch, tier, force)
         return batch
 

@@ -50,8 +50,8 @@ class Request:
     preemptions: int = 0
     failures: int = 0
     """Runs of it that raised."""
-    scores_prompt: bool = False
-    """Log-probabilities of the prompt are asked for; they come with the first token."""
+    owes_prompt: bool = False
+    """Log-probabilities of the prompt are asked for and have not come: the first token brings them."""
     finished: bool = False
 
     def __post_init__(self) -> None:
@@ -85,11 +85,6 @@ class Request:
             and self.num_tokens > self.num_prompt_tokens
             and not self.num_swapped_tokens
         )
-
-    @property
-    def owes_prompt(self) -> bool:
-        """Log-probabilities of the prompt are asked for and not reported yet."""
-        return self.scores_prompt and self.num_tokens == self.num_prompt_tokens
 
     @property
     def is_admitted(self) -> bool:
@@ -137,6 +132,7 @@ class Request:
             if hi != self.num_tokens:
                 raise InvariantError(f"request {self.request_id}: sampled before its last token")
             self.num_tokens += 1
+            self.owes_prompt = False
             self.last_token_ns = now_ns
             if self.first_token_ns is None:
                 self.first_token_ns = now_ns

@@ -156,10 +156,13 @@ def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View
     planned = [requests[row[0]] for row in plan.rows]
     if all([request.frame_id is not None for request in planned]):
         return None
-    tokens = 0
-    for row, request in zip(plan.rows, planned, strict=True):
-        if request.frontier is None and not request.is_decoding:
-            tokens += row.num_tokens
+    tokens = sum([hi - lo for _, lo, hi, _, _ in plan.rows])
+    if tokens > view.max_step_tokens:
+        tokens = sum(
+            row.num_tokens
+            for row, request in zip(plan.rows, planned, strict=True)
+            if request.frontier is None and not request.is_decoding
+        )
     if tokens > view.max_step_tokens:
         return f"planned {tokens} new prefill tokens; max_step_tokens is {view.max_step_tokens}"
     if len(plan.rows) > view.max_num_seqs:

@@ -99,7 +99,7 @@ class Scheduler:
 
     def _let_go(self) -> None:
         """Drop parked frames whose remaining rows have all left the sweep."""
-        for parked in [p for p in self.frames.values() if not p.live_rows()]:
+        for parked in [p for p in self.frames.values() if p.dead and not p.live_rows()]:
             # the work in this layer was of cancelled rows; live rows left the sweep at its start
             parked.index = parked.program.layer_start(parked.index)
             self._owed.append(self._split(parked))
@@ -216,7 +216,8 @@ class Scheduler:
                     "wait_until_ns (I8)"
                 )
             return self._wait(plan.wait_until_ns, now_ns)
-        frames = {i: self.frames[i].live_rows() for i in self._touched(plan.rows)}
+        touched = self._touched(plan.rows)
+        frames = {f.frame_id: f.rows for f in view.frames if f.frame_id in touched}
         wrong = broken_rule(plan, self.requests, frames, self.shape.num_layers, view)
         if wrong is not None:
             raise self._broken(wrong)

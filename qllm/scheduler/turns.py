@@ -44,7 +44,8 @@ def whose_turn(
         costs: Predicts the step of the others.
         num_layers: Of the model.
     """
-    scoring = [row for row in rows if scores(row, requests[row.request_id], num_layers)]
+    owing = [row for row in rows if requests[row.request_id].owes_prompt]
+    scoring = [row for row in owing if scores(row, requests[row.request_id], num_layers)]
     if not scoring:
         return plan, list(rows)
 
