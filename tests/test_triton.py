@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from interpret import DEVICES
 from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
+from triton.runtime.interpreter import InterpreterBuilder
 
 from qllm.kernels import reference
 from qllm.kernels.routing import (
@@ -535,6 +536,7 @@ PARAMS = st.builds(
     vocabulary=st.sampled_from([5, 97, 130]),
     position=st.integers(0, 2**40),
     coarse=st.booleans(),
+    kept=st.sampled_from([4, 16, sampling.KEPT]),
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
@@ -544,9 +546,11 @@ def test_the_device_samples_what_the_cpu_samples(
     vocabulary: int,
     position: int,
     coarse: bool,
+    kept: int,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
+    """Whether the tokens that stay are few enough to be copied or not."""
     logits = Noise(seed, device)(len(params), vocabulary, dtype=dtype) * 3
     if coarse:  # many ties
         logits = logits.round()
@@ -558,9 +562,32 @@ def test_the_device_samples_what_the_cpu_samples(
     wanted = [s.token_id for s in cpu.sample(logits, rows, positions, [[]] * len(rows))]
     given_columns = columns(params, [p.seed or 0 for p in params], positions, device)
     for kernels in (sampling, reference):
-        tokens, peaks = sampled(kernels, logits, *given_columns)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "KEPT", kept)
+            tokens, peaks = sampled(kernels, logits, *given_columns)
         assert tokens.tolist() == wanted
         assert torch.equal(peaks, logits.float().max(1).values)
+
+
+def test_a_long_row_is_read_as_often_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes of the docstring, over a row of three blocks."""
+    reads = [0]
+    load = InterpreterBuilder.create_masked_load
+
+    def counting(self: Any, pointers: Any, *how: Any) -> Any:
+        reads[0] += pointers.data.size > 1
+        return load(self, pointers, *how)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
+    logits = Noise(5, "cpu")(1, 9000)
+    passes = []
+    for how in ({"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}):
+        params = [SamplingParams(**{"temperature": 0.8, **how})]
+        reads[0] = 0
+        sampled(sampling, logits, *columns(params, [3], [7], "cpu"))
+        passes.append(reads[0])
+    searches = 8 * -(-9000 // 1024)  # in blocks of 1024; the others in blocks of 4096
+    assert passes == [3, 3 * 3, 6 * 3 + 8 + 2, 3 * 3 + searches]
 
 
 @DEVICES
