@@ -1,8 +1,9 @@
 """CUDA graphs on a CPU: what is captured is the list of operations, never the Python around them.
 
-A graph records every aten operation with the tensors it was given, and replays exactly those: data
-that changes must be in tensors, as on a device. It refuses what CUDA refuses, and between replays
-it spoils what lies in the private pool, as the next graph would.
+A graph records every aten operation with the tensors it was given, and every launch of a Triton
+kernel, which the interpreter runs again at a replay: data that changes must be in tensors, as on a
+device. It refuses what CUDA refuses, and between replays it spoils what lies in the private pool,
+as the next graph would.
 """
 
 import math
@@ -11,8 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from triton.runtime.interpreter import GridExecutor
+
+from scripts.launches import NO_LAUNCH
 
 SYNCS = {
     "_local_scalar_dense": "a value is read by the host",
@@ -21,7 +25,14 @@ SYNCS = {
     "unique_dim": "a shape depends on data",
     "_unique2": "a shape depends on data",
     "bincount": "a shape depends on data",
+    "repeat_interleave": "a shape depends on data",
+    "unique_consecutive": "a shape depends on data",
+    "equal": "a value is read by the host",
+    "is_nonzero": "a value is read by the host",
+    "lift_fresh": "data is copied from memory of the host that is not page-locked",
 }
+NODES = {"zeros": "Memset", "zero_": "Memset", "new_zeros": "Memset", "copy_": "Memcpy"}
+"""Types of nodes that are no kernels."""
 NOT_PERMITTED = "operation not permitted when stream is capturing"
 
 
@@ -34,7 +45,7 @@ class Recorder(TorchDispatchMode):
         name = func.name().split("::")[1].split(".")[0]
         if name.startswith("index") and _has_mask(args):
             name = "nonzero"
-        if name in SYNCS:
+        if name in SYNCS and func._overloadname != "self_int":
             raise RuntimeError(f"{NOT_PERMITTED}: {name} ({SYNCS[name]})")
         out = func(*args, **(kwargs or {}))
         self.graph.record(name, func, args, kwargs or {}, out)
@@ -46,6 +57,26 @@ def _has_mask(args: Any) -> bool:
     found: list[bool] = []
     tree_map_only(torch.Tensor, lambda t: found.append(t.dtype is torch.bool), args[1:2])
     return any(found)
+
+
+@contextmanager
+def _launches(graph: "FakeGraph") -> Iterator[None]:
+    """Record launches of Triton kernels, and nothing of what interprets them."""
+    real = GridExecutor.__call__
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def run(*again: Any) -> None:
+            with _disable_current_modes():
+                real(executor, *again, **kwargs)
+
+        run(*args)
+        graph.record(executor.fn.__name__, run, args, {}, None)
+
+    GridExecutor.__call__ = launch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = real  # type: ignore[method-assign]
 
 
 class FakeGraph:
@@ -120,7 +151,7 @@ class FakeCuda:
             raise RuntimeError("a graph is captured once, into the pool of its device")
         self.capturing_now = graph
         try:
-            with Recorder(graph):
+            with _launches(graph), Recorder(graph):
                 yield
             graph.state = "captured"
             self.graphs.append(graph)
@@ -130,7 +161,10 @@ class FakeCuda:
     def node_types(self, graph: FakeGraph) -> list[str]:
         if graph.state != "captured":
             raise RuntimeError(f"a graph that is {graph.state} has no definition")
-        return ["Kernel"] * len(graph.ops) + [self.extra_node] * bool(self.extra_node)
+        names = [name for name, *_ in graph.ops if name not in NO_LAUNCH]
+        return [NODES.get(name, "Kernel") for name in names] + [self.extra_node] * bool(
+            self.extra_node
+        )
 
     def instantiate(self, graph: FakeGraph) -> None:
         if graph.state != "captured":

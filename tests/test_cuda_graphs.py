@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import interpret  # noqa: F401 - mends the interpreter
 import pytest
 import torch
 from fake_cuda import FakeCuda, FakeGraph
@@ -12,6 +13,8 @@ from qllm.cuda.backend import cuda_runner, default_buckets
 from qllm.cuda.graphs import ALLOWED, Graphs
 from qllm.cuda.lanes import Bucket
 from qllm.errors import ModelError
+from qllm.kernels import reference
+from qllm.kernels.triton import norm
 from qllm.plan import NO_CUTS, Plan, Row
 from qllm.scheduler.compile import compile_program
 from qllm.types import Grain
@@ -33,6 +36,10 @@ def test_a_graph_replays_operations_on_data_and_not_the_python_around_them() -> 
         (lambda x: bool((x > 0).any()), "_local_scalar_dense"),
         (lambda x: x[x > 0], "nonzero"),
         (lambda x: torch.bincount(x.long()), "bincount"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
+        (lambda x: torch.unique_consecutive(x), "unique_consecutive"),
+        (lambda x: torch.equal(x, x), "equal"),
+        (lambda x: x.add_(torch.tensor([2.0])), "lift_fresh"),
     ],
 )
 def test_a_stage_that_waits_for_the_device_is_refused(
@@ -77,6 +84,25 @@ def test_the_fake_refuses_what_cuda_refuses() -> None:
         fake.capturing(fake.new_graph(), fake),
     ):
         x.add_(1)
+
+
+def test_nodes_are_what_cuda_makes_of_operations() -> None:
+    fake, x, y = FakeCuda(), torch.ones(3, 3), torch.zeros(9)
+    types: list[list[str]] = []
+    read = fake.node_types
+    fake.node_types = lambda graph: types.append(read(graph)) or read(graph)  # type: ignore[method-assign, func-returns-value]
+    Graphs(fake).capture("s", lambda: y.copy_((x @ x).view(9)[:9].add_(y.new_zeros(9))))
+    assert types == [["Kernel", "Memset", "Kernel", "Memcpy"]]
+
+
+def test_launches_of_kernels_are_replayed_on_what_their_tensors_hold_then() -> None:
+    fake, x = FakeCuda(), torch.ones(2, 8)
+    found = torch.zeros(2, 8)
+    graph = Graphs(fake).capture("s", lambda: found.copy_(norm.rms_norm(x, torch.ones(8), 0.0)))
+    assert [name for name, *_ in graph.ops if name.startswith("_rms")] == ["_rms_norm"]
+    x[1, 3:] = 7.0
+    graph.replay()
+    torch.testing.assert_close(found, reference.rms_norm(x, torch.ones(8), 0.0))
 
 
 def test_what_lies_in_the_pool_does_not_outlive_the_next_replay() -> None:

@@ -57,11 +57,11 @@ class Launcher:
         DONE.setdefault(self.name, []).append(found)
 
 
-from qllm.kernels.routing import Activation, ExpertWeights
+from qllm.kernels.routing import Activation, ExpertWeights, HeadNorms, Rule, RuleKind, Sum
 from qllm.kernels.tiles import Query, tiles_of
-from qllm.kernels.triton import attention, moe, norm, rope, sampling
+from qllm.kernels.triton import attention, choose, moe, norm, rope, sampling
 
-for module in (attention, moe, norm, rope, sampling):
+for module in (attention, choose, moe, norm, rope, sampling):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.JITFunction) and name in sys.argv[1].split(","):
             setattr(module, name, Launcher(name, value))
@@ -101,11 +101,13 @@ for dtype in (B, F):
     pages = new(1024, 4, 128, dtype=dtype)
     attention.write(new(5, 4, 128, dtype=dtype), new(5, 4, 128, dtype=dtype), pages, pages,
                     torch.zeros(5, dtype=torch.int64))
-    for heads in (32, 64):
+    weight = new(128, dtype=dtype)
+    for heads, norms in ((32, HeadNorms(weight, weight, 1e-6, 1e-6)), (64, None)):
         rope.rotate_and_write(new(5, heads, 128, dtype=dtype), new(5, 4, 128, dtype=dtype),
                               new(5, 4, 128, dtype=dtype), new(5, 128, dtype=dtype),
                               new(5, 128, dtype=dtype), pages, pages,
-                              torch.zeros(5, dtype=torch.int64))
+                              torch.zeros(5, dtype=torch.int64),
+                              new(5, heads, 128, dtype=dtype), norms)
 one = torch.ones(1, dtype=torch.int32)
 SHAPES = [(1, 128, 8, 2048, 768, B), (64, 128, 8, 2048, 768, B), (2048, 128, 8, 2048, 768, B),
           (32, 8, 2, 4096, 14336, B), (600, 8, 2, 4096, 14336, B), (9, 8, 4, 64, 48, F)]
@@ -127,6 +129,17 @@ routing = moe.route(torch.zeros(4, 8, dtype=torch.int64), one.long(), 128, one)
 moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), new(4, 2048, dtype=B))
 norm.rms_norm(new(4, 2048, dtype=B), new(2048, dtype=B), 1e-6)
 norm.rms_norm(new(4, 128, dtype=F), new(128), 1e-6)
+for num, experts, top_k, kind in ((1, 128, 8, 1), (64, 128, 8, 0), (600, 128, 8, 1), (32, 8, 2, 1),
+                                  (32, 16, 2, 2), (600, 16, 2, 2)):
+    rule = Rule(RuleKind(kind), 0.02)
+    choose.choose(new(num, experts, dtype=B), rule, top_k, one.long(), one, B)
+choose.choose(new(4, 8, dtype=F), Rule(RuleKind.RENORMALISED), 2, one.long(), one, F)
+x = new(4, 2048, dtype=B)
+norm.add_rms_norm(x, x, None, new(2048, dtype=B), 1e-6)
+norm.add_rms_norm(x, x, 0.22, new(2048, dtype=B), 1e-6)
+norm.silu_mul(new(4, 11264, dtype=B))
+for add in (Sum(x), Sum(x, None, x, new(4, 1, dtype=B)), Sum(x, 0.22)):
+    moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), x, add)
 row = torch.zeros(2, dtype=torch.float64)
 for dtype in (B, F):
     sampling.sample(new(2, 151936, dtype=dtype), row, row.long(), row, row, row.long(), row.long(),
@@ -136,7 +149,8 @@ print(json.dumps(DONE))
 KERNELS = {
     "attention": ["_attend", "_join", "_write"],
     "experts": ["_count", "_sort", "_up", "_down", "_combine"],
-    "rest": ["_rms_norm", "_rotate_and_write", "_sample"],
+    "choice": ["_choose", "_choose_and_sort"],
+    "rest": ["_rms_norm", "_add_rms_norm", "_silu_mul", "_rotate_and_write", "_sample"],
 }
 SHARED_MEMORY = 227 * 1024
 """What one block may have on an H100 or H200."""

@@ -1,13 +1,46 @@
 """Routed experts on a device: routing never leaves it, and a unit is a range of experts."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from qllm.errors import InvariantError
-from qllm.kernels.routing import ExpertWeights
+from qllm.kernels.routing import ExpertWeights, Routing, Rule, RuleKind, Sum
 from qllm.kernels.select import Kernels
+from qllm.models.fingerprints import router_kind
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.work import Unit, Work
+
+
+class Router(NamedTuple):
+    """A known router: a product, and what becomes of it."""
+
+    weight_ED: Tensor
+    bias_E: Tensor | None
+    rule: Rule
+    top_k: int
+    dtype: torch.dtype
+    """Of the weights that it gives."""
+
+
+def known_router(router: Any) -> Router | None:
+    """What `choose` needs of a router of transformers, if its kind is one that it knows."""
+    weight, kind = getattr(router, "weight", None), router_kind(router)
+    renormalised, dtype = RuleKind.RENORMALISED, getattr(weight, "dtype", torch.float32)
+    rules = {"wide": Rule(renormalised), "chosen": Rule(renormalised)}
+    if kind == "flag":
+        rules[kind] = Rule(renormalised if router.norm_topk_prob else RuleKind.SOFTMAX)
+    elif kind == "sparse_mixer":
+        rules[kind] = Rule(RuleKind.SPARSE_MIXER, 2 * router.router_jitter_noise)
+    if kind not in rules or weight is None:
+        return None
+    bias = getattr(router, "bias", None)
+    wide = torch.float32 if kind == "wide" else dtype
+    return Router(
+        weight.detach(), None if bias is None else bias.detach(), rules[kind], router.top_k, wide
+    )
 
 
 class DeviceExperts:
@@ -22,14 +55,46 @@ class DeviceExperts:
     def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:
         self.weights, self.kernels, self._hits = weights, kernels, hits
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_tokens: Tensor) -> Tensor:
-        """Weighted sum over the experts of each token; zeros past `num_tokens`."""
+    def run(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_tokens: Tensor,
+        add: Sum | None = None,
+    ) -> Tensor:
+        """Weighted sum over the experts of each token, zero past `num_tokens`; then `add`."""
+        routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self._hits)
+        return self._run(x_TD, routing, weights_TK, num_tokens, add)
+
+    def choose_and_run(self, x_TD: Tensor, router: Router, num_tokens: Tensor, add: Sum) -> Tensor:
+        """Choose experts, run them, and add their weighted sum to `add`.
+
+        Args:
+            x_TD: Input of the router and of the experts.
+            router: Of the layer.
+            num_tokens: Of x_TD, those that are real; one number on the device.
+            add: What the answer is added to.
+        """
+        logits_TE = functional.linear(x_TD, router.weight_ED, router.bias_E)
+        routing, weights_TK = self.kernels.choose(
+            logits_TE, router.rule, router.top_k, num_tokens, self._hits, router.dtype
+        )
+        return self._run(x_TD, routing, weights_TK, num_tokens, add)
+
+    def _run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        weights_TK: Tensor,
+        num_tokens: Tensor,
+        add: Sum | None,
+    ) -> Tensor:
         w = self.weights
-        routing = self.kernels.route(ids_TK, num_tokens, w.num_experts, self._hits)
-        slots = x_TD.new_empty((*ids_TK.shape, w.down_EDI.shape[1]))
+        slots = x_TD.new_empty((*routing.ids_TK.shape, w.down_EDI.shape[1]))
         self.kernels.run_experts(x_TD, w, routing, 0, w.num_experts, slots)
         out = slots.new_empty((x_TD.shape[0], slots.shape[2]))
-        self.kernels.combine(slots, weights_TK, num_tokens, out)
+        self.kernels.combine(slots, weights_TK, num_tokens, out, add)
         return out
 
     def begin(self, ids_TK: Tensor, num_ranges: int) -> "DeviceWork":

@@ -93,6 +93,7 @@ class Lane:
                 views[name] = view.view(torch.float64) if is_real else view
             at += size
         self._here = {name: view.numpy() for name, view in self._here.items()}
+        self.on_device["slots"].fill_(-1)  # nothing is loaded: all is padding
         self.tokens_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.peaks_R = torch.zeros(max_rows, dtype=torch.float32, device=device)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.cuda.experts import DeviceExperts
+from qllm.cuda.known import KnownLayer, is_known
 from qllm.cuda.latents import Latents
 from qllm.cuda.norms import Norms
 from qllm.cuda.step import PagedStep
@@ -13,39 +14,7 @@ from qllm.errors import ModelError
 from qllm.kernels.routing import expert_weights
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts, ModelParts, base_model
-from qllm.models.fingerprints import attention_kind
-from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope
-
-ROTATING = {"plain", "head_norm", "row_norm"}
-"""Kinds of attention whose rotation a kernel does with the write of KV."""
-
-
-class RotatingDriver(FastDriver):
-    """A layer whose attention rotates and writes in one launch; ten and more in its own module.
-
-    Args:
-        parts: A layer of known glue and known attention.
-    """
-
-    def __init__(self, parts: LayerParts) -> None:
-        super().__init__(parts)
-        self._attn: Any = parts.self_attn
-        self._kind = attention_kind(self._attn)
-
-    def attend(self, x_TD: Tensor, rope: Rope, step: Any) -> Tensor:
-        attn, num = self._attn, x_TD.shape[0]
-        width = attn.head_dim
-        x = self._norm(x_TD)
-        q, k, v = attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
-        if self._kind == "row_norm":
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        q, k, v = q.view(num, -1, width), k.view(num, -1, width), v.view(num, -1, width)
-        if self._kind == "head_norm":
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        step.rotate_and_write(attn.layer_idx, q, k, v, rope)
-        q_1NTH = q.transpose(0, 1).unsqueeze(0)
-        out = step.attend(attn, q_1NTH, attn.scaling, self._parts.window, None)
-        return self._add(x_TD, attn.o_proj(out.view(num, -1)))
+from qllm.runner.layers.drivers import LayerDriver, Rope
 
 
 class DeviceLayers:
@@ -78,8 +47,12 @@ class DeviceLayers:
         groups = getattr(config, "num_key_value_heads", None) or num
         self.heads_per_group = max(1, num if self._latents.modules else num // groups)
         """Query heads of a KV head; all of them share MLA's latents."""
-        pairs = zip(drivers, parts.layers, strict=True)
-        self.drivers = tuple(_driver(driver, layer) for driver, layer in pairs)
+        every = zip(drivers, parts.layers, self.experts, strict=True)
+        self.drivers = tuple(
+            KnownLayer(layer, experts, kernels) if is_known(layer) else driver
+            for driver, layer, experts in every
+        )
+        self._known = [driver for driver in self.drivers if isinstance(driver, KnownLayer)]
 
     def _experts(self, layer: LayerParts) -> DeviceExperts | None:
         if layer.experts is None:
@@ -93,11 +66,15 @@ class DeviceLayers:
         """Let the model's modules compute with the kernels."""
         self.norms.enter()
         self._latents.enter()
+        for layer in self._known:
+            layer.enter()
 
     def leave(self) -> None:
         """Give the modules back what they had."""
         self.norms.leave()
         self._latents.leave()
+        for layer in self._known:
+            layer.leave()
 
     def run(
         self, index: int, x_TD: Tensor, rope: Rope, step: PagedStep, num_tokens: Tensor
@@ -112,6 +89,8 @@ class DeviceLayers:
             num_tokens: Of x_TD, those that are real; one number on the device.
         """
         driver, experts = self.drivers[index], self.experts[index]
+        if isinstance(driver, KnownLayer):
+            return driver.run(x_TD, rope, step, num_tokens)
         mid = driver.attend(x_TD, rope, step)  # type: ignore[arg-type]
         if experts is None:
             return driver.dense(x_TD, mid)
@@ -133,10 +112,10 @@ class DeviceLayers:
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
         name = self._kernels.name
-        rotating = sum(isinstance(driver, RotatingDriver) for driver in self.drivers)
+        rotating, chooses = len(self._known), sum(layer.chooses for layer in self._known)
         return {
             "experts": f"{name} fused",
-            "router": "torch",
+            "router": f"torch, then {name} in stages ({chooses} of {len(self.drivers)} layers)",
             "linear": "torch",
             "head": "torch",
             "attention": f"{name} paged" + ", over latents" * bool(self._latents.modules),
@@ -144,8 +123,3 @@ class DeviceLayers:
             "norm": f"{name} ({len(self.norms.modules)} modules)",
             "sampling": f"{name}, on the host for penalties, biases and logprobs",
         }
-
-
-def _driver(driver: LayerDriver, parts: LayerParts) -> LayerDriver:
-    is_known = parts.input_layernorm is not None and attention_kind(parts.self_attn) in ROTATING
-    return RotatingDriver(parts) if is_known else driver

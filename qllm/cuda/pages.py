@@ -49,23 +49,10 @@ class Pages:
 
     def write(self, layer: int, k_TGD: Tensor, v_TGE: Tensor, slots_T: Tensor) -> None:
         """Put keys and values of tokens into slots; -1 writes nothing."""
-        self._kernels.write(k_TGD, v_TGE, *self._made(layer, k_TGD, v_TGE), slots_T)
+        self._kernels.write(k_TGD, v_TGE, *self.of(layer, k_TGD, v_TGE), slots_T)
 
-    def rotate_and_write(
-        self,
-        layer: int,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGE: Tensor,
-        rope: tuple[Tensor, Tensor],
-        slots_T: Tensor,
-    ) -> None:
-        """The same with keys that are not rotated yet; rotates the queries in place."""
-        cos, sin = rope
-        pages = self._made(layer, k_TGD, v_TGE)
-        self._kernels.rotate_and_write(q_TND, k_TGD, v_TGE, cos, sin, *pages, slots_T)
-
-    def _made(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
+    def of(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages of a layer for keys and values of this shape, made if there are none yet."""
         if self._k is None or self._v is None:
             slots = self.num_pages * self.page_size
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
 from qllm.cuda.pages import Pages
+from qllm.kernels.routing import HeadNorms
 from qllm.kernels.select import Kernels
 from qllm.kernels.tiles import Tiles
 from qllm.runner.layers.drivers import Rope
@@ -41,13 +41,32 @@ class PagedStep:
         self._pages.write(layer_idx, k, v, self._slots_T)
         return k_1GTH[:, :, :0], v_1GTH[:, :, :0]
 
-    def rotate_and_write(
-        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGE: Tensor, rope: Rope
-    ) -> None:
-        """Rotate queries in place; write rotated keys, and values, to their pages."""
-        cos_1TH, sin_1TH = rope
-        angles = cos_1TH[0].contiguous(), sin_1TH[0].contiguous()
-        self._pages.rotate_and_write(layer, q_TND, k_TGD, v_TGE, angles, self._slots_T)
+    def attend_known(
+        self,
+        layer: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        rope: Rope,
+        norms: HeadNorms | None,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """Norm, rotate, write and attend in three launches: [T, N, E].
+
+        Args:
+            layer: Its index.
+            qkv: Queries [T, N, D], changed; keys [T, G, D]; values [T, G, E]. Not rotated yet.
+            rope: Cos and sin of the tokens' positions, each [1, T, D].
+            norms: Of the heads of queries and keys.
+            scaling: Of the scores.
+            window: Keys that a query sees, itself included; None is all.
+        """
+        q_TND, k_TGD, v_TGE = qkv
+        cos, sin = (angles[0].contiguous() for angles in rope)
+        out = q_TND.new_empty((*q_TND.shape[:2], v_TGE.shape[2]))
+        pages = self._pages.of(layer, k_TGD, v_TGE)
+        slots_T = self._slots_T
+        self._kernels.rotate_and_write(q_TND, k_TGD, v_TGE, cos, sin, *pages, slots_T, out, norms)
+        return self._call(q_TND, *pages, out, scale=scaling, window=window, sinks_N=None)
 
     def attend(
         self,
@@ -67,16 +86,17 @@ class PagedStep:
             "sinks_N": sinks_N,
         }
         if not keeps_latents(module):
-            return self._call(q_TND, k_SGD, v_SGE, **how).unsqueeze(0)
+            return self._call(q_TND, k_SGD, v_SGE, None, **how).unsqueeze(0)
         q_TNR, q_rope_TNF = into_latents(module, q_TND)
         how |= {"q_rope_TNF": q_rope_TNF, "k_rope_SF": v_SGE[:, 0]}
-        out_TNR = self._call(q_TNR, k_SGD, k_SGD, **how)
+        out_TNR = self._call(q_TNR, k_SGD, k_SGD, None, **how)
         return out_of_latents(module, out_TNR).unsqueeze(0)
 
-    def _call(self, q_TND: Tensor, k_SGD: Tensor, v_SGE: Tensor, **how: Any) -> Tensor:
-        out = torch.zeros(
-            (*q_TND.shape[:2], v_SGE.shape[2]), dtype=q_TND.dtype, device=q_TND.device
-        )
+    def _call(
+        self, q_TND: Tensor, k_SGD: Tensor, v_SGE: Tensor, out: Tensor | None, **how: Any
+    ) -> Tensor:
+        if out is None:
+            out = q_TND.new_zeros((*q_TND.shape[:2], v_SGE.shape[2]))
         size, tables = self._pages.page_size, self._tables_RP
         self._kernels.attend(
             q_TND, k_SGD, v_SGE, tables, self._tiles, page_size=size, out_TNE=out, **how

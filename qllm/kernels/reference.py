@@ -7,7 +7,15 @@ expert multiplies every token.
 import torch
 from torch import Tensor
 
-from qllm.kernels.routing import Activation, ExpertWeights, Routing
+from qllm.kernels.routing import (
+    Activation,
+    ExpertWeights,
+    HeadNorms,
+    Routing,
+    Rule,
+    RuleKind,
+    Sum,
+)
 from qllm.kernels.tiles import Tiles
 
 
@@ -32,9 +40,15 @@ def rotate_and_write(
     k_SGD: Tensor,
     v_SGE: Tensor,
     slots_T: Tensor,
+    out_TNE: Tensor,
+    norms: HeadNorms | None = None,
 ) -> None:
     """See `kernels.triton.rope.rotate_and_write`."""
+    if norms is not None:
+        q_TND.copy_(rms_norm(q_TND, norms.q_D, norms.q_eps))
+        k_TGD = rms_norm(k_TGD, norms.k_D, norms.k_eps)
     q_TND.copy_(_rotated(q_TND, cos_TD, sin_TD))
+    out_TNE.copy_(torch.where((slots_T < 0)[:, None, None], 0.0, out_TNE))
     write(_rotated(k_TGD, cos_TD, sin_TD), v_TGE, k_SGD, v_SGE, slots_T)
 
 
@@ -125,20 +139,79 @@ def run_experts(
         slots_TKD.copy_(torch.where(is_mine, out[:, None], slots_TKD))
 
 
-def combine(slots_TKD: Tensor, weights_TK: Tensor, num_tokens: Tensor, out_TD: Tensor) -> None:
+def choose(
+    logits_TE: Tensor,
+    rule: Rule,
+    top_k: int,
+    num_tokens: Tensor,
+    hits: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Routing, Tensor]:
+    """See `kernels.triton.choose.choose`."""
+    x = logits_TE.float()
+    ids_TK = torch.topk(x.nan_to_num(-3e38), top_k).indices
+    if rule.kind is RuleKind.SPARSE_MIXER:
+        weights_TK = _sparse_mixer(logits_TE, ids_TK, rule.jitter)
+    else:
+        weights_TK = torch.softmax(x, 1).gather(1, ids_TK)
+        if rule.kind is RuleKind.RENORMALISED:
+            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+    return route(ids_TK, num_tokens, logits_TE.shape[1], hits), weights_TK.to(dtype)
+
+
+def _sparse_mixer(logits_TE: Tensor, ids_TK: Tensor, jitter: float) -> Tensor:
+    left, out = logits_TE, []
+    for k in range(ids_TK.shape[1]):
+        best = ids_TK[:, k : k + 1]
+        peak = left.gather(1, best)
+        size = torch.maximum(logits_TE.abs(), peak)
+        is_far = (peak - logits_TE) / size > jitter
+        near = left.masked_fill(is_far, float("-inf"))
+        out.append(torch.softmax(near, 1).gather(1, best))
+        left = left.scatter(1, best, float("-inf"))
+    return torch.cat(out, 1)
+
+
+def combine(
+    slots_TKD: Tensor,
+    weights_TK: Tensor,
+    num_tokens: Tensor,
+    out_TD: Tensor,
+    add: Sum | None = None,
+) -> None:
     """See `kernels.triton.moe.combine`."""
     total = torch.zeros_like(slots_TKD[:, 0], dtype=torch.float32)
     for k in range(slots_TKD.shape[1]):
         total = total + slots_TKD[:, k].float() * weights_TK[:, k : k + 1].float()
     token = torch.arange(slots_TKD.shape[0], device=slots_TKD.device)[:, None]
-    out_TD.copy_(torch.where(token < num_tokens, total, 0.0))
+    total = torch.where(token < num_tokens, total, 0.0).to(out_TD.dtype)
+    if add is not None:
+        residual, multiplier, shared, gate = add
+        if shared is not None:
+            total = total + (shared if gate is None else torch.sigmoid(gate) * shared)
+        total = residual + (total if multiplier is None else total * multiplier)
+    out_TD.copy_(total)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """See `kernels.triton.norm.rms_norm`."""
+    """See `kernels.triton.norm.rms_norm`; of any leading dimensions."""
     x = x_TD.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return weight_D * x.to(x_TD.dtype)
+
+
+def add_rms_norm(
+    residual_TD: Tensor, x_TD: Tensor, multiplier: float | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.triton.norm.add_rms_norm`."""
+    total = residual_TD + (x_TD if multiplier is None else x_TD * multiplier)
+    return total, rms_norm(total, weight_D, eps)
+
+
+def silu_mul(x_TF: Tensor) -> Tensor:
+    """See `kernels.triton.norm.silu_mul`."""
+    gate, up = x_TF.chunk(2, 1)
+    return torch.nn.functional.silu(gate) * up
 
 
 WORD = 0xFFFFFFFF

@@ -16,6 +16,46 @@ class Activation(enum.IntEnum):
     """(up + 1) * gate * sigmoid(1.702 * gate), gate at most 7, up in [-7, 7]."""
 
 
+class RuleKind(enum.IntEnum):
+    """How the logits of a router become weights of the experts that it chose."""
+
+    SOFTMAX = 0
+    """Softmax over all experts."""
+    RENORMALISED = 1
+    """The same divided by its sum over the chosen: softmax over the chosen."""
+    SPARSE_MIXER = 2
+    """Of each chosen expert among those within `jitter` of it, without those before it."""
+
+
+class Rule(NamedTuple):
+    """What `choose` makes of logits."""
+
+    kind: RuleKind
+    jitter: float = 0.0
+    """Of SPARSE_MIXER: how far below the best, relative to its size, an expert still counts."""
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head of queries and of keys."""
+
+    q_D: Tensor
+    k_D: Tensor
+    q_eps: float
+    k_eps: float
+
+
+class Sum(NamedTuple):
+    """What the experts' answer is added to: residual + (answer + shared) * multiplier."""
+
+    residual_TD: Tensor
+    multiplier: float | None = None
+    """None is 1."""
+    shared_TD: Tensor | None = None
+    """Output of the shared experts, contiguous."""
+    shared_gate_T1: Tensor | None = None
+    """Its sigmoid multiplies `shared_TD`; None is 1. Contiguous."""
+
+
 class ExpertWeights(NamedTuple):
     """The experts of one layer: F = 2 I rows of gates and ups, any strides."""
 

@@ -16,10 +16,13 @@ class Kernels(NamedTuple):
     write: Callable[..., None]
     rotate_and_write: Callable[..., None]
     attend: Callable[..., None]
+    choose: Callable[..., Any]
     route: Callable[..., Any]
     run_experts: Callable[..., None]
     combine: Callable[..., None]
     rms_norm: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
+    silu_mul: Callable[..., Any]
     sample: Callable[..., None]
 
 
@@ -45,4 +48,4 @@ def kernels(name: str) -> Kernels:
     return Kernels(name, *(found[field] for field in fields))
 
 
-_MODULES = ("attention", "moe", "norm", "rope", "sampling")
+_MODULES = ("attention", "choose", "moe", "norm", "rope", "sampling")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qllm.kernels.routing import ExpertWeights, Routing, empty_routing, max_tiles
+from qllm.kernels.routing import ExpertWeights, Routing, Sum, empty_routing, max_tiles
 
 SCAN = 1024
 """Slots that a sorting program looks at together."""
@@ -172,9 +172,12 @@ def _down(
 
 @triton.jit
 def _combine(
-    slots, weights, num_tokens, out, weights_t, out_t,
-    D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    slots, weights, num_tokens, residual, shared, shared_gate, out, weights_t, residual_t, out_t,
+    multiplier,
+    D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    kind = out.dtype.element_ty
     tok = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -182,7 +185,19 @@ def _combine(
         for k in range(K):
             w = tl.load(weights + tok * weights_t + k).to(tl.float32)
             acc += w * tl.load(slots + (tok * K + k) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out + tok * out_t + d, acc.to(out.dtype.element_ty), mask=d < D)
+    # Each step is rounded, as by the operations of torch that it stands for.
+    if SHARED:
+        more = tl.load(shared + tok * D + d, mask=d < D, other=0.0).to(tl.float32)
+        if GATED:
+            gate = tl.load(shared_gate + tok).to(tl.float32)
+            more = (more * (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)).to(kind)
+        acc = acc.to(kind).to(tl.float32) + more.to(tl.float32)
+    if SCALED:
+        acc = acc.to(kind).to(tl.float32) * multiplier
+    if ADDED:
+        old = tl.load(residual + tok * residual_t + d, mask=d < D, other=0.0).to(tl.float32)
+        acc = old + acc.to(kind).to(tl.float32)
+    tl.store(out + tok * out_t + d, acc.to(kind), mask=d < D)
 
 
 def tile_rows(num_slots: int, num_experts: int) -> int:
@@ -261,20 +276,31 @@ def run_experts(
     )  # fmt: skip
 
 
-def combine(slots_TKD: Tensor, weights_TK: Tensor, num_tokens: Tensor, out_TD: Tensor) -> None:
-    """Sum over k of weight times slot, in fp32; rows past `num_tokens` get zeros.
+def combine(
+    slots_TKD: Tensor,
+    weights_TK: Tensor,
+    num_tokens: Tensor,
+    out_TD: Tensor,
+    add: Sum | None = None,
+) -> None:
+    """Sum over k of weight times slot, in fp32, zero past `num_tokens`; then `add`, rounding.
 
     Args:
         slots_TKD: Outputs of the experts, contiguous.
         weights_TK: Routing weights.
         num_tokens: One int on the device.
         out_TD: The answer.
+        add: What it is added to; None is nothing.
     """
     num, top_k, width = slots_TKD.shape
     if num == 0:
         return
     block = min(1024, triton.next_power_of_2(width))
+    residual, multiplier, shared, gate = add or Sum(out_TD)
     _combine[(num, triton.cdiv(width, block))](
-        slots_TKD, weights_TK, num_tokens, out_TD, weights_TK.stride(0), out_TD.stride(0),
-        D=width, K=top_k, BLOCK=block,
+        slots_TKD, weights_TK, num_tokens, residual, out_TD if shared is None else shared,
+        out_TD if gate is None else gate, out_TD, weights_TK.stride(0), residual.stride(0),
+        out_TD.stride(0), 1.0 if multiplier is None else multiplier,
+        D=width, K=top_k, BLOCK=block, ADDED=add is not None, SHARED=shared is not None,
+        GATED=gate is not None, SCALED=multiplier is not None,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm of rows: one kernel in place of the six that the written-out formula takes."""
+"""RMSNorm of rows, alone or of a sum; and the gated activation of a dense or shared MLP."""
 
 import torch
 import triton
@@ -17,6 +17,38 @@ def _rms_norm(x, weight, out, x_t, eps, D: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tok * D + d, y.to(out.dtype.element_ty), mask=d < D)
 
 
+@triton.jit
+def _add_rms_norm(
+    residual, x, weight, total, out, residual_t, x_t, eps, multiplier,
+    D: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    kind = out.dtype.element_ty
+    tok = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    xx = tl.load(x + tok * x_t + d, mask=d < D, other=0.0).to(tl.float32)
+    if SCALED:
+        xx = (xx * multiplier).to(kind).to(tl.float32)
+    old = tl.load(residual + tok * residual_t + d, mask=d < D, other=0.0).to(tl.float32)
+    xx = (old + xx).to(kind)
+    tl.store(total + tok * D + d, xx, mask=d < D)
+    xx = xx.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(xx * xx, 0) / D + eps)
+    w = tl.load(weight + d, mask=d < D, other=0.0)
+    y = w.to(tl.float32) * (xx * scale).to(kind).to(tl.float32)
+    tl.store(out + tok * D + d, y.to(kind), mask=d < D)
+
+
+@triton.jit
+def _silu_mul(x, out, x_t, I: tl.constexpr, BLOCK: tl.constexpr):
+    kind = out.dtype.element_ty
+    tok = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + tok * x_t + i, mask=i < I, other=0.0).to(tl.float32)
+    up = tl.load(x + tok * x_t + I + i, mask=i < I, other=0.0).to(tl.float32)
+    y = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+    tl.store(out + tok * I + i, y.to(kind), mask=i < I)
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise: weight * x / sqrt(mean(x^2) + eps), the mean in fp32, rounded before the weight.
 
@@ -28,9 +60,45 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     num, width = x_TD.shape
     if num:
-        block = triton.next_power_of_2(width)
-        _rms_norm[(num,)](
-            x_TD, weight_D, out, x_TD.stride(0), eps, D=width, BLOCK=block,
-            num_warps=8 if block >= 2048 else 4 if block >= 512 else 1,
-        )  # fmt: skip
+        _rms_norm[(num,)](x_TD, weight_D, out, x_TD.stride(0), eps, **_blocks(width))
     return out
+
+
+def add_rms_norm(
+    residual_TD: Tensor, x_TD: Tensor, multiplier: float | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum residual + x * multiplier, rounded as torch rounds it, and its `rms_norm`.
+
+    Args:
+        residual_TD: Rows, the last dimension contiguous.
+        x_TD: Likewise.
+        multiplier: Of `x_TD`; None is 1.
+        weight_D: Of the norm.
+        eps: Of the norm.
+    """
+    num, width = x_TD.shape
+    total, out = (torch.empty((num, width), dtype=x_TD.dtype, device=x_TD.device) for _ in "ab")
+    if num:
+        _add_rms_norm[(num,)](
+            residual_TD, x_TD, weight_D, total, out, residual_TD.stride(0), x_TD.stride(0), eps,
+            1.0 if multiplier is None else multiplier,
+            SCALED=multiplier is not None, **_blocks(width),
+        )  # fmt: skip
+    return total, out
+
+
+def silu_mul(x_TF: Tensor) -> Tensor:
+    """silu(gate) * up of rows that hold gates first, then ups: [T, F / 2]."""
+    num, width = x_TF.shape[0], x_TF.shape[1] // 2
+    out = torch.empty((num, width), dtype=x_TF.dtype, device=x_TF.device)
+    if num:
+        block = min(1024, triton.next_power_of_2(width))
+        grid = num, triton.cdiv(width, block)
+        _silu_mul[grid](x_TF, out, x_TF.stride(0), I=width, BLOCK=block)
+    return out
+
+
+def _blocks(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    warps = 8 if block >= 2048 else 4 if block >= 512 else 1
+    return {"D": width, "BLOCK": block, "num_warps": warps}

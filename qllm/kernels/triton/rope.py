@@ -1,24 +1,42 @@
-"""Rotary embedding of queries and keys, and the write of keys and values, in one launch.
+"""Norm of heads, rotary embedding, and the write of keys and values, in one launch.
 
-One program takes one head of one token. It rounds where the modules of the model round: products
-and sum each to the dtype of the queries.
+One program takes a few heads of one token. It rounds where the modules of the model round: the
+norm, its weight, products and sum, each to the dtype of the queries.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qllm.kernels.routing import HeadNorms
+
+HEADS = 4
+"""Heads of a program, all of queries or all of keys."""
+
 
 @triton.jit
-def _turn(x, first, second, cos, sin, half, is_half):
-    """Both halves of a head, rotated: first * cos - second * sin, second * cos + first * sin."""
+def _turn(
+    x, weight, cos, sin, i, is_in, eps, D: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Halves of heads, rotated: first * cos - second * sin, second * cos + first * sin.
+
+    `x` points to heads, `i` counts a half; `is_in` masks both.
+    """
     kind = x.dtype.element_ty
-    a = tl.load(x + first, mask=is_half, other=0.0).to(tl.float32)
-    b = tl.load(x + second, mask=is_half, other=0.0).to(tl.float32)
-    cos_a = tl.load(cos, mask=is_half, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos + half, mask=is_half, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin, mask=is_half, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + half, mask=is_half, other=0.0).to(tl.float32)
+    half: tl.constexpr = D // 2
+    is_half = i < half
+    a = tl.load(x + i, mask=is_in, other=0.0).to(tl.float32)
+    b = tl.load(x + half + i, mask=is_in, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)
+        w_a = tl.load(weight + i, mask=is_half, other=0.0).to(tl.float32)
+        w_b = tl.load(weight + half + i, mask=is_half, other=0.0).to(tl.float32)
+        a = (w_a * (a * scale[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        b = (w_b * (b * scale[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    cos_a = tl.load(cos + i, mask=is_half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + half + i, mask=is_half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + i, mask=is_half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + half + i, mask=is_half, other=0.0).to(tl.float32)
     left = (a * cos_a).to(kind).to(tl.float32) + (-b * sin_a).to(kind).to(tl.float32)
     right = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
     return left.to(kind), right.to(kind)
@@ -26,32 +44,40 @@ def _turn(x, first, second, cos, sin, half, is_half):
 
 @triton.jit
 def _rotate_and_write(
-    q, k, v, cos, sin, k_pages, v_pages, slots, q_t, q_n, k_t, k_g, v_t, v_g, r_t,
+    q, k, v, q_weight, k_weight, cos, sin, k_pages, v_pages, slots, out,
+    q_t, q_n, k_t, k_g, v_t, v_g, r_t, out_t, out_n, q_eps, k_eps,
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HP: tl.constexpr, VP: tl.constexpr,
+    HP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    tok, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tok, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = D // 2
-    i = tl.arange(0, HP)
-    is_half = i < half
-    if head < N:
-        x = q + tok * q_t + head * q_n
-        left, right = _turn(x, i, i + half, cos + tok * r_t + i, sin + tok * r_t + i, half, is_half)
-        tl.store(x + i, left, mask=is_half)
-        tl.store(x + half + i, right, mask=is_half)
-        return
+    q_parts: tl.constexpr = (N + HEADS - 1) // HEADS
+    i, j = tl.arange(0, HP)[None, :], tl.arange(0, VP)[None, :]
+    cos_at, sin_at = cos + tok * r_t, sin + tok * r_t
     slot = tl.load(slots + tok).to(tl.int64)
+    if part < q_parts:
+        n = (part * HEADS + tl.arange(0, HEADS))[:, None]
+        is_in = (n < N) & (i < half)
+        x = q + tok * q_t + n * q_n
+        left, right = _turn(x, q_weight, cos_at, sin_at, i, is_in, q_eps, D, NORM)
+        tl.store(x + i, left, mask=is_in)
+        tl.store(x + half + i, right, mask=is_in)
+        if slot < 0:
+            nothing = tl.zeros([HEADS, VP], out.dtype.element_ty)
+            tl.store(out + tok * out_t + n * out_n + j, nothing, mask=(n < N) & (j < DV))
+        return
     if slot < 0:
         return
-    g = head - N
+    g = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
+    is_in = (g < G) & (i < half)
     x = k + tok * k_t + g * k_g
-    left, right = _turn(x, i, i + half, cos + tok * r_t + i, sin + tok * r_t + i, half, is_half)
+    left, right = _turn(x, k_weight, cos_at, sin_at, i, is_in, k_eps, D, NORM)
     page = k_pages + (slot * G + g) * D
-    tl.store(page + i, left, mask=is_half)
-    tl.store(page + half + i, right, mask=is_half)
-    j = tl.arange(0, VP)
-    value = tl.load(v + tok * v_t + g * v_g + j, mask=j < DV, other=0.0)
-    tl.store(v_pages + (slot * G + g) * DV + j, value, mask=j < DV)
+    tl.store(page + i, left, mask=is_in)
+    tl.store(page + half + i, right, mask=is_in)
+    is_value = (g < G) & (j < DV)
+    value = tl.load(v + tok * v_t + g * v_g + j, mask=is_value, other=0.0)
+    tl.store(v_pages + (slot * G + g) * DV + j, value, mask=is_value)
 
 
 def rotate_and_write(
@@ -63,10 +89,13 @@ def rotate_and_write(
     k_SGD: Tensor,
     v_SGE: Tensor,
     slots_T: Tensor,
+    out_TNE: Tensor,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate queries in place; put rotated keys, and values, into their slots.
+    """Norm and rotate queries in place; put normed and rotated keys, and values, into their slots.
 
-    The two halves of a head rotate with each other. A slot of -1 writes nothing.
+    The two halves of a head rotate with each other. A slot of -1 writes no keys and values, and
+    zeros for what the token attends: nobody else writes there.
 
     Args:
         q_TND: Queries, changed; the last dimension is contiguous.
@@ -77,16 +106,20 @@ def rotate_and_write(
         k_SGD: Pages of keys, contiguous.
         v_SGE: Pages of values, contiguous.
         slots_T: Slot of each token, int64.
+        out_TNE: Where attention will write; the last dimension is contiguous.
+        norms: RMS norms of each head of queries and keys.
     """
     num, heads, d = q_TND.shape
     groups, dv = v_TGE.shape[1:]
     if num == 0:
         return
-    _rotate_and_write[(num, heads + groups)](
-        q_TND, k_TGD, v_TGE, cos_TD, sin_TD, k_SGD, v_SGE, slots_T,
+    q_weight, k_weight, q_eps, k_eps = norms or (q_TND, k_TGD, 0.0, 0.0)
+    _rotate_and_write[(num, triton.cdiv(heads, HEADS) + triton.cdiv(groups, HEADS))](
+        q_TND, k_TGD, v_TGE, q_weight, k_weight, cos_TD, sin_TD, k_SGD, v_SGE, slots_T, out_TNE,
         q_TND.stride(0), q_TND.stride(1), k_TGD.stride(0), k_TGD.stride(1),
-        v_TGE.stride(0), v_TGE.stride(1), cos_TD.stride(0),
+        v_TGE.stride(0), v_TGE.stride(1), cos_TD.stride(0), out_TNE.stride(0), out_TNE.stride(1),
+        q_eps, k_eps,
         N=heads, G=groups, D=d, DV=dv,
         HP=triton.next_power_of_2(d // 2), VP=triton.next_power_of_2(dv),
-        num_warps=1,
+        NORM=norms is not None, HEADS=HEADS, num_warps=1,
     )  # fmt: skip
