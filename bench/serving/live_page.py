@@ -98,7 +98,7 @@ def load(url: str, rate: float, until: threading.Event) -> list[threading.Thread
             time.sleep(wait_s())
 
     kinds = [(1, 2500, 4, lambda: 0.0)] * 2
-    kinds += [(0, 8, 2, lambda: rng.expovariate(rate / 8))] * 8
+    kinds += [(0, 8, 1, lambda: rng.expovariate(rate / 8))] * 8
     threads = [threading.Thread(target=many, args=kind) for kind in kinds]
     for thread in threads:
         thread.start()
