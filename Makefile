@@ -5,22 +5,23 @@ PIP := .venv/bin/python $(INSTALL) --no-deps --no-compile
 BASE := .venv/.base
 READY := .venv/.ready
 CLIENTS := .venv/clients
+BROWSER := .venv/browser
 
 .PHONY: demo test test-all test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
 
-test: $(CLIENTS)/.ready
+test: $(CLIENTS)/.ready $(BROWSER)/.ready
 	scripts/test
 
-test-all: $(CLIENTS)/.ready  # every case of what `make test` samples
+test-all: $(CLIENTS)/.ready $(BROWSER)/.ready  # every case of what `make test` samples
 	scripts/test --all
 
 test-peers: $(READY)  # after `make bench-peers`
 	scripts/test -m peers -n 0
 
-check: $(CLIENTS)/.ready
+check: $(CLIENTS)/.ready $(BROWSER)/.ready
 	scripts/check
 
 sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan and TSan
@@ -81,3 +82,7 @@ $(CLIENTS)/.ready: $(READY)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
 	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt guidellm==0.8.1
 	@touch $@
+
+# Where nothing can be fetched, the tests of the page in a browser are skipped and say so.
+$(BROWSER)/.ready: $(READY) scripts/browser $(wildcard tests/browser/*)
+	scripts/browser && touch $@ || echo "no browser: the tests of the live page in one are skipped"

@@ -490,7 +490,6 @@ def test_metrics_of_an_engine_that_is_gone(
 
     monkeypatch.setattr(engine, "stats", gone)
     assert "qllm:request_success_total" in served.get("/metrics").text
-    assert served.get("/ui/events").text == ""
 
 
 def test_only_text_parts() -> None:

@@ -1,21 +1,22 @@
 import json
-import shutil
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from serving import Serving, serving, tiny_engine, until
 
+from qllm.errors import EngineClosedError
 from qllm.llm import QLLMEngine
+from qllm.server.feed import PERIOD_S
+from qllm.server.ui import TYPES
 
 STATIC = files("qllm.server") / "static"
 VOID = {"meta", "link", "input", "br", "img"}
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -58,57 +59,97 @@ def test_the_page_is_whole_and_asks_nobody_else(served: Serving) -> None:
     assert page.open == []
     assert len(set(page.ids)) == len(page.ids)
     names = [link.removeprefix("/ui/static/") for link in page.links]
-    assert sorted(names) == ["icon.svg", "ui.css", "ui.js"]
-    for name in ("ui.html", "ui.css", "ui.js"):
-        assert "://" not in (STATIC / name).read_text()
-    for link in page.links:
-        assert served.get(link).status_code == 200
+    assert set(names) - {"#main"} <= set(TYPES)
+    for name in ("ui.html", *TYPES):
+        if not name.startswith(("uPlot", "icon")):
+            assert "://" not in (STATIC / name).read_text()
+    for name in TYPES:
+        answer = served.get(f"/ui/static/{name}")
+        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (
+            200,
+            TYPES[name],
+        )
     assert served.get("/ui/static/ui.html").status_code == 404
     assert served.get("/ui/static/..%2Fapp.py").status_code == 404
 
 
-def test_the_script_knows_only_what_the_page_has() -> None:
-    script = (STATIC / "ui.js").read_text()
+def scripts() -> str:
+    own = [name for name in TYPES if name.endswith(".js") and not name.startswith("uPlot")]
+    return "\n".join((STATIC / name).read_text() for name in own)
+
+
+def test_the_scripts_know_only_what_the_page_has() -> None:
     page = Page((STATIC / "ui.html").read_text())
-    used = {part.split('"', 1)[0] for part in script.split('$("')[1:]}
+    used = {part.split('"', 1)[0] for part in scripts().split('$("')[1:]}
+    assert used
     assert used <= set(page.ids), used - set(page.ids)
 
 
-def look(served: Serving, number: int = 1) -> list[dict[str, Any]]:
-    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as stream:
+def test_every_word_is_explained() -> None:
+    page = (STATIC / "ui.html").read_text()
+    words = {part.split('"', 1)[0] for part in page.split('data-word="')[1:]}
+    explained = (STATIC / "ui.js").read_text().split("const WORDS = {")[1].split("\n};")[0]
+    names = {line.split(":")[0].strip() for line in explained.splitlines() if ": [" in line}
+    assert {"ttft", "park", "preempt", "kv"} <= words <= names
+
+
+def test_the_library_has_its_licence() -> None:
+    text = (STATIC / "uPlot.LICENSE").read_text()
+    assert "MIT License" in text
+    assert "v1.6.32" in (STATIC / "uPlot.min.js").read_text()[:200]
+
+
+def look(served: Serving, number: int = 1, since: int = 0) -> list[dict[str, Any]]:
+    url = f"{served.url}/ui/events?since={since}"
+    with httpx.stream("GET", url, timeout=60) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         found: list[dict[str, Any]] = []
-        for text in stream.iter_lines():
-            if text:
-                found.append(json.loads(text.removeprefix("data: ")))
-            if len(found) == number:
-                break
+        for line in stream.iter_lines():
+            if line.startswith("id: "):
+                found.append({"id": int(line.removeprefix("id: "))})
+            elif line:
+                found[-1].update(json.loads(line.removeprefix("data: ")))
+                if len(found) == number:
+                    break
     return found
 
 
-def test_events_show_queues_percentiles_and_what_runs(served: Serving) -> None:
+def whole(served: Serving) -> dict[str, Any]:
+    """The next message that lists the requests."""
+    return next(message for message in look(served, 5) if "counts" in message)
+
+
+def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None:
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    until(lambda: look(served)[0]["classes"]["LS"]["num_recent"])
-    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "priority": 1}
+    until(lambda: whole(served)["ttft_ms"]["LS"])
+    body = {
+        "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "priority": 1,
+        "slo": {"ttft_ms": 3e5},
+    }  # fmt: skip
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
         texts = stream.iter_text()
         next(texts)
-        now, *later = look(served, 12)
+        messages = look(served, 12)
         texts.close()
-    passes = [frame for state in (now, *later) for frame in state["frames"]]
-    assert {(frame["rows"], frame["tokens"]) for frame in passes} == {(1, 1)}
-    assert now["classes"]["BE"]["running"] + now["classes"]["BE"]["parked"] == 1
-    ttft = now["classes"]["LS"]["ttft_ms"]
+    now = next(message for message in messages if "counts" in message)
+    assert now["counts"]["BE"]["running"] + now["counts"]["BE"]["parked"] == 1
+    assert sum(now["counts"]["LS"].values()) == 0
+    ttft = now["ttft_ms"]["LS"]
     assert 0 < ttft["p50"] <= ttft["p90"] <= ttft["p99"]
-    assert [(r["class"], r["prompt_tokens"]) for r in now["requests"]] == [("BE", 1)]
-    assert now["requests"][0]["output_tokens"] > 0
-    assert now["kv_frac"] > 0
+    [row] = now["requests"]
+    assert (row["class"], row["prompt_tokens"], row["ttft_target_ms"]) == ("BE", 1, 3e5)
+    assert 0 < row["ttft_ms"] < row["age_ms"]
+    assert row["output_tokens"] > 0
+    assert 0 < now["kv_blocks_used"] < now["kv_blocks"]
     assert set(now["ring_use"]) == {"LS", "BE"}
     assert now["expert_bytes"] > 0
-    assert {frame["state"] for frame in passes} <= {"running", "parked"}
-    assert all(0 <= frame["layer"] <= frame["num_layers"] for frame in passes)
-    assert now["model"] == "tiny"
-    until(lambda: not look(served)[0]["requests"])
+    assert (now["model"], now["policy"]) == ("tiny", "qllm2")
+    runs = [e for message in messages for e in message["entries"] if e[0] == "run"]
+    assert {run[3] for run in runs} == {"BE"}
+    assert all(0 <= run[4] <= run[5] <= now["num_layers"] for run in runs)
+    assert sum(run[6] for run in runs) > len(runs)  # small passes are drawn together
+    assert messages[-1]["output_tokens"]["BE"] > messages[1]["output_tokens"]["BE"]
+    until(lambda: not whole(served)["requests"])
 
 
 def test_preemptions_are_shown_as_they_happen(served: Serving) -> None:
@@ -118,17 +159,124 @@ def test_preemptions_are_shown_as_they_happen(served: Serving) -> None:
     reader.start()
     with httpx.Client(base_url=served.url, timeout=60) as client:
         while reader.is_alive():
-            flex = {"prompt": ids, "max_tokens": 1, "priority": 1}
+            flex = {"prompt": ids, "max_tokens": 1, "priority": 1, "request_id": "long"}
             ask = threading.Thread(target=served.post, args=("/v1/completions", flex))
             ask.start()
-            for _ in range(8):
-                client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            for n in range(8):
+                short = {"prompt": "a", "max_tokens": 1, "request_id": f"short-{n}"}
+                client.post("/v1/completions", json=short)
             ask.join()
-    new = [latency for now in seen for latency in now["preemptions"]["new_ms"]]
-    totals = [now["preemptions"]["total"] for now in seen]
-    assert totals == sorted(totals)
-    assert len(new) == totals[-1] - totals[0] > 0
-    assert min(new) > 0
+    entries = [entry for message in seen for entry in message["entries"]]
+    stops = [entry for entry in entries if entry[0] == "preempted" and entry[3] == "BE"]
+    assert stops
+    for _, _, latency, _, layer, rows, names, of, name in stops:
+        assert latency > 0
+        assert 0 <= layer <= seen[0]["num_layers"]
+        assert (rows, of) == (1, "LS")
+        assert "long" in names[0]
+        assert "short" in name
+    held = [entry for entry in entries if entry[0] == "held" and entry[5]]
+    assert all(entry[2] >= entry[1] for entry in held)
+    first = next(i for i, message in enumerate(seen) if "num_preemptions" in message)
+    grown = seen[-1]["num_preemptions"] - seen[first]["num_preemptions"]
+    later = [e for message in seen[first + 1 :] for e in message["entries"] if e[0] == "preempted"]
+    assert len(later) == grown
+
+
+def test_a_page_that_comes_back_gets_what_it_has_missed(served: Serving) -> None:
+    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as other:
+        lines = other.iter_lines()
+        next(lines)
+        first = look(served, 3)
+        again = look(served, 1, since=first[1]["id"])
+        assert again[0] == first[2]
+        numbers = [message["id"] for message in look(served, 3)]
+        assert numbers == sorted(numbers)
+        assert numbers[0] <= first[0]["id"]
+        ahead = look(served, 1, since=10**9)  # the number of another server
+        assert ahead[0]["id"] <= numbers[-1] + 1
+    assert served.get("/ui/events", params={"since": "x"}).status_code == 400
+
+
+def test_nobody_looks_nothing_is_asked(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    watch = engine.watch
+
+    def counting(since: int = 0, whole: bool = True) -> dict[str, Any]:
+        asked.append(since)
+        return watch(since, whole)
+
+    monkeypatch.setattr(engine, "watch", counting)
+    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as one:
+        lines = one.iter_lines()
+        next(lines)
+        look(served, 6)
+    until(lambda: _is_still(asked))
+    before = len(asked)
+    served.post("/v1/completions", {"prompt": "a", "max_tokens": 4})
+    assert len(asked) == before
+
+
+def _is_still(asked: list[int]) -> bool:
+    before = len(asked)
+    time.sleep(4 * PERIOD_S)
+    return len(asked) == before
+
+
+def test_one_look_serves_all_pages(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as one:
+        lines = one.iter_lines()
+        next(lines)
+        seen: list[list[dict[str, Any]]] = [[], [], []]
+        pages = [threading.Thread(target=lambda s=s: s.extend(look(served, 6))) for s in seen]
+        for page in pages:
+            page.start()
+        for page in pages:
+            page.join()
+    by_id = [{message["id"]: message for message in messages} for messages in seen]
+    common = set.intersection(*map(set, by_id))
+    assert len(common) >= 3
+    for number in common:
+        assert by_id[0][number] == by_id[1][number] == by_id[2][number]
+
+
+def test_an_engine_that_is_gone_says_why_and_the_page_stays(
+    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(since: int, whole: bool) -> dict[str, Any]:
+        raise EngineClosedError("the engine was closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "watch", gone)
+        down = look(served, 2)
+        assert [message["down"] for message in down] == ["the engine was closed"] * 2
+    until(lambda: "counts" in look(served)[0])
+
+
+def test_no_prompt_and_no_answer_is_shown(served: Serving) -> None:
+    body = {"prompt": "a secret sentence", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
+        texts = stream.iter_text()
+        next(texts)
+        messages = look(served, 6)
+        texts.close()
+    assert any(message.get("requests") for message in messages)
+    shown = json.dumps(messages)
+    assert "secret" not in shown
+    assert not {"text", "prompt", "token_ids", "content"} & set(_keys(messages))
+
+
+def _keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner)
 
 
 def test_pages_are_counted(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,46 +305,3 @@ def test_an_open_page_does_not_hold_the_drain(engine: QLLMEngine) -> None:
         served.server.should_exit = True
         for _ in lines:
             pass
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-def test_the_page_in_a_browser(served: Serving, tmp_path: Path) -> None:
-    from playwright.sync_api import expect, sync_playwright
-
-    lines = [
-        {"custom_id": f"{n}", "method": "POST", "url": "/v1/completions",
-         "body": {"prompt": "def", "max_tokens": 3}}
-        for n in range(3)
-    ]  # fmt: skip
-    file = tmp_path / "in.jsonl"
-    file.write_text("\n".join(json.dumps(x) for x in lines))
-    asked: list[str] = []
-    wrong: list[str] = []
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(f"{served.url}/ui")
-        expect(page.locator("#state")).to_have_text("live", timeout=60_000)
-        expect(page.locator("#model")).to_have_text("tiny")
-        page.fill("#text", "What does json.dumps do?")
-        page.click("#send")
-        note = page.locator("#talk .note")
-        expect(note).to_contain_text("LS, first text after", timeout=60_000)
-        expect(page.locator("#talk .assistant")).not_to_be_empty()
-        expect(page.locator("#LS td").nth(3)).not_to_have_text("-", timeout=60_000)
-        page.set_input_files("#file", file)
-        page.click("#upload button")
-        batch = page.locator("#batches tr").first
-        expect(batch).to_contain_text("completed", timeout=60_000)
-        expect(batch.locator("td").nth(3)).to_have_text("3")
-        with page.expect_download() as download:
-            batch.locator("button", has_text="output").click()
-        answers = Path(download.value.path()).read_text().splitlines()
-        assert [json.loads(text)["custom_id"] for text in answers] == ["0", "1", "2"]
-        browser.close()
-    assert wrong == []
-    assert {url.split("/")[2] for url in asked if "://" in url} == {served.url.split("/")[2]}

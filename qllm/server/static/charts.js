@@ -4,16 +4,18 @@
 import { colour } from "./timeline.js";
 
 const KEEP_S = 180;
+const LEAST_S = 30; // shown, however new the page is
 const MAX_DOTS = 1500;
 
 function axes(values) {
   const stroke = colour("soft");
   const grid = { stroke: colour("grid"), width: 1 };
+  const filter = values === decades ? onlyDecades : undefined; // of numbers and of lines
   const font = "11px system-ui, sans-serif";
   const clock = (_, ticks) => ticks.map((s) => new Date(1000 * s).toLocaleTimeString([], { hour12: false }));
   return [
     { stroke, grid, font, ticks: { show: false }, values: clock, space: 80, size: 26 },
-    { stroke, grid, font, ticks: { show: false }, size: 46, space: 28, values },
+    { stroke, grid: { ...grid, filter }, font, ticks: { show: false }, size: 46, space: 28, values, filter },
   ];
 }
 
@@ -21,7 +23,8 @@ const line = (name, of, more) => ({ label: name, stroke: colour(of), width: 2, p
 const dots = (name, of) => ({ label: name, stroke: colour(of), paths: () => null, points: { show: true, size: 5, fill: colour(of) } });
 const short = (value) => (value === null ? "" : value >= 1e4 ? `${value / 1e3}k` : String(+value.toPrecision(3)));
 const plain = (_, ticks) => ticks.map(short);
-const decades = (_, ticks) => ticks.map((v) => (v !== null && Math.abs(Math.log10(v) % 1) < 1e-6 ? short(v) : ""));
+const decades = (_, ticks) => ticks.map(short);
+const onlyDecades = (_, ticks) => ticks.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
 
 export class Charts {
   constructor(nodes) {
@@ -55,7 +58,8 @@ export class Charts {
 
   get window() {
     const end = this.points.length ? this.points[this.points.length - 1][0] : Date.now() / 1000;
-    return [end - KEEP_S, end];
+    const first = this.points.length ? this.points[0][0] : end;
+    return [Math.max(end - KEEP_S, Math.min(first, end - LEAST_S)), end];
   }
 
   resize() {

@@ -40,11 +40,24 @@ export function cells(values) {
   return row;
 }
 
+// Write a row again; what stays the same is not painted again, and keeps the keyboard's place.
+export function recell(row, values) {
+  values.forEach((value, i) => {
+    if (!(value instanceof Node) && row.cells[i].textContent !== String(value)) row.cells[i].textContent = value;
+  });
+}
+
+// Show `rows` as the rows of a table's body, moving and making no more of them than needed.
+export function arrange(body, rows) {
+  rows.forEach((row, i) => { if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null); });
+  while (body.rows.length > rows.length) body.lastElementChild.remove();
+}
+
 export function ms(value) {
   if (value === undefined || value === null) return "–";
   if (value >= 60_000) return `${Math.floor(value / 60_000)} min ${Math.round((value % 60_000) / 1000)} s`;
   if (value >= 1000) return `${(value / 1000).toFixed(value >= 10_000 ? 0 : 1)} s`;
-  return `${value.toFixed(value >= 100 ? 0 : 1)} ms`;
+  return `${value >= 100 ? value.toFixed(0) : +value.toFixed(1)} ms`;
 }
 
 export const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;

@@ -2,7 +2,7 @@
 
 const KEEP_MS = 60_000; // of the past
 const LATE_MS = 350; // shown so late, so that what is shown has arrived
-const FRAMES_PER_S = 10;
+const FRAMES_PER_S = 6; // more would take more than a tenth of a core where no GPU draws
 const GUTTER = 56; // px for the names of the lanes
 const TOP = 20; // px above a lane, for marks
 const AXIS = 22;
@@ -75,7 +75,7 @@ export class Timeline {
     c.lineWidth = 1.3;
     for (const x of [-7, 0, 7]) { c.moveTo(x - 1, 8); c.lineTo(x + 8, -1); }
     c.stroke();
-    return this.canvas.getContext("2d").createPattern(tile, "repeat");
+    return c.createPattern(tile, "repeat");
   }
 
   resize() {
@@ -127,20 +127,21 @@ export class Timeline {
   }
 
   tick() {
-    const moves = this.isLive && this.heldAt === null && !document.hidden;
-    if (moves || this.isDirty) this.draw();
-    setTimeout(() => requestAnimationFrame(() => this.tick()), 1000 / (this.slow.matches ? 1 : FRAMES_PER_S));
+    const moves = this.isLive && this.hasWork && this.heldAt === null && !document.hidden;
+    if (moves || this.isDirty) requestAnimationFrame(() => this.draw());
+    setTimeout(() => this.tick(), 1000 / (this.slow.matches ? 1 : FRAMES_PER_S));
   }
 
   // -- drawing
 
   draw() {
     this.isDirty = false;
-    const c = this.canvas.getContext("2d");
+    const c = this.canvas.getContext("2d", { alpha: false });
     const width = this.canvas.width / this.ratio;
     const height = this.canvas.height / this.ratio;
     c.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    c.clearRect(0, 0, width, height);
+    c.fillStyle = this.colours.card;
+    c.fillRect(0, 0, width, height);
     const edge = this.edgeMs;
     const begin = edge - this.spanMs;
     const scale = (width - GUTTER) / this.spanMs;
@@ -179,7 +180,7 @@ export class Timeline {
       c.fillRect(Math.round(at), 6, 1, height - AXIS - 6);
       if (this.nowMs && at > GUTTER + 24 && at < width - 30) {
         const time = new Date(wall);
-        const tail = stepMs < 1000 ? `.${String(time.getMilliseconds()).padStart(3, "0").slice(0, 2)}` : "";
+        const tail = stepMs < 1000 ? `.${String(time.getMilliseconds()).padStart(3, "0").slice(0, stepMs < 100 ? 2 : 1)}` : "";
         c.fillStyle = soft;
         c.fillText(time.toLocaleTimeString([], { hour12: false }) + tail, at, height - AXIS / 2);
       }

@@ -1,12 +1,12 @@
 // The live page: takes the server's messages and shows them. No framework, no build step.
 
 import { Charts } from "./charts.js";
-import { $, call, cells, count, events, ms } from "./page.js";
+import { $, arrange, call, cells, count, events, ms, recell } from "./page.js";
 import { start as startTalk } from "./talk.js";
 import { Timeline, laneOf } from "./timeline.js";
 
 const LANES = ["LS", "BE"];
-const MAX_PREEMPTIONS = 60;
+const MAX_PREEMPTIONS = 40;
 const RATE_S = 2; // over which a rate is taken
 const WORDS = {
   ls: ["LS", "latency-sensitive: a person waits for the answer"],
@@ -16,6 +16,7 @@ const WORDS = {
   preempt: ["to preempt", "to stop a pass at a boundary because a more urgent request has arrived"],
   park: ["parked", "stopped at a boundary, its state kept; it goes on later with the same bits"],
   latency: ["stopped in", "from the arrival of the urgent request to the pass being parked"],
+  back: ["back after", "how long the pass was parked before it went on where it had stopped"],
   ttft: ["TTFT", "time to first token, from arrival, queueing included"],
   target: ["target", "the TTFT that the request asks for (slo), or that the server promises (ls_slo)"],
   status: ["status", "waiting holds no KV yet; running takes part in passes; parked is in a pass that was stopped"],
@@ -146,7 +147,7 @@ function showWhole(message) {
     text(`count-${lane}`, said.join(", ") || "no requests");
     const ttft = message.ttft_ms[lane];
     text(`ttft-${lane}`, ttft ? ms(ttft.p50) : "–");
-    text(`ttft-${lane}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}; last ${ttft.of}` : "nothing measured yet");
+    text(`ttft-${lane}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}` : "nothing measured yet");
     text(`rate-${lane}`, perSecond(rate(LANES.indexOf(lane) + 1)));
   }
   if (message.entries !== undefined) showEngine(message);
@@ -173,33 +174,39 @@ function showEngine(message) {
   text("engine-more", facts.join(" · "));
 }
 
+// The target of a request in words, and how it stands.
 function target(row) {
-  const made = document.createElement("span");
-  if (!row.ttft_target_ms) { made.textContent = "–"; return made; }
-  const reached = row.ttft_ms ?? row.age_ms;
-  const isLate = reached > row.ttft_target_ms;
-  made.textContent = `${ms(row.ttft_target_ms)} ${isLate ? "missed" : row.ttft_ms === null ? "" : "met"}`;
-  made.className = isLate ? "bad" : row.ttft_ms === null ? "" : "good";
-  return made;
+  if (!row.ttft_target_ms) return ["–", ""];
+  const isLate = (row.ttft_ms ?? row.age_ms) > row.ttft_target_ms;
+  const isOpen = row.ttft_ms === null && !isLate;
+  return [`${ms(row.ttft_target_ms)}${isLate ? " missed" : isOpen ? "" : " met"}`, isLate ? "bad" : isOpen ? "" : "good"];
 }
 
+const requestRows = new Map(); // by name
+
 function requestRow(r) {
-  const out = r.output_tokens || (r.computed_tokens && r.computed_tokens < r.prompt_tokens ? `${Math.floor((100 * r.computed_tokens) / r.prompt_tokens)} % read` : 0);
-  const row = cells([r.name, r.class, r.status, ms(r.age_ms), ms(r.ttft_ms), target(r), r.prompt_tokens, out, r.preemptions ?? "–"]);
+  const isReading = !r.output_tokens && r.computed_tokens > 0 && r.computed_tokens < r.prompt_tokens;
+  const out = isReading ? `${Math.floor((100 * r.computed_tokens) / r.prompt_tokens)} % read` : r.output_tokens;
+  const [words, kind] = target(r);
+  const values = [r.name, r.class, r.status, ms(r.age_ms), ms(r.ttft_ms), words, r.prompt_tokens, out, r.preemptions ?? "–"];
+  const row = requestRows.get(r.name) ?? cells(values);
+  recell(row, values);
   row.cells[0].className = "name";
   row.cells[0].title = r.name;
-  row.cells[1].className = `${laneOf(r.class)}-ink`;
+  row.cells[1].className = `${laneOf(r.class)}-ink left`;
+  row.cells[2].className = "left";
+  row.cells[5].className = kind;
   return row;
 }
 
 function showRequests(message) {
   const total = Object.values(message.counts).flatMap(Object.values).reduce((a, b) => a + b, 0);
   text("requests-more", total > message.requests.length ? `${message.requests.length} of ${total}` : total ? String(total) : "");
-  if (!message.requests.length) {
-    if (!$("requests").querySelector(".none")) $("requests").replaceChildren(noRow(9, "No open requests."));
-    return;
-  }
-  $("requests").replaceChildren(...message.requests.map(requestRow));
+  const rows = message.requests.map((r) => [r.name, requestRow(r)]);
+  requestRows.clear();
+  for (const [name, row] of rows) requestRows.set(name, row);
+  if (rows.length) arrange($("requests"), rows.map(([, row]) => row));
+  else if (!$("requests").querySelector(".none")) $("requests").replaceChildren(noRow(9, "No open requests."));
 }
 
 function place(p) {
@@ -207,26 +214,34 @@ function place(p) {
 }
 
 function preemptionRow(p) {
+  const values = [null, place(p), ms(p.latency), p.back === undefined ? "parked" : ms(p.back), p.name || "–", ms(firsts.get(p.name))];
+  if (p.row) {
+    recell(p.row, [p.row.firstChild, ...values.slice(1)]);
+    return p.row;
+  }
   const at = document.createElement("button");
   at.type = "button";
   at.className = "link";
   at.textContent = new Date(1000 * p.wallS).toLocaleTimeString([], { hour12: false });
-  at.setAttribute("aria-label", `Show ${at.textContent} in the timeline`);
-  at.addEventListener("click", () => { span(1000); hold(true); timeline.show(p.at); $("timeline-section").scrollIntoView({ block: "nearest" }); });
-  const names = p.names.join(", ") + (p.rows > p.names.length && p.names.length ? ` and ${p.rows - p.names.length} more` : "");
-  const row = cells([at, place(p), p.name || "–", ms(p.latency), ms(firsts.get(p.name)), p.back === undefined ? "parked" : ms(p.back)]);
-  row.cells[1].className = `${p.lane}-ink`;
-  row.cells[1].title = names;
-  row.cells[2].className = "name";
-  row.cells[2].title = p.name ? `${p.of} ${p.name}` : "";
-  return row;
+  at.setAttribute("aria-label", `${at.textContent}: show it in the timeline`);
+  at.addEventListener("click", () => {
+    span(1000);
+    hold(true);
+    timeline.show(p.at);
+    $("timeline-section").scrollIntoView({ block: "nearest" });
+  });
+  p.row = cells([at, ...values.slice(1)]);
+  p.row.cells[1].className = `${p.lane}-ink left`;
+  p.row.cells[1].title = p.names.join(", ") + (p.names.length && p.rows > p.names.length ? ` and ${p.rows - p.names.length} more` : "");
+  p.row.cells[4].className = "name";
+  p.row.cells[4].title = p.name ? `${p.of} ${p.name}` : "";
+  return p.row;
 }
 
 function showPreemptions() {
-  if ($("preemptions").contains(document.activeElement)) return; // the keyboard is in it
   isListStale = false;
   const of = preemptions.filter((p) => p.engine === engine);
-  if (of.length) $("preemptions").replaceChildren(...of.map(preemptionRow));
+  if (of.length) arrange($("preemptions"), of.map(preemptionRow));
 }
 
 // -- an engine that is gone, a server that is gone
