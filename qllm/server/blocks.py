@@ -1,5 +1,6 @@
-"""The parts of an answer in order: reasoning, text, calls. What `/v1/responses` and `/v1/messages`
-show, each in its own words.
+"""The parts of an answer in order: reasoning, text, calls.
+
+`/v1/responses` and `/v1/messages` show them, each in its own words:
 
     tokens -> Reader (calls.py) -> deltas -> Blocks -> opened, grown, closed -> events of an API
 """
