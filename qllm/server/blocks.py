@@ -34,7 +34,7 @@ class Block:
     index: int
     """Its place in the answer."""
     call_id: str = ""
-    """Of a call; so is the name."""
+    """A call has it, and a name."""
     name: str = ""
     text: str = ""
     """So far; of a call its arguments."""
