@@ -211,8 +211,6 @@ MOST_STOP_TOKENS = 1024
 """Most stop token ids of a request."""
 MOST_BIASES = 4096
 """Most tokens with a bias."""
-
-
 MOST_CHOICES = 1024
 """Most answers to choose from."""
 MOST_BAD_WORDS = 256
@@ -338,8 +336,7 @@ class SamplingParams:
     stop string is not looked for among them."""
 
     thinking_token_budget: int | None = None
-    """Most tokens between `<think>` and `</think>`; then `</think>` is produced. None sets no
-    limit. It bounds nothing in an answer that does not reason."""
+    """Most tokens between `<think>` and `</think>`, which then comes; None sets no limit."""
     include_stop_str_in_output: bool = False
     """Whether the stop string that ended the answer is part of it."""
     max_tokens: int | None = None
@@ -350,10 +347,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        elif isinstance(self.stop, list):
-            object.__setattr__(self, "stop", tuple(self.stop))
-        if isinstance(self.stop_token_ids, list):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         t = self.temperature
         _check("temperature", t, _is_number(t) and 0 <= t <= 100, "a number in [0, 100]")
         k = self.top_k
@@ -396,9 +392,6 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         """Check what forbids tokens."""
-        for name in ("bad_words", "allowed_token_ids"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         form = self.structured_outputs
         if isinstance(form, Mapping):  # of a file
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**form))
@@ -417,12 +410,10 @@ class SamplingParams:
         _check_count("bad_words", len(words), MOST_BAD_WORDS)
         chars = sum(map(len, words))
         _check("bad_words", words, chars <= MOST_BAD_CHARS, f"{MOST_BAD_CHARS} characters in all")
-        least = self.min_tokens
-        ok = _is_int(least) and 0 <= least <= MOST_MIN_TOKENS
-        _check("min_tokens", least, ok, f"an integer in [0, {MOST_MIN_TOKENS}]")
-        budget = self.thinking_token_budget
-        ok = budget is None or (_is_int(budget) and 0 <= budget <= MOST_MIN_TOKENS)
-        _check("thinking_token_budget", budget, ok, f"None or an integer in [0, {MOST_MIN_TOKENS}]")
+        least, budget = self.min_tokens, self.thinking_token_budget
+        for name, value in ("min_tokens", least), ("thinking_token_budget", budget or 0):
+            ok = _is_int(value) and 0 <= value <= MOST_MIN_TOKENS
+            _check(name, value, ok, f"an integer in [0, {MOST_MIN_TOKENS}]")
         most = self.max_tokens
         _check("max_tokens", most, most is None or (_is_int(most) and most > 0), "an integer >= 1")
         ok = _is_int(self.n) and 1 <= self.n <= MOST_ANSWERS
@@ -434,10 +425,8 @@ class SamplingParams:
                 f"{given[0]} and {given[1]} together may leave no token; give one of them"
             )
         if form is not None and budget is not None:
-            raise InvalidRequestError(
-                "thinking_token_budget and structured_outputs exclude each other: a form begins "
-                "with the first token, and leaves no room for reasoning"
-            )
+            text = "thinking_token_budget and structured_outputs exclude each other: a form begins"
+            raise InvalidRequestError(f"{text} with the first token and leaves no room to reason")
         if form is not None and self.ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos and structured_outputs exclude each other: EOS ends what has its form"

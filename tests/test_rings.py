@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from qllm.device.native import load_native
 from qllm.ingress import Cancel, Submission, codec, layout, ring
 from qllm.ingress.layout import HEADER, LINE, STRUCTS, TRAILER
-from qllm.ingress.ring import (
-    OVERHEAD,
-    Record,
-    RingError,
-    RingWriter,
-    record_bytes,
-)
+from qllm.ingress.ring import OVERHEAD, Record, RingError, RingWriter, record_bytes
 from qllm.record.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, Sampled, SamplingParams, Slo
 from qllm.types import StructuredOutputs as Form

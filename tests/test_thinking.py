@@ -86,7 +86,7 @@ def test_refusals() -> None:
         SamplingParams(thinking_token_budget=-1)
     with pytest.raises(InvalidRequestError, match="with a tokenizer"):
         Vocabulary(None, 9, frozenset()).encode("</think>")
-    with pytest.raises(InvalidRequestError, match="leaves no room for reasoning"):
+    with pytest.raises(InvalidRequestError, match="leaves no room to reason"):
         SamplingParams(thinking_token_budget=1, structured_outputs=StructuredOutputs(regex="a"))
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import qllm
@@ -20,6 +21,42 @@ from .response_store import ResponseStore
 from .store import Store
 from .supervisor import Supervisor
 from .worker import Worker
+
+
+class _State:
+    """What outlives the server: batches and responses, and who works on them."""
+
+    def __init__(self, front: Front, folder: Path) -> None:
+        self.store = Store(folder)
+        best_effort = BestEffort(front)
+        self._worker = Worker(front, self.store, best_effort)
+        kept = ResponseStore(self.store)
+        self.responses = responses.State(kept, Background(front, kept, best_effort))
+
+    def routers(self) -> list[APIRouter]:
+        return [
+            batches.file_routes(self.store),
+            batches.batch_routes(self.store, self._worker),
+            responses.state_routes(self.responses),
+        ]
+
+    async def start(self) -> None:
+        await self._worker.start()
+        await self.responses.background.start()
+
+    async def close(self) -> None:
+        await self._worker.close()
+        await self.responses.background.close()
+
+
+async def _close(supervisor: Supervisor | None, state: _State | None, front: Front) -> None:
+    if supervisor is not None:
+        await supervisor.close()
+    if state is not None:
+        await state.close()
+    await front.close()
+    if state is not None:
+        state.store.close()
 
 
 def create_app(
@@ -40,33 +77,19 @@ def create_app(
     metrics = Metrics(config.model_name, lambda: front.engine.pid)
     front = Front(engine, config, metrics)
 
-    store = None if config.state_dir is None else Store(config.state_dir)
-    best_effort = BestEffort(front)
-    worker = None if store is None else Worker(front, store, best_effort)
-    kept = None if store is None else ResponseStore(store)
-    background = None if kept is None else Background(front, kept, best_effort)
+    state = None if config.state_dir is None else _State(front, config.state_dir)
     supervisor = None if make is None else Supervisor(front, make, load_s)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if worker is not None:
-            await worker.start()
-        if background is not None:
-            await background.start()
+        if state is not None:
+            await state.start()
         if supervisor is not None:
             supervisor.start()
         try:
             yield
         finally:
-            if supervisor is not None:
-                await supervisor.close()
-            if worker is not None:
-                await worker.close()
-            if background is not None:
-                await background.close()
-            await front.close()
-            if store is not None:
-                store.close()
+            await _close(supervisor, state, front)
 
     app = FastAPI(
         title="qllm", version=qllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
@@ -75,11 +98,11 @@ def create_app(
     errors.install(app)
     for part in (chat, completions, messages, tools, probes, ui):
         app.include_router(part.routes(front))
-    app.include_router(responses.routes(front, kept, background))
     app.include_router(docs.routes())
-    if store is not None and worker is not None:
-        app.include_router(batches.file_routes(store))
-        app.include_router(batches.batch_routes(store, worker))
+    app.include_router(responses.routes(front, None if state is None else state.responses))
+    if state is not None:
+        for router in state.routers():
+            app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
     app.add_middleware(Guard, config=config, keys=keys, limits=limits, metrics=metrics)

@@ -9,7 +9,6 @@ import json
 import logging
 import sqlite3
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from qllm.errors import QllmError
@@ -113,8 +112,11 @@ class Background:
             get = self._kept.conversation
             before = await asyncio.to_thread(get, row["previous"], row["owner"])
         asked = body.chat(before)
-        change = partial(asyncio.to_thread, self._kept.change, row["id"])
-        writer = ResponseWriter(self._front, body, asked, change, begun)
+
+        async def keep(response: dict[str, Any]) -> None:
+            await asyncio.to_thread(self._kept.change, row["id"], response)
+
+        writer = ResponseWriter(self._front, body, asked, keep, begun)
         ask = chat.ask_of(asked, row["id"], None)
         ask = replace(ask, cache_owner=owner_of(row["owner"]))
         await self._best_effort.answer(row["id"], ask, writer)

@@ -1,5 +1,6 @@
-"""The parts of an answer in order: reasoning, text, calls. What `/v1/responses` and `/v1/messages`
-show, each in its own words.
+"""The parts of an answer in order: reasoning, text, calls.
+
+`/v1/responses` and `/v1/messages` show them, each in its own words:
 
     tokens -> Reader (calls.py) -> deltas -> Blocks -> opened, grown, closed -> events of an API
 """
@@ -33,7 +34,7 @@ class Block:
     index: int
     """Its place in the answer."""
     call_id: str = ""
-    """Of a call; so is the name."""
+    """A call has it, and a name."""
     name: str = ""
     text: str = ""
     """So far; of a call its arguments."""

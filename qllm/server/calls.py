@@ -183,7 +183,7 @@ class HermesReader:
         """Read, but may begin a tag; or a call whose arguments have not begun."""
         self._inside = THINK if is_thinking else ""
         self._arguments: _Value | None = None
-        """Of a call whose name is said."""
+        """Set inside the arguments of a call whose name is said."""
         self._tags = {"": [THINK] * thinks + [OPEN] * calls, THINK: [THOUGHT], OPEN: [CLOSE]}
         self._tags[_SAID] = [CLOSE]
         self._is_bare = is_thinking

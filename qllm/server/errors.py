@@ -193,8 +193,8 @@ def install(app: FastAPI) -> None:
         text = str(error.detail)
         if error.status_code == 404:
             text = f"there is no {request.method} {request.url.path}; see /openapi.json"
-            if request.url.path.startswith(("/v1/files", "/v1/batches")):
-                text += " (the batch API needs --state-dir)"
+            if request.url.path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
+                text += " (what is kept needs --state-dir)"
         wrapped = ApiError(error.status_code, text)
         wrapped.headers = error.headers
         return wrapped.response(request.url.path)

@@ -116,7 +116,7 @@ class Keys:
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,
-                "no valid API key; send the header 'Authorization: Bearer KEY' (or 'x-api-key: KEY')",
+                "no valid API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
             )
         return given.hex()[:16]

@@ -89,12 +89,13 @@ class ReasoningItem(Item):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] = []
+    summary: list[ReasoningText] = Field(default_factory=list)
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 
 def type_or_message(value: Any) -> Any:
+    """The type of an item; a message needs to name none."""
     given = value if isinstance(value, Mapping) else vars(value)
     return given.get("type") or "message"
 

@@ -32,7 +32,13 @@ class ResponseStore:
         self._store = store
 
     def add(
-        self, owner: str, asked: Row, items: Sequence[Row], response: Row, *, now_s: int | None = None
+        self,
+        owner: str,
+        asked: Row,
+        items: Sequence[Row],
+        response: Row,
+        *,
+        now_s: int | None = None,
     ) -> None:
         """Keep a response, and forget those that are too old.
 

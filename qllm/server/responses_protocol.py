@@ -241,8 +241,8 @@ class ResponsesRequest(Body):
             named = {"type": "function", "function": {"name": choice.name}}
             return {"tools": [tool.chat() for tool in tools], "tool_choice": named}
         else:
-            asked = choice
-        return {"tools": [tool.chat() for tool in tools] or None, "tool_choice": asked}
+            return {"tools": [tool.chat() for tool in tools] or None, "tool_choice": choice}
+        return {"tools": [tool.chat() for tool in tools], "tool_choice": asked}
 
     @property
     def shows_logprobs(self) -> bool:
@@ -267,8 +267,13 @@ class ResponsesRequest(Body):
         form = {"type": "text"}
         if text.format is not None:
             form = text.format.model_dump(by_alias=True, exclude_none=True)
-        reasoning = self.reasoning or Reasoning()
-        unset = {"temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True, "truncation": "disabled"}
+        reasoning = self.reasoning or Reasoning(max_tokens=None)
+        unset = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "parallel_tool_calls": True,
+            "truncation": "disabled",
+        }
         same = (
             "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls",
             "temperature", "top_p", "parallel_tool_calls", "truncation", "user", "prompt_cache_key",
