@@ -467,16 +467,6 @@ class QLLMEngine(Offline, KeptKv):
         return self._client.failure
 
     @property
-    def pid(self) -> int | None:
-        """The engine's process if this one started it; None for a thread, or another host."""
-        return self._client.pid
-
-    @property
-    def num_weight_bytes(self) -> int:
-        """Bytes of the model's weights, as they were loaded."""
-        return self._client.info.num_weight_bytes
-
-    @property
     def num_waiting(self) -> int:
         """Requests that hold no KV yet."""
         return self._client.num_waiting

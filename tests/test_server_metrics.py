@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.llm import QLLMEngine
 from qllm.server.metrics import Metrics
 
-DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana.json"
+DOCS = Path(__file__).parent.parent / "docs"
+DASHBOARD = DOCS / "grafana.json"
+ALERTS = DOCS / "alerts.yaml"
+NAMES = re.compile(r"(?:qllm:|qllm_engine_process_|process_)\w+")
 IDLE = {
     "num_preemptions": 0,
     "preempt_latencies_ms": [],
@@ -50,15 +54,17 @@ def test_every_metric_of_the_dashboard_exists_with_its_labels(served: Serving) -
     served.get("/nothing")
     until(lambda: served.metric("qllm:generation_tokens_total", **{"class": "BE"}) == 3)
     served.front.metrics.batch_line(200)
+    count_one_key(served)
     known = samples(served.get("/metrics").text)
     expressions = [
         target["expr"]
         for panel in json.loads(DASHBOARD.read_text())["panels"]
         for target in panel["targets"]
+        if "ALERTS" not in target["expr"]
     ]
     assert len(expressions) > 20
     for expression in expressions:
-        names = re.findall(r"qllm:\w+", expression)
+        names = NAMES.findall(expression)
         assert names, expression
         for name in names:
             assert name in known, name
@@ -67,7 +73,34 @@ def test_every_metric_of_the_dashboard_exists_with_its_labels(served: Serving) -
                 assert set(re.split(r",\s*", by)) <= set(labels), (name, by)
     shown = {name for expression in expressions for name in re.findall(r"qllm:\w+", expression)}
     ends = ("_sum", "_count", "_created")
-    assert {name for name in known if not name.endswith(ends)} == shown, "a metric nobody sees"
+    ours = {name for name in known if name.startswith("qllm:") and not name.endswith(ends)}
+    assert ours == shown, "a metric nobody sees"
+
+
+def count_one_key(served: Serving) -> None:
+    """The counters of keys have no series before a key has asked."""
+    metrics = served.front.metrics
+    metrics.of_key("0123456789abcdef", 200)
+    result = served.front.engine.submit("a", max_tokens=1).result(60)
+    metrics.tokens_of_key("0123456789abcdef", result)
+
+
+def test_alerts_ask_for_metrics_that_exist(served: Serving) -> None:
+    count_one_key(served)
+    known = samples(served.get("/metrics").text)
+    rules = [
+        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert len(rules) > 5
+    for rule in rules:
+        assert {"alert", "expr", "for", "labels", "annotations"} >= set(rule), rule
+        assert "summary" in rule["annotations"]
+        names = NAMES.findall(rule["expr"])
+        assert names, rule
+        for name in names:
+            assert name in known, name
+            for label in re.findall(r"(\w+)=", rule["expr"].partition("{")[2]):
+                assert label in known[name][0][0], (name, label)
 
 
 def test_latencies_are_the_engines(served: Serving, engine: QLLMEngine) -> None:

@@ -1,11 +1,11 @@
 """`qllm docs`: the pages of this release, also where only a wheel is installed."""
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import qllm
 from qllm.errors import ConfigError
 
 from .app import app, clean, print_table
@@ -39,7 +39,7 @@ def find_pages() -> dict[str, Path]:
     Raises:
         ConfigError: They are in neither place.
     """
-    package = Path(qllm.__file__).parent
+    package = Path(str(files("qllm")))
     for folder in (package / "docs", package.parent / "docs"):
         if (folder / "serving.md").is_file():
             return {

@@ -1,5 +1,6 @@
 """An engine put together: a model, its runner, a scheduler and the loop over them."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Thread
@@ -138,7 +139,7 @@ class LoadedRunner:
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
     ) -> None:
         self.config, self.threads = config, threads
-        num_weight_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters())
+        self.weight_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters())
         with torch_threads(threads):
             with naming_family(loaded.model, "finding its parts"):
                 self.runner = make_runner(loaded.model, config)
@@ -162,7 +163,6 @@ class LoadedRunner:
             drivers=tuple(str(driver) for driver in self.runner.drivers),
             kernels={**self.runner.names, "weights": loaded.expanded or "as they were stored"},
             vocabulary=vocabulary_of(loaded.tokenizer),
-            num_weight_bytes=num_weight_bytes,
         )
 
     @property
@@ -199,6 +199,8 @@ class LoadedRunner:
             "longest_segment_kind": None if kind is None else kind.name,
             "max_segment_ms": self.config.max_segment_ms,
             "expert_bytes": self.runner.expert_bytes,
+            "weight_bytes": self.weight_bytes,
+            "pid": os.getpid(),
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
             "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],

@@ -97,11 +97,6 @@ class Client(ABC):
     def failure(self) -> str | None:
         """Why the loop ended by itself; None while it serves, and after `close`."""
 
-    @property
-    def pid(self) -> int | None:
-        """The engine's process if this one started it."""
-        return None
-
     def raise_if_closed(self) -> None:
         """Refuse work for a loop that has ended.
 

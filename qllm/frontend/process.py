@@ -31,12 +31,13 @@ from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment, available
 from qllm.ingress.messages import Hello, Restored, Start
 from qllm.ingress.shm import Doorbell
+from qllm.models.tokenizer import import_tokenizers
 from qllm.record.trace import Trace
 from qllm.types import NS_PER_S
 
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qllm.engine.process import main; main(int(sys.argv[2]))"
+_BOOT = (  # torch and transformers make a million objects, none of them garbage
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
+    "from qllm.engine.process import main; gc.freeze(); gc.enable(); main(int(sys.argv[2]))"
 )
 
 
@@ -136,6 +137,7 @@ class ProcessClient(RingClient):
         connection = Connection(ours.detach())
         with suppress(BrokenPipeError):  # it is gone already: receiving says how
             connection.send(start)
+        import_tokenizers()  # while the engine's process imports torch
         return cls(connection, process, start.listen)
 
     @classmethod
@@ -246,10 +248,6 @@ class ProcessClient(RingClient):
         super()._put(entry, submission)
         if self.hello.config.on_device:
             self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     @property
     def draining(self) -> bool:

@@ -22,8 +22,6 @@ class ModelInfo(NamedTuple):
     kernels: dict[str, str]
     vocabulary: str | None
     """Digest of the tokenizer's vocabulary, if there is a tokenizer: front ends use the same."""
-    num_weight_bytes: int = 0
-    """Of all parameters, as they were loaded."""
 
 
 class Start(NamedTuple):

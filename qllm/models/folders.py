@@ -6,8 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
-
 from qllm.errors import ConfigError, ModelError
 from qllm.models.aliases import ALIASES
 
@@ -58,6 +56,8 @@ def _from_hub(name: str, weights: bool, code: bool) -> Path:
         "allow_patterns": patterns,
         "ignore_patterns": list(_SUBFOLDERS),
     }
+    from huggingface_hub import HfApi, constants, snapshot_download
+
     found = _cached(name, wanted)
     if found is not None and (not weights or missing_weights(found) is None):
         return found
@@ -78,6 +78,8 @@ def _from_hub(name: str, weights: bool, code: bool) -> Path:
 
 
 def _cached(name: str, wanted: dict[str, Any]) -> Path | None:
+    from huggingface_hub import snapshot_download
+
     try:
         folder = Path(snapshot_download(name, local_files_only=True, **wanted))
     except FileNotFoundError:

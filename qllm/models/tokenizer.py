@@ -4,21 +4,27 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from qllm.errors import ModelError
 from qllm.models.folders import first_line, locate, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that are all in tokenizer.json: AutoTokenizer would find the same one."""
 
 
+def import_tokenizers() -> None:
+    """Import what a tokenizer needs, which takes a second."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401 - later imports find it
+
+
 def load_tokenizer(
     name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
+) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer alone, for a front end whose model is in another process.
 
     Raises:
@@ -31,7 +37,7 @@ def load_tokenizer(
 
 def tokenizer_in(
     name: str, folder: Path, trust_remote_code: bool
-) -> PreTrainedTokenizerBase | None:
+) -> "PreTrainedTokenizerBase | None":
     """The tokenizer in the folder of a model; None if there is none.
 
     Raises:
@@ -42,6 +48,8 @@ def tokenizer_in(
     plain = read_json(folder / "tokenizer_config.json").get("tokenizer_class") in _PLAIN
     how: dict[str, Any] = {"local_files_only": True}
     if plain and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
         make: Any = PreTrainedTokenizerFast
     else:
         from transformers import AutoTokenizer  # takes seconds: it imports torch
@@ -56,7 +64,7 @@ def tokenizer_in(
         ) from error
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+def vocabulary_of(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
     """A digest of which text every id stands for; None without a tokenizer."""
     if tokenizer is None:
         return None

@@ -74,7 +74,7 @@ def create_app(
         make: Makes a further engine when one has ended by itself; None leaves it ended.
         load_s: How long the first one took to load.
     """
-    metrics = Metrics(config.model_name, lambda: front.engine.pid)
+    metrics = Metrics(config.model_name, is_local=config.engine_address is None)
     front = Front(engine, config, metrics)
 
     state = None if config.state_dir is None else _State(front, config.state_dir)

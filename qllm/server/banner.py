@@ -17,8 +17,9 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
     layers = ", ".join(f"{count} {name}" for name, count in drivers.items())
     targets = settings.ls_slo or "no latency targets"
     classes = " and ".join(Priority.__members__)
+    size = shown_bytes(engine.stats().get("weight_bytes", 0))
     return [
-        f"model    {engine.model_name}: {shown_bytes(engine.num_weight_bytes)} of weights "
+        f"model    {engine.model_name}: {size} of weights "
         f"({kernels.get('weights', 'as they were stored')}), layers: {layers}; loaded in "
         f"{load_s:.1f} s",
         f"kernels  experts: {kernels.get('experts')}; attention: {kernels.get('attention')}; "

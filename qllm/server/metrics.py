@@ -5,7 +5,7 @@ Latencies are the engine's own (`RequestMetrics`), counted when a request has en
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import (
@@ -46,15 +46,12 @@ class Metrics:
 
     Args:
         model_name: A label of every metric.
-        engine_pid: Says which process the engine is now; None where it is not on this host.
+        is_local: Whether the engine's process is on this host, where it is looked at.
     """
 
-    def __init__(
-        self, model_name: str, engine_pid: Callable[[], int | None] = lambda: None
-    ) -> None:
+    def __init__(self, model_name: str, is_local: bool = True) -> None:
+        self._is_local, self._engine_pid = is_local, "none"
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        ProcessCollector("qllm_engine", pid=lambda: engine_pid() or "none", registry=self.registry)
         self._model = model_name
         self._lock = threading.Lock()
         self._num_preemptions = self._num_expert_bytes = 0
@@ -155,6 +152,8 @@ class Metrics:
         )
 
     def _make_sizes_and_keys(self) -> None:
+        ProcessCollector(registry=self.registry)
+        ProcessCollector("qllm_engine", pid=lambda: self._engine_pid, registry=self.registry)
         self._prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self._output_size = self._histogram(
             "request_generation_tokens", "Tokens of an answer", TOKENS
@@ -245,6 +244,8 @@ class Metrics:
             more = new_since(self._num_expert_bytes, stats["expert_bytes"])
             self._num_expert_bytes = stats["expert_bytes"]
         self._expert_bytes.labels(self._model).inc(more)
+        if self._is_local:
+            self._engine_pid = str(stats.get("pid", "none"))
         self._observe_prefix(stats.get("prefix_cache", {}))
         self._observe_swap(stats.get("swap", {}))
         self._frames.labels(self._model).set(

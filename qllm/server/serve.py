@@ -146,7 +146,7 @@ def serve(config: ServerConfig) -> None:
     scheme = "http" if ssl_context(config) is None else "https"
     said = warnings(config, len(read_api_keys(config)))
     with bound_socket(config.host, config.port) as sock:
-        _say(f"loading {config.model or 'the tokenizer'}", *(f"warning: {text}" for text in said))
+        _say(*(f"warning: {text}" for text in said))
         start = time.monotonic()
         engine = make_engine(config)
         load_s = time.monotonic() - start

@@ -69,6 +69,10 @@ class Supervisor:
     def _back_in_s(self) -> int:
         return max(1, math.ceil(self._up_at - time.monotonic()))
 
+    def expect(self, wait_s: float) -> None:
+        """A new engine will be loaded in `wait_s`: clients are told when it will serve."""
+        self._up_at = time.monotonic() + wait_s + self._load_s
+
     def start(self) -> None:
         """Begin to watch."""
         self._tasks = [asyncio.create_task(work) for work in (self._run(), self._look())]
@@ -87,7 +91,7 @@ class Supervisor:
                 await asyncio.sleep(PERIOD_S)
             _log.error("%s", why)
             front.ended[front.engine] = why
-            self._up_at = time.monotonic() + self._load_s  # until the wait is known
+            self.expect(0.0)  # until it is known how long to wait
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
             if front.gave_up is None:
@@ -103,7 +107,7 @@ class Supervisor:
     async def _replace(self, why: str) -> str | None:
         """Try until there is an engine; else why there is none."""
         while (wait_s := self._restarts.wait_s(time.monotonic())) is not None:
-            self._up_at = time.monotonic() + wait_s + self._load_s
+            self.expect(wait_s)
             _log.warning("a new engine will be made in %.1f s", wait_s)
             await asyncio.sleep(wait_s)
             start = time.monotonic()
