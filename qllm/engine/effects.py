@@ -94,8 +94,16 @@ class Effects:
             self._emit(trace.Split(at_ns=now, frame_id=frame_id, index=effect.at))
         elif isinstance(effect, Kill):
             self._runner.kill(effect.program, effect.request_id)
-            killed = trace.Killed(at_ns=now, frame_id=frame_id, request_id=effect.request_id)
-            self._emit(killed)
+            if effect.goes_on:
+                self._runner.forget_row(effect.request_id)
+            self._emit(
+                trace.Killed(
+                    at_ns=now,
+                    frame_id=frame_id,
+                    request_id=effect.request_id,
+                    goes_on=effect.goes_on,
+                )
+            )
         else:
             self._runner.drop(effect.program)
             self._emit(trace.Dropped(at_ns=now, frame_id=frame_id, reason=reason))

@@ -47,6 +47,8 @@ class _User:
     request: Request
     submission: Submission
     chain: Chain
+    is_be: bool
+    """Its class is worse than LS."""
     pinned: Sequence[Name] = ()
     """Pages found and not copied yet."""
     num_kept: int = 0
@@ -107,7 +109,9 @@ class PrefixCache:
     def add(self, item: Submission, request: Request) -> None:
         """A request arrived; the scheduler knows it."""
         chain = self._chain(item, request, item.token_ids)
-        self._users[request.request_id] = _User(request, item, chain)
+        self._users[request.request_id] = _User(
+            request, item, chain, request.priority > Priority.LS
+        )
         self._wait(request.request_id)
 
     def lost(self, request_id: RequestId) -> None:
@@ -127,9 +131,20 @@ class PrefixCache:
         if user is not None:
             self._unpin(user)
 
+    def reclass(self, request_id: RequestId) -> None:
+        """A request may have another class."""
+        user = self._users.get(request_id)
+        if user is None or (is_be := user.request.priority > Priority.LS) is user.is_be:
+            return
+        self._num_be_pages += len(user.pinned) if is_be else -len(user.pinned)
+        if request_id in self._waiting[user.is_be]:
+            del self._waiting[user.is_be][request_id]
+            self._waiting[is_be][request_id] = None
+        user.is_be = is_be
+
     def _unpin(self, user: _User) -> None:
         self.store.unpin(user.pinned)
-        if user.request.priority > Priority.LS:
+        if user.is_be:
             self._num_be_pages -= len(user.pinned)
             self._seen = -1  # there is room for others to find more
         user.pinned = ()
@@ -137,7 +152,7 @@ class PrefixCache:
     def _wait(self, request_id: RequestId) -> None:
         user = self._users[request_id]
         if user.submission.sampling.prompt_logprobs is None:
-            self._waiting[user.request.priority > Priority.LS][request_id] = None
+            self._waiting[user.is_be][request_id] = None
             self._seek(user)
 
     def seek(self) -> None:
@@ -157,11 +172,10 @@ class PrefixCache:
         names = user.chain.upto(max(0, request.num_tokens - owed))
         before = len(user.pinned)
         count = self.store.find(names, before)
-        is_be = request.priority > Priority.LS
-        if is_be:
+        if user.is_be:
             count = min(count, before + max(0, self._most_pages - self._num_be_pages))
         if count > before:
-            self._num_be_pages += (count - before) * is_be
+            self._num_be_pages += (count - before) * user.is_be
             self.store.pin(names[before:count])
             user.pinned = names[:count]
             self._found(request.request_id, count * self.page_size)
@@ -171,7 +185,7 @@ class PrefixCache:
         user, size = self._users.get(request_id), self.page_size
         if user is None:
             return 0
-        waiting = self._waiting[user.request.priority > Priority.LS]
+        waiting = self._waiting[user.is_be]
         if request_id not in waiting:
             return 0
         names = user.pinned
@@ -249,7 +263,7 @@ class PrefixCache:
             InvariantError: They differ.
         """
         users = self._users.values()
-        found = sum(len(u.pinned) for u in users if u.request.priority > Priority.LS)
+        found = sum(len(u.pinned) for u in users if u.is_be)
         if found != self._num_be_pages:
             raise InvariantError(f"BE requests found {found} pages, not {self._num_be_pages}")
         self.store.check(dict(Counter(n for user in self._users.values() for n in user.pinned)))

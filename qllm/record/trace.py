@@ -50,6 +50,16 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """A request has another class, was paused, or goes on."""
+
+    at_ns: int
+    request_id: RequestId
+    priority: int
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A new program was accepted."""
 
@@ -145,6 +155,8 @@ class Killed:
     at_ns: int
     frame_id: FrameId
     request_id: RequestId
+    goes_on: bool = False
+    """The request was paused, so what the row did is computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +246,7 @@ class EngineClosed:
 
 Event = (
     Arrived
+    | Updated
     | Planned
     | Ran
     | Segment

@@ -137,6 +137,10 @@ class Runner(Protocol):
         """Mark a row of a parked frame dead: it is skipped from now on and samples nothing."""
         ...
 
+    def forget_row(self, request_id: RequestId) -> None:
+        """Forget what a row of a request in no frame has computed; committed KV stays."""
+        ...
+
     def drop(self, program: Program) -> None:
         """Let go of a frame without committing anything. Unknown frames are ignored."""
         ...

@@ -257,6 +257,9 @@ class TorchRunner:
         frame.forget_steps()
         self.backend.forget(frame)
 
+    def forget_row(self, request_id: RequestId) -> None:
+        self.requests[request_id].forget_begun()
+
     def drop(self, program: Program) -> None:
         frame = self._forget(program)
         dead = set() if frame is None else frame.dead

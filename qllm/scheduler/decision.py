@@ -17,6 +17,8 @@ class Kill(NamedTuple):
 
     program: Program
     request_id: RequestId
+    goes_on: bool = False
+    """The request lives: only what the row did is lost."""
 
 
 class Drop(NamedTuple):

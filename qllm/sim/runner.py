@@ -271,6 +271,11 @@ class SimRunner:
         """Mark a row dead."""
         self.frames[program.frame_id].dead.add(request_id)
 
+    def forget_row(self, request_id: RequestId) -> None:
+        """Lose what is not committed."""
+        request = self.requests[request_id]
+        request.layer_work = request.num_computed * self.shape.num_layers
+
     def fault(self, error: Exception) -> None:
         """Nothing is lost: there is no device."""
 
