@@ -3,8 +3,9 @@
     StructuredOutputs -> text of a grammar -> Matcher -> one bit per token
 
 A `Matcher` is a function of the tokens of the answer so far: it takes those that are new to it and
-begins again when it is given fewer, or others. So a request that was evicted, restored from a checkpoint or
-replayed by another engine has the state that its tokens say, and nothing has to be saved.
+begins again when it is given fewer, or others. So a request that was evicted, restored from a
+checkpoint or replayed by another engine has the state that its tokens say, and nothing has to be
+saved.
 
 What a grammar may cost is bounded: by llguidance's own counters, and where these do not reach by
 the CPU time of a process that tries it first (`qllm/grammar_check.py`). To build one gives the

@@ -369,6 +369,7 @@ class QLLMEngine(Offline, KeptKv):
             stop_on_text=bool(params.stop),
             cancel=self._client.cancel,
             status=self._client.status,
+            update=self._client.update,
         )
 
     def call(self, function: Callable[[], Any]) -> Any:

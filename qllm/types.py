@@ -108,6 +108,8 @@ class RequestStatus(enum.StrEnum):
     """Holds KV; takes part in steps."""
     PARKED = "parked"
     """Part of a frame that was stopped at a boundary."""
+    PAUSED = "paused"
+    """Stopped by its caller until it is resumed."""
     FINISHED = "finished"
 
 

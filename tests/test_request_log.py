@@ -55,6 +55,7 @@ class World:
         handle = Handle(
             number=number, request_id=f"r{number}", prompt_token_ids=(1, 2, 3), detokenizer=None,
             stop_on_text=False, cancel=lambda _: None, status=lambda _: RequestStatus.RUNNING,
+            update=lambda _: None,
         )  # fmt: skip
         values: dict[str, Any] = {
             "request_id": number, "name": handle.request_id, "priority": priority,

@@ -1,8 +1,8 @@
 """What a grammar costs per token, for vocabularies of 49k and 150k: a table, then one JSON line.
 
-Two times per token: `ahead`, in which the engine's loop waits when the bits were found out beside
-the model's last pass (`Matcher.go_ahead`; here the thread sleeps until they are there), and `alone`,
-all of it at once. Both end with the logits of what may not come at -inf. The vocabularies are
+Two times per token: `ahead`, what the engine's loop does when the bits were found out beside the
+model's last pass (`Matcher.go_ahead`; here the loop sleeps until they are there), and `alone`, all
+of it at once. Both end with the logits of what may not come at -inf. The vocabularies are
 byte-level BPE with random merges of the characters of JSON and of words; the tokens are drawn at
 random from those that may come, which wanders more than a model does. Times are CPU times of the
 loop's thread in microseconds: a machine with other work takes it away for milliseconds.

@@ -163,7 +163,8 @@ def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
     return {
         "number": submission.request_id,
         "name": submission.name,
-        "priority": submission.priority,
+        "priority": request.priority,
+        "is_paused": request.is_paused,
         "sampling": trace.sampling_to_dict(submission.sampling),
         "stop_ids": sorted(submission.stop_ids),
         "max_tokens": submission.max_tokens,
@@ -220,6 +221,7 @@ def _load_request(
         max_tokens=meta["max_tokens"],
         slo=Slo(*meta["slo"]),
         last_progress_ns=now_ns,
+        is_paused=meta.get("is_paused", False),
         **meta["counters"],
     )
     if meta["frontier"] is not None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from qllm.errors import InvalidRequestError
 from qllm.grammar import Matcher, Vocabulary
-from qllm.ingress import Call, Cancel, Ingress, Item, Submission
+from qllm.ingress import Call, Cancel, Ingress, Item, Submission, Update
 from qllm.ingress.protocol import ArrivalWord
 from qllm.types import Priority, RequestId
 
@@ -34,6 +34,8 @@ class GrammarIngress:
     ) -> None:
         self._inner, self._vocabulary, self._built = inner, vocabulary, built
         self._held: dict[RequestId, Submission] = {}
+        self._updates: dict[RequestId, list[Update]] = {}
+        """Of requests that are held."""
         self._done: deque[tuple[RequestId, Matcher | str]] = deque()
         self._builders: dict[bool, ThreadPoolExecutor] = {}
         """By whether the class is latency-sensitive; made when there is something to build."""
@@ -54,8 +56,12 @@ class GrammarIngress:
         for item in self._inner.drain():
             if isinstance(item, Submission) and item.wrong is None and self._hold(item):
                 continue
+            if isinstance(item, Update) and item.request_id in self._held:
+                self._updates.setdefault(item.request_id, []).append(item)
+                continue
             if isinstance(item, Cancel) and (held := self._held.pop(item.request_id, None)):
                 items.append(_without(held))
+                self._updates.pop(item.request_id, None)
             items.append(item)
         while self._done:
             number, found = self._done.popleft()
@@ -67,6 +73,7 @@ class GrammarIngress:
                 items.append(held)
             else:
                 items.append(replace(_without(held), wrong=found))
+            items += self._updates.pop(number, ())
         return items
 
     @property

@@ -15,7 +15,7 @@ from qllm.engine.effects import Effects
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Sink
 from qllm.errors import PolicyError
-from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission
+from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.record import trace
 from qllm.record.metrics import MetricsBuilder, RequestMetrics
@@ -146,6 +146,8 @@ class EngineLoop:
                 self._take_in(item)
             elif isinstance(item, Cancel):
                 self._finish(item.request_id, item.reason)
+            elif isinstance(item, Update):
+                self._update(item)
             else:
                 self._call(item)
 
@@ -165,6 +167,25 @@ class EngineLoop:
             self._finish(item.request_id, FinishReason.ERROR, text)
         else:
             self.end(item.request_id, FinishReason.ERROR, text)
+
+    def _update(self, item: Update) -> None:
+        """Another class for a request, a pause, or its end; nothing if it has ended."""
+        live = self.live.get(item.request_id)
+        if live is None:
+            return
+        now, request = self.now_ns(), live.request
+        for effect in self.scheduler.update(item.request_id, item.priority, item.paused, now):
+            self.effects.apply(effect)
+        if self.prefix is not None:
+            self.prefix.reclass(item.request_id)
+        self._emit(
+            trace.Updated(
+                at_ns=now,
+                request_id=item.request_id,
+                priority=request.priority,
+                is_paused=request.is_paused,
+            )
+        )
 
     def _call(self, call: Call) -> None:
         try:

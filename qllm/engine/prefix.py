@@ -80,6 +80,8 @@ class _User:
     request: Request
     submission: Submission
     chain: Chain
+    is_be: bool
+    """Its class is worse than LS."""
     staged: "Staged | None" = None
     """Its first pages were loaded into KV that will be its own."""
     pinned: Sequence[Name] = ()
@@ -160,7 +162,9 @@ class PrefixCache:
 
     def add(self, item: Submission, request: Request) -> None:
         """A request arrived; the scheduler knows it."""
-        user = _User(request, item, self._chain(item, item.token_ids))
+        user = _User(
+            request, item, self._chain(item, item.token_ids), request.priority > Priority.LS
+        )
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
@@ -185,9 +189,20 @@ class PrefixCache:
         if user is not None:
             self._unpin(user)
 
+    def reclass(self, request_id: RequestId) -> None:
+        """A request may have another class."""
+        user = self._users.get(request_id)
+        if user is None or (is_be := user.request.priority > Priority.LS) is user.is_be:
+            return
+        self._num_be_pages += len(user.pinned) if is_be else -len(user.pinned)
+        if request_id in self._waiting[user.is_be]:
+            del self._waiting[user.is_be][request_id]
+            self._waiting[is_be][request_id] = None
+        user.is_be = is_be
+
     def _unpin(self, user: _User) -> None:
         self.store.unpin(user.pinned)
-        if user.request.priority > Priority.LS:
+        if user.is_be:
             self._num_be_pages -= len(user.pinned)
             self._seen = -1  # there is room for others to find more
         user.pinned = ()
@@ -195,7 +210,7 @@ class PrefixCache:
     def _wait(self, request_id: RequestId) -> None:
         user = self._users[request_id]
         if user.submission.sampling.prompt_logprobs is None:
-            self._waiting[user.request.priority > Priority.LS][request_id] = None
+            self._waiting[user.is_be][request_id] = None
             self._seek(user)
 
     def seek(self) -> None:
@@ -214,11 +229,10 @@ class PrefixCache:
         first = user.num_staged
         before = first + len(user.pinned)
         count = self.store.find(names, before)
-        is_be = request.priority > Priority.LS
-        if is_be:
+        if user.is_be:
             count = min(count, before + max(0, self._most_pages - self._num_be_pages))
         if count > before:
-            self._num_be_pages += (count - before) * is_be
+            self._num_be_pages += (count - before) * user.is_be
             self.store.pin(names[before:count])
             user.pinned = names[first:count]
         if count > request.num_found_tokens // self.page_size:
@@ -229,7 +243,7 @@ class PrefixCache:
         user, size = self._users.get(request_id), self.page_size
         if user is None:
             return 0
-        waiting = self._waiting[user.request.priority > Priority.LS]
+        waiting = self._waiting[user.is_be]
         if request_id not in waiting:
             return 0
         first = user.num_staged
@@ -427,7 +441,7 @@ class PrefixCache:
             InvariantError: They differ.
         """
         users = self._users.values()
-        found = sum(len(u.pinned) for u in users if u.request.priority > Priority.LS)
+        found = sum(len(u.pinned) for u in users if u.is_be)
         if found != self._num_be_pages:
             raise InvariantError(f"BE requests found {found} pages, not {self._num_be_pages}")
         pinned = chain.from_iterable(user.pinned for user in users)

@@ -17,7 +17,7 @@ from typing import Any
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
-from qllm.ingress import Submission
+from qllm.ingress import Submission, Update
 from qllm.ingress.messages import ModelInfo
 from qllm.record.trace import Trace
 from qllm.types import RequestId, RequestStatus, SamplingParams
@@ -133,6 +133,15 @@ class Client(ABC):
     @abstractmethod
     def cancel(self, request_id: RequestId) -> None:
         """Tell the engine that nobody wants this request. Returns at once."""
+
+    @abstractmethod
+    def update(self, item: Update) -> None:
+        """Tell the engine of another class, a pause, or its end. Returns at once.
+
+        Raises:
+            ConfigError: The engine's loop runs on a device.
+            QueueFullError: There is no room for it now.
+        """
 
     @property
     @abstractmethod

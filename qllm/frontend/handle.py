@@ -11,12 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from qllm.errors import RequestFailedError
+from qllm.errors import InvalidRequestError, RequestFailedError, shown
+from qllm.frontend.checks import priority_class
 from qllm.frontend.detokenizer import Detokenizer
+from qllm.ingress import Update
 from qllm.record.metrics import RequestMetrics
 from qllm.types import (
     FinishReason,
     Logprobs,
+    Priority,
     PromptLogprobs,
     RequestId,
     RequestStatus,
@@ -84,6 +87,7 @@ class Handle:
         stop_on_text: bool,
         cancel: Callable[[RequestId], None],
         status: Callable[[RequestId], RequestStatus],
+        update: Callable[[Update], None],
     ) -> None:
         self.number = number
         self.request_id = request_id
@@ -93,6 +97,7 @@ class Handle:
         self._stop_on_text = stop_on_text
         self._cancel = cancel
         self._status = status
+        self._update = update
         self.log: Keeps | None = None
         """Where the request goes when its engine dies; None ends it in `error` then."""
         self._changed = threading.Condition()
@@ -151,10 +156,12 @@ class Handle:
         number: RequestId,
         cancel: Callable[[RequestId], None],
         status: Callable[[RequestId], RequestStatus],
+        update: Callable[[Update], None],
     ) -> None:
         """Give the request to another engine; a cancel before this has not reached that one."""
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
+            self._update = update
 
     def disown(self, error: str) -> None:
         """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
@@ -222,6 +229,42 @@ class Handle:
             self._tell()
             cancel, number = self._cancel, self.number
         cancel(number)
+
+    def update(
+        self, *, priority: str | int | Priority | None = None, paused: bool | None = None
+    ) -> None:
+        """Change the class of the request, pause it, or let it go on. Returns at once.
+
+        The answer is the same. A paused request does no work and keeps its KV until others need
+        it; its `timeout_s` and its targets stay as they are. A request that has ended stays so.
+
+        Args:
+            priority: "LS", "BE" or an integer class; None leaves it.
+            paused: Whether it stops or goes on; None leaves it.
+
+        Raises:
+            InvalidRequestError: There is no such class, or nothing is asked for.
+            ConfigError: The engine's loop runs on a device.
+            QueueFullError: The engine has not taken many earlier updates.
+        """
+        if priority is None and paused is None:
+            raise InvalidRequestError("an update needs a priority, or paused=True or False")
+        if not isinstance(paused, bool | None):
+            raise InvalidRequestError(f"paused={shown(paused)} must be True or False")
+        level = None if priority is None else priority_class(priority)
+        with self._changed:
+            if self._reason is not None:
+                return
+            update, number = self._update, self.number
+        update(Update(number, level, paused))
+
+    def pause(self) -> None:
+        """Stop working on the request until `resume`; see `update`."""
+        self.update(paused=True)
+
+    def resume(self) -> None:
+        """Let a paused request go on; see `update`."""
+        self.update(paused=False)
 
     def _next(self, position: int) -> Piece | None:
         """The piece at `position` if there is one now. Caller holds the lock."""

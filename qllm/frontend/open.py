@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from qllm.frontend.handle import Handle
-from qllm.ingress import Submission
+from qllm.ingress import Submission, Update
 from qllm.ingress.codec import EngineMetrics
 from qllm.types import FinishReason, RequestId
 
@@ -30,6 +30,7 @@ class Open:
         self.ended: End | None = None
         """Set once its text ended it, before the engine knew."""
         self.num_replays = 0
+        self.is_paused = False
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -44,6 +45,15 @@ class Open:
             deadline_ns = None if item.deadline_ns is None else item.deadline_ns + by_ns
             arrival_ns = item.arrival_ns + by_ns
             self.submission = replace(item, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
+
+    def change(self, item: Update) -> None:
+        """Remember its class, and whether it is paused: a further engine is told so."""
+        if item.priority is not None:
+            self.unknown = replace(self.unknown, priority=item.priority)
+            if self.submission is not None:
+                self.submission = replace(self.submission, priority=item.priority)
+        if item.paused is not None:
+            self.is_paused = item.paused
 
     def rest(self, number: RequestId) -> Submission:
         """What is left to do, as a request of its own."""

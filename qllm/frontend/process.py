@@ -21,6 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from qllm.config import EngineConfig
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import MakeHandle
 from qllm.frontend.handle import Handle
@@ -248,6 +249,10 @@ class ProcessClient(RingClient):
         super()._put(entry, submission)
         if self.hello.config.on_device:
             self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
+
+    @property
+    def _config(self) -> EngineConfig:
+        return self.hello.config
 
     @property
     def draining(self) -> bool:

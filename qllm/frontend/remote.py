@@ -219,6 +219,10 @@ class RemoteClient(RingClient):
     # -- as a client
 
     @property
+    def _config(self) -> EngineConfig:
+        return self.hello.config
+
+    @property
     def draining(self) -> bool:
         return self._drains or bool(self._far["draining"])
 

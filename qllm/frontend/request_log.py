@@ -17,6 +17,7 @@ from collections.abc import Callable
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import End, Open
+from qllm.ingress import Update
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 
@@ -75,7 +76,7 @@ class RequestLog:
             number = next(self._numbers)
             if end is None:
                 self._waiting[number] = entry
-                entry.handle.move(number, self.cancel, lambda _: RequestStatus.WAITING)
+                entry.handle.move(number, self.cancel, _status_of(entry), self.update)
         if end is not None:
             entry.finish(number, end)
         elif entry.handle.finish_reason is not None:  # cancelled before it was moved
@@ -113,7 +114,8 @@ class RequestLog:
                 if replay is None or self._trial is not None or not self._waiting:
                     return
                 number = next(iter(self._waiting))
-                self._trial = entry = self._waiting.pop(number)
+                entry = self._waiting.pop(number)
+                self._trial = None if entry.is_paused else entry  # it gets no token
                 entry.num_replays += 1
             try:
                 replay(entry)
@@ -149,6 +151,13 @@ class RequestLog:
         """End a request that its caller gave up."""
         self._end(number, FinishReason.CANCELLED, None)
 
+    def update(self, item: Update) -> None:
+        """Note another class, a pause or its end for a request that waits here."""
+        with self._lock:
+            entry = self._waiting.get(item.request_id)
+            if entry is not None:
+                entry.change(item)
+
     def end_all(self, why: str) -> None:
         """There is no further engine: what waits ends in `error`, and what is taken from now on."""
         with self._lock:
@@ -162,3 +171,7 @@ class RequestLog:
             entry = self._waiting.pop(number, None)
         if entry is not None:
             entry.finish(number, (reason, error))
+
+
+def _status_of(entry: Open) -> Callable[[RequestId], RequestStatus]:
+    return lambda _: RequestStatus.PAUSED if entry.is_paused else RequestStatus.WAITING

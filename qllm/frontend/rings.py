@@ -6,11 +6,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from qllm.errors import CRASHED, EngineClosedError, QueueFullError
+from qllm.config import EngineConfig
+from qllm.errors import CRASHED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
-from qllm.ingress import Cancel, Submission
+from qllm.ingress import Cancel, Submission, Update
 from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
@@ -108,6 +109,11 @@ class RingClient(Client):
 
     @property
     @abstractmethod
+    def _config(self) -> EngineConfig:
+        """The engine's settings."""
+
+    @property
+    @abstractmethod
     def draining(self) -> bool:
         """Whether new requests are refused."""
 
@@ -141,7 +147,9 @@ class RingClient(Client):
             except BaseException:
                 entry.shift(-by_ns)
                 raise
-        entry.handle.move(number, self.cancel, self.status)
+            if entry.is_paused:
+                self._front_end.update(Update(number, paused=True))
+        entry.handle.move(number, self.cancel, self.status, self.update)
         if entry.handle.finish_reason is not None:  # cancelled before it was moved
             self.cancel(number)
 
@@ -159,6 +167,17 @@ class RingClient(Client):
     def cancel(self, request_id: RequestId) -> None:
         if self._over is None:
             self._front_end.cancel(Cancel(request_id))
+
+    def update(self, item: Update) -> None:
+        if self._config.on_device:
+            raise ConfigError(
+                "an engine with loop='conditional' keeps a request as it came: its class cannot "
+                "change, and it cannot be paused; use loop='host'"
+            )
+        entry = self._open.get(item.request_id)
+        if entry is not None and self._over is None:
+            self._front_end.update(item)
+            entry.change(item)
 
     @property
     def num_waiting(self) -> int:

@@ -14,7 +14,7 @@ from qllm.engine.build import EngineCore, crash_text
 from qllm.errors import EngineClosedError, ModelError
 from qllm.frontend.client import Client, MakeHandle
 from qllm.frontend.handle import Handle
-from qllm.ingress import Call, Cancel, InprocIngress, Submission
+from qllm.ingress import Call, Cancel, InprocIngress, Submission, Update
 from qllm.models.discover import base_model
 from qllm.models.loader import LoadedModel
 from qllm.record.metrics import RequestMetrics
@@ -140,6 +140,9 @@ class ThreadClient(Client):
 
     def cancel(self, request_id: RequestId) -> None:
         self.ingress.put(Cancel(request_id))
+
+    def update(self, item: Update) -> None:
+        self.ingress.put(item)
 
     @property
     def num_waiting(self) -> int:

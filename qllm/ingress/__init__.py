@@ -13,6 +13,7 @@ from qllm.ingress.protocol import (
     Ingress,
     Item,
     Submission,
+    Update,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "Item",
     "StopWord",
     "Submission",
+    "Update",
 ]

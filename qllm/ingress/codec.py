@@ -13,11 +13,12 @@ import numpy as np
 from qllm.ingress import layout
 from qllm.ingress.admission import wrong_number
 from qllm.ingress.layout import body_struct
-from qllm.ingress.protocol import Cancel, Submission
+from qllm.ingress.protocol import Cancel, Submission, Update
 from qllm.ingress.ring import Record
 from qllm.record.metrics import RequestMetrics, token_latencies
 from qllm.types import (
     MAX_TIME_S,
+    PRIORITY_LIMIT,
     FinishReason,
     Logprobs,
     Priority,
@@ -29,6 +30,7 @@ from qllm.types import (
 )
 
 _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
+_UPDATE = body_struct(layout.UPDATE)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
 _LENGTH = _CACHED
@@ -243,6 +245,28 @@ def decode_cancel(record: Record) -> Cancel:
     """The inverse of `encode_cancel`."""
     request_id, reason, _ = _CANCEL.unpack_from(record.body)
     return Cancel(request_id, _REASONS[reason])
+
+
+def encode_update(item: Update) -> bytes:
+    """The body of an update record."""
+    what = layout.SETS_PRIORITY * (item.priority is not None)
+    if item.paused is not None:
+        what |= layout.PAUSES if item.paused else layout.RESUMES
+    return _UPDATE.pack(item.request_id, item.priority or 0, what)
+
+
+def decode_update(record: Record) -> Update:
+    """The inverse of `encode_update`.
+
+    Raises:
+        ValueError: It asks for what no front end of ours asks for.
+    """
+    request_id, priority, what = _UPDATE.unpack_from(record.body)
+    turns = what & ~layout.SETS_PRIORITY
+    if turns not in (0, layout.PAUSES, layout.RESUMES) or abs(priority) > PRIORITY_LIMIT:
+        raise ValueError(f"an update of {what:#x} to class {priority}")
+    paused = {0: None, layout.PAUSES: True, layout.RESUMES: False}[turns]
+    return Update(request_id, priority if what & layout.SETS_PRIORITY else None, paused)
 
 
 def encode_token(sampled: Sampled, at_ns: int) -> tuple[int, bytes]:

@@ -14,10 +14,18 @@ from qllm.ingress.codec import (
     decode_token,
     encode_cancel,
     encode_submission,
+    encode_update,
 )
-from qllm.ingress.layout import CANCEL_KIND, NUMBER_BITS, PROMPT_KIND, REQUEST_KIND, TOKEN_KIND
+from qllm.ingress.layout import (
+    CANCEL_KIND,
+    NUMBER_BITS,
+    PROMPT_KIND,
+    REQUEST_KIND,
+    TOKEN_KIND,
+    UPDATE_KIND,
+)
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
-from qllm.ingress.protocol import Cancel, Submission
+from qllm.ingress.protocol import Cancel, Submission, Update
 from qllm.ingress.ring import RingReader, RingWriter, record_bytes
 from qllm.ingress.shm import Doorbell
 from qllm.types import Priority, Sampled
@@ -27,7 +35,9 @@ MIN_REQUEST_BYTES, TOKEN_BYTES = 4 << 20, 1 << 20
 MAX_OPEN = 32_767
 """Requests that one front end may have open. Its cancel ring has two places for each (a stop
 string, then the caller), so that a cancel always finds one."""
-CANCEL_BYTES = 2 * (MAX_OPEN + 1) * record_bytes(16)
+UPDATE_BYTES = 1024 * record_bytes(16)
+"""An update needs a cancel ring with no more in it than this: it takes no cancel's place."""
+CANCEL_BYTES = 2 * (MAX_OPEN + 1) * record_bytes(16) + UPDATE_BYTES
 SPARE_BYTES = 64 << 10
 """Room for a request's name and strings beside its largest prompt and bias."""
 
@@ -98,6 +108,19 @@ class FrontEndRings(ABC):
         """Put a cancel; at most two per open request, of which there are at most MAX_OPEN."""
         with self._lock:
             if not self.cancels.write(CANCEL_KIND, 0, encode_cancel(item)):
+                raise InvariantError(f"more than two cancels for each of {MAX_OPEN} requests")
+            self._ring()
+
+    def update(self, item: Update) -> None:
+        """Put another class for a request, a pause, or its end.
+
+        Raises:
+            QueueFullError: The engine has not looked for a thousand of them.
+        """
+        with self._lock:
+            if self.cancels.num_used >= UPDATE_BYTES:
+                raise QueueFullError("the engine has not taken earlier updates; try again later")
+            if not self.cancels.write(UPDATE_KIND, 0, encode_update(item)):
                 raise InvariantError(f"more than two cancels for each of {MAX_OPEN} requests")
             self._ring()
 

@@ -30,7 +30,7 @@ HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("
 TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
 """`crc` is the CRC-32 (zlib) of everything before the trailer. `seq` is written last."""
 
-REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND = 1, 2, 3, 4, 5
+REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND, UPDATE_KIND = 1, 2, 3, 4, 5, 6
 
 HAS_DEADLINE, IGNORE_EOS, HAS_CACHE, HAS_LIMITS = 1, 2, 4, 8
 """Flags of a request. With HAS_CACHE, `cache_salt` (zeros if there is none) and the f8
@@ -77,6 +77,13 @@ CANCEL: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("reason", "<u4"), ("reserved", "<u4")]
 )
 """`reason` is an index into REASONS."""
+
+SETS_PRIORITY, PAUSES, RESUMES = 1, 2, 4
+"""Bits of `what` in an update."""
+UPDATE: Dtype = np.dtype(
+    [("header", HEADER), ("request_id", "<u8"), ("priority", "<i4"), ("what", "<u4")]
+)
+"""In the cancel ring, as long as a cancel: another class for a request, a pause, or its end."""
 
 HAS_LOGPROBS = 1
 """Flag of a token."""
@@ -186,6 +193,7 @@ STRUCTS = {
     "qllm_trailer": TRAILER,
     "qllm_request": REQUEST,
     "qllm_cancel": CANCEL,
+    "qllm_update": UPDATE,
     "qllm_token": TOKEN,
     "qllm_prompt": PROMPT,
     "qllm_finish": FINISH,
@@ -232,6 +240,7 @@ _NUMBERS: dict[str, int] = {
     "TOKEN_KIND": TOKEN_KIND,
     "FINISH_KIND": FINISH_KIND,
     "PROMPT_KIND": PROMPT_KIND,
+    "UPDATE_KIND": UPDATE_KIND,
     "HAS_DEADLINE": HAS_DEADLINE,
     "IGNORE_EOS": IGNORE_EOS,
     "HAS_LOGPROBS": HAS_LOGPROBS,

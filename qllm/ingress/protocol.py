@@ -56,6 +56,16 @@ class Cancel(NamedTuple):
     """STOP where the front end found a stop string, ERROR where its text failed."""
 
 
+class Update(NamedTuple):
+    """The front end wants another class for this request, or pauses it, or lets it go on."""
+
+    request_id: RequestId
+    priority: int | None = None
+    """Its class from now on; None leaves it."""
+    paused: bool | None = None
+    """Whether it stops or goes on; None leaves it."""
+
+
 class Call(NamedTuple):
     """Run a function on the loop's thread, between two programs."""
 
@@ -63,7 +73,7 @@ class Call(NamedTuple):
     answer: Callable[[Any, BaseException | None], None]
 
 
-Item = Submission | Cancel | Call
+Item = Submission | Cancel | Update | Call
 
 
 class ArrivalWord(Stop, Protocol):

@@ -19,20 +19,21 @@ import numpy as np
 from qllm.ingress.codec import (
     decode_cancel,
     decode_submission,
+    decode_update,
     encode_finish,
     encode_prompt,
     encode_token,
 )
-from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND
+from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND, UPDATE_KIND
 from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
-from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission
+from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission, Update
 from qllm.ingress.ring import RingError, RingReader, RingWriter
 from qllm.plan import ANY_ARRIVAL
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.protocol import Watch
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 
-T = TypeVar("T", Submission, Cancel)
+T = TypeVar("T", Submission, Cancel, Update)
 
 BEAT_NS = NS_PER_S
 """An idle engine wakes this often to show that it lives."""
@@ -106,19 +107,22 @@ class FrontEndPort:
         self.open: set[RequestId] = set()
         """Requests read and not ended: no id is used twice at once."""
 
-    def take(self) -> tuple[list[Submission], list[Cancel]]:
+    def take(self) -> tuple[list[Submission], list[Cancel | Update]]:
         """Take what is in the rings.
 
-        Cancels are read first: the request of one that is there is there too.
+        Cancels and updates are read first: the request of one that is there is there too.
 
         Raises:
             RingError: A ring is broken, or holds what no front end writes.
         """
-        cancels: list[Cancel] = []
+        cancels: list[Cancel | Update] = []
         submissions: list[Submission] = []
         try:
             while (record := self._cancels.read()) is not None:
-                cancels.append(self._own(decode_cancel(record)))
+                if record.kind == UPDATE_KIND:
+                    cancels.append(self._own(decode_update(record)))
+                else:
+                    cancels.append(self._own(decode_cancel(record)))
             for ring in self._requests:
                 while (record := ring.read()) is not None:
                     submissions.append(self._new(decode_submission(record)))
@@ -313,7 +317,7 @@ class ShmIngress:
         """Move what is in the rings to `_items`, and lower the word by it."""
         self.stop.seen = self._bell[0]
         submissions: list[Submission] = []
-        cancels: list[Cancel] = []
+        cancels: list[Cancel | Update] = []
         for port in list(self.ports.values()):
             try:
                 more, gone = port.take()

@@ -29,6 +29,7 @@ from qllm.record.trace import (
     Reused,
     Split,
     Token,
+    Updated,
 )
 from qllm.types import NS_PER_MS, FinishReason, FrameId, Priority, RequestId, Slo
 
@@ -143,12 +144,15 @@ class _Meter:
 
     def __init__(self, arrived: Arrived) -> None:
         self.arrived = arrived
+        self.priority = arrived.priority
         self.finished: Finished | None = None
         self.frames: set[FrameId] = set()
         self.token_ns: list[int] = []
         self.planned_ns: int | None = None
         self.last_ran_ns: int | None = None
-        """End of the last work on it; None while it is not admitted."""
+        """End of the last work on it; None while it is not admitted, or is paused."""
+        self.is_held = False
+        """Paused, and admitted."""
         self.stall_ns = 0
         self.parked_ns = 0
         self.preemptions = 0
@@ -213,6 +217,16 @@ class _Meter:
         if self.last_ran_ns is not None:
             self.stall_ns = max(self.stall_ns, at_ns - self.last_ran_ns)
             self.last_ran_ns = None
+        self.is_held = False
+
+    def updated(self, event: Updated) -> None:
+        """What it waits for while it is paused is no stall."""
+        self.priority = event.priority
+        if event.is_paused and self.last_ran_ns is not None:
+            self.left(event.at_ns)
+            self.is_held = True
+        elif not event.is_paused and self.is_held:
+            self.last_ran_ns, self.is_held = event.at_ns, False
 
     def metrics(self, num_layers: int) -> RequestMetrics:
         arrived, finished, at = self.arrived, self.finished, self.token_ns
@@ -222,7 +236,7 @@ class _Meter:
         return RequestMetrics(
             request_id=arrived.request_id,
             name=arrived.name,
-            priority=arrived.priority,
+            priority=self.priority,
             arrival_ns=start,
             num_prompt_tokens=prompt,
             num_prefilled_tokens=max(0, whole - min(prompt, self.num_reused))
@@ -262,6 +276,9 @@ class MetricsBuilder:
                 self._ran(event)
             case Planned():
                 self._planned(event)
+            case Updated():
+                if meter := self._meters.get(event.request_id):
+                    meter.updated(event)
             case Arrived():
                 self._meters[event.request_id] = _Meter(event)
             case Finished():

@@ -50,6 +50,16 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """A request has another class, was paused, or goes on."""
+
+    at_ns: int
+    request_id: RequestId
+    priority: int
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A new program was accepted."""
 
@@ -244,6 +254,7 @@ class EngineClosed:
 
 Event = (
     Arrived
+    | Updated
     | Planned
     | Ran
     | Segment

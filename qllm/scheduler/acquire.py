@@ -31,11 +31,16 @@ Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestI
 """Who loses how many blocks for a request, and how; the last are those who must not."""
 
 
-class Holder(Protocol):
+class Frames(Protocol):
+    """Has parked frames."""
+
+    frames: dict[FrameId, Parked]
+
+
+class Holder(Frames, Protocol):
     """What is asked of a scheduler; `qllm.scheduler.scheduler.Scheduler` has it."""
 
     requests: dict[RequestId, Request]
-    frames: dict[FrameId, Parked]
     away: dict[RequestId, Parked]
     pool: BlockPool
     swap: SwapSpace
@@ -167,19 +172,25 @@ def _die(holder: Holder, request: Request) -> list[Effect]:
 
 
 def _move_out(holder: Holder, request: Request) -> list[Effect]:
-    effects: list[Effect] = []
-    request_id, frame_id = request.request_id, request.frame_id
-    if frame_id is not None:
-        parked = holder.frames[frame_id]
-        if len(parked.held_rows()) == 1:
-            holder.away[request_id] = holder.frames.pop(frame_id)
-        else:
-            parked.dead.add(request_id)
-            at = parked.program.layer_start(parked.index)
-            effects.append(Leave(parked.program, request_id, at))
+    effects = step_aside(holder, request)
+    if request.frame_id is not None:
+        holder.away[request.request_id] = holder.frames.pop(request.frame_id)
     _free_blocks(holder, request)
     request.swap_out()
     return effects
+
+
+def step_aside(holder: Frames, request: Request) -> list[Effect]:
+    """Its row leaves a frame that it shares, with what it has computed of whole layers."""
+    request_id, frame_id = request.request_id, request.frame_id
+    if frame_id is None:
+        return []
+    parked = holder.frames[frame_id]
+    if len(parked.held_rows()) == 1:
+        return []
+    parked.dead.add(request_id)
+    request.frame_id = None
+    return [Leave(parked.program, request_id, parked.program.layer_start(parked.index))]
 
 
 def _free_blocks(holder: Holder, request: Request) -> None:

@@ -35,6 +35,7 @@ class State(Protocol):
     requests: dict[RequestId, Request]
     frames: dict[FrameId, Parked]
     away: dict[RequestId, Parked]
+    paused: set[RequestId]
 
     @property
     def hook_errors(self) -> Iterable[tuple[Any, PolicyError]]:
@@ -297,6 +298,7 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
             if mine.num_swapped_tokens:
                 twin.swap.put(request_id, twin.pool.blocks_for(mine.num_swapped_tokens))
             twin.requests[request_id] = mine
+    twin.paused |= scheduler.paused - ended
     for frame_id, parked in scheduler.frames.items():
         mine_parked = replace(parked, dead=parked.dead | ended)
         if mine_parked.held_rows():

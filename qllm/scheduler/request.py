@@ -53,6 +53,8 @@ class Request:
     owes_prompt: bool = False
     """Log-probabilities of the prompt are asked for and have not come: the first token brings them."""
     finished: bool = False
+    is_paused: bool = False
+    """Its caller has paused it: nobody plans it."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -105,6 +107,8 @@ class Request:
         """Where it is."""
         if self.finished:
             return RequestStatus.FINISHED
+        if self.is_paused:
+            return RequestStatus.PAUSED
         if self.frame_id is not None:
             return RequestStatus.PARKED
         return RequestStatus.RUNNING if self.block_table else RequestStatus.WAITING

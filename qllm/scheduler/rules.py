@@ -85,8 +85,9 @@ def broken_rule(
     get = requests.get
     for row in plan.rows:
         request = get(row[0])
-        if request is None:
-            return f"planned request {row.request_id}, which is not live"
+        if request is None or request.is_paused:
+            what = "not live" if request is None else "paused"
+            return f"planned request {row.request_id}, which is {what}"
         wrong = _broken_row(row, request, num_layers)
         if wrong is not None:
             return wrong

@@ -15,10 +15,11 @@ from typing import Any
 
 from qllm.errors import CheckpointError, InvariantError, PolicyError
 from qllm.plan import CutRule, ModelShape, Plan, Row
-from qllm.policy import NO_COSTS, CostTable, FrameView, RankPolicy, StepReport, View
+from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
 from qllm.scheduler.acquire import acquire, evict, start_over
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
+from qllm.scheduler.changes import active, change, view_of
 from qllm.scheduler.compile import align_rows, compile_program
 from qllm.scheduler.decision import (
     MAX_IDLE_NS,
@@ -55,6 +56,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.swap = SwapSpace(limits.num_swap_blocks)
         self.requests: dict[RequestId, Request] = {}
+        self.paused: set[RequestId] = set()
         self.frames: dict[FrameId, Parked] = {}
         self.away: dict[RequestId, Parked] = {}
         """Frames of swapped-out requests, each the only one in its frame."""
@@ -84,6 +86,7 @@ class Scheduler:
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
         """A request ended, for whatever reason: its row dies, its blocks come back."""
         request = self.requests.pop(request_id)
+        self.paused.discard(request_id)
         effects = [*self._take_owed(), *start_over(self, request)]
         request.finished = True
         if self._ranking is not None:
@@ -91,6 +94,17 @@ class Scheduler:
         if request_id in self.suspects:
             self.suspects.remove(request_id)
         self._hook("on_finish", now_ns, request)
+        return effects
+
+    def update(
+        self, request_id: RequestId, priority: int | None, paused: bool | None, now_ns: int
+    ) -> list[Effect]:
+        """Change the class of a request, pause it, or let it go on; None leaves as it is."""
+        request = self.requests[request_id]
+        if self._ranking is not None:
+            self._ranking.forget(request_id)
+        effects = [*self._take_owed(), *change(self, request, priority, paused, now_ns)]
+        self.touch(request)
         return effects
 
     def _take_owed(self) -> tuple[Effect, ...]:
@@ -139,6 +153,8 @@ class Scheduler:
             )
         request.block_table = self.pool.take(request.request_id, need)
         self.requests[request.request_id] = request
+        if request.is_paused:
+            self.paused.add(request.request_id)
         self.touch(request)
         self._hook("on_arrival", request.arrival_ns, request)
 
@@ -165,31 +181,7 @@ class Scheduler:
 
     def view(self, now_ns: int) -> View:
         """The state as policies see it."""
-        return View(
-            now_ns=now_ns,
-            requests=tuple(self.requests.values()),
-            by_id=self.requests,
-            frames=tuple(
-                FrameView(frame_id, parked.live_rows(), parked.parked_ns, parked.alarm_ns)
-                for frame_id, parked in self.frames.items()
-            ),
-            shape=self.shape,
-            max_num_seqs=self.limits.max_num_seqs,
-            max_step_tokens=self.limits.max_step_tokens,
-            block_size=self.limits.block_size,
-            num_free_blocks=self.pool.num_free,
-            num_blocks=self.limits.num_blocks,
-            num_free_swap_blocks=self.swap.num_free,
-            costs=self.costs,
-            finest_grain=self.limits.grain,
-            max_segment_ns=self.limits.max_segment_ns,
-            ride_credit_ns=self.riding.credit_ns,
-            ride_margin_ns=self.riding.margin_ns,
-            ride_used_ns=self.riding.used_ns(now_ns),
-            capabilities=self.limits.capabilities,
-            cuts=self.cuts if self.limits.batch_invariant else None,
-            whole_steps=self.limits.whole_steps,
-        )
+        return view_of(self, now_ns)
 
     def decide(self, now_ns: int) -> Decision:
         """What to run now.
@@ -201,18 +193,19 @@ class Scheduler:
             policy, error = self.hook_errors.popleft()
             if policy is self.policy:
                 raise error
-        if not self.requests:
+        if len(self.requests) == len(self.paused):
             self._patience.renew()
             return Decision(effects=self._take_owed())
         self._let_go()
         view = self.view(now_ns)
-        plan = plan_suspect([self.requests[i] for i in self.suspects], view) or self._ask(view)
+        suspects = [self.requests[i] for i in self.suspects if i not in self.paused]
+        plan = plan_suspect(suspects, view) or self._ask(view)
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
         if not (plan.rows or plan.drop or plan.swap_out):
             if plan.wait_until_ns is None:
                 raise self._broken(
-                    f"returned an empty plan with {len(self.requests)} requests waiting and no "
+                    f"returned an empty plan with {len(view.requests)} requests waiting and no "
                     "wait_until_ns (I8)"
                 )
             return self._wait(plan.wait_until_ns, now_ns)
@@ -243,13 +236,15 @@ class Scheduler:
         if not isinstance(self.policy, RankPolicy):
             return None
         if self._ranking is None or self._ranking.policy is not self.policy:
-            self._ranking = Ranking(self.policy, self.requests.values())
+            self._ranking = Ranking(self.policy, active(self))
         self._ranking.update(now_ns)
         return self._ranking
 
     def touch(self, request: Request) -> None:
         """It arrived, or holds KV now, or no more: its rank and its place are looked at again."""
-        if self._ranking is not None:
+        if self._ranking is not None and request.is_paused:
+            self._ranking.forget(request.request_id)
+        elif self._ranking is not None:
             self._ranking.touch(request)
 
     def _wait(self, until_ns: int, now_ns: int) -> Decision:
@@ -480,4 +475,4 @@ class Scheduler:
         """Check the invariants of the state; called by tests after every step, and when idle."""
         check_state(self.requests, self.frames, self.pool, self.swap, self.away)
         if self._ranking is not None:
-            self._ranking.check(self.requests.values())
+            self._ranking.check(active(self))

@@ -25,6 +25,8 @@ def victims_for(
 ) -> list[tuple[RequestId, Evict]]:
     """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody; and how.
 
+    Paused requests come first, whatever their class.
+
     A request of a worse tier may always be evicted. One of the same tier only for a request
     that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
     evict their equals, and there is no ping-pong. A cohort between two groups of layers is not
@@ -49,10 +51,12 @@ def victims_for(
         order = _named(policy.victims(view, num_blocks, keep), requests, request, keep)
     else:
         others = [r for r in requests.values() if r.is_admitted and _behind(r, request)]
+        others = [r for r in others if not r.is_paused]
         others.sort(key=lambda r: (r.priority, r.arrival_ns, r.request_id), reverse=True)
         order = [(r.request_id, Evict.SWAP) for r in others]
+    paused = [(i, Evict.SWAP) for i, r in requests.items() if r.is_paused and r.is_admitted]
     chosen: list[tuple[RequestId, Evict]] = []
-    for victim, how in order:
+    for victim, how in (*paused, *order):
         if num_blocks <= 0:
             break
         if victim not in keep:

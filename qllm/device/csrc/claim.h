@@ -106,6 +106,10 @@ struct Claimer : Publisher {
     i32 taken = 0;
     CancelRecord cancel;
     while (taken < kMostClaims && f.state == ATTACHED) {
+      if (skip_update(f, now_ns)) {
+        taken++;
+        continue;
+      }
       i64 length = look(index, f.cancel, kCancelKind, &cancel, now_ns);
       if (!length) break;
       if (cancel.reason >= kNumReasons) {
@@ -120,6 +124,14 @@ struct Claimer : Publisher {
     }
     if (taken) RingReader(&f.cancel).give_back();
     return taken;
+  }
+  // Pass over an update: here a request stays as it came. Front ends refuse it with the reason.
+  QLLM_D static bool skip_update(FrontEnd& f, i64 now_ns) {
+    RingReader ring(&f.cancel);
+    i64 length = ring.look(now_ns);
+    if (length <= 0 || ring.kind() != kUpdateKind) return false;
+    ring.pass(u64(length));
+    return true;
   }
   // Keep a cancel whose request may be in a ring still: it was put before the cancel. False if
   // there is no place for it.

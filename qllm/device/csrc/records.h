@@ -14,6 +14,7 @@ const u32 kCancelKind = 2;
 const u32 kTokenKind = 3;
 const u32 kFinishKind = 4;
 const u32 kPromptKind = 5;
+const u32 kUpdateKind = 6;
 const u32 kHasDeadline = 1;
 const u32 kIgnoreEos = 2;
 const u32 kHasLogprobs = 1;

@@ -28,7 +28,7 @@ from qllm.errors import ConfigError, QllmError, pip_install
 from qllm.ingress.front_end import FrontEndRings, Heard
 from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
-from qllm.ingress.protocol import Cancel, Item, Submission
+from qllm.ingress.protocol import Cancel, Item, Submission, Update
 from qllm.ingress.ring import RingWriter
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
 from qllm.types import NS_PER_S
@@ -365,7 +365,7 @@ class RemotePort(FrontEndPort):
         super().__init__(block, mirror)
         self._now_ns = now_ns
 
-    def take(self) -> tuple[list[Submission], list[Cancel]]:
+    def take(self) -> tuple[list[Submission], list[Cancel | Update]]:
         """Take what is in the rings (`FrontEndPort.take`)."""
         submissions, cancels = super().take()
         now_ns = self._now_ns()
