@@ -22,7 +22,7 @@ from qllm.engine.costs import Costs
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import Plan, Row
 from qllm.plugins import load_policy
-from qllm.policy import NO_COSTS, View, next_row
+from qllm.policy import NO_COSTS, Tier, View, next_row
 from qllm.record import trace
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.cpu import cpu_runner
@@ -33,7 +33,7 @@ from qllm.scheduler.making_way import make_way
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rules import broken_rule
 from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
-from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Grain, Priority, Sampled, Tier
+from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Grain, Priority, Sampled
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
 
