@@ -23,6 +23,7 @@ from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.making_way import make_way
 from qllm.scheduler.rules import broken_rule
 from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
+from qllm.sim.runner import SimCosts
 from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
@@ -124,6 +125,42 @@ def test_be_goes_on_where_it_was_when_ls_has_taken_its_kv(policy: Any) -> None:
     assert sum(m.evict_recomputed_tokens for m in metrics_of(world)) == 0
     prefilled = [p for p in events(world, trace.Planned) if p.at_ns > back.at_ns]
     assert min(row.lo for p in prefilled for row in p.rows if row.request_id == batch) >= 202
+
+
+def test_a_parked_prefill_goes_on_inside_its_layer() -> None:
+    """Nothing of it is committed yet; its frame waits with its KV."""
+    world = World(load_policy("qllm2"), short_of_kv(16), costs=SimCosts(expert_ns=2_000_000))
+    batch = world.submit(BE, 200, 4)
+    world.submit(LS, 100, 3, at_ns=5 * NS_PER_MS)
+    while not world.scheduler.away:
+        world.step()
+    away = world.scheduler.away[batch]
+    assert away.program.inside_layer(away.index)
+    assert world.scheduler.requests[batch].num_computed_tokens == 0
+    assert world.scheduler.swap.num_used == 13
+    world.run()
+    finished_well(world)
+    (out,), (back,) = events(world, trace.SwappedOut), events(world, trace.SwappedIn)
+    assert out.num_tokens == back.num_tokens == 200
+    assert not events(world, trace.Left)
+    frame_id = away.program.frame_id
+    resumed = [e.frame_id for e in events(world, trace.Resumed) if e.at_ns > back.at_ns]
+    assert resumed[:1] == [frame_id]
+    assert sum(m.evict_recomputed_tokens for m in metrics_of(world)) == 0
+
+
+def test_a_request_that_ends_while_its_frame_is_away_leaves_nothing() -> None:
+    world = World(load_policy("qllm2"), short_of_kv(16), costs=SimCosts(expert_ns=2_000_000))
+    batch = world.submit(BE, 200, 4)
+    world.submit(LS, 100, 3, at_ns=5 * NS_PER_MS)
+    while not world.scheduler.away:
+        world.step()
+    world.cancel(batch)
+    world.run()
+    assert world.finished[batch] is FinishReason.CANCELLED
+    assert not world.scheduler.away
+    assert not world.runner.frames
+    assert world.scheduler.swap.num_used == 0
 
 
 def test_without_room_a_victim_starts_again() -> None:
