@@ -4,9 +4,10 @@ Rows, all on the 300M random MoE with 2 threads:
     chats      8-turn LS chats over a context of 2k tokens: TTFT of later turns, warm over cold
     no hit     prompts that share nothing: tokens/s, cache on over off, in turns
     shared     32 chats over one system prompt of 2k tokens: bytes of KV kept and copied
-    swap       BE work of four times the KV pool, and LS chats that take its KV: swap over
-               recompute, with the prefix cache and without
-    rota       one class, KV for a quarter: `rota` with swap over `fcfs`
+    swap       BE work of four times the KV pool, and LS chats that take its KV and a fifth, or two
+               fifths, of the engine's time: swap over recompute, with the prefix cache and without
+    rota       one class, KV for two requests, arrivals at 0.87 of what that can do: `rota` with
+               swap over `fcfs`; and a burst of eight
 
 Every arm's tokens are compared with those of another. The last line is JSON; the exit status is 1
 if tokens differ, a hit that was due did not come, nothing was evicted, or a swapped request was
@@ -137,17 +138,17 @@ def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
     }
 
 
-def _contend(engine: QLLMEngine, seed: int, num_be: int) -> dict[str, Any]:
-    """BE requests of 640 tokens all at once, and an LS chat of 300 every 1.2 s until they end."""
+def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict[str, Any]:
+    """BE requests of 640 tokens at once, and an LS chat of 300 now and then until they end."""
     rng = np.random.default_rng(seed)
     prompts = [_ids(rng, 512) for _ in range(num_be)]
-    start, due = time.perf_counter(), 0.2
+    start, due = time.perf_counter(), every_s / 6
     batch = [engine.submit(ids, "BE", 128, sampling=GREEDY) for ids in prompts]
     chats = []
     while any(h.finish_reason is None for h in batch):
         time.sleep(0.005)
         if time.perf_counter() - start >= due:
-            due += 1.2
+            due += every_s
             chats.append(engine.submit(_ids(rng, 284), "LS", 16, sampling=GREEDY))
     done = [h.result(300) for h in batch]
     seconds = time.perf_counter() - start
@@ -163,8 +164,15 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int) -> dict[str, Any]:
     }
 
 
-def swap_row(model: str, rounds: int, num_be: int) -> dict[str, Any]:
-    """KV for a quarter of the BE work; three arms in turns."""
+def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any]:
+    """KV for a quarter of the BE work; three arms in turns.
+
+    Args:
+        model: Its folder.
+        rounds: Runs of each arm.
+        num_be: BE requests.
+        load: Part of the engine's time that LS would take alone.
+    """
     pool = num_be * 640 // 4
     arms = {
         "swap": {"cache": True, "swap_kv_tokens": num_be * 640},
@@ -173,10 +181,11 @@ def swap_row(model: str, rounds: int, num_be: int) -> dict[str, Any]:
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for i in range(rounds):
+        every_s = _chat_s(model) / load
         for name in arms if i % 2 else reversed(arms):
             with _engine(model, max_kv_tokens=pool, **arms[name]) as engine:  # type: ignore[arg-type]
                 _flood_one(engine)
-                found[name].append(_contend(engine, 200 + i, num_be))
+                found[name].append(_contend(engine, 200 + i, num_be, every_s))
 
     def over(name: str, what: str) -> float:
         pairs = zip(found["swap"], found[name], strict=True)
@@ -184,6 +193,7 @@ def swap_row(model: str, rounds: int, num_be: int) -> dict[str, Any]:
 
     swap, plain = found["swap"], found["recompute"]
     return {
+        "ls_load": load,
         "recomputed": sum(x["recomputed"] for x in swap),
         "recomputed_without": [sum(x["recomputed"] for x in found[n]) for n in list(arms)[1:]],
         "evictions_without": [sum(x["evictions"] for x in found[n]) for n in list(arms)[1:]],
@@ -198,8 +208,18 @@ def swap_row(model: str, rounds: int, num_be: int) -> dict[str, Any]:
         "ls_asked": 1.1,
         "same_tokens": [x["tokens"] for x in swap] == [x["tokens"] for x in plain],
         "hits_due": sum(x["evictions"] for x in plain) > 0
-        and sum(x["swapped_tokens"] for x in swap) > 0,
+        and sum(x["swapped_tokens"] for x in swap) > 0
+        and sum(x["recomputed"] for x in swap) == 0,
     }
+
+
+def _chat_s(model: str) -> float:
+    """How long an LS chat of `_contend` takes alone, on this machine as it is now."""
+    with _engine(model, False) as engine:
+        _flood_one(engine)
+        ids = _ids(np.random.default_rng(2), 284)
+        times = [engine.submit(ids, "LS", 16, sampling=GREEDY).result(120) for _ in range(3)]
+    return statistics.median(r.metrics.e2e_ms or 0.0 for r in times) / 1e3
 
 
 def _flood_one(engine: QLLMEngine) -> None:
@@ -207,31 +227,52 @@ def _flood_one(engine: QLLMEngine) -> None:
 
 
 def rota_row(model: str, num: int) -> dict[str, Any]:
-    """Requests at once of one class, KV for a quarter; the TTFT target is known to the policy."""
-    prompts = [_ids(np.random.default_rng(300 + i), 256) for i in range(num)]
-    target_ms = 250.0 * num
-    arms: dict[str, list[Any]] = {}
-    for name, settings in (
-        ("fcfs", {"policy": "fcfs"}),
-        ("rota", {"policy": "rota", "swap_kv_tokens": num * 352}),
-    ):
-        with _engine(model, False, max_kv_tokens=num * 352 // 4, **settings) as engine:
-            _flood_one(engine)
-            slo = Slo(ttft_ms=target_ms, tpot_ms=200.0)
-            handles = [engine.submit(i, "BE", 96, sampling=GREEDY, slo=slo) for i in prompts]
-            arms[name] = [h.result(300) for h in handles]
-    met = {
-        name: sum((r.metrics.ttft_ms or 0) <= target_ms for r in arm) / num
-        for name, arm in arms.items()
+    """KV for two requests of 256 + 96 tokens, `num` arrivals; the policy knows the targets."""
+    settings: dict[str, Any] = {"max_kv_tokens": 2 * 352}
+    with _engine(model, False, policy="fcfs", **settings) as engine:
+        _flood_one(engine)
+        pair_s = max(r.metrics.e2e_ms or 0.0 for r in _served(engine, [0.0] * 2, Slo())) / 1e3
+    slo = Slo(ttft_ms=700.0 * pair_s, tpot_ms=1e3 * pair_s / 7)
+    rng = np.random.default_rng(1)
+    open_s = np.cumsum(rng.exponential(pair_s / 2 / 0.87, num)).tolist()
+    return {
+        "pair_s": pair_s,
+        "ttft_target_ms": slo.ttft_ms,
+        "tpot_target_ms": slo.tpot_ms,
+        **_rota_arms(model, settings, open_s, slo),
+        "burst": _rota_arms(model, settings, [0.0] * 8, slo._replace(ttft_ms=1400.0 * pair_s)),
     }
+
+
+def _served(engine: QLLMEngine, at_s: list[float], slo: Slo) -> list[Any]:
+    """Requests that arrive at these times."""
+    start, handles = time.perf_counter(), []
+    for i, due_s in enumerate(at_s):
+        time.sleep(max(0.0, start + due_s - time.perf_counter()))
+        ids = _ids(np.random.default_rng(300 + i), 256)
+        handles.append(engine.submit(ids, "BE", 96, sampling=GREEDY, slo=slo))
+    return [h.result(600) for h in handles]
+
+
+def _rota_arms(model: str, settings: dict[str, Any], at_s: list[float], slo: Slo) -> dict[str, Any]:
+    arms: dict[str, list[Any]] = {}
+    for name, more in (("fcfs", {}), ("rota", {"swap_kv_tokens": len(at_s) * 352})):
+        with _engine(model, False, policy=name, **settings, **more) as engine:
+            _flood_one(engine)
+            arms[name] = _served(engine, at_s, slo)
+
+    def met(name: str, what: str) -> float:
+        limit = getattr(slo, what)
+        return sum((getattr(r.metrics, what) or 0) <= limit for r in arms[name]) / len(at_s)
+
     tpot = {
         name: statistics.median(r.metrics.tpot_ms or 0 for r in arm) for name, arm in arms.items()
     }
     return {
-        "ttft_target_ms": target_ms,
-        "met_fcfs": met["fcfs"],
-        "met_rota": met["rota"],
-        "points": 100 * (met["rota"] - met["fcfs"]),
+        "num": len(at_s),
+        "met_ttft": {name: met(name, "ttft_ms") for name in arms},
+        "met_tpot": {name: met(name, "tpot_ms") for name in arms},
+        "points": 100 * (met("rota", "ttft_ms") - met("fcfs", "ttft_ms")),
         "points_asked": 30,
         "tpot_p50_ms": tpot,
         "tpot_p50_rota_over_fcfs": tpot["rota"] / tpot["fcfs"],
@@ -261,9 +302,11 @@ def main() -> int:
             if "shared" in asked.rows:
                 rows["shared"] = shared_row(off, on, 4 if quick else 32)
     if "swap" in asked.rows:
-        rows["swap"] = swap_row(model, 1 if quick else 3, 4 if quick else 8)
+        for load in (0.2, 0.4):
+            name = f"swap_{load}"
+            rows[name] = swap_row(model, 1 if quick else 3, 4 if quick else 8, load)
     if "rota" in asked.rows:
-        rows["rota"] = rota_row(model, 8 if quick else 16)
+        rows["rota"] = rota_row(model, 30 if quick else 80)
     for name, row in rows.items():
         print(name, {k: v for k, v in row.items() if k != "pairs"})
     right = all(row["same_tokens"] and row.get("hits_due", True) for row in rows.values())

@@ -1,15 +1,20 @@
-"""SuperInfer's RotaSched: who has waited longest beyond what it may wait, runs next.
+"""SuperInfer's RotaSched: who lags behind its targets runs next, and others keep their place.
 
-While everything fits, requests run in the order of arrival. When seats or KV are short, every
-step takes those of the largest virtual lag: a newcomer lags by its wait beyond a share of its
-TTFT target, one that holds KV and was left out by `lag_weight` times its wait, and one that
-runs has a negative lag, the longer it has been running. So requests rotate, and their KV with
-them. Classes are not looked at.
+While everything fits, requests run in the order of arrival. When seats or KV are short, whoever
+lags goes first, the largest lag before the others: a newcomer that has waited for a share of its
+TTFT target, and a request whose tokens so far took longer than its TPOT target allows. The rest
+goes in the order of arrival. So a newcomer takes KV for its first token from the youngest that is
+ahead of its targets, gives it back, and comes back when it lags: KV rotates as targets demand, and
+who is not asked to wait for others does not. Classes are not looked at.
+
+With `tpot_share=0` everybody lags who is left out, and those who run the less the longer they have
+been running: requests take turns, and their KV with them.
 
 Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; its released scheduler has no lag in it).
-Differs: KV moves when its blocks are needed, not ahead of time. Where the engine cannot swap
-(`swap_kv_tokens=0`) only seats rotate: a newcomer takes free KV, never that of a running request,
-and a request that has to grow takes it from the smallest lag, to be recomputed.
+Differs: KV moves when its blocks are needed, not ahead of time; the lag of a request is that of all
+its tokens, not of the last one. Where the engine cannot swap (`swap_kv_tokens=0`) only seats
+rotate: a newcomer takes free KV, never that of a running request, and a request that has to grow
+takes it from the smallest lag, to be recomputed.
 """
 
 from collections.abc import Collection
@@ -31,15 +36,15 @@ def grace_ns(share: float, target_ms: float | None, default_ms: int) -> float:
 
 @dataclass(kw_only=True)
 class Rota:
-    """Largest virtual lag first: requests rotate."""
+    """Largest lag first: requests rotate as far as their targets demand."""
 
     needs = Cap.NONE
 
     lag_weight: float = 3.0
-    """Weight of the wait of a request that holds KV, against that of a newcomer."""
-    tpot_share: float = 0.0
-    """Share of the target between tokens that is waited before a request lags."""
-    ttft_share: float = 0.5
+    """Weight of the lag of a request that has run, against that of a newcomer."""
+    tpot_share: float = 1.0
+    """Share of the target between tokens that a request may take; 0 lets requests take turns."""
+    ttft_share: float = 0.8
     """Share of the TTFT target that is waited before a newcomer lags."""
     ttft_ms: int = 5000
     """Target of requests that have none."""
@@ -57,17 +62,23 @@ class Rota:
         self._since_ns: dict[RequestId, int] = {}
 
     def lag_ns(self, request: RequestView, now_ns: int) -> float:
-        """How much longer than it may a request has waited; negative while it runs."""
+        """How much longer than it may a request has waited; negative while it need not run."""
+        if request.first_token_ns is not None and self.tpot_share:
+            may_take_ns = grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
+            due_ns = request.first_token_ns + request.num_output_tokens * may_take_ns
+            return self.lag_weight * (now_ns - due_ns)
         since_ns = self._since_ns.get(request.request_id)
         if since_ns is not None:
             return float(since_ns - now_ns)
         if request.block_table or request.num_swapped_tokens:
-            late_ns: float = now_ns - request.last_progress_ns
-            if self.tpot_share:
-                late_ns -= grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
-            return self.lag_weight * late_ns if late_ns > 0 else 0.0
-        late_ns = now_ns - request.arrival_ns
-        return max(0.0, late_ns - grace_ns(self.ttft_share, request.slo.ttft_ms, self.ttft_ms))
+            return self.lag_weight * max(0, now_ns - request.last_progress_ns)
+        grace = grace_ns(self.ttft_share, request.slo.ttft_ms, self.ttft_ms)
+        return max(0.0, now_ns - request.arrival_ns - grace)
+
+    def _place(self, request: RequestView, now_ns: int) -> tuple[float, int]:
+        """Sorts best first: those who lag, and then, unless they take turns, by arrival."""
+        lag_ns = self.lag_ns(request, now_ns)
+        return -(max(0.0, lag_ns) if self.tpot_share else lag_ns), request.arrival_ns
 
     def plan(self, view: View) -> Plan:
         """Return everyone, or the largest lags, as many as fit."""
@@ -75,8 +86,7 @@ class Rota:
             return Plan(rows=view.frames[0].rows)
         order = view.requests
         if not self._all_fit(view):
-            lag = partial(self.lag_ns, now_ns=view.now_ns)
-            order = sorted(order, key=lag, reverse=True)
+            order = sorted(order, key=partial(self._place, now_ns=view.now_ns))
             if Cap.KV_SWAP in view.capabilities:
                 plan = rotate(view, order, self.min_stay_ms * NS_PER_MS)
                 if plan.rows:
@@ -93,7 +103,8 @@ class Rota:
         self, view: View, need_blocks: int, keep: Collection[RequestId]
     ) -> list[tuple[RequestId, Evict]]:
         """Return the smallest lags first."""
-        order = sorted(behind_all(view, keep), key=partial(self.lag_ns, now_ns=view.now_ns))
+        place = partial(self._place, now_ns=view.now_ns)
+        order = sorted(behind_all(view, keep), key=place, reverse=True)
         return [(r.request_id, Evict.SWAP) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:

@@ -30,7 +30,6 @@ from qllm.types import (
     Priority,
     RequestId,
     Slo,
-    Tier,
 )
 
 __all__ = [
@@ -51,6 +50,7 @@ __all__ = [
     "Row",
     "Slack",
     "StepReport",
+    "Tier",
     "View",
     "make_policy",
     "next_row",
@@ -122,6 +122,14 @@ class FrameView(NamedTuple):
     """When an arrival stopped it that it need not give way to yet (`max_preemptions`)."""
 
 
+class Tier(enum.IntEnum):
+    """Where KV lies that is outside the blocks of its request; an index of cost tables."""
+
+    MEMORY = 0
+    """Main memory. On a CPU KV does not move there: it is there."""
+    FILE = 1
+
+
 class CostTable(NamedTuple):
     """Predicted times, fitted by the engine; every change is a trace event.
 
@@ -133,8 +141,7 @@ class CostTable(NamedTuple):
     prefill_token_ns: int
     """One prefill token through all layers."""
     move_token_ns: tuple[int, ...] = (0,)
-    """Moving the KV of one token to a tier (`qllm.types.Tier`), or back. Shorter where the last tiers
-    are unknown."""
+    """Moving the KV of one token to a tier (`Tier`), or back; as far as known."""
 
     def decode(self, num_rows: int) -> int:
         """Predicted time of a decode step, interpolated between the powers of two."""

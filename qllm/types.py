@@ -67,14 +67,6 @@ CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
 """What an engine can do so far."""
 
 
-class Tier(enum.IntEnum):
-    """Where KV lies that is outside the blocks of its request; an index of cost tables."""
-
-    MEMORY = 0
-    """Main memory. On a CPU KV does not move there: it is there."""
-    FILE = 1
-
-
 class Evict(enum.Enum):
     """How a victim loses its KV blocks."""
 

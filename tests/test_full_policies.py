@@ -89,21 +89,26 @@ def it_idles_while_a_short_prompt_waits(policy: Any) -> bool:
     return first.at_ns >= 5 * NS_PER_MS
 
 
-def decodes_take_turns_whatever_their_targets(policy: Any) -> bool:
-    world = world_of(policy, seats=1)
-    for tpot_ms in (1.0, 500.0, 10_000.0):
-        world.submit(BE, 20, 12, slo=Slo(ttft_ms=1.0, tpot_ms=tpot_ms))
-    world.run()
-    turns = [ids[0] for ids in decoded(world)]
-    middle = turns[6:24]
-    return all(len(set(middle[i : i + 3])) == 3 for i in range(len(middle) - 2))
+def a_newcomer_takes_the_seat_of_who_is_on_time_for_one_token(policy: Any) -> bool:
+    """And who is late himself keeps it."""
+    first = {}
+    for tpot_ms in (0.001, 10_000.0):
+        world = world_of(policy, seats=1)
+        old = world.submit(BE, 20, 30, slo=Slo(tpot_ms=tpot_ms))
+        new = world.submit(BE, 20, 3, slo=Slo(60.0, 10_000.0), at_ns=60 * NS_PER_MS)
+        world.run()
+        tokens = [e.request_id for e in world.record if isinstance(e, trace.Token)]
+        first[tpot_ms] = tokens.index(new)
+        if [ids[0] for ids in decoded(world)] != [old] * 29 + [new] * 2:
+            return False
+    return first[10_000.0] < 25 and first[0.001] == 30
 
 
 PROPERTIES: dict[str, Callable[[Any], bool]] = {
     "flow": an_equal_with_an_earlier_deadline_stops_a_prefill_between_layers,
     "mlfq": a_used_up_quantum_lets_equals_pass_to_their_end,
     "laps": it_idles_while_a_short_prompt_waits,
-    "rota": decodes_take_turns_whatever_their_targets,
+    "rota": a_newcomer_takes_the_seat_of_who_is_on_time_for_one_token,
 }
 
 
@@ -132,6 +137,7 @@ SETTINGS: list[Any] = [
     Laps(short_tokens=20, window_ms=50, chunk_tokens=7),
     Laps(short_tokens=10_000, max_batch=1, window_ms=0),
     Rota(ttft_share=0, lag_weight=0, ttft_ms=1),
+    Rota(tpot_share=0),
 ]
 
 
@@ -409,8 +415,17 @@ def test_rota_is_first_come_first_served_while_everything_fits() -> None:
     assert decoded(world) == [(0, 1, 2), (0, 1, 2)]
 
 
+def test_rota_takes_turns_where_it_is_told_to() -> None:
+    world = world_of(Rota(tpot_share=0), seats=1)
+    for tpot_ms in (1.0, 500.0, 10_000.0):
+        world.submit(BE, 20, 12, slo=Slo(ttft_ms=1.0, tpot_ms=tpot_ms))
+    world.run()
+    middle = [ids[0] for ids in decoded(world)][6:24]
+    assert all(len(set(middle[i : i + 3])) == 3 for i in range(len(middle) - 2))
+
+
 def test_rota_lets_the_longest_running_go_first() -> None:
-    world = world_of(Rota(), seats=2)
+    world = world_of(Rota(tpot_share=0), seats=2)
     for _ in range(3):
         world.submit(BE, 20, 40, slo=Slo(ttft_ms=1.0))
     policy, scheduler = world.scheduler.policy, world.scheduler

@@ -1,8 +1,7 @@
 """The cost table of the view, fitted from what runs took."""
 
-from qllm.policy import CostTable
+from qllm.policy import CostTable, Tier
 from qllm.scheduler.program import Program
-from qllm.types import Tier
 
 SAMPLES_PER_COST = 4
 """Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""

@@ -316,9 +316,8 @@ class TorchRunner:
         x, state = frame.activate(group), frame.layer
         step = frame.step_of(group, lo, hi, self.new_step)
         rope = frame.rope_of(group, lo, hi)
-        whole = hi - lo == x.shape[0]
+        whole, costs = hi - lo == x.shape[0], self.backend.costs
         driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
-        costs = self.backend.costs
         mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, costs)
         if mid is None:
             return pos

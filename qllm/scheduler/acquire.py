@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qllm.plan import ModelShape, Plan, Row
-from qllm.policy import CostTable
+from qllm.policy import CostTable, Tier
 from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.decision import (
     Drop,
@@ -25,7 +25,7 @@ from qllm.scheduler.decision import (
     SwapOut,
 )
 from qllm.scheduler.request import Request
-from qllm.types import Evict, FrameId, RequestId, Tier
+from qllm.types import Evict, FrameId, RequestId
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
 """Who loses how many blocks for a request, and how; the last are those who must not."""
