@@ -11,7 +11,7 @@ from qllm.engine.tier import Kept, Load, Write, Written
 from qllm.types import NS_PER_S
 
 SHARE, GENTLE_SHARE = 0.5, 0.1
-"""Part of the time that writing may take, without and with LS requests."""
+"""Part of a core that writing may take, without and with LS requests."""
 LOADS_FIRST_S = 0.05
 """A page that is to be written waits at most so long for pages that are being read."""
 CLOSE_S = 5.0
@@ -159,13 +159,13 @@ class Mover:
 
     def _serve_writes(self) -> None:
         while (job := self._next_write()) is not None:
-            start = time.monotonic()
+            start = time.thread_time()
             try:
                 self._write_one(job)
             except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
                 self._fail(error)
                 return
-            self._rest(time.monotonic() - start)
+            self._rest(time.thread_time() - start)
 
     def _next_write(self) -> Write | tuple[int, ...] | None:
         with self._lock:
