@@ -120,6 +120,21 @@ class Metrics:
                 ("kept_bytes", "Bytes of it"),
             )
         }
+        self._make_file()
+        self._swapped = {
+            name: self._counter(f"kv_swapped_{name}_tokens", text)
+            for name, text in (
+                ("out", "Tokens whose KV gave up its blocks and was kept"),
+                ("in", "Tokens whose KV came back"),
+            )
+        }
+        self._swapped_before = dict.fromkeys(self._swapped, 0)
+        self._segment = self._gauge(
+            "max_segment_seconds", "Longest work between two boundaries so far"
+        )
+
+    def _make_file(self) -> None:
+        """What is said of the file of kept KV."""
         self._file = {
             name: self._counter(f"kv_file_{name}", text)
             for name, text in (
@@ -132,17 +147,6 @@ class Metrics:
         self._file_before = dict.fromkeys(self._file, 0)
         self._file_kept = self._gauge("kv_file_kept_bytes", "KV that lies in the file")
         self._file_up = self._gauge("kv_file_up", "1 while the file serves, 0 without one")
-        self._swapped = {
-            name: self._counter(f"kv_swapped_{name}_tokens", text)
-            for name, text in (
-                ("out", "Tokens whose KV gave up its blocks and was kept"),
-                ("in", "Tokens whose KV came back"),
-            )
-        }
-        self._swapped_before = dict.fromkeys(self._swapped, 0)
-        self._segment = self._gauge(
-            "max_segment_seconds", "Longest work between two boundaries so far"
-        )
 
     def _histogram(self, name: str, text: str) -> Histogram:
         made = Histogram(
