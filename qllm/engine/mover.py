@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from qllm.engine.kv_file import KvFile
 from qllm.engine.tier import Kept, Load, Write, Written
@@ -152,10 +153,17 @@ class Mover:
             if page is None:
                 load.damaged = name
             else:
-                load.into(load.num_ready, page)
-                load.num_ready += 1
+                self._put(load, page)
         is_whole = load.num_ready == len(load.pages)
         load.is_over = is_whole or load.is_given_up or load.damaged is not None
+
+    def _put(self, load: Load, page: Any) -> None:
+        try:
+            load.into(load.num_ready, page)
+            load.num_ready += 1
+        except Exception as error:  # noqa: BLE001 - of this request (no memory), not of the disk
+            _log.warning("KV is not loaded for a request, which computes it: %s", error)
+            load.is_given_up = True
 
     def _serve_writes(self) -> None:
         while (job := self._next_write()) is not None:
