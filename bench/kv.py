@@ -8,6 +8,8 @@ Rows, all on the 300M random MoE with 2 threads:
                fifths, of the engine's time: swap over recompute, with the prefix cache and without
     rota       one class, KV for two requests, arrivals at 0.87 of what that can do: `rota` with
                swap over `fcfs`; and a burst of eight
+    restart    `kill -9` at 4k tokens of context: time to the next token, with `kv_dir` over without
+    mover      LS chats while 1 GB goes to the file and 1 GB comes from it: TTFT p99 over idle
 
 Every arm's tokens are compared with those of another. The last line is JSON; the exit status is 1
 if tokens differ, a hit that was due did not come, nothing was evicted, or a swapped request was
@@ -24,13 +26,14 @@ from typing import Any
 import numpy as np
 
 from bench.common import MODEL, SPECIAL
+from bench.kv_file import mover_row, restart_row
 from qllm import QLLMEngine, SamplingParams
 from qllm.measure.random_moe import make_random_moe
 from qllm.types import Slo
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 PAGE = 64
-ROWS = ("chats", "no_hit", "shared", "swap", "rota")
+ROWS = ("chats", "no_hit", "shared", "swap", "rota", "restart", "mover")
 
 
 def _engine(model: str, cache: bool, **settings: Any) -> QLLMEngine:
@@ -288,30 +291,38 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer turns, rounds and chats")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     asked = parser.parse_args()
-    quick = asked.quick
-    model = str(make_random_moe(size="300m"))
-    rows: dict[str, dict[str, Any]] = {}
-    if set(asked.rows) - {"swap", "rota"}:
-        with _engine(model, False) as off, _engine(model, True) as on:
-            for engine in (off, on):
-                _flood(engine, 99)  # the first pass touches the weights
-            if "chats" in asked.rows:
-                rows["chats"] = chats_row(off, on, 3 if quick else 8, 1 if quick else 2)
-            if "no_hit" in asked.rows:
-                rows["no_hit"] = no_hit_row(off, on, 2 if quick else 7)
-            if "shared" in asked.rows:
-                rows["shared"] = shared_row(off, on, 4 if quick else 32)
-    if "swap" in asked.rows:
-        for load in (0.2, 0.4):
-            name = f"swap_{load}"
-            rows[name] = swap_row(model, 1 if quick else 3, 4 if quick else 8, load)
-    if "rota" in asked.rows:
-        rows["rota"] = rota_row(model, 30 if quick else 80)
+    rows = _run(set(asked.rows), asked.quick)
     for name, row in rows.items():
         print(name, {k: v for k, v in row.items() if k != "pairs"})
     right = all(row["same_tokens"] and row.get("hits_due", True) for row in rows.values())
     print(json.dumps({"right": right, **rows}))
     return 0 if right else 1
+
+
+def _run(asked: set[str], quick: bool) -> dict[str, dict[str, Any]]:
+    model = str(make_random_moe(size="300m"))
+    rows: dict[str, dict[str, Any]] = {}
+    if asked & {"chats", "no_hit", "shared"}:
+        with _engine(model, False) as off, _engine(model, True) as on:
+            for engine in (off, on):
+                _flood(engine, 99)  # the first pass touches the weights
+            if "chats" in asked:
+                rows["chats"] = chats_row(off, on, 3 if quick else 8, 1 if quick else 2)
+            if "no_hit" in asked:
+                rows["no_hit"] = no_hit_row(off, on, 2 if quick else 7)
+            if "shared" in asked:
+                rows["shared"] = shared_row(off, on, 4 if quick else 32)
+    if "swap" in asked:
+        for load in (0.2, 0.4):
+            name = f"swap_{load}"
+            rows[name] = swap_row(model, 1 if quick else 3, 4 if quick else 8, load)
+    if "rota" in asked:
+        rows["rota"] = rota_row(model, 30 if quick else 80)
+    if "restart" in asked:
+        rows["restart"] = restart_row(model, 1 if quick else 4, 4000)
+    if "mover" in asked:
+        rows["mover"] = mover_row(model, 2 if quick else 6, 8 if quick else 20)
+    return rows
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from families import FAMILIES, VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine import kv_file, mover, tier
+from qllm.engine import kept, kv_file, mover, pages, tier
 from qllm.errors import ConfigError, QllmError
 from qllm.frontend.handle import Result
 from qllm.kernels import cpu
@@ -63,11 +63,11 @@ def look(engine: QLLMEngine) -> dict[bytes, Any]:
 
 def stored(engine: QLLMEngine) -> dict[str, Any]:
     """What is said of the file, once all that is kept lies in it."""
-    kept = engine._client._core.kept  # type: ignore[attr-defined]
+    parts = engine._client._core.kept  # type: ignore[attr-defined]
     for _ in range(1000):
         engine.call(lambda: None)
-        kept.mover.settle(30)
-        if not engine.call(lambda: kept._tier.is_busy):
+        parts.mover.settle(30)
+        if not engine.call(lambda: parts._tier.is_busy):
             break
     look(engine)
     return dict(engine.stats()["prefix_cache"]["file"])
@@ -104,16 +104,16 @@ def test_a_hit_in_the_file_has_the_tokens_and_the_kv_of_a_cold_run(
             handles = [engine.submit(ids, to, 70, sampling=GREEDY) for ids in prompts]
             warm = [handle.result(120) for handle in handles]
             turn = run(engine, [*prompts[0], *cold[0].token_ids, 5], 4)
-            pages = look(engine)
+            again = look(engine)
         for found, want in zip(warm, cold, strict=True):
             assert found.token_ids == want.token_ids
             whole = (len(found.prompt_token_ids) - 1) // 64 * 64
             assert found.metrics.num_cached_tokens == whole
         assert turn.metrics.num_cached_tokens == (len(prompts[0]) + 69) // 64 * 64
-        assert len(pages) >= 3
-        for name in pages.keys() & cold_pages.keys():
-            assert all(map(torch.equal, pages[name], cold_pages[name]))
-        assert len(pages.keys() & cold_pages.keys()) >= 3
+        both = again.keys() & cold_pages.keys()
+        assert len(both) >= 3
+        for name in both:
+            assert all(map(torch.equal, again[name], cold_pages[name]))
 
 
 def test_long_contexts_come_back_whole_for_best_effort_too(model: Any, tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ def test_what_is_deleted_is_in_neither_place(model: Any, tmp_path: Path) -> None
         prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
         assert len(prefix.tier.index) == 6
         assert cached(engine) == [128, 0, 128, 128]
-        pages = look(engine)
+        there = look(engine)
         salted = prefix.store.tagged(tag_of(b""))
         assert salted
         for name in salted:
-            assert pages[name][0].view(torch.uint8).numpy().tobytes() in data
-        gone = [n for n in prefix.store.tagged(b"") if n in pages and n not in data]
+            assert there[name][0].view(torch.uint8).numpy().tobytes() in data
+        gone = [n for n in prefix.store.tagged(b"") if n in there and n not in data]
         assert len(gone) == 2, "the two pages that were computed again"
         stored(engine)
         assert engine.delete_kv(None, "x") == 4
@@ -324,6 +324,54 @@ def test_a_disk_that_stands_still_holds_nobody(
         gone = engine.submit(prompt_of(200), "LS", 20, sampling=GREEDY)
         assert gone.result(60).token_ids == want
     gate.set()
+
+
+def test_a_write_that_stands_still_holds_nobody(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(model, None) as engine:
+        want = [run(engine, prompt_of(200, i), 20).token_ids for i in range(3)]
+    gate, stands = threading.Event(), threading.Event()
+
+    class Stuck(kv_file.Blocks):
+        def write(self, data: memoryview, at: int) -> None:
+            stands.set()
+            gate.wait()
+            super().write(data, at)
+
+    monkeypatch.setattr(kv_file.open_file, "__defaults__", (Stuck,))
+    monkeypatch.setattr(mover, "CLOSE_S", 0.2)
+    monkeypatch.setattr(kept, "CLOSE_S", 0.2)
+    with engine_of(model, tmp_path) as engine:
+        for _ in range(2):
+            found = [run(engine, prompt_of(200, i), 20).token_ids for i in range(3)]
+            assert found == want
+        assert stands.wait(60)
+        look(engine)
+    gate.set()
+
+
+def test_kv_that_has_no_room_is_computed(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the request's trouble: the file goes on."""
+    ids = prompt_of(200)
+    with engine_of(model, tmp_path) as engine:
+        want = run(engine, ids, 20).token_ids
+    real = pages.SlabStage.put
+
+    def put(self: Any, number: int, page: Any) -> None:
+        if number == 1:
+            raise MemoryError
+        real(self, number, page)
+
+    with engine_of(model, tmp_path) as engine:
+        monkeypatch.setattr(pages.SlabStage, "put", put)
+        assert run(engine, ids, 20).token_ids == want
+        monkeypatch.setattr(pages.SlabStage, "put", real)
+        engine.call(engine._client.loop.prefix.store.reset)  # type: ignore[attr-defined]
+        assert run(engine, ids, 20).metrics.num_cached_tokens == 192
+        assert stored(engine)["off"] is None
 
 
 def test_who_waits_may_be_cancelled_and_time_out(

@@ -28,6 +28,12 @@ def cached(served: Serving, key: str, **fields: Any) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def deleted(served: Serving, key: str, body: dict[str, Any]) -> int:
+    answer = post(served, "/delete_kv", key, body)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["deleted_pages"])
+
+
 def test_keys_and_salts_share_nothing_and_a_reset_forgets(served: Serving) -> None:
     assert cached(served, "a") == 0
     found = cached(served, "a")
@@ -39,9 +45,25 @@ def test_keys_and_salts_share_nothing_and_a_reset_forgets(served: Serving) -> No
     metrics = httpx.get(f"{served.url}/metrics").text
     assert "prefix_cache_hit_tokens_total{model_name=" in metrics
     assert f" {float(2 * found)}\n" in metrics
+    assert cached(served, "b", cache_ttl_s=60) == found
+    assert post(served, "/delete_kv", "c", {}).status_code == 401
+    assert deleted(served, "a", {"cache_salt": "x"}) == found // 64
+    assert cached(served, "a", cache_salt="x") == 0
+    assert cached(served, "a") == found
+    assert deleted(served, "a", {}) == 2 * (found // 64)
+    assert [cached(served, "a"), cached(served, "a", cache_salt="x")] == [0, 0]
+    assert cached(served, "b") == found, "another's key deletes nothing"
     assert post(served, "/reset_prefix_cache", "c", {}).status_code == 401
     assert post(served, "/reset_prefix_cache", "a", {}).status_code == 200
     assert cached(served, "a") == 0
+
+
+@pytest.mark.parametrize("ttl_s", ["x", 0, -1, 1e300])
+def test_a_bad_hint_is_refused(served: Serving, ttl_s: Any) -> None:
+    body = {"prompt": TEXT, "max_tokens": 2, "cache_ttl_s": ttl_s}
+    answer = post(served, "/v1/completions", "a", body)
+    assert answer.status_code == 400
+    assert "cache_ttl_s" in answer.text
 
 
 @pytest.mark.parametrize("salt", [5, "x" * 257, ["a"]])

@@ -17,6 +17,7 @@ from qllm.engine.prefix import PrefixCache
 from qllm.engine.tier import FileTier, Kept
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import Call
+from qllm.policy import NO_COSTS
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
@@ -81,7 +82,9 @@ class KeptPages:
             layout = layout_of(runner, page_size)
 
             def prefill_ns(num_pages: int) -> int:
-                return num_pages * page_size * decider.costs.prefill_token_ns
+                costs = decider.costs
+                known = costs is not NO_COSTS
+                return known * num_pages * page_size * costs.prefill_token_ns
 
             self._open(Path(config.kv_dir), layout, identity, keep_ls_ns, prefill_ns)
         ttl_ns = None if config.kv_ttl_s is None else int(config.kv_ttl_s * NS_PER_S)

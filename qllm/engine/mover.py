@@ -5,13 +5,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from qllm.engine.kv_file import KvFile
 from qllm.engine.tier import Kept, Load, Write, Written
 from qllm.types import NS_PER_S
 
 SHARE, GENTLE_SHARE = 0.5, 0.1
-"""Part of the time that writing may take, without and with LS requests."""
+"""Part of a core that writing may take, without and with LS requests."""
 LOADS_FIRST_S = 0.05
 """A page that is to be written waits at most so long for pages that are being read."""
 CLOSE_S = 5.0
@@ -152,20 +153,27 @@ class Mover:
             if page is None:
                 load.damaged = name
             else:
-                load.into(load.num_ready, page)
-                load.num_ready += 1
+                self._put(load, page)
         is_whole = load.num_ready == len(load.pages)
         load.is_over = is_whole or load.is_given_up or load.damaged is not None
 
+    def _put(self, load: Load, page: Any) -> None:
+        try:
+            load.into(load.num_ready, page)
+            load.num_ready += 1
+        except Exception as error:  # noqa: BLE001 - of this request (no memory), not of the disk
+            _log.warning("KV is not loaded for a request, which computes it: %s", error)
+            load.is_given_up = True
+
     def _serve_writes(self) -> None:
         while (job := self._next_write()) is not None:
-            start = time.monotonic()
+            start = time.thread_time()
             try:
                 self._write_one(job)
             except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
                 self._fail(error)
                 return
-            self._rest(time.monotonic() - start)
+            self._rest(time.thread_time() - start)
 
     def _next_write(self) -> Write | tuple[int, ...] | None:
         with self._lock:

@@ -135,6 +135,7 @@ class Metrics:
                 ("kept_bytes", "Bytes of it"),
             )
         }
+        self._make_file()
         self._swapped = {
             name: self._counter(f"kv_swapped_{name}_tokens", text)
             for name, text in (
@@ -167,6 +168,21 @@ class Metrics:
         self._key_output = self._counter(
             "key_generation_tokens", "Tokens of answers per API key", "key", "class"
         )
+
+    def _make_file(self) -> None:
+        """What is said of the file of kept KV."""
+        self._file = {
+            name: self._counter(f"kv_file_{name}", text)
+            for name, text in (
+                ("stored_bytes", "KV written to the file"),
+                ("loaded_bytes", "KV read from the file for requests"),
+                ("damaged_pages", "Pages of the file that were not there whole"),
+                ("late_requests", "Requests that did not wait longer for the file and computed"),
+            )
+        }
+        self._file_before = dict.fromkeys(self._file, 0)
+        self._file_kept = self._gauge("kv_file_kept_bytes", "KV that lies in the file")
+        self._file_up = self._gauge("kv_file_up", "1 while the file serves, 0 without one")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         made = Histogram(
@@ -266,13 +282,23 @@ class Metrics:
                 gauge.labels(self._model, priority.name).set(counts.get((priority.name, state), 0))
 
     def _observe_prefix(self, stats: Mapping[str, Any]) -> None:
-        with self._lock:
-            for name, counter in self._prefix.items():
-                now = stats.get(name, 0)
-                counter.labels(self._model).inc(new_since(self._prefix_before[name], now))
-                self._prefix_before[name] = now
+        self._count_up(self._prefix, self._prefix_before, stats)
         for name, gauge in self._prefix_kept.items():
             gauge.labels(self._model).set(stats.get(name, 0))
+        file = stats.get("file", {"off": "there is none"})
+        self._count_up(self._file, self._file_before, file)
+        self._file_kept.labels(self._model).set(file.get("kept_bytes", 0))
+        self._file_up.labels(self._model).set(file["off"] is None)
+
+    def _count_up(
+        self, counters: Mapping[str, Counter], before: dict[str, int], stats: Mapping[str, Any]
+    ) -> None:
+        """Take counts of the engine, which begin anew with it."""
+        with self._lock:
+            for name, counter in counters.items():
+                now = stats.get(name, 0)
+                counter.labels(self._model).inc(new_since(before[name], now))
+                before[name] = now
 
     def _observe_swap(self, stats: Mapping[str, Any]) -> None:
         with self._lock:

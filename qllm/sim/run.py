@@ -75,6 +75,8 @@ class _World:
                 f"prefix_cache={config.prefix_cache!r} cannot be simulated: simulated prompts have "
                 "no tokens; leave it at 'auto'"
             )
+        if config.kv_dir is not None:
+            raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
         self.clock = VirtualClock()
         self.ingress = VirtualIngress(self.clock)
         self.record = _LeanTrace()
