@@ -26,7 +26,7 @@ from typing import Any
 
 import qllm.frontend.process as product
 
-BOOT, start_process = product._BOOT, product.start_process
+start_process = product.start_process
 CHANGING = {"PYTEST_CURRENT_TEST"}
 MOST_BYTES = 1 << 18
 """Of a message to the nursery: environment and search path."""
@@ -79,13 +79,13 @@ class Nursery:
         with self._lock:
             if self._link is None:
                 self._open()
-            if environment() != self._environment or product._BOOT is not BOOT:
+            if environment() != self._environment:
                 return start_process(fd)
             assert self._link is not None
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                where = {"path": list(map(str, sys.path)), "folder": os.getcwd()}
-                message = json.dumps(where).encode()
+                how = {"boot": product._BOOT, "path": sys.path, "folder": os.getcwd()}
+                message = json.dumps(how, default=str).encode()
                 socket.send_fds(self._link, [message], [fd, 1, 2, theirs.fileno()])
             return ForkedProcess(ours)
 
@@ -134,27 +134,25 @@ def serve(link: socket.socket) -> None:
             os.close(fd)
 
 
-def become(where: dict[str, Any], engine: int, out: int, err: int) -> None:
-    """Be the engine; does not return."""
+def become(how: dict[str, Any], engine: int, out: int, err: int) -> None:
+    """Be the engine: do what `python -c` would; does not return."""
     for fd, number in ((out, 1), (err, 2)):
         os.dup2(fd, number)
         os.close(fd)
-    os.chdir(where["folder"])
-    sys.path[:] = where["path"]
-    from qllm.engine.process import main
-
-    main(engine)
+    os.chdir(how["folder"])
+    sys.argv = ["-c", json.dumps(how["path"]), str(engine)]
+    exec(how["boot"], {"__name__": "__main__"})
 
 
-def keep(where: dict[str, Any], engine: int, out: int, err: int, said: int) -> None:
+def keep(how: dict[str, Any], engine: int, out: int, err: int, said: int) -> None:
     """Be the keeper of one engine."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         os.close(said)
         try:
-            become(where, engine, out, err)
-        except BaseException:
+            become(how, engine, out, err)
+        except BaseException:  # noqa: BLE001 - as Python does at the end of `-c`
             traceback.print_exc()
         finally:
             os._exit(1)
