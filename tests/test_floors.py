@@ -277,6 +277,34 @@ def test_a_file_over_500_lines_says_why(path: str) -> None:
     assert len(lines) <= 500 or lines[0].startswith("# "), f"{len(lines)} lines, no reason on top"
 
 
+def large_classes(source: str) -> list[str]:
+    """Names of classes over 300 lines or 20 methods whose docstring has no "because"."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and (
+            (node.end_lineno or 0) - node.lineno >= 300
+            or sum(isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in node.body) > 20
+        )
+        and "because" not in (ast.get_docstring(node) or "")
+    ]
+
+
+@pytest.mark.parametrize("path", python_files("qllm", "policies"))
+def test_a_large_class_says_why(path: str) -> None:
+    assert large_classes((ROOT / path).read_text()) == []
+
+
+def test_a_large_class_without_a_reason_is_seen() -> None:
+    methods = "".join(f"    def f{i}(self): ...\n" for i in range(20))
+    large = f"class A:\n{methods}    async def g(self): ...\n"
+    assert large_classes(large) == ["A"]
+    assert large_classes("class A:\n    x = 0\n" + "    # more\n" * 299 + "    y = 1\n") == ["A"]
+    assert large_classes(f"class A:\n{methods}") == []
+    assert large_classes(large.replace("A:", "A:\n    'Large because.'")) == []
+
+
 @pytest.mark.parametrize("path", python_files("qllm", "policies", "bench", "tests", "scripts"))
 def test_a_docstring_names_its_subject(path: str) -> None:
     """One that begins with "Of" leaves it to the reader to guess."""

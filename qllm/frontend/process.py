@@ -80,6 +80,8 @@ def start_process(fd: int) -> "subprocess.Popen[bytes]":
 class ProcessClient(RingClient):
     """An engine in another process of this machine, reached over a connection.
 
+    Large because every question of `Client` is asked over the connection here.
+
     Args:
         connection: To the engine's process, which has been told to start.
         process: The engine's process if it is ours; closing ends it then.

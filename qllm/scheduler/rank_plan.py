@@ -79,7 +79,7 @@ class _Batch:
 
 
 class _Shaper:
-    """One call of `shape_plan`."""
+    """One call of `shape_plan`; large because shapes share what is found out once per call."""
 
     def __init__(self, view: View, policy: RankPolicy, ranking: Ranking) -> None:
         self.view = view
