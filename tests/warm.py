@@ -29,7 +29,7 @@ import qllm.frontend.process as product
 start_process = product.start_process
 CHANGING = {"PYTEST_CURRENT_TEST"}
 MOST_BYTES = 1 << 18
-"""Of a message to the nursery: environment and search path."""
+"""Longest message to the nursery: boot code and search path."""
 
 
 def environment() -> dict[str, str]:
