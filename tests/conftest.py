@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from warm import Nursery
+from warm import Nurseries
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own library is imported
@@ -69,11 +69,11 @@ def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.getoption("--all"):
         yield
         return
-    nursery = Nursery()
+    nurseries = Nurseries()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qllm.frontend.process.start_process", nursery.start_process)
+        patch.setattr("qllm.frontend.process.start_process", nurseries.start_process)
         yield
-    nursery.close()
+    nurseries.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,14 @@
 """Engines in processes that start in half a second, not in five: forked from one that waits.
 
-Most of what it takes to start an engine's process is importing torch and transformers. The first
-test that starts one starts the *nursery*, a process that has imported them; it forks a keeper per
-engine, and the keeper forks the engine, waits for it and says how it ended:
+Most of what it takes to start an engine's process is importing torch and transformers. A *nursery*
+is a process that has imported them; it forks a keeper per engine, and the keeper forks the engine,
+waits for it and says how it ended:
 
     worker  --fds, settings-->  nursery  --fork-->  keeper  --fork-->  engine
        <---------------- pid, then the exit code --------/
 
-What differs from `qllm.frontend.process.start_process`: its parent is the keeper. With `--all`,
-and wherever the environment is not that of the nursery, processes are started as in the product.
+What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With `--all`, and
+the first time in an environment, processes are started as in the product.
 """
 
 import gc
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ import qllm.frontend.process as product
 
 start_process = product.start_process
 CHANGING = {"PYTEST_CURRENT_TEST"}
+MOST_NURSERIES = 2
 MOST_BYTES = 1 << 18
 """Longest message to the nursery: boot code and search path."""
 
 
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in CHANGING}
+def environment() -> frozenset[tuple[str, str]]:
+    return frozenset(item for item in os.environ.items() if item[0] not in CHANGING)
 
 
 class ForkedProcess:
@@ -65,33 +67,40 @@ class ForkedProcess:
         self._keeper.close()
 
 
-class Nursery:
-    """Starts engines of one test process; the first one takes as long as ever."""
+class Nurseries:
+    """Start the engines of one test process: one nursery per environment, from its second start."""
 
     def __init__(self) -> None:
-        self._link: socket.socket | None = None
-        self._place = os.open(os.devnull, os.O_RDONLY)  # of the link: tests count descriptors
-        self._environment: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._starts: Counter[frozenset[tuple[str, str]]] = Counter()
+        self._open: dict[frozenset[tuple[str, str]], Nursery] = {}
+        self._places = [os.open(os.devnull, os.O_RDONLY) for _ in range(MOST_NURSERIES)]
+        """Descriptors that links will have; a test that counts them sees no difference."""
 
     def start_process(self, fd: int) -> Any:
         """In place of the product's."""
         with self._lock:
-            if self._link is None:
-                self._open()
-            if environment() != self._environment:
-                return start_process(fd)
-            assert self._link is not None
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                how = {"boot": product._BOOT, "path": sys.path, "folder": os.getcwd()}
-                message = json.dumps(how, default=str).encode()
-                socket.send_fds(self._link, [message], [fd, 1, 2, theirs.fileno()])
-            return ForkedProcess(ours)
+            here = environment()
+            self._starts[here] += 1
+            if here not in self._open:
+                if self._starts[here] == 1 or not self._places:
+                    return start_process(fd)
+                os.close(self._places.pop())
+                self._open[here] = Nursery()
+            return self._open[here].fork(fd)
 
-    def _open(self) -> None:
-        self._environment = environment()
-        os.close(self._place)
+    def close(self) -> None:
+        """Let them end; engines that run go on."""
+        for place in self._places:
+            os.close(place)
+        for nursery in self._open.values():
+            nursery.close()
+
+
+class Nursery:
+    """A process that has imported what engines import."""
+
+    def __init__(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = theirs.fileno()
@@ -102,13 +111,19 @@ class Nursery:
                 cwd=Path(__file__).parent,
             )
 
+    def fork(self, fd: int) -> ForkedProcess:
+        """Fork an engine for the other end of the socket `fd`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            how = {"boot": product._BOOT, "path": sys.path, "folder": os.getcwd()}
+            message = json.dumps(how, default=str).encode()
+            socket.send_fds(self._link, [message], [fd, 1, 2, theirs.fileno()])
+        return ForkedProcess(ours)
+
     def close(self) -> None:
-        """Let it end; engines that run go on."""
-        if self._link is None:
-            os.close(self._place)
-        else:
-            self._link.close()
-            self._process.wait()
+        """Let it end."""
+        self._link.close()
+        self._process.wait()
 
 
 def serve(link: socket.socket) -> None:
