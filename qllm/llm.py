@@ -73,6 +73,7 @@ class QLLMEngine(Offline, KeptKv):
 
     In a child of `os.fork` the engine stays the parent's: handles that were open end in `error`,
     calls raise EngineClosedError, and neither `close` nor the child's end touches it.
+    The class is large because everything that callers do with an engine is found here.
     """
 
     def __init__(self, client: Client, tokenizer: Any, policy: Any, config: EngineConfig) -> None:

@@ -58,7 +58,10 @@ __all__ = [
 
 
 class RequestView(Protocol):
-    """What a policy may read of a request (see `qllm.scheduler.request.Request`)."""
+    """What a policy may read of a request (see `qllm.scheduler.request.Request`).
+
+    It has many properties because each is one number.
+    """
 
     @property
     def request_id(self) -> RequestId: ...

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from warm import Nurseries
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own library is imported
@@ -60,6 +61,19 @@ def _loaded_modules_are_not_collected() -> Iterator[None]:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork engines from a process that has imported torch; `--all` starts each as users do."""
+    if request.config.getoption("--all"):
+        yield
+        return
+    nurseries = Nurseries()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qllm.frontend.process.start_process", nurseries.start_process)
+        yield
+    nurseries.close()
 
 
 @pytest.fixture(autouse=True)

@@ -49,12 +49,13 @@ def astray(path: str, source: str) -> set[str]:
     return {name for name in found if words(name) & elsewhere}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(str(file.relative_to(ROOT)) for file in (ROOT / "qllm").rglob("*.py"))
-)
-def test_a_word_is_used_where_its_meaning_is(path: str) -> None:
-    if "/templates/" not in path:
-        assert astray(path, (ROOT / path).read_text()) == set()
+def test_a_word_is_used_where_its_meaning_is() -> None:
+    paths = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "qllm").rglob("*.py"))
+    found = {
+        path: astray(path, (ROOT / path).read_text()) for path in paths if "/templates/" not in path
+    }
+    assert len(found) > 150
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def cuda_runner(
 class CudaBackend:
     """A `Backend` (`runner/backend.py`).
 
+    Large because a backend is all that depends on the device.
+
     Args:
         model: The model of transformers, on the device.
         parts: Its parts.

@@ -50,6 +50,8 @@ def host_calls(policy: RankPolicy) -> Any:
 class NativeDecider:
     """The block of the decisions, and the programs that come of them.
 
+    Large because it has what `Scheduler` has, over the memory of C++.
+
     Args:
         policy: A `RankPolicy`; its `rank` is compiled here.
         shape: Layers of the model.

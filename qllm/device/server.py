@@ -65,6 +65,8 @@ class CutOff(NamedTuple):
 class NativeServer(NativeDecider):
     """Claims, decides, publishes. One owner: the loop.
 
+    Large because it is the one way to the memory that the C++ server works in.
+
     Args:
         policy: A `RankPolicy`; its `rank` is compiled here.
         shape: Layers of the model.

@@ -39,6 +39,8 @@ class Live(NamedTuple):
 class EngineLoop:
     """Runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
 
+    Large because the state of live requests has one owner; effects, costs and prefixes are apart.
+
     Args:
         ingress: Where submissions come from.
         scheduler: State and decisions.

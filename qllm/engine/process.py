@@ -62,7 +62,10 @@ def main(fd: int) -> None:
 
 
 class EngineProcess:
-    """One engine and its front ends."""
+    """One engine and its front ends.
+
+    Large because it has a method per question that a front end may ask.
+    """
 
     def __init__(self, owner: Connection, start: Start) -> None:
         self._owner = owner

@@ -26,7 +26,10 @@ MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], 
 
 
 class Client(ABC):
-    """Runs or reaches one engine. Every method may be called from any thread."""
+    """Runs or reaches one engine. Every method may be called from any thread.
+
+    It has many methods because callers must not see where the engine runs.
+    """
 
     info: ModelInfo
 

@@ -74,7 +74,7 @@ class Handle:
     """One submitted request. Safe to use from any thread.
 
     Iterating yields `Piece`s as they come; `async for` and `await` do the same on an event loop
-    (`await handle` gives the `Result`).
+    (`await handle` gives the `Result`). It has many methods because each way to read has its own.
     """
 
     def __init__(

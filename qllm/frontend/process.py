@@ -73,8 +73,16 @@ class Watchdog:
         return self._still_ns > self.limit_s * NS_PER_S
 
 
+def start_process(fd: int) -> "subprocess.Popen[bytes]":
+    """Start a Python that becomes an engine for the other end of the socket `fd`."""
+    command = [sys.executable, "-c", _BOOT, json.dumps(list(map(str, sys.path))), str(fd)]
+    return subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL)
+
+
 class ProcessClient(RingClient):
     """An engine in another process of this machine, reached over a connection.
+
+    Large because every question of `Client` is asked over the connection here.
 
     Args:
         connection: To the engine's process, which has been told to start.
@@ -125,16 +133,7 @@ class ProcessClient(RingClient):
             raise ConfigError("run_in='process' needs Linux; pass run_in='thread'")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            command = [
-                sys.executable,
-                "-c",
-                _BOOT,
-                json.dumps(list(map(str, sys.path))),
-                str(theirs.fileno()),
-            ]
-            process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
-            )
+            process = start_process(theirs.fileno())
         connection = Connection(ours.detach())
         with suppress(BrokenPipeError):  # it is gone already: receiving says how
             connection.send(start)

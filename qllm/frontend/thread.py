@@ -25,6 +25,8 @@ from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, Sampling
 class ThreadClient(Client):
     """Runs a loop on a thread of its own. A model object has one such client at a time.
 
+    It has many methods because it is a client and the sink of the loop.
+
     Args:
         loaded: The model.
         policy: A policy object.

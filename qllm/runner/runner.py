@@ -36,7 +36,7 @@ from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
 class TorchRunner:
     """The `Runner` of `runner/protocol.py` over a causal language model of transformers.
 
-    Made by `runner.cpu.cpu_runner` or `qllm.cuda.backend.cuda_runner`.
+    Made by `cpu_runner` or `cuda_runner`; large because requests and frames change together.
 
     Args:
         model: In evaluation mode, whole, on one device.

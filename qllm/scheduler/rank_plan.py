@@ -45,7 +45,7 @@ MIN_CHUNK = 32
 
 
 class _Shaper:
-    """One call of `shape_plan`."""
+    """One call of `shape_plan`; large because shapes share what is found out once per call."""
 
     def __init__(self, view: View, policy: RankPolicy, ranking: Ranking) -> None:
         self.view = view

@@ -51,7 +51,7 @@ class Request:
     failures: int = 0
     """Runs of it that raised."""
     owes_prompt: bool = False
-    """Log-probabilities of the prompt are asked for and have not come: the first token brings them."""
+    """Log-probabilities of the prompt are asked for; they come with the first token."""
     finished: bool = False
     is_paused: bool = False
     """Its caller has paused it: nobody plans it."""

@@ -45,7 +45,7 @@ from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
 
 
 class Scheduler:
-    """State of the decisions. One owner: the engine loop."""
+    """State of decisions, owned by the loop; large because requests and blocks change together."""
 
     def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
         refuse_policy(policy, limits.capabilities)

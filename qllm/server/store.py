@@ -63,6 +63,8 @@ def now() -> int:
 class Store:
     """The state of the batch API. Safe to use from any thread; calls block.
 
+    It has many methods because each is one statement of SQL.
+
     Raises:
         ConfigError: Another server uses the folder, or it is of another version.
     """

@@ -67,6 +67,8 @@ class _SimFrame:
 class SimRunner:
     """Counts instead of computing.
 
+    It has many methods because it stands in for a whole `Runner`.
+
     Args:
         shape: Layers and experts to pretend.
         clock: Moved by what the ops cost.
