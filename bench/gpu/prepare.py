@@ -20,7 +20,7 @@ from typing import Any
 from bench.gpu.check import PREPARED, ROOT, SITE, write_site
 
 CAPABILITY = (9, 0)
-"""Of an H100 or H200."""
+"""Compute capability of an H100 or H200."""
 POLICIES = ("qllm2", "chunked-priority", "priority-layered")
 """Linked for the loop on the device."""
 
