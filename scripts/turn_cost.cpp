@@ -28,7 +28,13 @@ extern "C" void rank(i64 arrival_ns, i64 priority, i64, i64, i64, i64, i64, i64*
 extern "C" i32 take_turn(const i64* blocks, i64 now_ns, i32 counts_serial, i32 counts_shared) {
   if (counts_serial) CALLGRIND_TOGGLE_COLLECT;
   Loop loop((ServerState*)blocks[0], (State*)blocks[1], (RankFunction)blocks[2], (Lanes*)blocks[3]);
-  i32 branch = loop.turn(now_ns);
+  loop.server.shares = true;
+  for (loop.open(now_ns); loop.waits(); loop.go_on(now_ns)) {
+    if (counts_serial != counts_shared) CALLGRIND_TOGGLE_COLLECT;
+    loop.server.read_fetch(kAlone);
+    if (counts_serial != counts_shared) CALLGRIND_TOGGLE_COLLECT;
+  }
+  i32 branch = loop.close(now_ns);
   if (counts_serial != counts_shared) CALLGRIND_TOGGLE_COLLECT;
   share(loop);
   if (counts_serial != counts_shared) CALLGRIND_TOGGLE_COLLECT;

@@ -121,6 +121,8 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "kernels.cpu_kernels": "runner",  # what has no public name
+    # captures the stages of models that it only compiles
+    "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover runner.runner",
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",

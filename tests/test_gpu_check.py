@@ -188,6 +188,83 @@ def test_results_are_there_whatever_is_missing(
     assert (found["scheduler"] == "built") == (missing == "nothing")
 
 
+def test_results_are_there_without_pydantic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError('no pydantic here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert dry_run(tmp_path, "exact", "engines")["exact"] == {"tokens_mixtral"}
+
+
+def test_results_are_there_where_memory_is_not(tmp_path: Path) -> None:
+    """No part can load torch."""
+    check = f"{sys.executable} -m bench.gpu.check --dry-run --parts kernels exact"
+    command = f"ulimit -v 400000; exec {check}"
+    env = os.environ | {"OUT": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (done.returncode, found["ok"]) == (1, False)
+    assert list(found["parts"]) == ["kernels", "exact"]
+    for part in found["parts"].values():
+        assert part["status"] not in (0, "out of time")
+        assert part["tail"]
+
+
+def test_a_model_that_does_not_fit_ends_a_section_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.gpu import parts
+    from bench.gpu.part import Part
+
+    def make(part: Part, which: str) -> Any:
+        raise MemoryError("a layer has 9 bytes, and 3 are free")
+
+    monkeypatch.setattr(parts, "make_model", make)
+    parts.big(Part(dry=True), "mixtral")
+    said = gpu_check.sections(capsys.readouterr().out)
+    assert said["model"]["error"] == "MemoryError: a layer has 9 bytes, and 3 are free"
+
+
+def test_what_was_compiled_beforehand_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_check, "PREPARED", tmp_path)
+    assert not set(names) & set(gpu_check.environment(gpu_check.Part(1)))
+    (tmp_path / "prepared.json").write_text("{}")
+    found = gpu_check.environment(gpu_check.Part(1))
+    assert [found[name] for name in names] == [str(tmp_path / "triton"), str(tmp_path)]
+
+
+COMPILE = """
+import torch
+from bench.gpu.prepare import compile_only
+from qllm.kernels.triton import norm
+
+count = compile_only()
+x = torch.empty(4, 64, device="meta", dtype=torch.bfloat16)
+for _ in range(2):
+    norm.rms_norm(x, x[0], 1e-6)
+print(count())
+"""
+
+
+def test_launches_are_compiled_and_not_run_where_there_is_no_gpu(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    [cubin] = tmp_path.rglob("_rms_norm.cubin")
+    [about] = tmp_path.rglob("_rms_norm.json")
+    assert cubin.stat().st_size > 1000
+    assert json.loads(about.read_text())["target"]["arch"] == 90
+
+
 def dry_run(out: Path, *parts: str) -> dict[str, Any]:
     env = os.environ | {"OUT": str(out), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "bench.gpu.check", "--dry-run", "--parts", *parts]

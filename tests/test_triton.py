@@ -1,7 +1,6 @@
 """Every Triton kernel against plain torch: interpreted on a CPU, compiled where there is a GPU."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,22 +9,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from interpret import DEVICES
 from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
-from triton.runtime.interpreter import InterpreterBuilder
 
 from qllm.kernels import reference
 from qllm.kernels.routing import (
     Activation,
     ExpertWeights,
     HeadNorms,
-    Routing,
-    Rule,
-    RuleKind,
-    Sum,
 )
 from qllm.kernels.tiles import Query, tiles_of
-from qllm.kernels.triton import attention, choose, moe, norm, rope, sampling
-from qllm.runner import sampler
-from qllm.types import SamplingParams
+from qllm.kernels.triton import attention, moe, norm, rope
 
 FEW = settings(max_examples=8, deadline=None, phases=[Phase.generate])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -282,167 +274,6 @@ def test_experts(
     close(*outs)
 
 
-def sorted_by_hand(ids: torch.Tensor, live: int, experts: int, rows: int) -> list[list[int]]:
-    """Counts, order, starts of tiles, and expert, row and end of each tile."""
-    top_k, slots = ids.shape[1], ids[:live].flatten().tolist()
-    order = sorted(range(live * top_k), key=lambda slot: (slots[slot], slot))
-    counts = [slots.count(e) for e in range(experts)]
-    starts, tiles, at = [0], [], 0
-    for e, count in enumerate(counts):
-        tiles += [(e, at + i, at + count) for i in range(0, count, rows)]
-        starts.append(len(tiles))
-        at += count
-    return [counts, order, starts, *(list(column) for column in zip(*tiles, strict=True))]
-
-
-def check_sorted(routing: Routing, live: int, experts: int, rows: int) -> None:
-    wanted = sorted_by_hand(routing.ids_TK.cpu(), live, experts, rows)
-    for found, by_hand in zip(routing[1:], wanted, strict=False):
-        assert found[: len(by_hand)].tolist() == by_hand
-
-
-@DEVICES
-@FEW
-@given(
-    num=st.sampled_from([1, 2, 7, 33, 64, 65, 100]),
-    live=st.floats(0, 1),
-    sizes=st.sampled_from([(4, 2), (5, 5), (16, 2), (60, 4), (128, 8)]),
-    rule=st.sampled_from(
-        [*(Rule(kind, 0.02) for kind in RuleKind), Rule(RuleKind.SPARSE_MIXER, 1)]
-    ),
-    wide=st.booleans(),
-    dtype=DTYPES,
-    seed=st.integers(0, 99),
-)
-def test_experts_are_chosen_and_sorted(
-    device: str,
-    num: int,
-    live: float,
-    sizes: tuple[int, int],
-    rule: Rule,
-    wide: bool,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    noise, (experts, top_k) = Noise(seed, device), sizes
-    # distinct in bf16 too: who is first of equals is torch's secret
-    steps = torch.stack([noise.order(experts) for _ in range(num)])
-    logits = ((steps - experts // 3) / 16).to(dtype)
-    num_live = torch.tensor([int(live * num)], dtype=torch.int32, device=device)
-    kind = torch.float32 if wide else dtype
-    results = []
-    for kernels in (choose, reference):
-        hits = torch.tensor([5], dtype=torch.int32, device=device)
-        routing, weights = kernels.choose(logits, rule, top_k, num_live, hits, kind)
-        assert weights.dtype is kind
-        results.append((routing.ids_TK.long(), weights, int(hits), routing.counts_E.tolist()))
-        if kernels is choose:
-            rows = moe.tile_rows(num * top_k, experts)
-            check_sorted(routing, int(num_live), experts, rows)
-    (ids, weights, *rest), (wanted_ids, wanted, *wanted_rest) = results
-    assert torch.equal(ids[: int(num_live)], wanted_ids[: int(num_live)])
-    close(weights, wanted)
-    assert rest == wanted_rest
-
-
-def test_the_sparse_mixer_is_that_of_transformers() -> None:
-    from transformers.models.phimoe.modeling_phimoe import sparsemixer
-
-    noise = Noise(2, "cpu")
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = noise(40, 16, dtype=dtype)
-        wanted, wanted_ids = sparsemixer(logits, jitter_eps=0.1, training=False, top_k=2)
-        live, hits = (torch.tensor([n], dtype=torch.int32) for n in (40, 0))
-        for kernels in (choose, reference):
-            rule = Rule(RuleKind.SPARSE_MIXER, 0.2)
-            routing, weights = kernels.choose(logits, rule, 2, live, hits, dtype)
-            is_same = (routing.ids_TK == wanted_ids).all(1)
-            assert is_same.sum() >= 38  # of equals in bf16 torch takes any
-            close(weights[is_same], wanted[is_same])
-
-
-@DEVICES
-@pytest.mark.parametrize("num", [4, 70])
-def test_a_token_of_broken_logits_gets_experts_and_broken_weights(device: str, num: int) -> None:
-    """Its ids must be whole, or it would break the order of the others' slots."""
-    logits = Noise(3, device)(num, 8)
-    logits[1, 5] = math.nan
-    logits[2] = math.nan
-    logits[3] = -math.inf
-    live, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (num, 0))
-    rule = Rule(RuleKind.RENORMALISED)
-    routing, weights = choose.choose(logits, rule, 3, live, hits, torch.float32)
-    assert all(len(set(row)) == 3 and set(row) <= set(range(8)) for row in routing.ids_TK.tolist())
-    assert weights[1:3].isnan().all()
-    assert not weights[0].isnan().any()
-    check_sorted(routing, num, 8, moe.tile_rows(num * 3, 8))
-
-
-@DEVICES
-@FEW
-@given(
-    num=st.integers(0, 5),
-    width=st.sampled_from([8, 40, 1100]),
-    live=st.integers(0, 5),
-    multiplier=st.sampled_from([None, 0.22]),
-    shared=st.sampled_from(["no", "yes", "gated"]),
-    dtype=DTYPES,
-)
-def test_what_experts_give_is_added(
-    device: str,
-    num: int,
-    width: int,
-    live: int,
-    multiplier: float | None,
-    shared: str,
-    dtype: torch.dtype,
-) -> None:
-    noise = Noise(num, device)
-    slots, weights = noise(num, 2, width, dtype=dtype), noise(num, 2)
-    residual = noise(num, width + 3, dtype=dtype)[:, :width]
-    add = Sum(
-        residual,
-        multiplier,
-        None if shared == "no" else noise(num, width, dtype=dtype),
-        noise(num, 1, dtype=dtype) if shared == "gated" else None,
-    )
-    num_live = torch.tensor([live], dtype=torch.int32, device=device)
-    found, wanted = (torch.full((num, width), math.nan, device=device).to(dtype) for _ in "ab")
-    moe.combine(slots, weights, num_live, found, add)
-    reference.combine(slots, weights, num_live, wanted, add)
-    close(found, wanted)
-    if shared == "no":
-        assert torch.equal(found[live:], residual[live:])
-
-
-@DEVICES
-@FEW
-@given(
-    num=st.integers(0, 5),
-    width=st.sampled_from([8, 40, 1100]),
-    multiplier=st.sampled_from([None, 0.22]),
-    dtype=DTYPES,
-)
-def test_a_sum_is_kept_and_normed(
-    device: str, num: int, width: int, multiplier: float | None, dtype: torch.dtype
-) -> None:
-    noise = Noise(num, device)
-    residual, x = noise(num, 2 * width, dtype=dtype)[:, ::2].contiguous(), noise(num, width + 8)
-    x = x.to(dtype)[:, :width]
-    given_ = residual, x, multiplier, noise(width, dtype=dtype), 1e-6
-    found, wanted = norm.add_rms_norm(*given_), reference.add_rms_norm(*given_)
-    for a, b in zip(found, wanted, strict=True):
-        close(a, b)
-
-
-@DEVICES
-@FEW
-@given(num=st.integers(0, 5), width=st.sampled_from([8, 40, 1100]), dtype=DTYPES)
-def test_gates_times_ups(device: str, num: int, width: int, dtype: torch.dtype) -> None:
-    x = Noise(num, device)(num, 2 * width, dtype=dtype)
-    close(norm.silu_mul(x), reference.silu_mul(x))
-
-
 def test_tiles_of_an_expert_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     grids = []
 
@@ -489,121 +320,3 @@ def test_rms_norm(device: str, num: int, width: int, dtype: torch.dtype) -> None
     noise = Noise(num, device)
     x, weight = noise(num, 2 * width, dtype=dtype)[:, :width] * 3, noise(width, dtype=dtype)
     close(norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
-
-
-# -- sampling
-
-
-def columns(
-    params: Sequence[SamplingParams], seeds: list[int], positions: list[int], device: str
-) -> tuple[torch.Tensor, ...]:
-    def of(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return (
-        of([p.temperature for p in params], torch.float64),
-        of([p.top_k for p in params], torch.int32),
-        of([p.top_p for p in params], torch.float64),
-        of([p.min_p for p in params], torch.float64),
-        of(seeds, torch.int64),
-        of(positions, torch.int64),
-    )
-
-
-def sampled(
-    kernels: Any, logits: torch.Tensor, *columns: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.full((len(logits),), -1, device=logits.device)
-    peaks = torch.zeros(len(logits), device=logits.device)
-    kernels.sample(logits, *columns, tokens, peaks)
-    return tokens, peaks
-
-
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 4, 500]),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.01, 0.4]),
-    seed=st.integers(0, 2**62),
-)
-
-
-@DEVICES
-@FEW
-@given(
-    params=st.lists(PARAMS, min_size=1, max_size=3),
-    vocabulary=st.sampled_from([5, 97, 130]),
-    position=st.integers(0, 2**40),
-    coarse=st.booleans(),
-    kept=st.sampled_from([4, 16, sampling.KEPT]),
-    dtype=DTYPES,
-    seed=st.integers(0, 99),
-)
-def test_the_device_samples_what_the_cpu_samples(
-    device: str,
-    params: list[SamplingParams],
-    vocabulary: int,
-    position: int,
-    coarse: bool,
-    kept: int,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    """Whether the tokens that stay are few enough to be copied or not."""
-    logits = Noise(seed, device)(len(params), vocabulary, dtype=dtype) * 3
-    if coarse:  # many ties
-        logits = logits.round()
-    positions = [position + i for i in range(len(params))]
-    cpu = sampler.Sampler()
-    for i, p in enumerate(params):
-        cpu.add(i, p, [])
-    rows = list(range(len(params)))
-    wanted = [s.token_id for s in cpu.sample(logits, rows, positions, [[]] * len(rows))]
-    given_columns = columns(params, [p.seed or 0 for p in params], positions, device)
-    for kernels in (sampling, reference):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "KEPT", kept)
-            tokens, peaks = sampled(kernels, logits, *given_columns)
-        assert tokens.tolist() == wanted
-        assert torch.equal(peaks, logits.float().max(1).values)
-
-
-def test_a_long_row_is_read_as_often_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The passes of the docstring, over a row of three blocks."""
-    reads = [0]
-    load = InterpreterBuilder.create_masked_load
-
-    def counting(self: Any, pointers: Any, *how: Any) -> Any:
-        reads[0] += pointers.data.size > 1
-        return load(self, pointers, *how)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
-    logits = Noise(5, "cpu")(1, 9000)
-    passes = []
-    for how in ({"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}):
-        params = [SamplingParams(**{"temperature": 0.8, **how})]
-        reads[0] = 0
-        sampled(sampling, logits, *columns(params, [3], [7], "cpu"))
-        passes.append(reads[0])
-    searches = 8 * -(-9000 // 1024)  # in blocks of 1024; the others in blocks of 4096
-    assert passes == [3, 3 * 3, 6 * 3 + 8 + 2, 3 * 3 + searches]
-
-
-@DEVICES
-@pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345, 2**63 - 1])
-def test_there_is_one_random_number(device: str, seed: int) -> None:
-    positions = [0, 1, 77, 2**33 + 5]
-    column = torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device)
-    assert reference.uniforms(*column).tolist() == [sampler.uniform(seed, p) for p in positions]
-
-
-@DEVICES
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_broken_logits_show_in_the_peak(device: str, wrong: float) -> None:
-    logits = Noise(0, device)(3, 50)
-    logits[1, 20] = wrong
-    given_columns = columns([SamplingParams(temperature=1.0)] * 3, [1, 2, 3], [5, 5, 5], device)
-    for kernels in (sampling, reference):
-        _, peaks = sampled(kernels, logits, *given_columns)
-        assert peaks.isfinite().tolist() == [True, False, True]

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "in-place"
+PREPARED = ROOT / "build" / "gpu"
+"""What `bench.gpu.prepare` has compiled beforehand."""
 SCHEDULER = ROOT / "qllm" / "device" / "_scheduler.abi3.so"
 MARK = "gpu-check-section "
 BEGAN = "GPU_CHECK_BEGAN"
@@ -132,6 +134,8 @@ def environment(part: Part) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")])
     more = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     more |= {"CUDA_MODULE_LOADING": "EAGER"} if part.runs_loop else {}
+    if (PREPARED / "prepared.json").exists():
+        more |= {"TRITON_CACHE_DIR": str(PREPARED / "triton"), "XDG_CACHE_HOME": str(PREPARED)}
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
         more["CUDA_HOME"] = str(Path(nvcc).resolve().parents[1])

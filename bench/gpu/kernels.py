@@ -94,7 +94,35 @@ def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict
     copy, flops = _ceilings(device, dry)
     work = 4 * batch * heads * width * sum(range(length - new + 1, length + 1))
     found = _over(took, num_bytes / copy / 1e9, work / flops / 1e12)
-    return found | _baseline("sdpa", lambda: _sdpa(q, caches, batch, new, length), device)
+    found |= _baseline("sdpa", lambda: _sdpa(q, caches, batch, new, length), device)
+    if new > 1:
+        return found
+    return found | _baseline("flashinfer", lambda: _flashinfer(q, caches, tables, length), device)
+
+
+def _flashinfer(
+    q: torch.Tensor, caches: list[list[torch.Tensor]], tables: torch.Tensor, length: int
+) -> list[Callable[[], object]]:
+    """Decode by the one call of FlashInfer that plans nothing: lengths and pages on the device."""
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    batch, _, width = q.shape
+    space = torch.zeros(128 << 20, dtype=torch.uint8, device=q.device)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    return [
+        functools.partial(
+            trtllm_batch_decode_with_kv_cache,
+            q,
+            tuple(t.view(-1, PAGE, *t.shape[1:]) for t in cache),
+            space,
+            tables.to(torch.int32),
+            lengths,
+            length,
+            bmm1_scale=width**-0.5,
+            kv_layout="NHD",
+        )
+        for cache in caches
+    ]
 
 
 def _sdpa(

@@ -22,7 +22,7 @@ class Router(NamedTuple):
     rule: Rule
     top_k: int
     dtype: torch.dtype
-    """Of the weights that it gives."""
+    """Dtype of the weights that it gives."""
 
 
 def known_router(router: Any) -> Router | None:

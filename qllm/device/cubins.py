@@ -1,14 +1,14 @@
 """Kernels of a policy, compiled once: cubins under the user's cache, keyed by all they come from.
 
-The sources of `csrc` ship with the package. What is compiled depends on them, on the
-policy's rank with its numbers, on the architecture and on the compilers; a change of any is
-another file. A file that is not whole is compiled anew.
+The sources of `csrc` ship with the package. A change of them, of the policy's rank or its numbers,
+or of the architecture is another file. Compilers are not part of the name: a cubin that was linked
+on a machine without a GPU is found on the one that has it, whatever is installed there. A file that
+is not whole is compiled anew.
 """
 
 import hashlib
 import os
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from qllm.device.layout import HEADER
 from qllm.device.rank import compile_device, rank_text
 from qllm.errors import ConfigError, pip_install
 
-COMPILERS = ("numba-cuda", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm")
 _DIGEST_BYTES = 32
 KERNELS = (
     *("qllm_call", "qllm_server_call", "qllm_ring_read", "qllm_ring_write"),
@@ -63,15 +62,8 @@ def _key(policy: Any, capability: tuple[int, int]) -> str:
     for source in sorted(Path(HEADER).parent.iterdir()):
         if source.suffix in (".h", ".cu"):
             digest.update(source.name.encode() + source.read_bytes())
-    digest.update(repr((capability, [_version(name) for name in COMPILERS])).encode())
+    digest.update(repr(capability).encode())
     return digest.hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:

@@ -11,7 +11,7 @@ from qllm.device import layout
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.ingress.structs import Dtype, c_struct
 
-VERSION = 3
+VERSION = 4
 """Version of everything in this file."""
 NOTHING, CANNOT = -1, -2
 """Returned instead of a branch: nothing can run now; the running frame fits no stage."""
@@ -75,6 +75,7 @@ LANES: Dtype = np.dtype(
         *numbers("num_stages", "num_starts", "seats", "num_layers", "spare_slot"),
         *numbers("branch", "layer", "fill", "start_ns", "num_sampled", "failure"),
         *numbers("num_turns", "turns_left", "goes_on", "in_flight", "asked", "idle", "stopped"),
+        *numbers("num_fetches"),
         *numbers("launch_ns", "clock_ns", "now_ns", "pause", "preempted", "num_preemptions"),
         *numbers("longest_ns", "num_policy_errors", "policy_error", "shown_ns"),
         ("group", GROUP),
@@ -85,12 +86,13 @@ finished, whether the lane of that stage must be filled first, and when it began
 `num_sampled`: entries of `sampled`; `failure`: what `decide` answered if it was not OK. Then of the
 loop: turns taken, how many more this launch may take, and whether it takes another; whether a stage
 runs between two turns; what the front ends ask of it; whether the last turn found nothing to do;
-whether it was asked to stop and has. `launch_ns`: engine time of a launch, 0 once the device has
-set its clock by it: `clock_ns` is its timer at engine time 0; `now_ns`: when the last turn was.
-`pause`: the host wants the launch to end. `preempted`: whether the last frame that was parked made
-way for an arrival; `longest_ns`: from a turn that chose a stage to the next one, at most;
-`policy_error`: the last answer of `decide` that was not OK; `shown_ns`: when the front ends were
-last shown what the engine holds; `group`: of the running frame."""
+whether it was asked to stop and has; `num_fetches`: records that the block of this turn has read.
+`launch_ns`: engine time of a launch, 0 once the device has set its clock by it: `clock_ns` is its
+timer at engine time 0; `now_ns`: when the last turn was. `pause`: the host wants the launch to end.
+`preempted`: whether the last frame that was parked made way for an arrival; `longest_ns`: from a
+turn that chose a stage to the next one, at most; `policy_error`: the last answer of `decide` that
+was not OK; `shown_ns`: when the front ends were last shown what the engine holds; `group`: of the
+running frame."""
 
 STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Group": GROUP, "Lanes": LANES}
 ENUMS = {

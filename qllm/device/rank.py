@@ -14,8 +14,11 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from qllm.errors import ConfigError, pip_install
 from qllm.policy import RankPolicy
@@ -110,12 +113,26 @@ def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
 
 def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., None]) -> Any:
     try:
-        return make(function)
+        with _old_numpy_names():
+            return make(function)
     except Exception as error:  # numba's own, of many kinds
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"rank of policy {type(policy).__name__} cannot be compiled: {reason}"
         ) from error
+
+
+@contextmanager
+def _old_numpy_names() -> Iterator[None]:
+    """Lend numpy >= 2.5 a name that numba-cuda 0.30 looks up when it first compiles."""
+    if hasattr(np, "row_stack"):
+        yield
+        return
+    np.row_stack = np.vstack
+    try:
+        yield
+    finally:
+        del np.row_stack
 
 
 def rank_text(policy: Any) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.ingress.structs import RING_END, Dtype, c_struct
 
-VERSION = 4
+VERSION = 5
 """Version of everything in this file."""
 MOST_STOP_IDS = 8
 """Ids that end a request on the device; one with more is not served there."""
@@ -94,6 +94,18 @@ SEND: Dtype = np.dtype(
 )
 """A token record whose place in its ring is taken: the threads of a block write them together."""
 
+FETCH: Dtype = np.dtype(
+    [
+        *numbers(
+            "end", "seq", "length", "slot", "first_token", "num_tokens", "sum", "broken", "waits"
+        )
+    ]
+)
+"""What the threads of a block read of a request's record: its checksum, and its tokens into a slot.
+`end`: address of the ring's end; `seq`: of the record; `first_token`: bytes before the tokens, a
+multiple of 8; `sum`: the checksum; `broken`: a token is not in the vocabulary; `waits`: nothing of
+this was read yet."""
+
 SECTIONS = (
     Section("serving", SERVING, "capacity"),
     Section("tokens", I4, "capacity * max_total_tokens"),
@@ -113,17 +125,19 @@ SERVER: Dtype = np.dtype(
         *numbers("vocab_size", "ls_slots", "shared_slots", "control"),
         *numbers("first_front_end", "num_held", "num_events", "next_deadline_ns", "most_layers"),
         *numbers("bell_seen", "word", "lowered_ns", "num_steps", "num_tokens"),
-        *numbers("num_silent", "num_sends"),
+        *numbers("num_silent", "num_sends", "num_taken"),
+        ("fetch", FETCH),
     ]
 )
 """Offsets; sizes; `ls_slots`: slots that BE requests leave free; `shared_slots`: slots that every
 attached front end can have whatever the others hold; `control`: address of the engine's control
 block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found.
 `num_silent`: attached front ends that ring no bell; with any, a turn looks at the rings anyway;
-`num_sends`: token records of the turn whose places are taken."""
+`num_sends`: token records of the turn whose places are taken; `num_taken`: records that this claim
+took; `fetch`: the record that a claim waits for."""
 
 STRUCTS = {"Serving": SERVING, "Pending": PENDING, "FrontEnd": FRONT_END, "Event": EVENT}
-STRUCTS |= {"Send": SEND, "ServerState": SERVER}
+STRUCTS |= {"Send": SEND, "Fetch": FETCH, "ServerState": SERVER}
 ENUMS = {
     "Phase": {"FREE": FREE, "LIVE": LIVE, "ENDED": ENDED},
     "EventKind": {"ADDED": ADDED, "REMOVED": REMOVED},

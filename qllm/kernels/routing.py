@@ -24,7 +24,7 @@ class RuleKind(enum.IntEnum):
     RENORMALISED = 1
     """The same divided by its sum over the chosen: softmax over the chosen."""
     SPARSE_MIXER = 2
-    """Of each chosen expert among those within `jitter` of it, without those before it."""
+    """Softmax of each chosen expert among those within `jitter` of it, without those before it."""
 
 
 class Rule(NamedTuple):
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
     kind: RuleKind
     jitter: float = 0.0
-    """Of SPARSE_MIXER: how far below the best, relative to its size, an expert still counts."""
+    """How far, for SPARSE_MIXER, below the best, relative to its size, an expert still counts."""
 
 
 class HeadNorms(NamedTuple):

@@ -28,6 +28,7 @@ struct Claimer : Publisher {
     f.state = DETACHED;
     f.why = why;
     f.num_pending = 0;
+    v->fetch.end = 0;
     for (i32 slot = 0; slot < v->capacity && f.held; slot++)
       if (serving[slot].phase != FREE && serving[slot].front_end == index) drop(slot, now_ns);
   }
@@ -39,7 +40,7 @@ struct Claimer : Publisher {
   template <class Record>
   QLLM_D i64 look(i32 index, RingEnd& end, u32 kind, Record* record, i64 now_ns) {
     RingReader ring(&end);
-    i64 length = ring.look(now_ns);
+    i64 length = kind == kRequestKind ? checked(end, now_ns) : ring.look(now_ns);
     if (length < 0) detach(index, BROKEN_RING, now_ns);
     if (length <= 0) return 0;
     if (ring.kind() != kind || length < i64(sizeof(Record) + kTrailer)) {
@@ -51,6 +52,73 @@ struct Claimer : Publisher {
     if (record->request_id >> kNumberBits == u64(front_ends[index].number)) return length;
     detach(index, FOREIGN_ID, now_ns);
     return 0;
+  }
+  // The next record of a ring of requests, as `RingReader::look`, its checksum by `read_fetch`; 0
+  // while that is to come.
+  QLLM_D i64 checked(RingEnd& end, i64 now_ns) {
+    RingReader ring(&end);
+    i64 length = ring.glance();
+    if (length <= 0 || end.checked == end.seq + 1) return length;
+    Fetch& f = v->fetch;
+    if (f.end != i64(&end) || f.seq != i64(end.seq) + 1) order(end, length);
+    if (f.waits) return 0;
+    i64 answer = ring.check(length, u32(f.sum), now_ns);
+    if (answer <= 0) f.end = 0;  // it is read anew
+    return answer;
+  }
+  // Have the next record of a ring read: by the threads of a block before `claim` goes on, if
+  // `shares`, else now. What its numbers say is not checked yet, so they only bound the reading.
+  QLLM_D_CALL void order(RingEnd& end, i64 length) {
+    RingReader ring(&end);
+    RequestRecord r = {};
+    if (length >= i64(sizeof r + kTrailer)) ring.copy((u8*)&r + kHeader, sizeof r - kHeader);
+    i64 slot = scheduler.s->free_request;
+    bool fits = is_whole(r, length) && num_known(r) <= u64(v->max_total_tokens) && slot >= 0;
+    Fetch f = {i64(&end), i64(end.seq) + 1, length, slot, first_token(r),
+               fits ? i64(num_known(r)) : 0, 0, 0, 1};
+    v->fetch = f;
+    if (shares) return;
+    read_fetch({0, 1});
+    fetched();
+  }
+  QLLM_D static i64 first_token(const RequestRecord& r) {
+    return i64(sizeof r + 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids));
+  }
+  // Read what was ordered, each thread a part: checksum, tokens, and whether all are known.
+  QLLM_D_CALL void read_fetch(Share mine) const {
+    Fetch& f = v->fetch;
+    Ring ring((RingEnd*)f.end);
+    u64 words = (u64(f.length) - kTrailer) / 8, each = (words + mine.threads - 1) / mine.threads;
+    u64 i = mine.thread * each, end = least(i + each, words);
+    if (i >= end) return;
+    i32* to = tokens + f.slot * v->max_total_tokens;
+    Crc crc;
+    crc.value = 0;
+    bool broken = false;
+    for (u64* p = ring.word(ring.end->at + 8 * i); i < end; i++, p = ring.after(p)) {
+      u64 word = *p;
+      crc.add(i ? word : word ^ 0xFFFFFFFFu);
+      i64 token = (i64(8 * i) - f.first_token) / 4;
+      for (i32 k = 0; k < 2 && i64(8 * i) >= f.first_token; k++, token++, word >>= 32) {
+        if (token >= f.num_tokens) break;
+        to[token] = i32(word);
+        broken |= i32(word) < 0 || i32(word) >= v->vocab_size;
+      }
+    }
+    add_to_sum(&f.sum, Crc::moved(crc.value, words - end));
+    if (broken) f.broken = 1;
+  }
+  QLLM_D static void add_to_sum(i64* sum, u32 part) {
+#if defined(__CUDA_ARCH__)
+    atomicXor((unsigned int*)sum, part);
+#else
+    *sum ^= part;
+#endif
+  }
+  // One thread, when all are through.
+  QLLM_D void fetched() {
+    v->fetch.waits = 0;
+    v->fetch.sum = ~v->fetch.sum;
   }
   // Its prompt and what an engine before this one has produced.
   QLLM_D static u64 num_known(const RequestRecord& r) { return u64(r.num_prompt) + r.num_output; }
@@ -204,9 +272,13 @@ struct Claimer : Publisher {
     }
     if (late) return end_at_once(f, r, kReasonTimeout, nullptr);
     if (num_claimable(index, is_be) <= 0 || v->num_events >= 2 * v->capacity) return false;
-    RingReader ring(is_be ? &f.be : &f.ls);
-    if (!copy_arrays(i32(scheduler.s->free_request), r, ring))
+    RingEnd& end = is_be ? f.be : f.ls;
+    i32 slot = i32(scheduler.s->free_request);
+    if (!has_tokens(end, slot, r)) order(end, length);
+    if (v->fetch.waits) return false;
+    if (v->fetch.broken || !has_tokens(end, slot, r))
       return end_at_once(f, r, kReasonError, "a token id of the prompt is not in the vocabulary");
+    RingReader(&end).copy((u8*)serving[slot].stop_ids, 8 * u64(r.num_stop_ids), sizeof r - kHeader);
     add(index, r);
     return true;
   }
@@ -227,15 +299,11 @@ struct Claimer : Publisher {
     f.num_refused++;
     return true;
   }
-  // Copy prompt and stop ids to a slot; false if an id is not in the vocabulary.
-  QLLM_D bool copy_arrays(i32 slot, const RequestRecord& r, const RingReader& ring) {
-    u64 fixed = sizeof r - kHeader, stop_bytes = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids);
-    i32* prompt = tokens + slot * v->max_total_tokens;
-    ring.copy((u8*)serving[slot].stop_ids, 8 * u64(r.num_stop_ids), fixed);
-    ring.copy((u8*)prompt, 4 * num_known(r), fixed + stop_bytes);
-    bool known = true;
-    for (u64 i = 0; i < num_known(r); i++) known &= prompt[i] >= 0 && prompt[i] < v->vocab_size;
-    return known;
+  // Whether the tokens of a request were read into a slot.
+  QLLM_D bool has_tokens(const RingEnd& end, i32 slot, const RequestRecord& r) const {
+    const Fetch& f = v->fetch;
+    return f.end == i64(&end) && f.seq == i64(end.seq) + 1 && f.slot == slot &&
+           f.num_tokens == i64(num_known(r)) && f.first_token == first_token(r);
   }
   QLLM_D void add(i32 index, const RequestRecord& r) {
     i32 slot = scheduler.add(i64(r.request_id), r.priority, r.arrival_ns, target_ns(r.slo_ttft_ms),

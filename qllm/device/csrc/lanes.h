@@ -2,7 +2,7 @@
 #pragma once
 #include "state.h"
 namespace qllm {
-const i64 kLanesVersion = 3;
+const i64 kLanesVersion = 4;
 const i32 kBroken = -1;
 const i64 kMostLatencies = 1024;
 enum Branch { NOTHING = -1, CANNOT = -2 };
@@ -92,6 +92,7 @@ struct Lanes {
   i64 asked;
   i64 idle;
   i64 stopped;
+  i64 num_fetches;
   i64 launch_ns;
   i64 clock_ns;
   i64 now_ns;
@@ -104,7 +105,7 @@ struct Lanes {
   i64 shown_ns;
   Group group;
 };
-static_assert(sizeof(Lanes) == 320, "Lanes");
+static_assert(sizeof(Lanes) == 328, "Lanes");
 
 // The arrays of a block: X(type, name).
 #define QLLM_LANES_SECTIONS(X) X(Stage, stages) X(i32, starts) X(Lane, lanes) X(Sampled, sampled) X(i64, latencies)

@@ -14,6 +14,7 @@
 namespace qllm {
 
 const i64 kShowNs = kNsPerMs;  // front ends are shown what the engine holds this often
+const i64 kMostFetches = 64;   // records that a turn has its block read
 
 struct Loop {
   Server server;
@@ -29,16 +30,31 @@ struct Loop {
     server.holds = true;
   }
 
-  // The branch of the next stage, or NOTHING. Then a `Sender` sends.
-  QLLM_D_CALL i32 turn(i64 now_ns) {
+  // A turn in three parts: `open`; while `waits`, all threads `Server::read_fetch` and one calls
+  // `go_on`; `close`. The branch of the next stage, or NOTHING; then a `Sender` sends.
+  QLLM_D i32 turn(i64 now_ns) {
+    open(now_ns);
+    return close(now_ns);
+  }
+  QLLM_D bool waits() const { return v->fetch.waits; }
+  QLLM_D_CALL void go_on(i64 now_ns) {
+    server.fetched();
+    if (++now->num_fetches < kMostFetches) server.claim_requests(now_ns);
+  }
+  QLLM_D_CALL void open(i64 now_ns) {
     if (now->in_flight) now->longest_ns = most(now->longest_ns, now_ns - now->now_ns);
     now->now_ns = now_ns;
     now->num_turns++;
     now->turns_left--;
     v->num_events = 0;  // nobody mirrors requests
+    now->num_fetches = v->num_taken = v->fetch.waits = 0;
     if (now->in_flight) book(now_ns);
-    i64 taken = s->running < 0 ? take_in(now_ns) : 0;
-    i32 branch = s->running < 0 && now->asked == STOP ? close(taken, now_ns) : choose(now_ns);
+    if (s->running < 0) take_in(now_ns);
+  }
+  QLLM_D_CALL i32 close(i64 now_ns) {
+    i64 taken = v->num_taken;
+    if (s->running < 0) now->asked = server.asked();
+    i32 branch = s->running < 0 && now->asked == STOP ? end(taken, now_ns) : choose(now_ns);
     now->in_flight = branch >= 0;
     now->idle = branch < 0 && !taken;
     now->goes_on = !now->stopped && !now->pause && now->turns_left > 0;
@@ -68,14 +84,12 @@ struct Loop {
         server.sampled(found[i].slot, found[i].token, now_ns);
     }
   }
-  // Between two frames: take requests in, write what found no room. Return the records taken.
-  QLLM_D i64 take_in(i64 now_ns) {
+  // Between two frames: take requests in, write what found no room.
+  QLLM_D void take_in(i64 now_ns) {
     s->num_effects = 0;
     v->num_events = 0;
     server.flush();
-    i64 taken = server.claim(now_ns);
-    now->asked = server.asked();
-    return taken;
+    server.claim(now_ns);
   }
   QLLM_D i32 choose(i64 now_ns) {
     i64 steps = s->next_frame_id;
@@ -122,7 +136,7 @@ struct Loop {
     }
   }
   // Asked to stop: everybody ends, those in the rings too, a bounded part of them per turn.
-  QLLM_D i32 close(i64 taken, i64 now_ns) {
+  QLLM_D i32 end(i64 taken, i64 now_ns) {
     now->branch = NOTHING;
     now->fill = 0;
     end_all(i32(kReasonCancelled), nullptr, now_ns);

@@ -146,7 +146,11 @@ PyObject* loop_turn(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[6];
   if (!read_numbers(args, num, n)) return nullptr;
   Loop loop((ServerState*)n[0], (State*)n[1], (RankFunction)n[2], (Lanes*)n[3]);
-  i32 branch = loop.turn(n[4]), threads = i32(n[5]);
+  i32 threads = i32(n[5]);
+  loop.server.shares = true;
+  for (loop.open(n[4]); loop.waits(); loop.go_on(n[4]))
+    for (i32 i = 0; i < threads; i++) loop.server.read_fetch({i, threads});
+  i32 branch = loop.close(n[4]);
   Sender sender(loop.v);
   for (i32 i = 0; i < threads; i++) sender.send({i, threads});
   sender.show();

@@ -68,7 +68,8 @@ struct Sender {
 
 struct Publisher {
   ServerState* v;
-  bool holds = false;  // records are left to a `Sender`
+  bool holds = false;   // records are left to a `Sender`
+  bool shares = false;  // what is ordered of a ring is left to the threads of a block
   Scheduler scheduler;
   Request* requests;
 #define X(type, name) type* name;

@@ -94,6 +94,23 @@ struct Crc {
     for (i32 k = 0; k < 8; k++) value ^= tables.t[7 - k][(word >> (8 * k)) & 255];
   }
   QLLM_D u32 sum() const { return ~value; }
+  // The value after so many more words of zeros: a product with a power of x, modulo the polynomial.
+  // Sums of parts, each moved past what follows it, add up (by xor) to the sum of the whole.
+  QLLM_D static u32 moved(u32 value, u64 words) {
+    u32 power = 0x80000000u >> 8;  // x to the eighth: one byte; bit 31 is the lowest power
+    for (i32 i = 0; i < 3; i++) power = times(power, power);
+    for (; words; words >>= 1, power = times(power, power))
+      if (words & 1) value = times(value, power);
+    return value;
+  }
+  QLLM_D static u32 times(u32 a, u32 b) {
+    u32 product = 0;
+    for (i32 i = 31; i >= 0; i--) {
+      product ^= a >> i & 1 ? b : 0;
+      b = b & 1 ? 0xEDB88320u ^ (b >> 1) : b >> 1;
+    }
+    return product;
+  }
 };
 
 struct Ring {
@@ -130,10 +147,15 @@ struct RingReader : Ring {
     Crc crc;
     u64* p = word(end->at);
     for (u64 i = end->at; i < trailer; i += 8, p = after(p)) crc.add(*p);
-    if ((*word(trailer) & 0xFFFFFFFFu) != crc.sum() || *word(end->at) != seq) return wrong(now_ns);
+    return check(i64(length), crc.sum(), now_ns);
+  }
+  // Hold the checksum that was computed of the next record to what is written; answers as `look`.
+  QLLM_D i64 check(i64 length, u32 sum, i64 now_ns) {
+    u64 seq = end->seq + 1, trailer = end->at + u64(length) - kTrailer;
+    if ((*word(trailer) & 0xFFFFFFFFu) != sum || *word(end->at) != seq) return wrong(now_ns);
     end->wrong_since_ns = 0;
     end->checked = seq;
-    return i64(length);
+    return length;
   }
   // The same without the checksum, for who takes nothing and can bear a wrong number.
   QLLM_D i64 glance() const {

@@ -81,13 +81,27 @@ __device__ inline qllm::i64 engine_ns(qllm::Lanes* lanes) {
   lanes->launch_ns = 0;
   return qllm::most(qllm::i64(timer) - lanes->clock_ns, lanes->now_ns);
 }
-// The part of a turn that one thread does; the branch. A function of its own, so that the kernel
-// keeps nothing of it in registers.
-__device__ __noinline__ qllm::i32 decide_turn(qllm::ServerState* server, qllm::State* state,
-                                              qllm::Lanes* lanes) {
-  qllm::i32 branch = qllm::Loop(server, state, nullptr, lanes).turn(engine_ns(lanes));
+// The parts of a turn that one thread does; the branch. Functions of their own, so that the kernel
+// keeps nothing of them in registers.
+__device__ __noinline__ void open_turn(qllm::ServerState* server, qllm::State* state,
+                                       qllm::Lanes* lanes, bool first) {
+  qllm::Loop loop(server, state, nullptr, lanes);
+  loop.server.shares = true;
+  if (first)
+    loop.open(engine_ns(lanes));
+  else
+    loop.go_on(lanes->now_ns);
+}
+__device__ __noinline__ qllm::i32 close_turn(qllm::ServerState* server, qllm::State* state,
+                                             qllm::Lanes* lanes) {
+  qllm::i32 branch = qllm::Loop(server, state, nullptr, lanes).close(lanes->now_ns);
   if (lanes->idle) __nanosleep(2000);
   return branch;
+}
+// Records that came in are read by all threads of the block.
+__device__ __noinline__ void fetch_turn(qllm::ServerState* server, qllm::State* state) {
+  const qllm::Share mine = {qllm::i32(threadIdx.x), qllm::i32(blockDim.x)};
+  qllm::Server(server, state, nullptr).read_fetch(mine);
 }
 // The part that the threads of one block share: token records go out, the lane is filled.
 __device__ __noinline__ void share_turn(qllm::ServerState* server, qllm::State* state,
@@ -112,7 +126,15 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 qllm_turn(qllm::ServerState* server, qllm::State* state, qllm::Lanes* lanes, qllm::u64 run,
           qllm::u64 stage) {
   qllm::i32 branch = qllm::NOTHING;
-  if (threadIdx.x == 0) branch = decide_turn(server, state, lanes);
+  if (threadIdx.x == 0) open_turn(server, state, lanes, true);
+  __syncthreads();
+  while (server->fetch.waits) {
+    fetch_turn(server, state);
+    __syncthreads();
+    if (threadIdx.x == 0) open_turn(server, state, lanes, false);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) branch = close_turn(server, state, lanes);
   __syncthreads();
   share_turn(server, state, lanes);
   if (threadIdx.x) return;

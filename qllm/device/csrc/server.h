@@ -30,16 +30,22 @@ struct Server : Claimer {
     v->bell_seen = i64(load_acquire(&control()->bell));
     v->word = kAnyArrival;
     store_fenced((u64*)&control()->heartbeat_ns, u64(now_ns));
-    i32 taken = 0;
     i64 num = v->num_front_ends;
+    v->num_taken = 0;
     for (i32 n = 0; n < num; n++)
       if (front_ends[n].state == LEAVING) detach(n, WELL, now_ns);
-    for (i64 n = 0; n < num; n++) taken += take_cancels(turn(n), now_ns);
-    for (i64 n = 0; n < num; n++) taken += take_requests(turn(n), false, now_ns);
-    for (i64 n = 0; n < num; n++) taken += take_requests(turn(n), true, now_ns);
+    for (i64 n = 0; n < num; n++) v->num_taken += take_cancels(turn(n), now_ns);
+    return claim_requests(now_ns);
+  }
+  // Go on with a claim, after what waits was fetched.
+  QLLM_D_CALL i32 claim_requests(i64 now_ns) {
+    i64 num = v->num_front_ends;
+    for (i64 n = 0; n < 2 * num && !v->fetch.waits; n++)
+      v->num_taken += take_requests(turn(n % num), n >= num, now_ns);
+    if (v->fetch.waits) return i32(v->num_taken);
     v->first_front_end = (v->first_front_end + 1) % num;
     expire(now_ns);
-    return taken;
+    return i32(v->num_taken);
   }
   QLLM_D bool has_room() const {
     return v->num_events <= v->capacity && scheduler.s->num_effects <= v->capacity;

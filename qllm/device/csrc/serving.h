@@ -2,7 +2,7 @@
 #pragma once
 #include "records.h"
 namespace qllm {
-const i32 kServingVersion = 4;
+const i32 kServingVersion = 5;
 const i32 kMostStopIds = 8;
 const i32 kMostClaims = 16;
 const i32 kMostPublished = 64;
@@ -95,6 +95,19 @@ struct Send {
 };
 static_assert(sizeof(Send) == 40, "Send");
 
+struct Fetch {
+  i64 end;
+  i64 seq;
+  i64 length;
+  i64 slot;
+  i64 first_token;
+  i64 num_tokens;
+  i64 sum;
+  i64 broken;
+  i64 waits;
+};
+static_assert(sizeof(Fetch) == 72, "Fetch");
+
 struct ServerState {
   i64 version;
   i64 at_serving;
@@ -124,8 +137,10 @@ struct ServerState {
   i64 num_tokens;
   i64 num_silent;
   i64 num_sends;
+  i64 num_taken;
+  Fetch fetch;
 };
-static_assert(sizeof(ServerState) == 224, "ServerState");
+static_assert(sizeof(ServerState) == 304, "ServerState");
 
 // The arrays of a block: X(type, name).
 #define QLLM_SERVER_SECTIONS(X) X(Serving, serving) X(i32, tokens) X(i64, token_ns) X(FrontEnd, front_ends) X(i32, buckets) X(Event, events) X(Send, sends)

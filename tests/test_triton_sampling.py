@@ -1,0 +1,133 @@
+"""Sampling by the Triton kernel: interpreted on a CPU, compiled where there is a GPU."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from interpret import DEVICES
+from test_triton import DTYPES, FEW, Noise
+from triton.runtime.interpreter import InterpreterBuilder
+
+from qllm.kernels import reference
+from qllm.kernels.triton import sampling
+from qllm.runner import sampler
+from qllm.types import SamplingParams
+
+
+def columns(
+    params: Sequence[SamplingParams], seeds: list[int], positions: list[int], device: str
+) -> tuple[torch.Tensor, ...]:
+    def of(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return (
+        of([p.temperature for p in params], torch.float64),
+        of([p.top_k for p in params], torch.int32),
+        of([p.top_p for p in params], torch.float64),
+        of([p.min_p for p in params], torch.float64),
+        of(seeds, torch.int64),
+        of(positions, torch.int64),
+    )
+
+
+def sampled(
+    kernels: Any, logits: torch.Tensor, *columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.full((len(logits),), -1, device=logits.device)
+    peaks = torch.zeros(len(logits), device=logits.device)
+    kernels.sample(logits, *columns, tokens, peaks)
+    return tokens, peaks
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 4, 500]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.4]),
+    seed=st.integers(0, 2**62),
+)
+
+
+@DEVICES
+@FEW
+@given(
+    params=st.lists(PARAMS, min_size=1, max_size=3),
+    vocabulary=st.sampled_from([5, 97, 130]),
+    position=st.integers(0, 2**40),
+    coarse=st.booleans(),
+    kept=st.sampled_from([4, 16, sampling.KEPT]),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_the_device_samples_what_the_cpu_samples(
+    device: str,
+    params: list[SamplingParams],
+    vocabulary: int,
+    position: int,
+    coarse: bool,
+    kept: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Whether the tokens that stay are few enough to be copied or not."""
+    logits = Noise(seed, device)(len(params), vocabulary, dtype=dtype) * 3
+    if coarse:  # many ties
+        logits = logits.round()
+    positions = [position + i for i in range(len(params))]
+    cpu = sampler.Sampler()
+    for i, p in enumerate(params):
+        cpu.add(i, p, [])
+    rows = list(range(len(params)))
+    wanted = [s.token_id for s in cpu.sample(logits, rows, positions, [[]] * len(rows))]
+    given_columns = columns(params, [p.seed or 0 for p in params], positions, device)
+    for kernels in (sampling, reference):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "KEPT", kept)
+            tokens, peaks = sampled(kernels, logits, *given_columns)
+        assert tokens.tolist() == wanted
+        assert torch.equal(peaks, logits.float().max(1).values)
+
+
+def test_a_long_row_is_read_as_often_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes of the docstring, over a row of three blocks."""
+    reads = [0]
+    load = InterpreterBuilder.create_masked_load
+
+    def counting(self: Any, pointers: Any, *how: Any) -> Any:
+        reads[0] += pointers.data.size > 1
+        return load(self, pointers, *how)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
+    logits = Noise(5, "cpu")(1, 9000)
+    passes = []
+    for how in ({"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}):
+        params = [SamplingParams(**{"temperature": 0.8, **how})]
+        reads[0] = 0
+        sampled(sampling, logits, *columns(params, [3], [7], "cpu"))
+        passes.append(reads[0])
+    searches = 8 * -(-9000 // 1024)  # in blocks of 1024; the others in blocks of 4096
+    assert passes == [3, 3 * 3, 6 * 3 + 8 + 2, 3 * 3 + searches]
+
+
+@DEVICES
+@pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345, 2**63 - 1])
+def test_there_is_one_random_number(device: str, seed: int) -> None:
+    positions = [0, 1, 77, 2**33 + 5]
+    column = torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device)
+    assert reference.uniforms(*column).tolist() == [sampler.uniform(seed, p) for p in positions]
+
+
+@DEVICES
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_broken_logits_show_in_the_peak(device: str, wrong: float) -> None:
+    logits = Noise(0, device)(3, 50)
+    logits[1, 20] = wrong
+    given_columns = columns([SamplingParams(temperature=1.0)] * 3, [1, 2, 3], [5, 5, 5], device)
+    for kernels in (sampling, reference):
+        _, peaks = sampled(kernels, logits, *given_columns)
+        assert peaks.isfinite().tolist() == [True, False, True]
