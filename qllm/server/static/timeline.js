@@ -94,7 +94,8 @@ export class Timeline {
     const ahead = message.now_ms - performance.now();
     // messages come late, never early: the largest difference is the true one, but clocks drift
     this.aheadMs = this.aheadMs === null ? ahead : Math.max(ahead, this.aheadMs - 1);
-    this.wallMs = 1000 * message.time_s - message.now_ms;
+    const wall = 1000 * message.time_s - message.now_ms;
+    if (Math.abs(wall - this.wallMs) > 50) this.wallMs = wall; // else the axis would tremble
     this.numLayers = message.num_layers;
     this.parked = message.parked;
     this.running = message.running;

@@ -306,7 +306,7 @@ function theme(name) {
   localStorage.setItem("qllm-theme", name);
   $("theme").textContent = THEMES[name];
   $("theme").dataset.name = name;
-  $("theme").setAttribute("aria-label", `Theme: ${name === "auto" ? "as the system" : name}`);
+  $("theme").setAttribute("aria-label", `Theme: ${THEMES[name]}`);
   timeline.restyle();
   charts.make();
 }
