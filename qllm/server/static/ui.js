@@ -250,7 +250,9 @@ function showDown(message) {
   state("down", "stopped");
   const back = message.back_in_s ? ` It is expected back in ${count(message.back_in_s, "second")}.` : "";
   const open = message.num_open ? ` ${count(message.num_open, "request")} wait for it.` : "";
-  banner("The engine has stopped.", `${message.down}.${back}${open}`);
+  const why = message.down.charAt(0).toUpperCase() + message.down.slice(1);
+  banner("The engine has stopped.", ` ${why}.${back}${open}`);
+  $("timeline-empty").hidden = true;
 }
 
 async function watch() {
