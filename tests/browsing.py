@@ -28,8 +28,8 @@ def axe_source() -> str | None:
 
 
 @contextmanager
-def loaded(url: str, rate: float = 6.0, be: int = 2) -> Iterator[None]:
-    """Long BE prompts without end, and LS requests at a rate, while the context is open."""
+def loaded(url: str, rate: float = 6.0, be: int = 2, longest: int = 2900) -> Iterator[None]:
+    """Long BE prompts and LS requests at a rate, while the context is open."""
     over = threading.Event()
 
     def ask(rng: random.Random, name: str, num_tokens: int, max_tokens: int, **more: Any) -> None:
@@ -45,7 +45,7 @@ def loaded(url: str, rate: float = 6.0, be: int = 2) -> Iterator[None]:
                 ask(rng, "chat", rng.randrange(5, 60), rng.randrange(3, 12), slo={"ttft_ms": 250})
                 over.wait(rng.expovariate(rate / 3))
             else:
-                long = rng.randrange(1200, 2900)
+                long = rng.randrange(longest // 3, longest)
                 ask(rng, "summary", long, rng.randrange(10, 60), priority=1)
 
     kinds = [(n, n < 3) for n in range(3 + be)]

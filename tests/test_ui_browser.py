@@ -21,8 +21,11 @@ pytestmark = [
 ]
 SIZES = {"desktop": (1400, 1000), "phone": (390, 844)}
 STILL = """() => { const c = document.getElementById("timeline");
-  return [...c.getContext("2d").getImageData(0, 0, c.width, c.height).data]
-    .reduce((sum, value, i) => (sum * 31 + value + i) % 1000000007, 7); }"""
+  const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height);
+  const picture = new Uint32Array(data.buffer);
+  let sum = 7;
+  for (let i = 0; i < picture.length; i += 1) sum = (sum * 31 + picture[i] + i) % 1000000007;
+  return sum; }"""
 """A number that changes with the picture of the timeline."""
 OUTSIDE = """() => [...document.body.querySelectorAll("*")].filter((e) => {
     const box = e.getBoundingClientRect();
@@ -115,7 +118,10 @@ def moves(page: Any) -> bool:
 def test_the_page_moves_fits_and_can_be_read(
     served: Serving, chromium: Any, size: str, scheme: str
 ) -> None:
-    with loaded(served.url), Opened(chromium, served.url, size, scheme) as opened:
+    with (
+        loaded(served.url, be=1, longest=1500),
+        Opened(chromium, served.url, size, scheme) as opened,
+    ):
         page = opened.page
         live(page)
         page.wait_for_selector("#preemptions button", timeout=60_000)
@@ -179,7 +185,10 @@ def test_numbers_are_those_of_the_engine(
 
 
 def test_the_keyboard_reaches_words_and_preemptions(served: Serving, chromium: Any) -> None:
-    with loaded(served.url), Opened(chromium, served.url, "desktop", "light") as opened:
+    with (
+        loaded(served.url, be=1, longest=1500),
+        Opened(chromium, served.url, "desktop", "light") as opened,
+    ):
         page = opened.page
         live(page)
         page.wait_for_selector("#preemptions button", timeout=60_000)
