@@ -246,7 +246,7 @@ def test_a_stopped_engine_is_said_and_comes_back(
         with monkeypatch.context() as patch:
             patch.setattr(engine, "watch", gone)
             page.wait_for_selector("#banner", state="visible", timeout=60_000)
-            assert "the engine process was killed" in page.inner_text("#banner")
+            assert "The engine process was killed." in page.inner_text("#banner")
             assert page.inner_text("#state") == "stopped"
             assert opened.serious() == []
             assert page.evaluate(OUTSIDE) == []

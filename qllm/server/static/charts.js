@@ -69,7 +69,7 @@ export class Charts {
     }
   }
 
-  ttft(atS, lane, ms) { this.ttfts.push(lane === "LS" ? [atS, ms, null] : [atS, null, ms]); }
+  ttft(atS, track, ms) { this.ttfts.push(track === "LS" ? [atS, ms, null] : [atS, null, ms]); }
 
   point(values) {
     this.points.push(values);
