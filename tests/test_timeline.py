@@ -9,7 +9,7 @@ import pytest
 from qllm.engine.watch import LEASE_NS, MAX_LISTED, Watch
 from qllm.llm import QLLMEngine
 from qllm.plan import Row
-from qllm.record.timeline import MAX_NEW, MAX_REQUESTS, Timeline, lane_of
+from qllm.record.timeline import MAX_NEW, MAX_REQUESTS, Timeline, track_of
 from qllm.record.trace import (
     Arrived,
     Dropped,
@@ -204,7 +204,7 @@ def test_ends_and_evictions_are_told() -> None:
         ["swapped out", 2.0, "class 5", "r1", 3],
         ["ended", 3.0, "class 5", "r1", "stop"],
     ]
-    assert lane_of(5) == "LS"
+    assert track_of(5) == "LS"
 
 
 def test_events_of_frames_that_are_not_known_are_left_out() -> None:

@@ -6,7 +6,7 @@ that looks. Looking takes a lease: when it runs out, the loop stops appending by
 A look (`QLLMEngine.watch(since, whole)`) gives `entries` of the timeline (`qllm.record.timeline`)
 after number `since`, and `seq`, the `since` of the next look; `now_ms` of the engine's clock; what
 is `parked` and `running`; counts of tokens, KV blocks and preemptions. `whole` adds the open
-requests: `counts` per lane and status, and the first 200. No text, no token ids. With
+requests: `counts` per track and status, and the first 200. No text, no token ids. With
 `loop="conditional"` nothing is recorded and the answer is empty.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.engine.loop import EngineLoop, Live
 from qllm.record.metrics import class_name
-from qllm.record.timeline import Timeline, lane_of
+from qllm.record.timeline import Timeline, track_of
 from qllm.record.trace import Event
 from qllm.runner.runner import TorchRunner
 from qllm.types import NS_PER_MS, NS_PER_S
@@ -116,7 +116,7 @@ class Watch:
     def _requests(self, now_ns: int) -> dict[str, Any]:
         """Counts of the open requests, and the first of them: LS first, then by arrival."""
         live = list(self._loop.live.values())
-        counts = Counter((lane_of(x.request.priority), x.request.status.value) for x in live)
+        counts = Counter((track_of(x.request.priority), x.request.status.value) for x in live)
         live.sort(key=lambda x: (x.request.priority, x.request.arrival_ns))
         return {
             "expert_bytes": self._runner.expert_bytes,

@@ -1,7 +1,7 @@
 """A live page's picture of the passes: events in, what is new since last time out.
 
 Small passes in a row become one entry, and an answer is bounded, whatever the engine does.
-Times are milliseconds of the engine's clock. A lane is LS (every class before BE) or BE. A place
+Times are milliseconds of the engine's clock. A track is LS (every class before BE) or BE. A place
 is the first layer not finished, a half more inside of it.
 """
 
@@ -72,7 +72,7 @@ class _Run:
 
     start_ns: int
     end_ns: int
-    lane: str
+    track: str
     start_layer: float
     end_layer: float
     passes: int
@@ -80,9 +80,9 @@ class _Run:
     tokens: int
 
     def takes(self, other: "_Run") -> bool:
-        """Whether both are small whole passes of one lane, one right behind the other."""
+        """Whether both are small whole passes of one track, one right behind the other."""
         return (
-            self.lane == other.lane
+            self.track == other.track
             and self.start_layer == other.start_layer == 0
             and self.end_layer == other.end_layer
             and max(self.end_ns - self.start_ns, other.end_ns - other.start_ns) < TOGETHER_NS
@@ -102,7 +102,7 @@ class _Run:
     def entry(self) -> list[Any]:
         """As the page has it."""
         at = (_ms(self.start_ns), _ms(self.end_ns))
-        place = (self.lane, self.start_layer, self.end_layer)
+        place = (self.track, self.start_layer, self.end_layer)
         return ["run", *at, *place, self.passes, self.rows, self.tokens]
 
 
@@ -112,9 +112,9 @@ class Timeline:
 
     Entries are lists that JSON keeps; their first item says what:
 
-    - `run`, start, end, lane, first layer, end layer, passes, most rows, tokens
-    - `held`, start, end, lane, layer, preempted: a pass was parked and then went on or ended
-    - `preempted`, at, latency, lane, layer, number of requests, their first names, class and
+    - `run`, start, end, track, first layer, end layer, passes, most rows, tokens
+    - `held`, start, end, track, layer, preempted: a pass was parked and then went on or ended
+    - `preempted`, at, latency, track, layer, number of requests, their first names, class and
       name of the request that ran instead
     - `arrived`, at, class, name, prompt tokens; `first`, at, class, name, TTFT
     - `ended`, at, class, name, reason
@@ -193,7 +193,7 @@ class Timeline:
         known = self._known.get(event.request_id)
         if known is None:
             return
-        self.num_output_tokens[lane_of(known.priority)] += 1
+        self.num_output_tokens[track_of(known.priority)] += 1
         if not known.has_token:
             self._known[event.request_id] = known._replace(has_token=True)
             ttft_ms = _ms(event.at_ns - known.arrival_ns)
@@ -233,7 +233,7 @@ class Timeline:
             return
         self._unpark(found, event.start_ns)
         if event.why == "done":
-            self.num_pass_tokens[lane_of(found.priority)] += found.num_tokens
+            self.num_pass_tokens[track_of(found.priority)] += found.num_tokens
             self._add_run(event, found, found.end_layer)
             del self._passes[event.frame_id]
         elif event.why != "error":
@@ -256,7 +256,7 @@ class Timeline:
         names = [known.name for i in event.request_ids if (known := self._known.get(i))]
         since = event.at_ns if event.arrival_ns is None else event.arrival_ns
         self._preempted = [
-            *("preempted", _ms(event.at_ns), _ms(event.at_ns - since), lane_of(found.priority)),
+            *("preempted", _ms(event.at_ns), _ms(event.at_ns - since), track_of(found.priority)),
             *(layer, len(event.request_ids), names[:MAX_NAMES], None, None),
         ]
 
@@ -280,7 +280,7 @@ class Timeline:
 
     def _unpark(self, found: _Pass, at_ns: int) -> None:
         if found.is_parked:
-            place = (lane_of(found.priority), found.layer, found.preempted)
+            place = (track_of(found.priority), found.layer, found.preempted)
             self._add("held", found.since_ns, _ms(at_ns), *place)
             found.is_parked, found.since_ns = False, at_ns
 
@@ -300,7 +300,7 @@ class Timeline:
 
     def _add_run(self, ran: Ran, found: _Pass, end_layer: float) -> None:
         run = _Run(
-            ran.start_ns, ran.at_ns, lane_of(found.priority), found.layer, end_layer,
+            ran.start_ns, ran.at_ns, track_of(found.priority), found.layer, end_layer,
             1, len(found.request_ids), found.num_tokens,
         )  # fmt: skip
         if self._open is not None and self._open.takes(run):
@@ -335,13 +335,13 @@ class Timeline:
         return new, num_new - num_kept
 
     def now(self) -> dict[str, Any]:
-        """Passes that are parked, and the one that runs: `[since, lane, layer, end layer, rows]`.
+        """Passes that are parked, and the one that runs: `[since, track, layer, end layer, rows]`.
 
         A parked one has a sixth item: whether it was preempted.
         """
         parked, running = [], None
         for found in self._passes.values():
-            place = (lane_of(found.priority), found.layer, found.end_layer)
+            place = (track_of(found.priority), found.layer, found.end_layer)
             entry = [_ms(found.since_ns), *place, len(found.request_ids)]
             if found.is_parked:
                 parked.append([*entry, found.preempted])
@@ -350,7 +350,7 @@ class Timeline:
         return {"parked": parked[-MAX_NEW:], "running": running}
 
 
-def lane_of(priority: int) -> str:
+def track_of(priority: int) -> str:
     """LS for all classes that come before BE."""
     return "LS" if priority < Priority.BE else "BE"
 

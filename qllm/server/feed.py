@@ -145,8 +145,8 @@ class Feed:
         requests = [*told.get("requests", ()), *rows]
         requests.sort(key=lambda row: row["class"] != "LS")
         counts = {name: dict.fromkeys(STATES, 0) for name in Priority.__members__}
-        for lane, status, count in told.get("counts", ()):
-            counts[lane][status] += count
+        for track, status, count in told.get("counts", ()):
+            counts[track][status] += count
         for row in rows:
             counts[row["class"]][row["status"]] += 1
         return {

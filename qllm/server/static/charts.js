@@ -10,12 +10,12 @@ const MAX_DOTS = 1500;
 function axes(values) {
   const stroke = colour("soft");
   const grid = { stroke: colour("grid"), width: 1 };
-  const filter = values === decades ? onlyDecades : undefined; // of numbers and of lines
+  const few = values === decades ? { filter: onlyDecades } : {}; // of numbers and of lines
   const font = "11px system-ui, sans-serif";
   const clock = (_, ticks) => ticks.map((s) => new Date(1000 * s).toLocaleTimeString([], { hour12: false }));
   return [
     { stroke, grid, font, ticks: { show: false }, values: clock, space: 80, size: 26 },
-    { stroke, grid: { ...grid, filter }, font, ticks: { show: false }, size: 46, space: 28, values, filter },
+    { stroke, grid: { ...grid, ...few }, font, ticks: { show: false }, size: 46, space: 28, values, ...few },
   ];
 }
 
@@ -69,7 +69,7 @@ export class Charts {
     }
   }
 
-  ttft(atS, lane, ms) { this.ttfts.push(lane === "LS" ? [atS, ms, null] : [atS, null, ms]); }
+  ttft(atS, track, ms) { this.ttfts.push(track === "LS" ? [atS, ms, null] : [atS, null, ms]); }
 
   point(values) {
     this.points.push(values);

@@ -3,10 +3,10 @@
 const KEEP_MS = 60_000; // of the past
 const LATE_MS = 350; // shown so late, so that what is shown has arrived
 const FRAMES_PER_S = 6; // more would take more than a tenth of a core where no GPU draws
-const GUTTER = 56; // px for the names of the lanes
-const TOP = 20; // px above a lane, for marks
+const GUTTER = 56; // px for the names of the tracks
+const TOP = 20; // px above a track, for marks
 const AXIS = 22;
-const LANES = ["LS", "BE"];
+const TRACKS = ["LS", "BE"];
 
 // A colour of the style sheet as a canvas takes it.
 export function colour(name) {
@@ -19,14 +19,14 @@ export function colour(name) {
 }
 
 function readColours() {
-  const names = ["LS", "BE"].map((lane) => [lane, colour(lane.toLowerCase())]);
+  const names = ["LS", "BE"].map((track) => [track, colour(track.toLowerCase())]);
   const found = { ...Object.fromEntries(names) };
   for (const name of ["ink", "soft", "line", "grid", "well", "card"]) found[name] = colour(name);
   return found;
 }
 
-// The lane of a class as the server names it: "LS", "BE" or "class 5".
-export function laneOf(name) {
+// The track of a class as the server names it: "LS", "BE" or "class 5".
+export function trackOf(name) {
   return name === "BE" || Number(name.replace("class ", "")) >= 10 ? "BE" : "LS";
 }
 
@@ -49,8 +49,8 @@ export class Timeline {
   clear() {
     this.runs = [];
     this.holds = [];
-    this.marks = []; // [at, lane, "arrived" or "first"]
-    this.stops = []; // preemptions: [at, lane, layer]
+    this.marks = []; // [at, track, "arrived" or "first"]
+    this.stops = []; // preemptions: [at, track, layer]
     this.parked = [];
     this.running = null;
     this.numLayers = 1;
@@ -63,7 +63,7 @@ export class Timeline {
 
   restyle() {
     this.colours = readColours();
-    this.hatches = Object.fromEntries(LANES.map((lane) => [lane, this.hatch(this.colours[lane])]));
+    this.hatches = Object.fromEntries(TRACKS.map((track) => [track, this.hatch(this.colours[track])]));
     this.isDirty = true;
   }
 
@@ -94,7 +94,8 @@ export class Timeline {
     const ahead = message.now_ms - performance.now();
     // messages come late, never early: the largest difference is the true one, but clocks drift
     this.aheadMs = this.aheadMs === null ? ahead : Math.max(ahead, this.aheadMs - 1);
-    this.wallMs = 1000 * message.time_s - message.now_ms;
+    const wall = 1000 * message.time_s - message.now_ms;
+    if (Math.abs(wall - this.wallMs) > 50) this.wallMs = wall; // else the axis would tremble
     this.numLayers = message.num_layers;
     this.parked = message.parked;
     this.running = message.running;
@@ -102,7 +103,7 @@ export class Timeline {
       if (what === "run") this.runs.push([at, ...rest]);
       else if (what === "held") this.holds.push([at, ...rest]);
       else if (what === "preempted") this.stops.push([at, rest[1], rest[2]]);
-      else if (what === "arrived" || what === "first") this.marks.push([at, laneOf(rest[0]), what]);
+      else if (what === "arrived" || what === "first") this.marks.push([at, trackOf(rest[0]), what]);
     }
     if (this.runs.length || this.running || this.parked.length) this.hasWork = true;
     if (this.heldAt === null) this.forgetBefore(this.nowMs - KEEP_MS);
@@ -145,21 +146,21 @@ export class Timeline {
     const edge = this.edgeMs;
     const begin = edge - this.spanMs;
     const scale = (width - GUTTER) / this.spanMs;
-    const laneHeight = (height - AXIS) / 2 - TOP;
-    const bottoms = { LS: TOP + laneHeight, BE: 2 * (TOP + laneHeight) };
-    const view = { c, width, edge, begin, scale, laneHeight, bottoms,
+    const trackHeight = (height - AXIS) / 2 - TOP;
+    const bottoms = { LS: TOP + trackHeight, BE: 2 * (TOP + trackHeight) };
+    const view = { c, width, edge, begin, scale, trackHeight, bottoms,
       x: (ms) => GUTTER + (ms - begin) * scale,
-      y: (lane, layer) => bottoms[lane] - Math.max(0.04, Math.min(1, layer / this.numLayers)) * laneHeight };
+      y: (track, layer) => bottoms[track] - Math.max(0.04, Math.min(1, layer / this.numLayers)) * trackHeight };
     this.drawGrid(view, height);
     c.save();
     c.beginPath();
     c.rect(GUTTER, 0, width - GUTTER, height);
     c.clip();
-    for (const [from, to, lane, layer, isPreempted] of this.holds) {
-      if (to > begin && from < edge) this.drawHold(view, from, to, lane, layer, isPreempted);
+    for (const [from, to, track, layer, isPreempted] of this.holds) {
+      if (to > begin && from < edge) this.drawHold(view, from, to, track, layer, isPreempted);
     }
-    for (const [since, lane, layer, , , isPreempted] of this.parked) {
-      if (since < edge) this.drawHold(view, since, edge, lane, layer, isPreempted);
+    for (const [since, track, layer, , , isPreempted] of this.parked) {
+      if (since < edge) this.drawHold(view, since, edge, track, layer, isPreempted);
     }
     this.drawRuns(view);
     this.drawStops(view);
@@ -168,7 +169,7 @@ export class Timeline {
     this.drawPointer(view);
   }
 
-  drawGrid({ c, width, edge, begin, x, laneHeight, bottoms }, height) {
+  drawGrid({ c, width, edge, begin, x, trackHeight, bottoms }, height) {
     const { soft, line, grid, ink } = this.colours;
     c.font = "12px system-ui, sans-serif";
     c.textBaseline = "middle";
@@ -185,53 +186,53 @@ export class Timeline {
         c.fillText(time.toLocaleTimeString([], { hour12: false }) + tail, at, height - AXIS / 2);
       }
     }
-    for (const lane of LANES) {
+    for (const track of TRACKS) {
       c.fillStyle = line;
-      c.fillRect(GUTTER, bottoms[lane], width - GUTTER, 1);
+      c.fillRect(GUTTER, bottoms[track], width - GUTTER, 1);
       c.textAlign = "right";
-      c.fillStyle = this.colours[lane];
+      c.fillStyle = this.colours[track];
       c.font = "600 14px system-ui, sans-serif";
-      c.fillText(lane, GUTTER - 10, bottoms[lane] - laneHeight / 2);
+      c.fillText(track, GUTTER - 10, bottoms[track] - trackHeight / 2);
       c.font = "11px system-ui, sans-serif";
       c.fillStyle = soft;
-      c.fillText("0", GUTTER - 10, bottoms[lane] - 5);
-      c.fillText(String(this.numLayers), GUTTER - 10, bottoms[lane] - laneHeight + 5);
+      c.fillText("0", GUTTER - 10, bottoms[track] - 5);
+      c.fillText(String(this.numLayers), GUTTER - 10, bottoms[track] - trackHeight + 5);
     }
     c.fillStyle = ink;
   }
 
-  drawHold({ c, x, y, bottoms }, from, to, lane, layer, isPreempted) {
+  drawHold({ c, x, y, bottoms }, from, to, track, layer, isPreempted) {
     const left = x(from);
-    const top = y(lane, Math.max(layer, 0.3 * this.numLayers));
+    const top = y(track, Math.max(layer, 0.3 * this.numLayers));
     c.globalAlpha = isPreempted ? 0.55 : 0.25;
-    c.fillStyle = this.hatches[lane];
-    c.fillRect(left, top, Math.max(1, x(to) - left), bottoms[lane] - top);
+    c.fillStyle = this.hatches[track];
+    c.fillRect(left, top, Math.max(1, x(to) - left), bottoms[track] - top);
     c.globalAlpha = 1;
   }
 
-  drawRuns({ c, begin, edge, x, y, bottoms, laneHeight }) {
-    for (const lane of LANES) {
+  drawRuns({ c, begin, edge, x, y, bottoms, trackHeight }) {
+    for (const track of TRACKS) {
       const solid = new Path2D(); // one pass: its layers as a slope
       const many = new Path2D(); // small passes, drawn together
       const slopes = new Path2D();
-      const bottom = bottoms[lane];
+      const bottom = bottoms[track];
       for (const [from, to, of, first, end, passes] of this.runs) {
-        if (of !== lane || to < begin || from > edge) continue;
+        if (of !== track || to < begin || from > edge) continue;
         const left = x(from);
         const right = Math.max(x(to), left + 1.5);
         if (passes > 1 || right - left < 4) {
-          (passes > 1 ? many : solid).rect(left, bottom - laneHeight, right - left, laneHeight);
+          (passes > 1 ? many : solid).rect(left, bottom - trackHeight, right - left, trackHeight);
           continue;
         }
         for (const path of [solid, slopes]) {
-          path.moveTo(left, y(lane, first));
-          path.lineTo(right, y(lane, end));
+          path.moveTo(left, y(track, first));
+          path.lineTo(right, y(track, end));
         }
         solid.lineTo(right, bottom);
         solid.lineTo(left, bottom);
         solid.closePath();
       }
-      c.fillStyle = c.strokeStyle = this.colours[lane];
+      c.fillStyle = c.strokeStyle = this.colours[track];
       c.globalAlpha = 0.55;
       c.fill(many);
       c.globalAlpha = 0.72;
@@ -241,35 +242,35 @@ export class Timeline {
       c.stroke(slopes);
     }
     if (this.running !== null && this.running[0] < edge) {
-      const [since, lane, first] = this.running;
+      const [since, track, first] = this.running;
       const left = x(since);
-      c.fillStyle = this.colours[lane];
+      c.fillStyle = this.colours[track];
       c.globalAlpha = 0.3;
-      c.fillRect(left, y(lane, first), x(edge) - left, bottoms[lane] - y(lane, first));
+      c.fillRect(left, y(track, first), x(edge) - left, bottoms[track] - y(track, first));
       c.globalAlpha = 1;
     }
   }
 
-  // A preemption leads from the pass that stopped up to the lane that it made room in.
+  // A preemption leads from the pass that stopped up to the track that it made room in.
   drawStops({ c, begin, edge, x, y, bottoms }) {
     c.strokeStyle = this.colours.ink;
     c.lineWidth = 1.2;
     c.beginPath();
-    for (const [at, lane, layer] of this.stops) {
+    for (const [at, track, layer] of this.stops) {
       if (at < begin || at > edge) continue;
       const left = Math.round(x(at)) + 0.5;
-      c.moveTo(left, y(lane, layer));
-      c.lineTo(left, lane === "BE" ? bottoms.LS : bottoms.LS - 8);
+      c.moveTo(left, y(track, layer));
+      c.lineTo(left, track === "BE" ? bottoms.LS : bottoms.LS - 8);
     }
     c.stroke();
   }
 
-  drawMarks({ c, begin, edge, x, bottoms, laneHeight }) {
-    for (const [at, lane, what] of this.marks) {
+  drawMarks({ c, begin, edge, x, bottoms, trackHeight }) {
+    for (const [at, track, what] of this.marks) {
       if (at < begin || at > edge) continue;
       const left = x(at);
-      const top = bottoms[lane] - laneHeight - 5;
-      c.fillStyle = this.colours[lane];
+      const top = bottoms[track] - trackHeight - 5;
+      c.fillStyle = this.colours[track];
       c.beginPath();
       if (what === "first") {
         c.fillStyle = this.colours.ink;
@@ -305,15 +306,15 @@ export class Timeline {
   under({ begin, scale, bottoms }) {
     const at = begin + (this.pointer - GUTTER) / scale;
     const slackMs = 2 / scale;
-    const lane = this.pointerY < bottoms.LS ? "LS" : "BE";
-    const run = this.runs.find(([from, to, of]) => of === lane && from - slackMs <= at && at <= to + slackMs);
+    const track = this.pointerY < bottoms.LS ? "LS" : "BE";
+    const run = this.runs.find(([from, to, of]) => of === track && from - slackMs <= at && at <= to + slackMs);
     if (run) {
       const [from, to, , first, end, passes, rows, tokens] = run;
       const what = passes > 1 ? `${passes} passes` : `pass, layers ${first} to ${end} of ${this.numLayers}`;
-      return `${lane} ${what}: ${rows} ${rows === 1 ? "row" : "rows"}, ${tokens} tokens, ${(to - from).toFixed(1)} ms`;
+      return `${track} ${what}: ${rows} ${rows === 1 ? "row" : "rows"}, ${tokens} tokens, ${(to - from).toFixed(1)} ms`;
     }
-    const hold = this.holds.find(([from, to, of]) => of === lane && from <= at && at <= to);
-    if (hold) return `${lane} pass parked ${Number.isInteger(hold[3]) ? "before" : "inside"} layer ${Math.floor(hold[3])} for ${(hold[1] - hold[0]).toFixed(1)} ms`;
+    const hold = this.holds.find(([from, to, of]) => of === track && from <= at && at <= to);
+    if (hold) return `${track} pass parked ${Number.isInteger(hold[3]) ? "before" : "inside"} layer ${Math.floor(hold[3])} for ${(hold[1] - hold[0]).toFixed(1)} ms`;
     return null;
   }
 
@@ -321,7 +322,7 @@ export class Timeline {
   text() {
     const since = this.nowMs - this.spanMs;
     const passes = { LS: 0, BE: 0 };
-    for (const [, to, lane, , , count] of this.runs) if (to > since) passes[lane] += count;
+    for (const [, to, track, , , count] of this.runs) if (to > since) passes[track] += count;
     const stops = this.stops.filter(([at]) => at > since).length;
     return `In the last ${this.spanMs / 1000} s: ${passes.LS} LS and ${passes.BE} BE pieces of passes, ` +
       `${stops} preemptions; ${this.parked.length} parked now.`;

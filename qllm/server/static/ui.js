@@ -3,9 +3,9 @@
 import { Charts } from "./charts.js";
 import { $, arrange, call, cells, count, events, ms, recell } from "./page.js";
 import { start as startTalk } from "./talk.js";
-import { Timeline, laneOf } from "./timeline.js";
+import { Timeline, trackOf } from "./timeline.js";
 
-const LANES = ["LS", "BE"];
+const TRACKS = ["LS", "BE"];
 const MAX_PREEMPTIONS = 40;
 const RATE_S = 2; // over which a rate is taken
 const WORDS = {
@@ -100,19 +100,19 @@ function take(message) {
 
 function takeEntry([what, at, ...rest], wallS) {
   if (what === "first") {
-    const [lane, name, ttft] = rest;
-    charts.ttft(wallS + at / 1000, laneOf(lane), Math.max(ttft, 0.01));
+    const [track, name, ttft] = rest;
+    charts.ttft(wallS + at / 1000, trackOf(track), Math.max(ttft, 0.01));
     firsts.set(name, ttft);
     if (firsts.size > 500) firsts.delete(firsts.keys().next().value);
     isListStale = true;
   } else if (what === "preempted") {
-    const [latency, lane, layer, rows, names, of, name] = rest;
-    preemptions.unshift({ at, wallS: wallS + at / 1000, latency, lane, layer, rows, names, of, name, engine });
+    const [latency, track, layer, rows, names, of, name] = rest;
+    preemptions.unshift({ at, wallS: wallS + at / 1000, latency, track, layer, rows, names, of, name, engine });
     preemptions.length = Math.min(preemptions.length, MAX_PREEMPTIONS);
     isListStale = true;
   } else if (what === "held" && rest[3]) {
-    const [until, lane, layer] = rest;
-    const found = preemptions.find((p) => Math.abs(p.at - at) < 0.02 && p.lane === lane && p.layer === layer);
+    const [until, track, layer] = rest;
+    const found = preemptions.find((p) => Math.abs(p.at - at) < 0.02 && p.track === track && p.layer === layer);
     if (found) found.back = until - at;
     isListStale = true;
   }
@@ -140,22 +140,22 @@ const perSecond = (value) => (value >= 100 ? value.toFixed(0) : value.toFixed(va
 function showWhole(message) {
   whole = message;
   const sum = { waiting: 0, running: 0, parked: 0 };
-  for (const lane of LANES) {
-    const counts = message.counts[lane];
+  for (const track of TRACKS) {
+    const counts = message.counts[track];
     for (const name of Object.keys(sum)) sum[name] += counts[name];
     const said = Object.entries(counts).filter(([, n]) => n).map(([name, n]) => `${n} ${name}`);
-    text(`count-${lane}`, said.join(", ") || "no requests");
-    const ttft = message.ttft_ms[lane];
-    text(`ttft-${lane}`, ttft ? ms(ttft.p50) : "–");
-    text(`ttft-${lane}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}` : "nothing measured yet");
-    text(`rate-${lane}`, perSecond(rate(LANES.indexOf(lane) + 1)));
+    text(`count-${track}`, said.join(", ") || "no requests");
+    const ttft = message.ttft_ms[track];
+    text(`ttft-${track}`, ttft ? ms(ttft.p50) : "–");
+    text(`ttft-${track}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}` : "nothing measured yet");
+    text(`rate-${track}`, perSecond(rate(TRACKS.indexOf(track) + 1)));
   }
   if (message.entries !== undefined) showEngine(message);
   charts.point([message.time_s, rate(1), rate(2), sum.waiting, sum.running, sum.parked, 100 * kvFrac]);
-  text("chart-rate-now", LANES.map((lane, i) => `${lane} ${perSecond(rate(i + 1))}`).join(", "));
+  text("chart-rate-now", TRACKS.map((track, i) => `${track} ${perSecond(rate(i + 1))}`).join(", "));
   text("chart-queue-now", `${sum.waiting} waiting, ${sum.running} running, ${sum.parked} parked`);
   text("chart-kv-now", `${(100 * kvFrac).toFixed(0)} %`);
-  const [ls, be] = LANES.map((lane) => message.ttft_ms[lane]);
+  const [ls, be] = TRACKS.map((track) => message.ttft_ms[track]);
   text("chart-ttft-now", [ls && `LS ${ms(ls.p50)}`, be && `BE ${ms(be.p50)}`].filter(Boolean).join(", "));
   showRequests(message);
   if (isListStale) showPreemptions();
@@ -167,7 +167,7 @@ function showEngine(message) {
   text("preempt-rate", perSecond(rate(3)));
   text("preempt-total", message.num_preemptions ? `${message.num_preemptions.toLocaleString("en")} in all` : "none so far");
   const bytes = rate(4);
-  const rings = Object.entries(message.ring_use || {}).map(([lane, use]) => `${lane} ${(100 * use).toFixed(0)} %`);
+  const rings = Object.entries(message.ring_use || {}).map(([track, use]) => `${track} ${(100 * use).toFixed(0)} %`);
   const facts = [`longest segment ${ms(message.longest_segment_ms)}`];
   if (bytes) facts.push(`experts read ${(bytes / 1e9).toFixed(2)} GB/s`);
   if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
@@ -193,7 +193,7 @@ function requestRow(r) {
   recell(row, values);
   row.cells[0].className = "name";
   row.cells[0].title = r.name;
-  row.cells[1].className = `${laneOf(r.class)}-ink left`;
+  row.cells[1].className = `${trackOf(r.class)}-ink left`;
   row.cells[2].className = "left";
   row.cells[5].className = kind;
   return row;
@@ -210,7 +210,7 @@ function showRequests(message) {
 }
 
 function place(p) {
-  return `${p.lane} ${Number.isInteger(p.layer) ? "before" : "in"} layer ${Math.floor(p.layer)}`;
+  return `${p.track} ${Number.isInteger(p.layer) ? "before" : "in"} layer ${Math.floor(p.layer)}`;
 }
 
 function preemptionRow(p) {
@@ -231,7 +231,7 @@ function preemptionRow(p) {
     $("timeline-section").scrollIntoView({ block: "nearest" });
   });
   p.row = cells([at, ...values.slice(1)]);
-  p.row.cells[1].className = `${p.lane}-ink left`;
+  p.row.cells[1].className = `${p.track}-ink left`;
   p.row.cells[1].title = p.names.join(", ") + (p.names.length && p.rows > p.names.length ? ` and ${p.rows - p.names.length} more` : "");
   p.row.cells[4].className = "name";
   p.row.cells[4].title = p.name ? `${p.of} ${p.name}` : "";
@@ -250,7 +250,9 @@ function showDown(message) {
   state("down", "stopped");
   const back = message.back_in_s ? ` It is expected back in ${count(message.back_in_s, "second")}.` : "";
   const open = message.num_open ? ` ${count(message.num_open, "request")} wait for it.` : "";
-  banner("The engine has stopped.", `${message.down}.${back}${open}`);
+  const why = message.down.charAt(0).toUpperCase() + message.down.slice(1);
+  banner("The engine has stopped.", ` ${why}.${back}${open}`);
+  $("timeline-empty").hidden = true;
 }
 
 async function watch() {
@@ -306,7 +308,7 @@ function theme(name) {
   localStorage.setItem("qllm-theme", name);
   $("theme").textContent = THEMES[name];
   $("theme").dataset.name = name;
-  $("theme").setAttribute("aria-label", `Theme: ${name === "auto" ? "as the system" : name}`);
+  $("theme").setAttribute("aria-label", `Theme: ${THEMES[name]}`);
   timeline.restyle();
   charts.make();
 }
