@@ -66,9 +66,9 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard qllm/kernels/*/*.cp
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# A client of the server, apart: what it needs (uvloop, sanic) would change what ours runs on.
-$(CLIENTS)/.ready: $(READY)
+# Clients of the server, apart: what they need (uvloop, sanic) would change what ours runs on.
+$(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
-	$(CLIENTS)/bin/python $(INSTALL) guidellm==0.8.1
+	$(CLIENTS)/bin/python $(INSTALL) --requirement tests/clients/requirements.txt
 	@touch $@

@@ -16,6 +16,7 @@ from serving import Serving, serving, tiny_engine, until
 from qllm.llm import QLLMEngine
 
 POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches"]
+POSTS += ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 
 
 @pytest.fixture(scope="module")
