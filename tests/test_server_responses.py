@@ -261,7 +261,7 @@ def test_a_response_in_the_background(client: openai.OpenAI) -> None:
 
 def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
     how: dict[str, Any] = {**ASKED, "background": True, "max_output_tokens": 3000}
-    begun = client.responses.create(**how, extra_body={"stop": ["\u2603"]})
+    begun = client.responses.create(**how, extra_body={"min_tokens": 2900})
     found = client.responses.cancel(begun.id)
     assert found.status == "cancelled"
     until(lambda: engine.stats()["num_live"] == 0)
@@ -271,7 +271,7 @@ def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
     plain = client.responses.create(**GREEDY)
     with pytest.raises(openai.BadRequestError, match="background=true"):
         client.responses.cancel(plain.id)
-    deleted = client.responses.create(**how)
+    deleted = client.responses.create(**how, extra_body={"min_tokens": 2900})
     client.responses.delete(deleted.id)
     until(lambda: engine.stats()["num_live"] == 0)
 
