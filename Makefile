@@ -76,11 +76,11 @@ $(READY): $(BASE) locks/dev.txt
 	$(PIP) --requirement locks/dev.txt
 	@touch $@
 
-# A client of the server, apart: what it needs (uvloop, sanic) would change what ours runs on.
-$(CLIENTS)/.ready: $(READY)
+# Clients of the server, apart: what they need (uvloop, sanic) would change what ours runs on.
+$(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
-	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt guidellm==0.8.1
+	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/clients/requirements.txt
 	@touch $@
 
 # Where nothing can be fetched, the tests of the page in a browser are skipped and say so.

@@ -31,9 +31,11 @@ NAMES = ["tiny", "gpt-3.5-turbo-instruct", "gpt-6-astra"]
 """Models that the tests name, behind our own."""
 
 NO_ROUTE = "no such route: models are not deleted over HTTP"
-STORED = "no such route: answers are not stored; comes with the API issue"
+STORED = "no such route: chat completions are not stored, responses are"
 NO_BATCH = "files are lines of batches: purpose must be 'batch'"
-NO_RESPONSES = "its endpoint is /v1/responses, which is not served"
+NO_INPUT = "it asks for nothing at all: there is no input"
+NO_REPLAY = "a response that is kept cannot be streamed"
+NO_COMPACT = "no such route: conversations are not compacted"
 LIMIT = "limit=0 asks for an empty page; ours are of 1 or more"
 WAYS = ("method", "raw_response", "streaming_response")
 
@@ -53,16 +55,23 @@ REASONS = {
     **_each("test_files", NO_BATCH, "create"),
     "test_files::test_method_create_with_all_params": NO_BATCH,
     "test_files::test_method_list_with_all_params": LIMIT,
-    **_each("test_batches", NO_RESPONSES, "create"),
-    "test_batches::test_method_create_with_all_params": NO_RESPONSES,
+    "test_batches::test_method_create_with_all_params": "files do not expire",
     "test_batches::test_method_list_with_all_params": LIMIT,
+    **_each("test_responses", NO_INPUT, "create_overload_1", "create_overload_2"),
+    "test_responses::test_method_create_with_all_params_overload_1": NO_INPUT,
+    "test_responses::test_method_create_with_all_params_overload_2": NO_INPUT,
+    **_each("test_responses", NO_REPLAY, "retrieve_overload_2"),
+    "test_responses::test_method_retrieve_with_all_params_overload_2": NO_REPLAY,
+    **_each("test_responses", NO_COMPACT, "compact"),
+    "test_responses::test_method_compact_with_all_params": NO_COMPACT,
+    "responses.test_input_items::test_method_list_with_all_params": LIMIT,
     **_each("chat.test_completions", STORED, "retrieve", "update", "list", "delete"),
     "chat.test_completions::test_method_list_with_all_params": STORED,
     "chat.test_completions::test_method_create_with_all_params_overload_1": (
-        "it asks for audio, functions, web search and max_tokens=0; comes with the API issue"
+        "it asks for audio, functions, web search and max_tokens=0"
     ),
     "chat.test_completions::test_method_create_with_all_params_overload_2": (
-        "it asks for audio, functions, web search and max_tokens=0; comes with the API issue"
+        "it asks for audio, functions, web search and max_tokens=0"
     ),
     **_each("chat.completions.test_messages", STORED, "list"),
     "chat.completions.test_messages::test_method_list_with_all_params": STORED,
@@ -111,8 +120,9 @@ def served(state: Path) -> Iterator[Serving]:
 
 def run(python: str, served: Serving, state: Path, report: Path) -> dict[str, set[str]]:
     """Outcomes by test, over all clients."""
-    names = ("test_models", "test_completions", "test_files", "test_batches", "chat")
-    paths = [f"tests/api_resources/{n}" + ("" if n == "chat" else ".py") for n in names]
+    names = ("test_models", "test_completions", "test_files", "test_batches", "test_responses")
+    paths = [f"tests/api_resources/{name}.py" for name in names]
+    paths += ["tests/api_resources/chat", "tests/api_resources/responses/test_input_items.py"]
     variables = {
         "TEST_API_BASE_URL": f"{served.url}/v1",
         "PYTHONPATH": str(PLUGINS),

@@ -1,5 +1,7 @@
 """`/v1/responses`, as OpenAI's own client calls it."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,6 +11,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
+from engines import pid_of
 from openai.types.responses import ParsedResponseFunctionToolCall, Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 from serving import Serving, serving, tiny_engine, until
@@ -51,8 +54,9 @@ def served(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def client(served: Serving) -> openai.OpenAI:
-    return served.client()
+def client(served: Serving) -> Iterator[openai.OpenAI]:
+    with served.client() as made:
+        yield made
 
 
 # -- one response
@@ -138,7 +142,8 @@ def test_a_call_and_its_result(client: openai.OpenAI) -> None:
 def test_some_tools_are_allowed(client: openai.OpenAI) -> None:
     other = {**TOOL, "name": "other"}
     allowed: Any = {
-        "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]
+        "type": "allowed_tools", "mode": "required",
+        "tools": [{"type": "function", "name": "other"}],
     }  # fmt: skip
     found = client.responses.create(
         **ASKED, tools=[TOOL, other], tool_choice=allowed, max_output_tokens=300
@@ -161,19 +166,20 @@ def test_reasoning_is_an_item_and_has_a_budget(
 ) -> None:
     plain = engine.tokenizer.chat_template
     monkeypatch.setattr(engine.tokenizer, "chat_template", plain + "<think>")
-    extra = {"reasoning": {"max_tokens": 5}, "seed": 3}
-    found = client.responses.create(**{**ASKED, "max_output_tokens": 40}, extra_body=extra)
+    extra = {"reasoning": {"max_tokens": 5}, "seed": 3, "ignore_eos": True}
+    how = {**ASKED, "max_output_tokens": 40}
+    found = client.responses.create(**how, extra_body=extra)
     assert [item.type for item in found.output] == ["reasoning", "message"]
     assert found.output[0].content[0].type == "reasoning_text"  # type: ignore[union-attr,index]
     assert found.usage
     thought = found.usage.output_tokens_details.reasoning_tokens
     end = len(engine.tokenizer("</think>", add_special_tokens=False)["input_ids"])
     assert 5 <= thought <= 5 + end
-    names = [x.type for x in client.responses.create(**ASKED, stream=True, extra_body=extra)]
+    names = [x.type for x in client.responses.create(**how, stream=True, extra_body=extra)]
     assert "response.reasoning_text.delta" in names
     chat = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], max_tokens=40,
-        extra_body={"thinking_token_budget": 5, "seed": 3},
+        extra_body={"thinking_token_budget": 5, "seed": 3, "ignore_eos": True},
     ).choices[0].message  # fmt: skip
     text = found.output[0].content[0].text  # type: ignore[union-attr,index]
     assert chat.reasoning_content == text  # type: ignore[attr-defined]
@@ -183,7 +189,8 @@ def test_reasoning_is_an_item_and_has_a_budget(
         f"{str(client.base_url).removesuffix('/v1/')}/v1/messages", json=body, timeout=60,
         headers={"x-api-key": "none"},
     ).json()  # fmt: skip
-    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    assert answer["content"][0]["type"] == "thinking"
+    assert all("think>" not in str(block) for block in answer["content"])
 
 
 # -- state
@@ -210,18 +217,18 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
 
 
 def test_a_foreign_key_sees_nothing(served: Serving, client: openai.OpenAI) -> None:
-    other = served.client("other")
     mine = client.responses.create(**GREEDY)
-    for ask in (
-        other.responses.retrieve,
-        other.responses.delete,
-        other.responses.cancel,
-        lambda name: other.responses.input_items.list(name).data,
-    ):
-        with pytest.raises(openai.NotFoundError):
-            ask(mine.id)
-    with pytest.raises(openai.BadRequestError, match="there is no response"):
-        other.responses.create(**GREEDY, previous_response_id=mine.id)
+    with served.client("other") as other:
+        for ask in (
+            other.responses.retrieve,
+            other.responses.delete,
+            other.responses.cancel,
+            lambda name: other.responses.input_items.list(name).data,
+        ):
+            with pytest.raises(openai.NotFoundError):
+                ask(mine.id)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            other.responses.create(**GREEDY, previous_response_id=mine.id)
     assert client.responses.retrieve(mine.id) == mine
 
 
@@ -253,8 +260,8 @@ def test_a_response_in_the_background(client: openai.OpenAI) -> None:
 
 
 def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
-    how: dict[str, Any] = {**ASKED, "background": True, "max_output_tokens": 20_000}
-    begun = client.responses.create(**how, extra_body={"stop": ["\u2603"]})
+    how: dict[str, Any] = {**ASKED, "background": True, "max_output_tokens": 3000}
+    begun = client.responses.create(**how, extra_body={"min_tokens": 2900})
     found = client.responses.cancel(begun.id)
     assert found.status == "cancelled"
     until(lambda: engine.stats()["num_live"] == 0)
@@ -264,7 +271,7 @@ def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
     plain = client.responses.create(**GREEDY)
     with pytest.raises(openai.BadRequestError, match="background=true"):
         client.responses.cancel(plain.id)
-    deleted = client.responses.create(**how)
+    deleted = client.responses.create(**how, extra_body={"min_tokens": 2900})
     client.responses.delete(deleted.id)
     until(lambda: engine.stats()["num_live"] == 0)
 
@@ -272,17 +279,16 @@ def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
 def test_a_restart_goes_on(engine: QLLMEngine, tmp_path: Path) -> None:
     """The first server ends at once; the next one on the same folder answers."""
     want = None
-    with serving(engine, state_dir=tmp_path, drain_s=0, batch_concurrency=1) as first:
-        client = first.client()
+    settings: dict[str, Any] = {"state_dir": tmp_path, "drain_s": 0, "batch_concurrency": 1}
+    with serving(engine, **settings) as first, first.client() as client:
         want = client.responses.create(**GREEDY)
         blocker = client.responses.create(
-            **ASKED, background=True, max_output_tokens=20_000, extra_body={"min_tokens": 20_000}
+            **ASKED, background=True, max_output_tokens=3000, extra_body={"min_tokens": 2900}
         )
         begun = client.responses.create(**GREEDY, background=True, previous_response_id=want.id)
         until(lambda: client.responses.retrieve(blocker.id).status == "in_progress")
         assert client.responses.retrieve(begun.id).status == "queued"
-    with serving(engine, state_dir=tmp_path) as second:
-        client = second.client()
+    with serving(engine, state_dir=tmp_path) as second, second.client() as client:
         assert client.responses.cancel(blocker.id).status == "cancelled"
         found = ended(client, begun.id)
         now = client.responses.create(**GREEDY, previous_response_id=want.id)
@@ -299,24 +305,17 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
             serving(make(), make, state_dir=tmp_path, restart_backoff_s=0.1, hang_s=0)
         )
         stack.callback(lambda: served.front.engine.close())
-        client = served.client()
+        client = stack.enter_context(served.client())
         want = client.responses.create(**GREEDY)
         how: dict[str, Any] = {**GREEDY, "background": True}
         long = client.responses.create(
             **{**how, "max_output_tokens": 3000}, extra_body={"min_tokens": 2500}
         )
         until(lambda: served.front.answers)
-        kill(served.front.engine)
+        os.kill(pid_of(served.front.engine), signal.SIGKILL)
         found = ended(client, long.id)
         assert found.status in ("completed", "incomplete")
         assert found.output_text.startswith(want.output_text[:10])
-
-
-def kill(engine: QLLMEngine) -> None:
-    import os
-    import signal
-
-    os.kill(engine.client.process.pid, signal.SIGKILL)
 
 
 # -- refusals
@@ -361,8 +360,7 @@ def test_refusals(served: Serving, more: dict[str, Any], says: str, param: str |
 
 
 def test_without_a_state_folder_nothing_is_kept(engine: QLLMEngine) -> None:
-    with serving(engine) as served:
-        client = served.client()
+    with serving(engine) as served, served.client() as client:
         found = client.responses.create(**GREEDY)
         assert found.output_text
         assert found.model_dump()["store"] is False

@@ -210,6 +210,48 @@ def test_an_answer_is_read_the_same_in_any_pieces(size: int) -> None:
     assert (first["name"], json.loads(first["arguments"])) == ("weather", {"place": "</Bönn>"})
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_arguments_come_as_they_are_made(size: int) -> None:
+    """The name first, then pieces; a tag, a quote or a bracket inside a string ends nothing."""
+    arguments = json.dumps({"a": '</tool_call>"}] \\', "b": [{"c": {}}, "ö"]}, ensure_ascii=False)
+    call = f'<tool_call>\n{{"name": "f\\u00f6", "arguments": {arguments}}}\n</tool_call>'
+    text = f"{call}\n{call} bye"
+    reader = HermesReader(thinks=False, is_thinking=False, calls=True)
+    deltas = [reader.push(text[i : i + size], ()) for i in range(0, len(text), size)]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    heads = [part for part in parts if "id" in part]
+    assert [(head["index"], head["function"]["name"]) for head in heads] == [(0, "fö"), (1, "fö")]
+    assert all(len(part["function"]["arguments"]) <= size for part in parts)
+    assert len(parts) >= 2 * len(arguments) / size
+    whole = merged([*deltas, reader.finish()])
+    assert [call["function"]["arguments"] for call in whole["tool_calls"]] == [arguments] * 2
+    assert whole["content"] == "bye"
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_is_cut_off_keeps_what_it_has(size: int) -> None:
+    found, num_calls = read('<tool_call>{"name": "f", "arguments": {"a": "b', size)
+    assert num_calls == 1
+    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "b'}
+    assert "content" not in found
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"arguments": {"a": 1}, "name": "f"}',
+        '{"name": "f", "arguments": "{\\"a\\": 1}"}',
+        '{"name": "f", "arguments": {"a": 1}, "id": 3}',
+        ' { "name" : "f" , "arguments" : {"a": 1} } ',
+    ],
+)
+def test_other_ways_to_write_a_call(text: str, size: int) -> None:
+    found, _ = read(f"<tool_call>{text}</tool_call>", size)
+    (call,) = found["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
+
+
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize(
     ("text", "how", "want"),

@@ -25,7 +25,7 @@ class BatchRequest(Body):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
     output_expires_after: Any = None

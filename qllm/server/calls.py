@@ -21,7 +21,7 @@ from .errors import ApiError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SAID = "said"
-"""Inside a call, behind its arguments."""
+"""Inside a call, behind its name."""
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
 )
@@ -245,7 +245,8 @@ class HermesReader:
             return True
         self._add(_call(self.num_calls, name, ""))
         self.num_calls += 1
-        self._arguments, self._left = _Value(), self._left[head.end() :]
+        self._arguments, self._inside = _Value(), _SAID
+        self._left = self._left[head.end() :]
         return True
 
     def _step_arguments(self, value: _Value) -> bool:
@@ -255,7 +256,7 @@ class HermesReader:
             self._add({"index": self.num_calls - 1, "function": part})
             self._left = self._left[length:]
         if has_ended:
-            self._arguments, self._inside = None, _SAID
+            self._arguments = None
         return has_ended
 
     def _say(self, text: str) -> None:

@@ -1,6 +1,6 @@
 """Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -54,6 +54,25 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 """For the OpenAPI schema of a route."""
+
+
+class AnthropicErrorDetail(BaseModel):
+    """What went wrong, as Anthropic's API says it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of every answer below `ANTHROPIC` that is not 2xx."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {**found, "model": AnthropicErrorBody} for status, found in RESPONSES.items()
+}
 
 
 def _sendable(text: str) -> str:

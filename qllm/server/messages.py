@@ -12,7 +12,7 @@ from . import chat
 from .answers import respond
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
 from .calls import make_reader
-from .errors import RESPONSES, ApiError
+from .errors import ANTHROPIC_RESPONSES, ApiError
 from .front import Answer, Comment, Front
 from .messages_protocol import CountRequest, MessagesRequest, input_of
 from .protocol import ChatRequest
@@ -146,7 +146,7 @@ def routes(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["messages"])
 
-    @router.post(ENDPOINT, responses=RESPONSES)
+    @router.post(ENDPOINT, responses=ANTHROPIC_RESPONSES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
@@ -157,7 +157,7 @@ def routes(front: Front) -> APIRouter:
         answer.headers["request-id"] = writer.answer_id
         return answer
 
-    @router.post(f"{ENDPOINT}/count_tokens", responses=RESPONSES)
+    @router.post(f"{ENDPOINT}/count_tokens", responses=ANTHROPIC_RESPONSES)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """Count the tokens of a conversation as its model would see it."""
         front.check_model(body.model)

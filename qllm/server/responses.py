@@ -16,9 +16,8 @@ from .errors import RESPONSES, ApiError
 from .front import Front
 from .response_store import ResponseStore
 from .response_writer import ResponseWriter
-from .responses_protocol import ResponsesRequest
+from .responses_protocol import ENDPOINT, ResponsesRequest
 
-ENDPOINT = "/v1/responses"
 NO_STATE = "responses are kept only by a server with --state-dir, and this one has none"
 
 

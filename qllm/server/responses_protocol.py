@@ -12,6 +12,7 @@ from .errors import ApiError, parse
 from .protocol import MAX_LOGPROBS, Body, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
 
+ENDPOINT = "/v1/responses"
 Include = Literal[
     "message.output_text.logprobs", "reasoning.encrypted_content",
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
@@ -154,6 +155,8 @@ class ResponsesRequest(Body):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     thinking_token_budget: int | None = Field(None, ge=0)
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = Field(None, max_length=256)
@@ -206,7 +209,7 @@ class ResponsesRequest(Body):
             "model", "temperature", "top_p", "service_tier", "parallel_tool_calls", "seed",
             "stop", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
             "presence_penalty", "thinking_token_budget", "chat_template_kwargs", "cache_salt",
-            "priority",
+            "priority", "ignore_eos", "min_tokens",
         )  # fmt: skip
         body = {name: getattr(self, name) for name in names}
         body |= {"messages": made.messages, "max_tokens": self.max_output_tokens}

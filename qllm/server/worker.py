@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from . import access, chat, completions
-from .answers import Writer, owner_of
+from .answers import Renderer, owner_of
 from .best_effort import BestEffort, EngineGoneError
 from .errors import ApiError, parse
 from .front import Ask, Front
 from .protocol import Body, ChatRequest, CompletionRequest
+from .response_writer import ResponseWriter
+from .responses_protocol import ENDPOINT as RESPONSES_ENDPOINT
+from .responses_protocol import ResponsesRequest
 from .store import UNFINISHED, Row, Store, now
 
 MAX_LINES = 50_000
@@ -100,7 +103,7 @@ def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> Problem
     return None
 
 
-def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Writer]:
+def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Renderer]:
     """A line's body as work for the engine.
 
     Raises:
@@ -113,10 +116,23 @@ def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Wri
         front.check_model(asked.model)
         chat_writer = chat.ChatWriter(front, asked)
         return chat.ask_of(asked, chat_writer.answer_id, None), chat_writer
+    if endpoint == RESPONSES_ENDPOINT:
+        return _prepare_response(front, parse(ResponsesRequest, body))
     wanted: CompletionRequest = parse(CompletionRequest, body)
     front.check_model(wanted.model)
     writer = completions.CompletionWriter(front, wanted)
     return completions.ask_of(wanted, writer.answer_id, None), writer
+
+
+def _prepare_response(front: Front, body: ResponsesRequest) -> tuple[Ask, Renderer]:
+    for name in ("previous_response_id", "background", "store"):
+        if getattr(body, name):
+            text = f"a batch line has no {name}: what it answers is in the output file only"
+            raise ApiError(400, text, param=name)
+    front.check_model(body.model)
+    asked = body.chat([])
+    writer = ResponseWriter(front, body, asked, None)
+    return chat.ask_of(asked, writer.answer_id, None), writer
 
 
 class Worker:
