@@ -122,6 +122,6 @@ def test_costs_are_not_measured_beside_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("qllm.sim.calibrate.cpu_seconds", lambda: next(used))
     monkeypatch.setattr("qllm.sim.calibrate.time.monotonic", lambda: next(clock))
     monkeypatch.setattr("qllm.sim.calibrate.time.sleep", lambda _: None)
-    with pytest.raises(ConfigError, match="use 0.5 of this machine's cores.*--busy"):
+    with pytest.raises(ConfigError, match=r"use 0.5 of this machine's cores.*--busy"):
         refuse_busy()
     refuse_busy()
