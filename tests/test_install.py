@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SITE = Path(sys.prefix) / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false", "PATH": "/nowhere"}
-MAX_WHEEL_BYTES = 6 << 20
+MAX_KERNEL_BYTES = 4 << 20
+"""Of the CPU kernels; with symbols they are 18 MiB."""
 
 
 def run(command: list[str], **how: object) -> str:
@@ -83,12 +84,12 @@ def test_the_wheel_needs_no_compiler_and_serves(clean: Path, tmp_path: Path) -> 
 
 def test_the_wheel_is_of_the_limited_api_and_small(wheel: Path) -> None:
     assert re.fullmatch(r"qllm_runtime-[\d.]+-cp311-abi3-linux_\w+\.whl", wheel.name)
-    assert wheel.stat().st_size < MAX_WHEEL_BYTES
-    names = set(zipfile.ZipFile(wheel).namelist())
+    sizes = {info.filename: info.file_size for info in zipfile.ZipFile(wheel).infolist()}
+    assert sizes["qllm/kernels/cpu/_native.abi3.so"] < MAX_KERNEL_BYTES
     for name in ("qllm/kernels/cpu/_native.abi3.so", "qllm/device/_scheduler.abi3.so",
                  "qllm/docs/serving.md", "qllm/docs/alerts.yaml", "qllm/server/static/ui.html",
                  "qllm/models/tiny/config.json", "qllm_policies/qllm2.py"):  # fmt: skip
-        assert name in names, name
+        assert name in sizes, name
 
 
 def test_the_extensions_are_stripped() -> None:
