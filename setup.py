@@ -51,7 +51,7 @@ class BuildKernels(build_ext):
             self.compiler.compile = compile_all
 
     def _side_by_side(self, ext: Extension, compile_all: Callable[..., Any]) -> Callable[..., Any]:
-        newest = max(os.stat(path).st_mtime for path in (*ext.depends, __file__))
+        newest = max(os.stat(path).st_mtime for path in ext.depends)
 
         def compile_changed(sources: list[str], output_dir: str = "", **how: Any) -> list[str]:
             found = self.compiler.object_filenames(sources, 0, output_dir)
@@ -89,7 +89,7 @@ setup(
         Extension(
             "qllm.kernels.cpu._native",
             sources=sorted(str(file) for file in FOLDER.glob("*.cpp")),
-            depends=sorted(str(file) for file in FOLDER.glob("*.[hi]*")),
+            depends=["setup.py", *sorted(str(file) for file in FOLDER.glob("*.[hi]*"))],
             extra_compile_args=[*FLAGS, *QUIET],
             extra_link_args=["-pthread", STRIP],
             py_limited_api=True,
@@ -98,7 +98,7 @@ setup(
         Extension(
             "qllm.device._scheduler",
             sources=[str(SCHEDULER / "module.cpp")],
-            depends=sorted(str(file) for file in SCHEDULER.glob("*.h")),
+            depends=["setup.py", *sorted(str(file) for file in SCHEDULER.glob("*.h"))],
             extra_compile_args=FLAGS,
             extra_link_args=[STRIP],
             py_limited_api=True,

@@ -1,6 +1,8 @@
 """qllm: serve Mixture-of-Experts models to people who wait and to jobs that don't."""
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +11,18 @@ if TYPE_CHECKING:
     from qllm.llm import QLLMEngine
     from qllm.sim.check import check_policy
     from qllm.types import Priority, SamplingParams, Slo
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"qllm runs on Linux only (memfd, eventfd, pidfd), and this is {sys.platform}: use a "
+        "container, a virtual machine or WSL 2"
+    )
+for _other in Path(__file__).parent.parent.glob("qllm-*.dist-info"):
+    raise ImportError(
+        f"{_other.stem} lies in one folder with this package, qllm-runtime: both call themselves "
+        "'qllm' and have overwritten each other's files. `pip uninstall --yes qllm qllm-runtime`, "
+        "then install the one you want, or each in an environment of its own"
+    )
 
 __version__ = "0.1.0"
 __all__ = [

@@ -56,6 +56,22 @@ serve tiny --server port
 serve tiny --api-key-file no-such-file
 serve tiny --policy nonsense
 serve tiny --host not.a.host.invalid
+serve tiny --max-ls 0
+serve tiny --max-ls many
+serve tiny --max-ls
+serve tiny --no-max-ls
+serve tiny --access-log perhaps
+serve tiny --shutdown-delay-s -1
+serve tiny --log-format xml
+serve tiny --ssl-certfile no-such-file.pem
+serve tiny --ssl-certfile {garbage}
+serve tiny --ssl-keyfile {garbage}
+serve tiny --ssl-cert-reqs required
+serve tiny --ssl-cert-reqs perhaps
+serve tiny --cors-origins
+serve tiny --api-keys
+docs nonsense
+docs ../README
 bench
 bench tiny
 bench tiny --workload S99
@@ -116,6 +132,16 @@ plan --slo ttft=500ms --ls-rate 1 --preset nonsense
 plan --slo ttft=500ms --ls-rate 1 --workload S99
 plan --slo ttft=500ms --ls-rate 1 --policies nonsense
 plan --slo ttft=-1ms --ls-rate 1
+plan --slo ttft=500ms --preset cpu
+plan --slo ttft=500ms --requests no-such-file.csv --preset cpu
+plan --slo ttft=500ms --requests {garbage} --preset cpu
+plan --slo ttft=500ms --requests {trace} --preset cpu
+plan --slo ttft=500ms --requests {trace} --preset cpu --be-share 7
+plan --slo ttft=500ms --ls-rate 1 --preset cpu --be-share 0.5
+plan --slo ttft=500ms --ls-rate 1 --preset cpu,moon
+plan --slo ttft=500ms --ls-rate 1 --preset ,
+plan --slo ttft=500ms --ls-rate 1 --preset no-such-file.toml
+plan --slo ttft=500ms --ls-rate 1 --preset {file}.toml
 calibrate
 calibrate no-such-model
 calibrate 1m --rounds 0

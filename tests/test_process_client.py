@@ -357,6 +357,24 @@ def test_ids_of_a_restore_that_failed_are_not_given_again(
     assert len(handle.result(60).token_ids) == 2
 
 
+def test_the_engine_starts_before_tokenizers_are_imported_and_collects_garbage_again() -> None:
+    code = (
+        "import gc, subprocess, sys\n"
+        "from qllm import QLLMEngine\n"
+        "late = ('transformers', 'huggingface_hub')\n"
+        "started, popen = [], subprocess.Popen\n"
+        "def spawn(*args, **how):\n"
+        "    started.append([x for x in late if x in sys.modules])\n"
+        "    return popen(*args, **how)\n"
+        "subprocess.Popen = spawn\n"
+        "with QLLMEngine.from_pretrained('tiny', threads=1) as engine:\n"
+        "    assert 'transformers' in sys.modules\n"
+        "    print(started, engine.call(gc.isenabled), engine.call(gc.get_freeze_count) > 100_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[[]] True True"
+
+
 def test_the_front_end_imports_neither_torch_nor_modelling_code() -> None:
     code = (
         "import sys\n"

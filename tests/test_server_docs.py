@@ -37,14 +37,14 @@ def test_the_page_names_the_defaults() -> None:
 
 def test_the_page_names_the_routes_there_are(tmp_path: Path) -> None:
     with tiny_engine() as engine, serving(engine, state_dir=tmp_path) as served:
-        paths = set(served.get("/openapi.json").json()["paths"]) | {"/ui", "/openapi.json"}
+        paths = set(served.get("/openapi.json").json()["paths"]) | {"/ui", "/docs", "/openapi.json"}
     named = {n for row in table("Routes") for n in re.findall(r"(/[\w/.]+)`", row[0])}
     assert named == {path for path in paths if "{" not in path}
 
 
 def test_the_page_names_metrics_that_exist() -> None:
     section = TEXT.split("## What to watch\n", 1)[1]
-    ends = ("_seconds", "_total", "_perc", "_up", "_bytes", "_tokens")
+    ends = ("_seconds", "_total", "_perc", "_up", "_bytes", "_tokens", "_fds")
     named = {
         name
         for name in re.findall(r"`(\w+)`", section)

@@ -506,5 +506,5 @@ def test_a_figure_is_written(tmp_path: Path) -> None:
     results = {"LS alone": [1.0, 2.0], "fcfs": [100.0, 250.0, 900.0], "qllm2": []}
     for n, events in enumerate(([], a_preemption())):
         path = tmp_path / f"{n}.png"
-        ttft_figure(results, events, path)
+        ttft_figure(results, events, path, policy="qllm2")
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -25,7 +25,10 @@ Model = Annotated[
     ),
 ]
 Costs = Annotated[Path | None, typer.Option(help="A file that `qllm calibrate` wrote.")]
-Preset = Annotated[str | None, typer.Option(help="Computed costs: h100, h200 or cpu.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Computed costs: h100, h200, cpu, or a data sheet of your own, FILE.toml."),
+]
 Policy = Annotated[
     str,
     typer.Option(
@@ -185,16 +188,33 @@ def _say_workload(machine: "CostFile", specs: "list[RequestSpec]", seconds: floa
 @clean
 def plan(
     slo: Annotated[str, typer.Option(help="Targets of LS requests, like ttft=500ms,tpot=50ms.")],
-    ls_rate: Annotated[float, typer.Option(help="LS requests per second.")],
+    ls_rate: Annotated[
+        float | None, typer.Option(help="LS requests per second; by default those of --requests.")
+    ] = None,
     policy: Policy = "qllm2,priority,ls-first,fcfs",
     model: Model = None,
     costs: Costs = None,
-    preset: Preset = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Computed costs, several with commas between: h100, h200, cpu, or data sheets of "
+            "your own, FILE.toml."
+        ),
+    ] = None,
     workload: Annotated[
         str, typer.Option(help="The named workload whose lengths are taken.")
     ] = "S2",
+    requests: Annotated[
+        Path | None,
+        typer.Option(help="A trace file instead: Azure, BurstGPT, Mooncake or our own."),
+    ] = None,
+    be_share: Annotated[
+        float | None, typer.Option(help="Part of a trace file's requests that is BE.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Most requests of a trace file.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Length of every run; by default 300 LS requests.")
+        float | None,
+        typer.Option(help="Length of every run; by default the trace's, or 300 LS requests."),
     ] = None,
     seed: Seed = 0,
     setting: Settings = None,
@@ -203,27 +223,55 @@ def plan(
     """Tell how much BE throughput fits beside LS under its targets, policy by policy."""
     from qllm.config import parse_slo
     from qllm.measure.variants import parse_variants
-    from qllm.sim.capacity import Question, harvest
+    from qllm.sim.capacity import Question, harvest, why
 
     variants = parse_variants(policy)
-    machine = _machine(model, costs, preset)
-    config = _config(machine, setting)
+    if len(variants) == 0:
+        raise ConfigError("give --policy at least one name")
+    machines = [_machine(model, costs, name) for name in _names(preset)]
     question = Question(
-        slo=parse_slo(slo), ls_rate=ls_rate, workload=workload, seconds=seconds, seed=seed
+        slo=parse_slo(slo),
+        ls_rate=ls_rate,
+        workload=workload,
+        requests=_trace(requests, be_share, seed, limit),
+        seconds=seconds,
+        seed=seed,
     )
-    typer.echo(machine.title + (f" ({machine.note})" if machine.note else ""))
     typer.echo(
-        f"{workload} lengths, LS {ls_rate:g}/s under {slo}, {question.window_s:g} s per run, seed "
-        f"{seed}; a load is carried if at least 99 % of the LS requests meet both targets"
+        f"{question.title} under {slo}, {question.window_s:g} s per run, seed {seed}; a load is "
+        "carried if at least 99 % of the LS requests meet both targets"
     )
-    answers = harvest(question, machine, variants, config, _say_tried)
-    print_table(_PLAN_HEAD, [_plan_row(answer) for answer in answers])
-    if out is not None:
-        from qllm.sim.figures import plan_figure
+    for number, machine in enumerate(machines):
+        typer.echo(f"\n{machine.title}" + (f" ({machine.note})" if machine.note else ""))
+        answers = harvest(question, machine, variants, _config(machine, setting), _say_tried)
+        print_table(_PLAN_HEAD, [_plan_row(answer) for answer in answers])
+        typer.echo(why(answers, question.slo))
+        if out is not None:
+            from qllm.sim.figures import plan_figure
 
-        out.mkdir(parents=True, exist_ok=True)
-        plan_figure(answers, question, out / "plan.png")
-        typer.echo(f"figure     {out / 'plan.png'}")
+            out.mkdir(parents=True, exist_ok=True)
+            path = out / ("plan.png" if len(machines) == 1 else f"plan-{number + 1}.png")
+            plan_figure(answers, question, path, machine.title)
+            typer.echo(f"figure     {path}")
+
+
+def _names(presets: str | None) -> list[str | None]:
+    """Several presets with commas between; one None where a cost file is given instead."""
+    if presets is None:
+        return [None]
+    return [name.strip() for name in presets.split(",") if name.strip()] or [presets]
+
+
+def _trace(
+    path: Path | None, be_share: float | None, seed: int, limit: int | None
+) -> "tuple[RequestSpec, ...]":
+    if path is None:
+        if be_share is not None or limit is not None:
+            raise ConfigError("--be-share and --limit go with --requests, a trace file")
+        return ()
+    from qllm.workloads.files import read_requests
+
+    return tuple(read_requests(path, be_share=be_share, seed=seed, limit=limit))
 
 
 _PLAN_HEAD = (
@@ -279,20 +327,25 @@ def calibrate(
     threads: Threads = 1,
     rounds: Annotated[int, typer.Option(min=1, help="How often every load is measured.")] = 2,
     setting: Settings = None,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Measure although others use the machine.")
+    ] = False,
 ) -> None:
     """Measure what a model costs on this machine, for `qllm sim` and `qllm plan`."""
     quiet()
     from qllm.config import engine_config
-    from qllm.sim.calibrate import LOADS
+    from qllm.sim.calibrate import LOADS, refuse_busy
     from qllm.sim.calibrate import calibrate as measure
 
     config = engine_config(engine_settings(setting))
+    if not busy:
+        refuse_busy()
     with typer.progressbar(length=len(LOADS) * rounds, label="loads") as bar:
         found = measure(
             model, threads=threads, rounds=rounds, config=config, on_load=lambda _: bar.update(1)
         )
     found.write(out)
-    typer.echo(found.title)
+    typer.echo(found.title + f" ({found.note})")
     print_table(
         ("op", "samples", "error p50 / p90, %", "of the sum, %"),
         (

@@ -439,7 +439,7 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
     image, perfetto_json = out / "demo.png", out / f"{shown}.perfetto.json"
     files: dict[str, Path | str] = {"figure": image, "perfetto": perfetto_json}
     try:
-        ttft_figure(ttft, result.runs[shown].events, image, alone=LS_ALONE)
+        ttft_figure(ttft, result.runs[shown].events, image, policy=shown, alone=LS_ALONE)
     except ConfigError as error:  # no matplotlib: the rest is worth having
         files["figure"] = f"left out: {error}"
     perfetto.write_perfetto(result.runs[shown].events, perfetto_json)

@@ -161,7 +161,7 @@ def _bars(ax: "Axes", spans: Sequence[tuple[float, float]], y: float, color: str
     )
 
 
-def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int) -> None:
+def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int, policy: str) -> None:
     def ms(at_ns: int) -> float:
         return (at_ns - begin) / NS_PER_MS
 
@@ -228,7 +228,7 @@ def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int) ->
         yticks=[0.3, 1.3],
         yticklabels=["BE", "LS"],
         xlabel=f"ms since {begin / NS_PER_MS:,.1f} ms of the run",
-        title="The device around one preemption" if parked else "The device",
+        title=f"The device under {policy}" + (", around one preemption" if parked else ""),
     )
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
@@ -244,6 +244,7 @@ def ttft_figure(
     trace: Iterable[Event],
     path: str | os.PathLike[str],
     *,
+    policy: str,
     alone: str | None = "LS alone",
     window_ns: int | None = None,
 ) -> None:
@@ -253,6 +254,7 @@ def ttft_figure(
         results: TTFT of LS requests in milliseconds, by policy.
         trace: Events of the run whose device is shown.
         path: Of the PNG.
+        policy: The one whose run is shown.
         alone: The key of `results` that is the reference (a dashed line), if it is there.
         window_ns: Width of the timeline; None chooses it so that a preemption fills a third.
 
@@ -267,7 +269,7 @@ def ttft_figure(
             1, 2, figsize=(12, 4.8), width_ratios=(1, 1.35), layout="constrained"
         )
         _draw_ttft(left, results, alone)
-        _draw_timeline(right, events, begin, end)
+        _draw_timeline(right, events, begin, end, policy)
         figure.get_layout_engine().set(w_pad=0.15)
         figure.savefig(path, format="png", dpi=160)
         plt.close(figure)

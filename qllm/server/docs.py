@@ -1,5 +1,6 @@
 """The page `/docs`: the routes and their fields, from the OpenAPI schema. It needs no script."""
 
+import asyncio
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
@@ -26,7 +27,7 @@ def routes() -> APIRouter:
     @router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def docs(request: Request) -> Response:
         """The page."""
-        text = page(request.app.openapi())
+        text = page(await asyncio.to_thread(request.app.openapi))
         return Response(text, media_type="text/html", headers=HEADERS)
 
     @router.get(f"/docs/static/{STYLE}", include_in_schema=False)

@@ -22,6 +22,7 @@ from qllm.config import EngineConfig
 from qllm.engine.build import torch_threads
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
+from qllm.errors import ConfigError
 from qllm.ingress import InprocIngress, Submission
 from qllm.measure.random_moe import SIZES, make_random_moe
 from qllm.models.loader import load
@@ -41,6 +42,50 @@ _SKEWS = tuple(x / 10 for x in range(16))
 """Exponents of expert popularity that are tried."""
 _KEPT_PART = 0.9
 """Part of the samples of one op that count, shortest first: others may have had the machine."""
+
+
+MOST_BUSY = 0.1
+"""Cores that others may use while costs are measured."""
+LOOK_S = 1.0
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """CPU time used so far: of the whole machine, and of this process and its children."""
+    line = Path("/proc/stat").read_text().partition("\n")[0]
+    ticks = [int(field) for field in line.split()[1:9]]  # user ... idle, iowait ... steal
+    times = os.times()
+    own = times.user + times.system + times.children_user + times.children_system
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), own
+
+
+class Others:
+    """How many cores other processes use, from now on."""
+
+    def __init__(self) -> None:
+        self._start_s, self._used = time.monotonic(), cpu_seconds()
+
+    @property
+    def cores(self) -> float:
+        """Mean over the time since it was made; what a hypervisor takes counts too."""
+        passed_s = max(1e-9, time.monotonic() - self._start_s)
+        (all_s, own_s), (all_before, own_before) = cpu_seconds(), self._used
+        return max(0.0, (all_s - all_before) - (own_s - own_before)) / passed_s
+
+
+def refuse_busy() -> None:
+    """Look at the machine for a moment.
+
+    Raises:
+        ConfigError: Others use it, and would be measured with the model.
+    """
+    others = Others()
+    time.sleep(LOOK_S)
+    if (cores := others.cores) > MOST_BUSY:
+        raise ConfigError(
+            f"other processes use {cores:.1f} of this machine's cores, and costs that are measured "
+            f"meanwhile are too high: wait until they use less than {MOST_BUSY:g}, or measure all "
+            "the same with --busy"
+        )
 
 
 class Load(NamedTuple):
@@ -341,7 +386,7 @@ def calibrate(
             kernels=config.kernels,
             expert_weights=config.expert_weights,
         )
-        probe = _Probe(runner, config)
+        probe, others = _Probe(runner, config), Others()
         gc.collect()
         gc.freeze()  # as an engine's process does
         try:
@@ -353,7 +398,7 @@ def calibrate(
         finally:
             gc.unfreeze()
             runner.close()
-    return _cost_file(model, threads, runner, config, measured)
+    return _cost_file(model, threads, runner, config, measured, others.cores)
 
 
 def _cost_file(
@@ -362,6 +407,7 @@ def _cost_file(
     runner: TorchRunner,
     config: EngineConfig,
     measured: Sequence[Measured],
+    busy_cores: float,
 ) -> CostFile:
     shape = runner.shape
     costs, errors = fit([s for m in measured for s in m.ops], shape)
@@ -374,7 +420,8 @@ def _cost_file(
         threads=threads,
         dtype=str(weight.dtype).removeprefix("torch."),
         origin="measured",
-        note=f"max_segment_ms={config.max_segment_ms:g}, exactness={config.exactness}",
+        note=f"max_segment_ms={config.max_segment_ms:g}, exactness={config.exactness}; other "
+        f"processes used {busy_cores:.1f} cores meanwhile",
         shape=FileShape(**shape._asdict()),
         cuts=None if runner.cuts == NO_CUTS else dict(runner.cuts._asdict()),
         costs={**asdict(costs), "step_ns": step_ns, "step_row_ns": step_row_ns},

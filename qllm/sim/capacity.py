@@ -8,7 +8,7 @@ Otherwise the largest rate of BE requests that is carried is searched by bisecti
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError
@@ -37,24 +37,62 @@ class Question:
 
     slo: Slo
     """Targets of LS requests."""
-    ls_rate: float
-    """LS requests per second."""
+    ls_rate: float | None = None
+    """LS requests per second; None takes that of `requests`."""
     workload: str = "S2"
     """The workload that gives lengths and LS arrival pattern."""
+    requests: tuple[RequestSpec, ...] = ()
+    """A trace instead: its LS requests arrive as they did, its BE requests are the backlog."""
     seconds: float | None = None
-    """Length of every run; None is long enough for `MIN_LS_REQUESTS`."""
+    """Length of every run; None is the trace's, or long enough for `MIN_LS_REQUESTS`."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.ls_rate < 1e6:
+        if self.ls_rate is None and not self.requests:
+            raise ConfigError("give ls_rate, LS requests per second, or requests, a trace")
+        if self.ls_rate is not None and not 0 < self.ls_rate < 1e6:
             raise ConfigError(f"ls_rate={self.ls_rate!r} must be a number > 0, per second")
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds={self.seconds!r} must be > 0")
+        for name, count in (("LS", len(self.trace_ls)), ("BE", len(self.trace_be))):
+            if self.requests and not count:
+                raise ConfigError(
+                    f"the trace has no {name} requests; say which of its requests are BE "
+                    "(be_share, a part in (0, 1))"
+                )
+
+    @property
+    def trace_ls(self) -> list[RequestSpec]:
+        """LS requests of the trace, their rate scaled to `ls_rate`."""
+        found = [r for r in self.requests if r.priority <= Priority.LS]
+        if self.ls_rate is None or not found:
+            return found
+        scale = len(found) / (self.ls_rate * max(1e-9, found[-1].at_s))
+        return [replace(r, at_s=r.at_s * scale) for r in found]
+
+    @property
+    def trace_be(self) -> list[RequestSpec]:
+        """BE requests of the trace."""
+        return [r for r in self.requests if r.priority > Priority.LS]
 
     @property
     def window_s(self) -> float:
         """Length of every run."""
-        return self.seconds or max(60.0, MIN_LS_REQUESTS / self.ls_rate)
+        if self.seconds is not None:
+            return self.seconds
+        if self.requests:
+            return max(1.0, self.trace_ls[-1].at_s)
+        assert self.ls_rate is not None
+        return max(60.0, MIN_LS_REQUESTS / self.ls_rate)
+
+    @property
+    def title(self) -> str:
+        """What is asked, in words."""
+        if not self.requests:
+            return f"{self.workload} lengths, LS {self.ls_rate:g}/s"
+        ls = self.trace_ls
+        rate = len(ls) / max(1e-9, ls[-1].at_s)
+        return f"a trace of {len(ls)} LS and {len(self.trace_be)} BE requests, LS {rate:.3g}/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,33 +124,57 @@ class Answer:
         carried = [t for t in self.tried if t.carried]
         return max(carried, key=lambda t: t.outcome.be_per_s, default=None)
 
+    @property
+    def be_per_s(self) -> float:
+        """BE tokens per second of the best load; 0 if none is carried."""
+        return 0.0 if self.best is None else self.best.outcome.be_per_s
+
 
 class _Loads:
     """The requests of a question, the same for every policy."""
 
     def __init__(self, question: Question, costs: CostFile, config: EngineConfig) -> None:
+        self._question = question
+        if question.requests:
+            self._take_trace(question)
+        else:
+            self._generate(question, costs, config)
+        if not self.ls:
+            raise ConfigError(
+                f"no LS request arrives in {question.window_s:g} s ({question.title}); raise "
+                "--seconds"
+            )
+
+    def _take_trace(self, question: Question) -> None:
+        ls, be = question.trace_ls, question.trace_be
+        self.ls = [replace(r, slo=question.slo) for r in ls if r.at_s <= question.window_s]
+        jobs = [replace(r, at_s=0.0, slo=Slo()) for r in be]
+        self.jobs: Callable[[], Iterator[RequestSpec]] = lambda: itertools.cycle(jobs)
+        total = sum(job.num_prompt_tokens + job.max_tokens for job in jobs)
+        self.be_tokens = total / len(jobs)
+
+    def _generate(self, question: Question, costs: CostFile, config: EngineConfig) -> None:
+        assert question.ls_rate is not None
         found = Workload(
             name=question.workload,
             seconds=question.window_s,
             capacity=costs.capacity(config),
             max_len=min(costs.shape.max_position, config.max_kv_tokens),
         ).scenario
-        self._question = question
-        self._be: Flow = found.be
+        be: Flow = found.be
+
+        def jobs() -> Iterator[RequestSpec]:
+            rng = random.Random(f"{question.seed} plan BE")
+            while True:
+                yield _spec(be, rng, Priority.BE, 0.0, Slo())
+
+        self.jobs = jobs
+        """Makes BE jobs without end."""
+        self.be_tokens = be.prompt.mean + be.output.mean
+        """Tokens of a mean BE job."""
         rng = random.Random(f"{question.seed} plan LS")
         times = found.ls.arrivals.times(rng, question.ls_rate, question.window_s)
         self.ls = [_spec(found.ls, rng, Priority.LS, at_s, question.slo) for at_s in times]
-        if not self.ls:
-            raise ConfigError(
-                f"no LS request arrives in {question.window_s:g} s at {question.ls_rate:g}/s; "
-                "raise --seconds"
-            )
-
-    def jobs(self) -> Iterator[RequestSpec]:
-        """BE jobs without end."""
-        rng = random.Random(f"{self._question.seed} plan BE")
-        while True:
-            yield _spec(self._be, rng, Priority.BE, 0.0, Slo())
 
     def be(self, rate: float) -> list[RequestSpec]:
         """BE jobs at equal distances."""
@@ -126,11 +188,6 @@ class _Loads:
             )
             for i, job in enumerate(itertools.islice(self.jobs(), num))
         ]
-
-    @property
-    def be_tokens(self) -> float:
-        """Tokens of a mean BE job."""
-        return self._be.prompt.mean + self._be.output.mean
 
 
 def _spec(flow: Flow, rng: random.Random, priority: int, at_s: float, slo: Slo) -> RequestSpec:
@@ -200,3 +257,49 @@ def _answer(
             low, high = (middle, high) if tried[-1].carried else (low, middle)
     tried.sort(key=lambda t: t.be_rate or 0.0)
     return Answer(label=variant.label, tried=(*tried, full))
+
+
+def why(answers: Sequence[Answer], slo: Slo) -> str:
+    """One sentence: which policy carries most, and what keeps the next one from as much."""
+    ranked = sorted(answers, key=lambda a: a.be_per_s, reverse=True)
+    first, rest = ranked[0], ranked[1:]
+    if first.best is None:
+        alone = first.tried[0]
+        return f"No policy keeps the targets, even without BE: under {first.label} " + _missed(
+            alone.outcome, slo
+        )
+    said = f"{first.label} carries most, {first.be_per_s:,.0f} BE tokens/s"
+    if not rest:
+        return f"{said}."
+    second = rest[0]
+    if second.be_per_s >= 0.99 * first.be_per_s:
+        return f"{said}, and {second.label} as much: the targets do not tell them apart."
+    times = f"{first.be_per_s / second.be_per_s:.2g} times" if second.be_per_s else "more than"
+    heavier = next((t for t in second.tried if not t.carried), None)
+    if heavier is None:  # it keeps the targets with everything, and gets less done
+        lost = f"under it {_pace(second.tried[-1].outcome, first.best.outcome)}"
+        return f"{said}, {times} those of {second.label}: {lost}."
+    return f"{said}, {times} those of {second.label}: with more BE under that " + _missed(
+        heavier.outcome, slo
+    )
+
+
+def _missed(found: Outcome, slo: Slo) -> str:
+    """Which targets a load missed, and by how much."""
+    parts = [
+        f"the LS {name} p99 is {at:,.0f} ms (target {target:g})"
+        for name, at, target in (
+            ("TTFT", found.ls_ttft_p99, slo.ttft_ms),
+            ("TPOT", found.ls_tpot_p99, slo.tpot_ms),
+        )
+        if at is not None and target is not None and at > target
+    ]
+    met = f"{found.attainment or 0:.1%} of the LS requests meet both targets"
+    return f"{' and '.join(parts)}, and {met}." if parts else f"only {met}."
+
+
+def _pace(less: Outcome, more: Outcome) -> str:
+    """Why a backlog that is carried gets less done."""
+    if less.preemptions > 2 * more.preemptions:
+        return f"BE is preempted {less.preemptions:,} times instead of {more.preemptions:,}"
+    return f"BE stands still for up to {less.be_stall_ms:,.0f} ms while LS is served"

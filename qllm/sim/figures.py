@@ -8,7 +8,7 @@ from qllm.sim.capacity import Answer, Question
 
 
 def plan_figure(
-    answers: Sequence[Answer], question: Question, path: str | os.PathLike[str]
+    answers: Sequence[Answer], question: Question, path: str | os.PathLike[str], machine: str = ""
 ) -> None:
     """Write one PNG: attainment and LS TTFT p99 over BE tokens per second.
 
@@ -16,6 +16,7 @@ def plan_figure(
         answers: One line each; its answer is ringed.
         question: Whose targets are drawn.
         path: Of the PNG.
+        machine: What stands above it.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -49,8 +50,13 @@ def plan_figure(
             ax.set(xlabel="BE tokens per second, in + out", xlim=(0, None))
             ax.grid(color="#e6e6e6", linewidth=0.8)
             ax.set_axisbelow(True)
+        figure.suptitle(machine)
         figure.legend(
-            *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+            *left.get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=4,
+            frameon=False,
+            title="policy",
         )
         left.annotate("99 %", (0, 99), xytext=(4, -12), textcoords="offset points", color=MUTED)
         figure.savefig(path, format="png", dpi=160)

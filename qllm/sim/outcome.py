@@ -145,7 +145,7 @@ def write_files(out: Path, runs: Mapping[str, Simulated]) -> dict[str, str]:
     waits = {name: run.waits(Priority.LS).all for name, run in runs.items()}
     last = list(runs)[-1]
     try:
-        ttft_figure(waits, runs[last].events, out / "sim.png", alone=None)
+        ttft_figure(waits, runs[last].events, out / "sim.png", policy=last, alone=None)
         files["figure"] = str(out / "sim.png")
     except ConfigError as error:  # no matplotlib: the rest is worth having
         files["figure"] = f"left out: {error}"

@@ -7,7 +7,8 @@ power limits and other traffic on the machine are not in it. One GPU holds the w
 Where the machine is at hand, `qllm calibrate` measures instead.
 """
 
-from dataclasses import asdict, dataclass, fields
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,16 +256,79 @@ _ITEM_BYTES = 2
 """bfloat16."""
 
 
+_SHEET = {"memory_gb": 1e9, "bandwidth_gb_per_s": 1.0, "tflops": 1e3}
+"""What a data sheet gives, and its factor to a field of `Hardware`."""
+_SHEET_FIELDS = dict(zip(_SHEET, ("memory_bytes", "bytes_per_ns", "flops_per_ns"), strict=True))
+
+
+def data_sheet(path: Path) -> Hardware:
+    """A machine from a TOML file: its data sheet, on top of a preset that it is like.
+
+        title = "NVIDIA B200"
+        memory_gb = 180
+        bandwidth_gb_per_s = 8000
+        tflops = 2250              # dense bfloat16
+        like = "h100"              # whose overheads and parts reached are assumed
+        read_part = 0.8            # any field of `Hardware` may be given too
+
+    Raises:
+        ConfigError: It is no TOML, or a name or value in it is wrong.
+    """
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"the data sheet {path} cannot be read: {error}") from error
+    base = HARDWARE.get(str(given.pop("like", "h100")))
+    if base is None:
+        raise ConfigError(f"{path}: like must be one of {', '.join(HARDWARE)}")
+    known = {f.name: f.type for f in fields(Hardware)}
+    found: dict[str, Any] = {"title": path.stem, "source": f"data sheet {path.name}"}
+    for name, value in given.items():
+        if name not in _SHEET and name not in known:
+            names = ", ".join([*_SHEET, "like", *known])
+            raise ConfigError(f"{path}: unknown name {name!r}; known: {names}")
+        if name in ("title", "source"):
+            found[name] = str(value)
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "overlap":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: overlap={value!r} must be true or false")
+        elif not is_number or not 0 < value < 1e18:
+            raise ConfigError(f"{path}: {name}={value!r} must be a number > 0")
+        found[_SHEET_FIELDS.get(name, name)] = value * _SHEET[name] if name in _SHEET else value
+    missing = [name for name, field in _SHEET_FIELDS.items() if field not in found]
+    if missing:
+        raise ConfigError(
+            f"{path}: {missing[0]} is missing; a data sheet gives {', '.join(_SHEET)}"
+        )
+    return replace(base, **found)
+
+
+def hardware_of(name: str) -> Hardware:
+    """A preset by its name, or a data sheet by its path (`*.toml`).
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    if name in HARDWARE:
+        return HARDWARE[name]
+    if name.endswith(".toml"):
+        return data_sheet(Path(name))
+    raise ConfigError(
+        f"unknown preset {name!r}; known: {', '.join(HARDWARE)}, or a data sheet of your own, "
+        "FILE.toml"
+    )
+
+
 def preset(hardware: str, model: str) -> CostFile:
-    """The costs of a model on a machine of `HARDWARE`.
+    """The costs of a model on a machine of `HARDWARE`, or of a data sheet.
 
     Raises:
         ConfigError: The machine is unknown, or the model does not fit into its memory.
         ModelError: The model is unknown.
     """
-    if hardware not in HARDWARE:
-        raise ConfigError(f"unknown preset {hardware!r}; known: {', '.join(HARDWARE)}")
-    machine, spec = HARDWARE[hardware], model_spec(model)
+    machine, spec = hardware_of(hardware), model_spec(model)
     weight_bytes = spec.weights * _ITEM_BYTES
     room = machine.memory_bytes * (1 - _SPARE_PART) - weight_bytes
     kv_bytes = spec.kv_values * spec.num_hidden_layers * _ITEM_BYTES
