@@ -3,10 +3,11 @@
 import asyncio
 import json
 import logging
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +24,10 @@ from .front import Answer, Ask, Comment, Front
 from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"
+OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+"""Gateway API Inference Extension: the name of an InferenceObjective (setting `objectives`)."""
+DYNAMO = "x-dynamo-request-priority"
+"""An integer; more is sooner, 0 is usual."""
 CLIENT_GONE = 499
 """nginx's status for it; nobody reads the answer."""
 
@@ -260,15 +265,30 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | N
             task.cancel()
 
 
-def wanted_class(request: Request, by_body: Priority | None) -> Priority:
-    """The class a request asks for: by header, else by its body, else LS.
+def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priority | None:
+    """What a gateway says; None if it says nothing that we know."""
+    for name in OBJECTIVES:
+        if (found := objectives.get(request.headers.get(name, ""))) is not None:
+            return Priority[found]
+    if (text := request.headers.get(DYNAMO)) is None:
+        return None
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII):
+        raise ApiError(400, f"{DYNAMO}: {text!r:.40} must be an integer", param=DYNAMO)
+    return Priority.BE if int(text) < 0 else Priority.LS
+
+
+def wanted_class(
+    request: Request, by_body: Priority | None, objectives: Mapping[str, str]
+) -> Priority:
+    """The class a request asks for: by our header, a gateway's, its body, else LS.
 
     Raises:
         ApiError: The header names no class.
     """
     text = request.headers.get(HEADER)
     if text is None:
-        return Priority.LS if by_body is None else by_body
+        by_gateway = _class_of_gateway(request, objectives)
+        return next((x for x in (by_gateway, by_body) if x is not None), Priority.LS)
     if text.upper() not in Priority.__members__:
         raise ApiError(400, f"{HEADER}: {text!r:.40} must be LS or BE", param=HEADER)
     return Priority[text.upper()]
@@ -281,11 +301,13 @@ def salt_of(caller: str, salt: str) -> str:
 
 async def respond(request: Request, front: Front, writer: Writer, body: Any, ask: Ask) -> Response:
     """Serve one request over HTTP, as a stream if its body says so."""
-    wanted = wanted_class(request, body.asked_class())
+    wanted = wanted_class(request, body.asked_class(), front.config.objectives)
 
     async def work() -> Response:
-        salt = salt_of(request.state.caller, ask.cache_salt)
-        answer = await front.open(replace(ask, cache_salt=salt), wanted)
+        caller, other_id = request.state.caller, request.headers.get("x-request-id")
+        salt = salt_of(caller, ask.cache_salt)
+        whose = replace(ask, cache_salt=salt, caller=caller, other_id=other_id)
+        answer = await front.open(whose, wanted)
         try:
             writer.serve(answer, body.service_tier)
             headers = {"x-request-id": writer.answer_id, **answer.served.headers()}

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 import qllm
 from qllm.llm import QLLMEngine
 
-from . import batches, chat, completions, errors, probes, tools, ui
+from . import batches, chat, completions, errors, probes, requests, tools, ui
 from .config import ServerConfig, read_api_keys
 from .front import Front
 from .guard import Guard, Keys, Limits
@@ -59,7 +59,7 @@ def create_app(
     )
     app.state.front = front
     errors.install(app)
-    for part in (chat, completions, tools, probes, ui):
+    for part in (chat, completions, requests, tools, probes, ui):
         app.include_router(part.routes(front))
     if store is not None and worker is not None:
         app.include_router(batches.file_routes(store))
@@ -71,7 +71,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
         )
     return app

@@ -66,6 +66,9 @@ class ServerConfig(BaseModel):
     """Most LS requests in flight; over it see `ls_overflow`."""
     ls_overflow: Literal["demote", "refuse"] = "demote"
     """What becomes of an LS request over the limit: BE (and told so), or 429."""
+    objectives: dict[str, Literal["LS", "BE"]] = {}
+    """Classes by the name of an InferenceObjective, which gateways send in a header; another name
+    leaves the class to the request."""
     rate_per_minute: int | None = Field(None, ge=1)
     """Most POST requests of one API key per minute."""
     max_concurrent: int | None = Field(None, ge=1)
@@ -81,7 +84,7 @@ class ServerConfig(BaseModel):
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)
-    comment_s: float = Field(10, gt=0, le=15)
+    comment_s: float = Field(10, gt=0, le=13)
     """After so long without a token a stream says where its request is, in a comment."""
     stalled_client_s: float = Field(120, gt=0, le=1e6)
     """A stream whose client takes no bytes for so long ends, and gives its seats back."""
@@ -232,7 +235,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(PREFIX):
             continue
         name = variable.removeprefix(PREFIX).lower()
-        if name in ("engine", "policy_settings"):
+        if name in ("engine", "policy_settings", "objectives"):
             try:
                 found[name] = json.loads(text)
             except ValueError as error:

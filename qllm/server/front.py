@@ -26,7 +26,7 @@ from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
 
-PARKED = "parked"
+PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
 """For which a comment waits for the engine to say where a request is."""
 TEXT_THREADS = 2
@@ -56,6 +56,10 @@ class Ask:
     """Keep so many of the last tokens of each prompt."""
     cache_salt: str = ""
     """Whose kept KV it shares."""
+    caller: str = ""
+    """Who may see and change it while it is open; nobody by default."""
+    other_id: str | None = None
+    """What the caller calls it beside `answer_id`."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
 
@@ -107,6 +111,10 @@ class Answer:
         self._on_close, self._explain = on_close, explain
         self._num_waiting = num_waiting
         self._is_closed = False
+        self.answer_id = self.caller = ""
+        self.names: frozenset[str | None] = frozenset()
+        """What its caller may call it."""
+        self.is_paused = False
 
     async def pieces(
         self, silence_s: float | None = None
@@ -124,7 +132,7 @@ class Answer:
             while True:
                 changed.clear()
                 for index, item in self._news(reached):
-                    if said == PARKED:
+                    if said in (PARKED, PAUSED):
                         yield 0, Comment("resumed")
                     said = ""
                     yield index, item
@@ -163,7 +171,11 @@ class Answer:
         found = {handle.status for handle in self.handles}
         if RequestStatus.RUNNING in found:
             return "running"
-        return PARKED if RequestStatus.PARKED in found else f"waiting {self._num_waiting()}"
+        if RequestStatus.PARKED in found:
+            return PARKED
+        if RequestStatus.WAITING in found or not found:
+            return f"waiting {self._num_waiting()}"
+        return PAUSED if RequestStatus.PAUSED in found else "running"
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once however many choices it has."""
@@ -276,8 +288,30 @@ class Front:
             handles, ask.n, served, self._closed, explain, lambda: self.engine.num_waiting
         )
         answer.shows_tokens = ask.max_tokens != 0
+        answer.answer_id, answer.caller = ask.answer_id, ask.caller
+        own = ask.answer_id.partition("-")[2]
+        answer.names = frozenset({ask.answer_id, own, ask.other_id})
         self.answers.add(answer)
         return answer
+
+    def change(self, answer: Answer, priority: Priority | None, paused: bool | None) -> None:
+        """Give an open request another class, pause it, or let it go on; None leaves as it is.
+
+        Raises:
+            ApiError: There is no seat among the LS requests.
+            QllmError: The engine does not take it.
+        """
+        count, before = len(answer.handles), answer.served.priority
+        is_raised = priority is Priority.LS and before is not Priority.LS
+        if is_raised and self._num_ls + count > self.config.max_ls:
+            raise self._no_seat()
+        for handle in answer.handles:
+            handle.update(priority=priority, paused=paused)
+        if priority is not None:
+            self._num_ls += count * ((priority is Priority.LS) - (before is Priority.LS))
+            answer.served = Served(priority)
+        if paused is not None:
+            answer.is_paused = paused
 
     def unavailable(self) -> ApiError | None:
         """Why nothing is served now; None while the engine serves."""
@@ -310,7 +344,10 @@ class Front:
         if self.config.ls_overflow == "demote":
             self.metrics.demoted.inc()
             return Served(Priority.BE, demoted=True)
-        raise ApiError(
+        raise self._no_seat()
+
+    def _no_seat(self) -> ApiError:
+        return ApiError(
             429,
             f"{self._num_ls} LS requests are in flight (max_ls={self.config.max_ls}); try again "
             "later, or use service_tier='flex'",

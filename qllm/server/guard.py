@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +22,10 @@ OPEN_FOLDER = "/ui/static/"
 UPLOAD_PATH = "/v1/files"
 ANYBODY = "anybody"
 """The caller when the server has no keys."""
+MOST_LOGGED = 256
+"""Characters of a path and of an id in the log."""
+
+_access = logging.getLogger("qllm.server.access")
 
 
 @dataclass(slots=True)
@@ -81,6 +87,17 @@ class Limits:
             use.tokens -= 1
         use.num_open += 1
 
+    def headers(self, caller: str) -> dict[str, str]:
+        """What OpenAI's answers say of the limit, if there is one."""
+        use = self._uses.get(caller)
+        if self._rate is None or use is None:
+            return {}
+        return {
+            "x-ratelimit-limit-requests": str(self._rate),
+            "x-ratelimit-remaining-requests": str(int(use.tokens)),
+            "x-ratelimit-reset-requests": f"{(self._rate - use.tokens) * 60 / self._rate:.3f}s",
+        }
+
     def leave(self, caller: str) -> None:
         """The request has ended."""
         self._uses[caller].num_open -= 1
@@ -139,8 +156,6 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if (request_id := headers.get("x-request-id")) is not None:
-            send = _echoing(send, request_id)
         path = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         caller = ANYBODY
@@ -155,12 +170,13 @@ class Guard:
                 self._limits.enter(caller)
                 counted = True
         except ApiError as error:
-            self._refuse(error.status_code)
+            send = self._told(scope, send, headers.get("x-request-id"), caller)
             await error.response()(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         try:
-            await self._app(scope, self._limited(receive, most), self._counted(send))
+            send = self._told(scope, send, headers.get("x-request-id"), caller)
+            await self._app(scope, self._limited(receive, most), send)
         finally:
             if counted:
                 self._limits.leave(caller)
@@ -199,24 +215,39 @@ class Guard:
 
         return limited
 
-    def _counted(self, send: Send) -> Send:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._refuse(message["status"])
+    def _told(self, scope: Scope, send: Send, known_as: str | None, caller: str) -> Send:
+        """Put the id of the request and the caller's limits into the answer, and log it."""
+        own = known_as or f"req-{secrets.token_hex(8)}"
+        start_s = time.monotonic()
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers, status = MutableHeaders(scope=message), message["status"]
+                if known_as is None:
+                    headers.setdefault("x-request-id", own)
+                else:
+                    headers["x-request-id"] = known_as
+                for name, value in self._limits.headers(caller).items():
+                    headers[name] = value
+                if status >= 400:
+                    self._refuse(status)
+                _access.info(
+                    '"%s %s" %d after %.1f ms, x-request-id %s',
+                    scope["method"],
+                    _plain(scope["path"]),
+                    status,
+                    1e3 * (time.monotonic() - start_s),
+                    _plain(headers["x-request-id"]),
+                )
             await send(message)
 
-        return counted
+        return told
 
 
-def _echoing(send: Send, request_id: str) -> Send:
-    """Say the caller's own id of the request in the answer, whatever the answer is."""
-
-    async def echoing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["x-request-id"] = request_id
-        await send(message)
-
-    return echoing
+def _plain(text: str) -> str:
+    """Text for a line of the log: nothing in it ends the line."""
+    text = text[:MOST_LOGGED]
+    return text if text.isascii() and text.isprintable() else ascii(text)
 
 
 def _too_large(most: int) -> ApiError:

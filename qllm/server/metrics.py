@@ -20,7 +20,7 @@ SECONDS = (
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 1)
 RECENT = 512
 """TTFTs per class that the live page's percentiles are of."""
-STATES = ("waiting", "running", "parked")
+STATES = ("waiting", "running", "parked", "paused")
 
 
 def class_name(priority: int) -> str:

@@ -212,7 +212,7 @@ class Generation(Body):
     def _one_class(self) -> "Generation":
         if self.service_tier and self.priority is not None:
             by_number = Priority.LS if self.priority <= 0 else Priority.BE
-            if by_number != _class_of_tier(self.service_tier):
+            if by_number != class_of_tier(self.service_tier):
                 raise ValueError(
                     f"service_tier={self.service_tier!r} and priority={self.priority} name "
                     "different classes; give one of them"
@@ -268,10 +268,11 @@ class Generation(Body):
         """The class the body asks for; None if it says nothing."""
         if self.priority is not None:
             return Priority.LS if self.priority <= 0 else Priority.BE
-        return None if self.service_tier is None else _class_of_tier(self.service_tier)
+        return None if self.service_tier is None else class_of_tier(self.service_tier)
 
 
-def _class_of_tier(tier: ServiceTier) -> Priority:
+def class_of_tier(tier: ServiceTier) -> Priority:
+    """The class that OpenAI's word means."""
     return Priority.BE if tier == "flex" else Priority.LS
 
 

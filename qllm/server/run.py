@@ -82,6 +82,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=config.drain_s + GOODBYE_S,
             server_header=False,
+            access_log=False,  # the guard's line has the id of the request
             log_config=log_config(config.log_format),
         ),
         app.state.front,
