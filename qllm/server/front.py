@@ -127,14 +127,14 @@ class Answer:
         Raises:
             ApiError: A choice failed, timed out, or the engine was closed.
         """
-        reached, said = dict.fromkeys(range(len(self.handles)), 0), ""
+        reached, stood_still = dict.fromkeys(range(len(self.handles)), 0), False
         with Listener(self.handles) as changed:
             while True:
                 changed.clear()
                 for index, item in self._news(reached):
-                    if said in (PARKED, PAUSED):
+                    if stood_still:
                         yield 0, Comment("resumed")
-                    said = ""
+                    stood_still = False
                     yield index, item
                 if not reached:
                     return
@@ -143,6 +143,7 @@ class Answer:
                         await changed.wait()
                 except TimeoutError:
                     said = await self._state()
+                    stood_still = stood_still or said in (PARKED, PAUSED)
                     yield 0, Comment(said)
 
     def _news(self, reached: dict[int, int]) -> Iterator[tuple[int, Piece | FinishReason]]:
