@@ -143,6 +143,11 @@ def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabul
             r"json at /properties/p~1q: regex parse error",
         ),
         ({"json": "false"}, r"structured_outputs\.json"),
+        (
+            {"json": {"properties": {"a": True, "b": {"type": "foo"}}, "type": "object"}},
+            r"json at /properties/b: Invalid type: foo",
+        ),
+        ({"json": {"anyOf": [True, 5], "type": "object"}}, r"structured_outputs\.json"),
         ({"regex": "(abc"}, r"structured_outputs\.regex: .*unclosed group"),
         ({"grammar": "start: foo"}, r"structured_outputs\.grammar: at 1\(8\): unknown name"),
         ({"regex": "a" * (MOST_GRAMMAR_CHARS + 1)}, "at most 32768 are allowed"),

@@ -29,6 +29,8 @@ from .metrics import Metrics
 PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
 """For which a comment waits for the engine to say where a request is."""
+MOST_QUICK = 256
+"""Characters or ids of prompts that are tokenised and submitted on the event loop."""
 TEXT_THREADS = 2
 """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
 
@@ -62,6 +64,13 @@ class Ask:
     """What the caller calls it beside `answer_id`."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is tokenised and submitted sooner than another thread would begin with it."""
+        size = sum(len(prompt) for prompt in self.prompts) * self.n
+        is_slow = {"structured_outputs", "bad_words"} & self.sampling.keys()
+        return self.messages is None and size <= MOST_QUICK and not is_slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +283,14 @@ class Front:
         served = self._admit(wanted, count)
         self._num_ls += count * (served.priority is Priority.LS)
         engine = self.engine
-        work = self._pools[served.priority].submit(self._submit, engine, ask, served.priority)
+        work: Future[list[Handle]] = Future()
         try:
-            handles = await asyncio.wrap_future(work)
+            if ask.is_quick:
+                handles = self._submit(engine, ask, served.priority)
+            else:
+                pool = self._pools[served.priority]
+                work = pool.submit(self._submit, engine, ask, served.priority)
+                handles = await asyncio.wrap_future(work)
         except BaseException as error:
             self._num_ls -= count * (served.priority is Priority.LS)
             if isinstance(error, asyncio.CancelledError):
