@@ -173,3 +173,28 @@ def test_a_short_prompt_goes_to_the_engine_without_another_thread(
     ):
         answer = served.post(path, {**body, "max_tokens": 2})
         assert answer.json()["error"]["message"] == "on a thread", body
+
+
+def test_the_log_probabilities_of_the_prompt(served: Serving, engine: QLLMEngine) -> None:
+    """Those of `echo` with `logprobs`, by token id."""
+    ids = engine.tokenizer("def f(x):")["input_ids"]
+    echo = complete(served, max_tokens=2, echo=True, logprobs=2)["choices"][0]["logprobs"]
+    found = complete(served, max_tokens=2, prompt_logprobs=2)["choices"][0]
+    first, *rest = found["prompt_logprobs"]
+    assert first is None
+    assert len(rest) == len(ids) - 1
+    for at, (token_id, of_token) in enumerate(zip(ids[1:], rest, strict=True), 1):
+        chosen = of_token[str(token_id)]
+        assert chosen["logprob"] == echo["token_logprobs"][at]
+        assert chosen["decoded_token"] == echo["tokens"][at]
+        assert sorted(x["rank"] for x in of_token.values() if x["rank"]) == [1, 2]
+        best = max(of_token.values(), key=lambda x: x["logprob"])
+        assert best["rank"] == 1
+    assert found["logprobs"] is None
+    chat = served.post(CHATS, {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
+    said = chat["choices"][0]["prompt_logprobs"]
+    assert len(said) == chat["usage"]["prompt_tokens"]
+    assert all(len(x) == 1 for x in said[1:])
+    for more in ({"stream": True}, {"echo": True, "logprobs": 1}, {"n": 1, "logprobs": 99}):
+        wrong = served.post(COMPLETE, {"prompt": "x y", "prompt_logprobs": 2, **more})
+        assert wrong.status_code == 400

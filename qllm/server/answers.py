@@ -65,6 +65,9 @@ class Writer(ABC):
         self._front = front
         self._created = int(time.time())
         self.tier = "default"
+        self._shows_prompt = asked.prompt_logprobs is not None
+        self._of_prompts: dict[int, list[Any]] = {}
+        """What is said of the tokens of each choice's prompt, if asked for."""
         self._shown_ids: set[int] = set()
         """Choices whose prompt's ids were shown."""
         self._texts: dict[int, str] = {}
@@ -121,6 +124,27 @@ class Writer(ABC):
         found: _T = await self._front.in_thread(answer.served.priority, make, index, item)
         return found
 
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A part of a whole answer; keeps what it says of the prompt."""
+        if self._shows_prompt and piece.prompt is not None:
+            both = zip(self.prompts[index][1:], piece.prompt.tokens(), strict=True)
+            self._of_prompts[index] = [None, *(self._of_token(*pair) for pair in both)]
+        return self.chunk(index, piece)
+
+    def _of_token(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
+        """As vLLM has it: by id; the rank is that among the alternatives, if it is one."""
+        ranks = {i: rank for rank, (i, _) in enumerate(logprobs.top, 1)}
+        values = {token_id: logprobs.chosen, **dict(logprobs.top)}
+        shown = {i: self.shown(i, value) for i, value in values.items()}
+        return {
+            str(i): {"logprob": x.logprob, "rank": ranks.get(i), "decoded_token": x.token}
+            for i, x in shown.items()
+        }
+
+    def of_prompt(self, index: int) -> dict[str, Any]:
+        """The field of a whole choice that says it."""
+        return {"prompt_logprobs": self._of_prompts.get(index)} if self._shows_prompt else {}
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice, before any text."""
         return None
@@ -160,10 +184,11 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
     choices: list[Any] = [None] * len(answer.handles)
     async for index, item in answer.pieces():
         if isinstance(item, Piece):
-            made[index].append(await writer.made(answer, writer.chunk, index, item))
+            made[index].append(await writer.made(answer, writer.part, index, item))
         elif isinstance(item, FinishReason):
             ids = writer.ids(index, answer.handles[index].token_ids)
-            choices[index] = {**writer.whole(index, made[index], item), **ids}
+            whole = writer.whole(index, made[index], item)
+            choices[index] = {**whole, **ids, **writer.of_prompt(index)}
     return {**writer.envelope(writer.kind, choices), "usage": answer.usage()}
 
 

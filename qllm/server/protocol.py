@@ -127,7 +127,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "documents": (None,), "echo": (None, False), "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,), "include_reasoning": (None, True),
     "kv_transfer_params": (None,), "length_penalty": (None, 1, 1.0), "logits_processors": (None,),
-    "mm_processor_kwargs": (None,), "prompt_logprobs": (None,), "skip_special_tokens": (None, True),
+    "mm_processor_kwargs": (None,), "skip_special_tokens": (None, True),
     "return_tokens_as_token_ids": (None, False), "spaces_between_special_tokens": (None, True),
     "use_beam_search": (None, False), "vllm_xargs": (None,),
 }  # fmt: skip
@@ -175,6 +175,8 @@ class Generation(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     """vLLM; only so many of the last tokens of the prompt are kept."""
     return_token_ids: bool | None = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """vLLM; so many alternatives per token of the prompt. Not in a stream."""
     request_id: str | None = Field(None, min_length=1, max_length=256)
     """vLLM; the answer's id ends with it."""
     bad_words: list[str] | None = None
@@ -209,6 +211,12 @@ class Generation(Body):
         return 1 if value is None else value
 
     @model_validator(mode="after")
+    def _prompt_not_streamed(self) -> "Generation":
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not streamed; use stream=false, or echo")
+        return self
+
+    @model_validator(mode="after")
     def _one_class(self) -> "Generation":
         if self.service_tier and self.priority is not None:
             by_number = Priority.LS if self.priority <= 0 else Priority.BE
@@ -232,7 +240,7 @@ class Generation(Body):
         names = (
             "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
             "repetition_penalty", "stop_token_ids", "top_k", "stop", "min_tokens", "bad_words",
-            "allowed_token_ids", "include_stop_str_in_output",
+            "allowed_token_ids", "include_stop_str_in_output", "prompt_logprobs",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
@@ -333,8 +341,13 @@ class CompletionRequest(Generation):
         return list(prompt)
 
     def sampling(self) -> dict[str, Any]:
-        of_prompt = self.logprobs if self.echo else None
-        return {**super().sampling(), "logprobs": self.logprobs, "prompt_logprobs": of_prompt}
+        found = {**super().sampling(), "logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            if self.prompt_logprobs not in (None, self.logprobs):
+                text = "with echo, prompt_logprobs must equal logprobs; give one of them"
+                raise ApiError(400, text, param="prompt_logprobs")
+            found["prompt_logprobs"] = self.logprobs
+        return found
 
     def most_tokens(self) -> int:
         """What `max_tokens` comes to."""
