@@ -155,9 +155,10 @@ def _grammar(asked: StructuredOutputs) -> str:
 
     from qllm.grammar_check import JSON_OPTIONS
 
-    if asked.kind == "json":
-        return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
     try:
+        if asked.kind == "json":
+            whole = {"true": "{}", "false": '{"not": {}}'}.get(text.strip(), text)
+            return LLMatcher.grammar_from_json_schema(whole, defaults=JSON_OPTIONS)
         return grammar_from(asked.kind, text)  # type: ignore[arg-type]
     except ValueError as error:
         raise InvalidRequestError(f"structured_outputs.{asked.kind}: {error}") from error

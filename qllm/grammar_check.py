@@ -92,9 +92,11 @@ def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str
     for path, part in _parts(schema):
         if next(left, None) is None:
             break
-        alone = part
-        if isinstance(part, Mapping) and isinstance(root, Mapping):
-            alone = {k: root[k] for k in ("$defs", "definitions") if k in root} | dict(part)
+        if not isinstance(part, Mapping):  # true or false: never refused by itself
+            continue
+        alone = dict(part)
+        if isinstance(root, Mapping):
+            alone = {k: root[k] for k in ("$defs", "definitions") if k in root} | alone
         why = _error(LLMatcher.grammar_from_json_schema(json.dumps(alone), defaults=JSON_OPTIONS))
         if why:
             inner, why = _place(part, root, why, left)

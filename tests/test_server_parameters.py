@@ -7,7 +7,9 @@ import httpx
 import pytest
 from serving import Serving, serving, tiny_engine
 
+from qllm.errors import InvalidRequestError
 from qllm.llm import QLLMEngine
+from qllm.types import Priority
 
 CHATS, COMPLETE = "/v1/chat/completions", "/v1/completions"
 CHAT = [{"role": "user", "content": "What does json do?"}]
@@ -148,3 +150,51 @@ def test_the_id_of_a_request_comes_back(served: Serving) -> None:
         answer = served.post(path, body, headers={"x-request-id": "theirs-1"})
         assert answer.status_code == status
         assert answer.headers["x-request-id"] == "theirs-1"
+
+
+def test_a_short_prompt_goes_to_the_engine_without_another_thread(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long one, a chat and a form do not: they would hold up the event loop."""
+
+    class Refuses:
+        def submit(self, *_: Any) -> Any:
+            raise InvalidRequestError("on a thread")
+
+    monkeypatch.setattr(served.front, "_pools", dict.fromkeys(Priority, Refuses()))
+    assert complete(served, prompt=[5] * 200)["usage"]["prompt_tokens"] == 200
+    for path, body in (
+        (COMPLETE, {"prompt": [5] * 300}),
+        (COMPLETE, {"prompt": "x" * 257}),
+        (COMPLETE, {"prompt": [5] * 100, "n": 3}),
+        (COMPLETE, {"prompt": "x", "guided_regex": "a"}),
+        (COMPLETE, {"prompt": "x", "bad_words": ["a"]}),
+        (CHATS, {"messages": CHAT}),
+    ):
+        answer = served.post(path, {**body, "max_tokens": 2})
+        assert answer.json()["error"]["message"] == "on a thread", body
+
+
+def test_the_log_probabilities_of_the_prompt(served: Serving, engine: QLLMEngine) -> None:
+    """Those of `echo` with `logprobs`, by token id."""
+    ids = engine.tokenizer("def f(x):")["input_ids"]
+    echo = complete(served, max_tokens=2, echo=True, logprobs=2)["choices"][0]["logprobs"]
+    found = complete(served, max_tokens=2, prompt_logprobs=2)["choices"][0]
+    first, *rest = found["prompt_logprobs"]
+    assert first is None
+    assert len(rest) == len(ids) - 1
+    for at, (token_id, of_token) in enumerate(zip(ids[1:], rest, strict=True), 1):
+        chosen = of_token[str(token_id)]
+        assert chosen["logprob"] == echo["token_logprobs"][at]
+        assert chosen["decoded_token"] == echo["tokens"][at]
+        assert sorted(x["rank"] for x in of_token.values() if x["rank"]) == [1, 2]
+        best = max(of_token.values(), key=lambda x: x["logprob"])
+        assert best["rank"] == 1
+    assert found["logprobs"] is None
+    chat = served.post(CHATS, {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
+    said = chat["choices"][0]["prompt_logprobs"]
+    assert len(said) == chat["usage"]["prompt_tokens"]
+    assert all(len(x) == 1 for x in said[1:])
+    for more in ({"stream": True}, {"echo": True, "logprobs": 1}, {"n": 1, "logprobs": 99}):
+        wrong = served.post(COMPLETE, {"prompt": "x y", "prompt_logprobs": 2, **more})
+        assert wrong.status_code == 400

@@ -82,6 +82,15 @@ def test_choices_and_grammars(engine: QLLMEngine) -> None:
     )
 
 
+def test_the_schema_true_is_any_json(engine: QLLMEngine) -> None:
+    sampling = SamplingParams(
+        seed=3, logit_bias={2: 9.0}, structured_outputs=StructuredOutputs(json="true")
+    )
+    result = engine.submit("x", max_tokens=200, sampling=sampling).result(60)
+    assert result.finish_reason is FinishReason.STOP
+    json.loads(result.text)
+
+
 def test_too_few_tokens_end_with_length(engine: QLLMEngine) -> None:
     result = engine.submit("x", max_tokens=2, sampling=form(regex="[0-9]{40}")).result(60)
     assert result.finish_reason is FinishReason.LENGTH
@@ -133,6 +142,12 @@ def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabul
             },
             r"json at /properties/p~1q: regex parse error",
         ),
+        ({"json": "false"}, r"structured_outputs\.json"),
+        (
+            {"json": {"properties": {"a": True, "b": {"type": "foo"}}, "type": "object"}},
+            r"json at /properties/b: Invalid type: foo",
+        ),
+        ({"json": {"anyOf": [True, 5], "type": "object"}}, r"structured_outputs\.json"),
         ({"regex": "(abc"}, r"structured_outputs\.regex: .*unclosed group"),
         ({"grammar": "start: foo"}, r"structured_outputs\.grammar: at 1\(8\): unknown name"),
         ({"regex": "a" * (MOST_GRAMMAR_CHARS + 1)}, "at most 32768 are allowed"),
@@ -238,8 +253,11 @@ def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path, source
     assert restored.result(60).token_ids == want.token_ids
 
 
-def test_an_evicted_request_keeps_its_state() -> None:
+@pytest.mark.parametrize("room", [0, 512])
+def test_a_request_that_loses_its_kv_keeps_its_state(room: int) -> None:
+    """Evicted, or swapped out."""
     settings: dict[str, Any] = {"max_kv_tokens": 256, "conformance": False, "threads": 1}
+    settings["swap_kv_tokens"] = room
     settings["exactness"] = "batch-invariant"
     keywords: dict[str, Any] = {"max_tokens": 150, "sampling": form(regex=WORDS)}
     with QLLMEngine.from_pretrained("tiny", run_in="thread", **settings) as engine:
@@ -248,8 +266,27 @@ def test_an_evicted_request_keeps_its_state() -> None:
         next(iter(handle))
         engine.submit([5] * 180, "LS", max_tokens=60, sampling=SamplingParams(ignore_eos=True))
         found = handle.result(60)
-        assert found.metrics.evictions >= 1
+        assert found.metrics.evictions >= (room == 0)
+        assert (engine.stats()["swap"]["out_tokens"] > 0) is (room > 0)
         assert found.token_ids == want.token_ids
+
+
+def test_a_request_that_is_parked_keeps_its_state() -> None:
+    """A long prompt with a form stops for requests that arrive and have a form too."""
+    settings: dict[str, Any] = {"max_kv_tokens": 8192, "conformance": False, "threads": 1}
+    settings["exactness"] = "batch-invariant"
+    prompt, sampling = [7] * 2000, form(regex=WORDS)
+    with QLLMEngine.from_pretrained("tiny", run_in="thread", prefix_cache=False, **settings) as e:
+        want = e.submit(prompt, "BE", 40, sampling=sampling).result(120).token_ids
+        for _ in range(20):
+            handle = e.submit(prompt, "BE", 40, sampling=sampling)
+            while handle.finish_reason is None:
+                e.submit("x", "LS", 4, sampling=form(choice=["red", "green"])).result(60)
+            found = handle.result(60)
+            assert found.token_ids == want
+            if found.metrics.preemptions:
+                return
+    pytest.fail("nothing was ever parked")
 
 
 def test_min_tokens_hold_back_the_end(engine: QLLMEngine) -> None:

@@ -38,6 +38,7 @@ from qllm.record.trace import (
     Token,
     Trace,
     TraceError,
+    Updated,
     sampling_from_dict,
     sampling_to_dict,
 )
@@ -136,6 +137,7 @@ def one_of_each() -> list[Event]:
         SwappedOut(at_ns=4 * MS, request_id=1, num_tokens=2, for_request=0),
         SwappedIn(at_ns=5 * MS, request_id=1, num_tokens=2),
         Finished(at_ns=5 * MS, request_id=1, reason=FinishReason.ERROR, error="boom"),
+        Updated(at_ns=5 * MS, request_id=1, priority=0, is_paused=True),
         CostsUpdated(at_ns=5 * MS, table={"attn": [1, 2]}),
         EngineClosed(at_ns=6 * MS),
     ]

@@ -35,7 +35,7 @@ class GrammarIngress:
         self._inner, self._vocabulary, self._built = inner, vocabulary, built
         self._held: dict[RequestId, Submission] = {}
         self._updates: dict[RequestId, list[Update]] = {}
-        """Of requests that are held."""
+        """What was asked meanwhile of requests that are held."""
         self._done: deque[tuple[RequestId, Matcher | str]] = deque()
         self._builders: dict[bool, ThreadPoolExecutor] = {}
         """By whether the class is latency-sensitive; made when there is something to build."""

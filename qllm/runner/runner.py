@@ -261,9 +261,8 @@ class TorchRunner:
     def drop(self, program: Program) -> None:
         frame = self._forget(program)
         dead = set() if frame is None else frame.dead
-        for request_id in program.request_ids:
-            if request_id in self.requests and request_id not in dead:
-                self.requests[request_id].forget_begun()
+        for request_id in (self.requests.keys() & {*program.request_ids}) - dead:
+            self.forget_row(request_id)
 
     def fault(self, error: Exception) -> DeviceError | None:
         return self.backend.fault(error)
@@ -453,8 +452,6 @@ class TorchRunner:
             [row.hi for row in rows],
             [r.ids[r.num_prompt_tokens :] for r in requests],
         )
-
-    # checkpoints
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
         """The tensors of a parked frame."""

@@ -30,6 +30,7 @@ class State(Protocol):
     frames: dict[FrameId, Parked]
     paused: set[RequestId]
 
+
 def change(
     state: State, request: Request, priority: int | None, paused: bool | None, now_ns: int
 ) -> list[Effect]:

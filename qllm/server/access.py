@@ -35,7 +35,7 @@ class Exchange:
     """Method and path; none is logged for a line of a batch."""
     client: str = ""
     request_id: str = ""
-    """What the client calls the request (`x-request-id`)."""
+    """What the answer's header says (`x-request-id`)."""
     start_s: float = field(default_factory=time.monotonic)
     status: int = 0
     ended_s: float | None = None
@@ -46,7 +46,7 @@ class Exchange:
     results: list[Result] = field(default_factory=list)
 
     @classmethod
-    def of(cls, scope: Scope, caller: str, request_id: str | None) -> "Exchange":
+    def of(cls, scope: Scope, caller: str) -> "Exchange":
         """The exchange of a request that came over HTTP."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
         client = scope.get("client") or ("-", 0)
@@ -54,7 +54,6 @@ class Exchange:
             caller=caller,
             line=f"{scope['method']} {path.decode('ascii', 'backslashreplace'):.200}",
             client=str(client[0]),
-            request_id=request_id or "",
         )
 
     def opened(self, answer_id: str, class_name: str, demoted: bool) -> None:
@@ -89,7 +88,7 @@ class Exchange:
         found |= {"client": self.client, "ms": round(1e3 * (self.ended_s - self.start_s))}
         if self.caller:
             found["key"] = self.caller
-        if self.request_id:
+        if self.request_id and self.request_id not in (answer[0] for answer in self.answers):
             found["x_request_id"] = ascii(self.request_id)[1:-1][:80]
         if self.answers:
             found["id"], found["class"], demoted = self.answers[0]

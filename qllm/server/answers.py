@@ -3,10 +3,11 @@
 import asyncio
 import json
 import logging
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -22,6 +23,10 @@ from .front import Answer, Ask, Comment, Front
 from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"
+OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+"""Gateway API Inference Extension: the name of an InferenceObjective (setting `objectives`)."""
+DYNAMO = "x-dynamo-request-priority"
+"""An integer; more is sooner, 0 is usual."""
 CLIENT_GONE = 499
 """nginx's status for it; nobody reads the answer."""
 
@@ -81,6 +86,9 @@ class Writer(ABC):
         self._front = front
         self._created = int(time.time())
         self.tier = "default"
+        self._shows_prompt = asked.prompt_logprobs is not None
+        self._of_prompts: dict[int, list[Any]] = {}
+        """What is said of the tokens of each choice's prompt, if asked for."""
         self._shown_ids: set[int] = set()
         """Choices whose prompt's ids were shown."""
         self._texts: dict[int, str] = {}
@@ -137,6 +145,27 @@ class Writer(ABC):
         found: _T = await self._front.in_thread(answer.served.priority, make, index, item)
         return found
 
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A part of a whole answer; keeps what it says of the prompt."""
+        if self._shows_prompt and piece.prompt is not None:
+            both = zip(self.prompts[index][1:], piece.prompt.tokens(), strict=True)
+            self._of_prompts[index] = [None, *(self._of_token(*pair) for pair in both)]
+        return self.chunk(index, piece)
+
+    def _of_token(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
+        """As vLLM has it: by id; the rank is that among the alternatives, if it is one."""
+        ranks = {i: rank for rank, (i, _) in enumerate(logprobs.top, 1)}
+        values = {token_id: logprobs.chosen, **dict(logprobs.top)}
+        shown = {i: self.shown(i, value) for i, value in values.items()}
+        return {
+            str(i): {"logprob": x.logprob, "rank": ranks.get(i), "decoded_token": x.token}
+            for i, x in shown.items()
+        }
+
+    def of_prompt(self, index: int) -> dict[str, Any]:
+        """The field of a whole choice that says it."""
+        return {"prompt_logprobs": self._of_prompts.get(index)} if self._shows_prompt else {}
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice, before any text."""
         return None
@@ -188,10 +217,11 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
     choices: list[Any] = [None] * len(answer.handles)
     async for index, item in answer.pieces():
         if isinstance(item, Piece):
-            made[index].append(await writer.made(answer, writer.chunk, index, item))
+            made[index].append(await writer.made(answer, writer.part, index, item))
         elif isinstance(item, FinishReason):
             ids = writer.ids(index, answer.handles[index].token_ids)
-            choices[index] = {**writer.whole(index, made[index], item), **ids}
+            whole = writer.whole(index, made[index], item)
+            choices[index] = {**whole, **ids, **writer.of_prompt(index)}
     return {**writer.envelope(writer.kind, choices), "usage": answer.usage()}
 
 
@@ -293,15 +323,30 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | N
             task.cancel()
 
 
-def wanted_class(request: Request, by_body: Priority | None) -> Priority:
-    """The class a request asks for: by header, else by its body, else LS.
+def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priority | None:
+    """What a gateway says; None if it says nothing that we know."""
+    for name in OBJECTIVES:
+        if (found := objectives.get(request.headers.get(name, ""))) is not None:
+            return Priority[found]
+    if (text := request.headers.get(DYNAMO)) is None:
+        return None
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII):
+        raise ApiError(400, f"{DYNAMO}: {text!r:.40} must be an integer", param=DYNAMO)
+    return Priority.BE if int(text) < 0 else Priority.LS
+
+
+def wanted_class(
+    request: Request, by_body: Priority | None, objectives: Mapping[str, str]
+) -> Priority:
+    """The class a request asks for: by our header, a gateway's, its body, else LS.
 
     Raises:
         ApiError: The header names no class.
     """
     text = request.headers.get(HEADER)
     if text is None:
-        return Priority.LS if by_body is None else by_body
+        by_gateway = _class_of_gateway(request, objectives)
+        return next((x for x in (by_gateway, by_body) if x is not None), Priority.LS)
     if text.upper() not in Priority.__members__:
         raise ApiError(400, f"{HEADER}: {text!r:.40} must be LS or BE", param=HEADER)
     return Priority[text.upper()]
@@ -316,11 +361,12 @@ async def respond(
     request: Request, front: Front, renderer: Renderer, body: Any, ask: Ask
 ) -> Response:
     """Serve one request over HTTP, as a stream if its body says so."""
-    wanted = wanted_class(request, body.asked_class())
+    wanted = wanted_class(request, body.asked_class(), front.config.objectives)
 
     async def work() -> Response:
-        owner = owner_of(request.state.caller)
-        answer = await front.open(replace(ask, cache_owner=owner), wanted)
+        caller, other_id = request.state.caller, request.headers.get("x-request-id")
+        whose = replace(ask, cache_owner=owner_of(caller), caller=caller, other_id=other_id)
+        answer = await front.open(whose, wanted)
         try:
             renderer.serve(answer, body.service_tier)
             headers = {"x-request-id": renderer.answer_id, **answer.served.headers()}

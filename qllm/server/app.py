@@ -10,7 +10,19 @@ from starlette.middleware.cors import CORSMiddleware
 import qllm
 from qllm.llm import QLLMEngine
 
-from . import batches, chat, completions, docs, errors, messages, probes, responses, tools, ui
+from . import (
+    batches,
+    chat,
+    completions,
+    docs,
+    errors,
+    messages,
+    probes,
+    requests,
+    responses,
+    tools,
+    ui,
+)
 from .background import Background
 from .best_effort import BestEffort
 from .config import ServerConfig, read_api_keys
@@ -96,7 +108,7 @@ def create_app(
     )
     app.state.front = front
     errors.install(app)
-    for part in (chat, completions, messages, tools, probes, ui):
+    for part in (chat, completions, messages, requests, tools, probes, ui):
         app.include_router(part.routes(front))
     app.include_router(docs.routes())
     app.include_router(responses.routes(front, None if state is None else state.responses))
@@ -110,7 +122,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
         )
     return app

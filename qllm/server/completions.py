@@ -59,7 +59,7 @@ class CompletionWriter(Writer):
         text, shown = piece.text, self._shown(piece)
         if self._asked.max_tokens == 0:
             text, shown = "", []
-        if piece.prompt is not None:
+        if piece.prompt is not None and self._waits_for_prompt:
             ids = self.prompts[index]
             text = self._echo(index) + text
             shown = [*self._shown_prompt(ids, piece.prompt), *shown]

@@ -88,6 +88,9 @@ class ServerConfig(BaseSettings):
     """Most LS requests in flight; over it see `ls_overflow`."""
     ls_overflow: Literal["demote", "refuse"] = "demote"
     """What becomes of an LS request over the limit: BE (and told so), or 429."""
+    objectives: dict[str, Literal["LS", "BE"]] = {}
+    """Classes by the name of an InferenceObjective, which gateways send in a header; another name
+    leaves the class to the request."""
     rate_per_minute: int | None = Field(None, ge=1)
     """Most POST requests of one API key per minute."""
     max_concurrent: int | None = Field(None, ge=1)
@@ -104,7 +107,7 @@ class ServerConfig(BaseSettings):
     """Between two pieces of a body."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)
     """After it a request ends with 504. Batch lines have no such limit."""
-    comment_s: float = Field(10, gt=0, le=15)
+    comment_s: float = Field(10, gt=0, le=13)
     """After so long without a token a stream says where its request is, in a comment."""
     stalled_client_s: float = Field(120, gt=0, le=1e6)
     """A stream whose client takes no bytes for so long ends, and gives its seats back."""
@@ -292,7 +295,8 @@ def _environment(environ: Mapping[str, str]) -> Mapping[str, Any]:
     try:
         return _Environment({name: environ[name] for name in ours})()
     except SettingsError as error:
-        name = next(name for name in ("engine", "policy_settings") if f'"{name}"' in str(error))
+        tables = ("engine", "policy_settings", "objectives")
+        name = next(name for name in tables if f'"{name}"' in str(error))
         why = f"{PREFIX}{name.upper()} is not JSON: {error.__cause__}"
         raise ConfigError(why) from error
 

@@ -27,9 +27,11 @@ from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
 
-PARKED = "parked"
+PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
 """For which a comment waits for the engine to say where a request is."""
+MOST_QUICK = 256
+"""Characters or ids of prompts that are tokenised and submitted on the event loop."""
 TEXT_THREADS = 2
 """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
 
@@ -60,8 +62,19 @@ class Ask:
     cache_owner: str = ""
     cache_ttl_s: float | None = None
     """Keep its KV so long for the turns that follow."""
+    caller: str = ""
+    """Who may see and change it while it is open; nobody by default."""
+    other_id: str | None = None
+    """What the caller calls it beside `answer_id`."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is tokenised and submitted sooner than another thread would begin with it."""
+        size = sum(len(prompt) for prompt in self.prompts) * self.n
+        is_slow = {"structured_outputs", "bad_words"} & self.sampling.keys()
+        return self.messages is None and size <= MOST_QUICK and not is_slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +126,10 @@ class Answer:
         self._on_close, self._explain = on_close, explain
         self._num_waiting = num_waiting
         self._is_closed = False
+        self.answer_id = self.caller = ""
+        self.names: frozenset[str | None] = frozenset()
+        """What its caller may call it."""
+        self.is_paused = False
 
     async def pieces(
         self, silence_s: float | None = None
@@ -125,14 +142,14 @@ class Answer:
         Raises:
             ApiError: A choice failed, timed out, or the engine was closed.
         """
-        reached, said = dict.fromkeys(range(len(self.handles)), 0), ""
+        reached, stood_still = dict.fromkeys(range(len(self.handles)), 0), False
         with Listener(self.handles) as changed:
             while True:
                 changed.clear()
                 for index, item in self._news(reached):
-                    if said == PARKED:
+                    if stood_still:
                         yield 0, Comment("resumed")
-                    said = ""
+                    stood_still = False
                     yield index, item
                 if not reached:
                     return
@@ -141,6 +158,7 @@ class Answer:
                         await changed.wait()
                 except TimeoutError:
                     said = await self._state()
+                    stood_still = stood_still or said in (PARKED, PAUSED)
                     yield 0, Comment(said)
 
     def _news(self, reached: dict[int, int]) -> Iterator[tuple[int, Piece | FinishReason]]:
@@ -169,7 +187,11 @@ class Answer:
         found = {handle.status for handle in self.handles}
         if RequestStatus.RUNNING in found:
             return "running"
-        return PARKED if RequestStatus.PARKED in found else f"waiting {self._num_waiting()}"
+        if RequestStatus.PARKED in found:
+            return PARKED
+        if RequestStatus.WAITING in found or not found:
+            return f"waiting {self._num_waiting()}"
+        return PAUSED if RequestStatus.PAUSED in found else "running"
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once however many choices it has."""
@@ -269,9 +291,14 @@ class Front:
         served = self._admit(wanted, count)
         self._num_ls += count * (served.priority is Priority.LS)
         engine = self.engine
-        work = self._pools[served.priority].submit(self._submit, engine, ask, served.priority)
+        work: Future[list[Handle]] = Future()
         try:
-            handles = await asyncio.wrap_future(work)
+            if ask.is_quick:
+                handles = self._submit(engine, ask, served.priority)
+            else:
+                pool = self._pools[served.priority]
+                work = pool.submit(self._submit, engine, ask, served.priority)
+                handles = await asyncio.wrap_future(work)
         except BaseException as error:
             self._num_ls -= count * (served.priority is Priority.LS)
             if isinstance(error, asyncio.CancelledError):
@@ -284,10 +311,32 @@ class Front:
             handles, ask.n, served, self._closed, explain, lambda: self.engine.num_waiting
         )
         answer.shows_tokens = ask.max_tokens != 0
+        answer.answer_id, answer.caller = ask.answer_id, ask.caller
+        own = ask.answer_id.partition("-")[2]
+        answer.names = frozenset({ask.answer_id, own, ask.other_id})
         self.answers.add(answer)
         if answer.exchange is not None:
             answer.exchange.opened(ask.answer_id, served.priority.name, served.demoted)
         return answer
+
+    def change(self, answer: Answer, priority: Priority | None, paused: bool | None) -> None:
+        """Give an open request another class, pause it, or let it go on; None leaves as it is.
+
+        Raises:
+            ApiError: There is no seat among the LS requests.
+            QllmError: The engine does not take it.
+        """
+        count, before = len(answer.handles), answer.served.priority
+        is_raised = priority is Priority.LS and before is not Priority.LS
+        if is_raised and self._num_ls + count > self.config.max_ls:
+            raise self._no_seat()
+        for handle in answer.handles:
+            handle.update(priority=priority, paused=paused)
+        if priority is not None:
+            self._num_ls += count * ((priority is Priority.LS) - (before is Priority.LS))
+            answer.served = Served(priority)
+        if paused is not None:
+            answer.is_paused = paused
 
     def unavailable(self) -> ApiError | None:
         """Why nothing is served now; None while the engine serves."""
@@ -320,7 +369,10 @@ class Front:
         if self.config.ls_overflow == "demote":
             self.metrics.demoted.inc()
             return Served(Priority.BE, demoted=True)
-        raise ApiError(
+        raise self._no_seat()
+
+    def _no_seat(self) -> ApiError:
+        return ApiError(
             429,
             f"{self._num_ls} LS requests are in flight (max_ls={self.config.max_ls}); try again "
             "later, or use service_tier='flex'",

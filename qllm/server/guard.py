@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -86,6 +87,17 @@ class Limits:
             use.tokens -= 1
         use.num_open += 1
 
+    def headers(self, caller: str) -> dict[str, str]:
+        """What OpenAI's answers say of the limit, if there is one."""
+        use = self._uses.get(caller)
+        if self._rate is None or use is None:
+            return {}
+        return {
+            "x-ratelimit-limit-requests": str(self._rate),
+            "x-ratelimit-remaining-requests": str(int(use.tokens)),
+            "x-ratelimit-reset-requests": f"{(self._rate - use.tokens) * 60 / self._rate:.3f}s",
+        }
+
     def leave(self, caller: str) -> None:
         """The request has ended."""
         self._uses[caller].num_open -= 1
@@ -144,9 +156,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if (request_id := headers.get("x-request-id")) is not None:
-            send = _echoing(send, request_id)
-        exchange = access.Exchange.of(scope, "", request_id)
+        known_as = headers.get("x-request-id")
+        exchange = access.Exchange.of(scope, "")
         access.CURRENT.set(exchange)
         status = CLIENT_GONE
 
@@ -156,6 +167,13 @@ class Guard:
                 status = message["status"]
                 if status >= 400:
                     self._metrics.refuse(status)
+                told = MutableHeaders(scope=message)
+                if known_as is None:
+                    told.setdefault("x-request-id", f"req-{secrets.token_hex(8)}")
+                else:
+                    told["x-request-id"] = known_as
+                told.update(self._limits.headers(exchange.caller or ANYBODY))
+                exchange.request_id = told["x-request-id"]
             await send(message)
 
         try:
@@ -235,17 +253,6 @@ class Guard:
             return message
 
         return limited
-
-
-def _echoing(send: Send, request_id: str) -> Send:
-    """Say the caller's own id of the request in the answer, whatever the answer is."""
-
-    async def echoing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["x-request-id"] = request_id
-        await send(message)
-
-    return echoing
 
 
 def _authorization(headers: Headers) -> str:

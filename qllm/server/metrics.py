@@ -28,7 +28,7 @@ SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 RECENT = 512
 """TTFTs per class that the live page's percentiles are of."""
-STATES = ("waiting", "running", "parked")
+STATES = ("waiting", "running", "parked", "paused")
 
 
 def class_name(priority: int) -> str:
@@ -118,32 +118,7 @@ class Metrics:
         self._expert_bytes = self._counter(
             "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
         )
-        self._prefix = {
-            name: self._counter(f"prefix_cache_{name}", text)
-            for name, text in (
-                ("queried_tokens", "Tokens that requests looked for in the prefix cache"),
-                ("hit_tokens", "Tokens whose KV the prefix cache had"),
-                ("evicted_pages", "Pages that others displaced"),
-                ("refused_pages", "Pages not kept for want of room"),
-            )
-        }
-        self._prefix_before = dict.fromkeys(self._prefix, 0)
-        self._prefix_kept = {
-            name: self._gauge(f"prefix_cache_{name}", text)
-            for name, text in (
-                ("kept_tokens", "Tokens whose KV is kept"),
-                ("kept_bytes", "Bytes of it"),
-            )
-        }
-        self._make_file()
-        self._swapped = {
-            name: self._counter(f"kv_swapped_{name}_tokens", text)
-            for name, text in (
-                ("out", "Tokens whose KV gave up its blocks and was kept"),
-                ("in", "Tokens whose KV came back"),
-            )
-        }
-        self._swapped_before = dict.fromkeys(self._swapped, 0)
+        self._make_kept()
         self._spared = self._counter(
             "preemptions_spared", "Frames that went on though an arrival stopped them"
         )
@@ -169,8 +144,33 @@ class Metrics:
             "key_generation_tokens", "Tokens of answers per API key", "key", "class"
         )
 
-    def _make_file(self) -> None:
-        """What is said of the file of kept KV."""
+    def _make_kept(self) -> None:
+        """What is said of KV that outlives its request, or its blocks."""
+        self._prefix = {
+            name: self._counter(f"prefix_cache_{name}", text)
+            for name, text in (
+                ("queried_tokens", "Tokens that requests looked for in the prefix cache"),
+                ("hit_tokens", "Tokens whose KV the prefix cache had"),
+                ("evicted_pages", "Pages that others displaced"),
+                ("refused_pages", "Pages not kept for want of room"),
+            )
+        }
+        self._prefix_before = dict.fromkeys(self._prefix, 0)
+        self._prefix_kept = {
+            name: self._gauge(f"prefix_cache_{name}", text)
+            for name, text in (
+                ("kept_tokens", "Tokens whose KV is kept"),
+                ("kept_bytes", "Bytes of it"),
+            )
+        }
+        self._swapped = {
+            name: self._counter(f"kv_swapped_{name}_tokens", text)
+            for name, text in (
+                ("out", "Tokens whose KV gave up its blocks and was kept"),
+                ("in", "Tokens whose KV came back"),
+            )
+        }
+        self._swapped_before = dict.fromkeys(self._swapped, 0)
         self._file = {
             name: self._counter(f"kv_file_{name}", text)
             for name, text in (

@@ -143,7 +143,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "documents": (None,), "echo": (None, False), "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,), "include_reasoning": (None, True),
     "kv_transfer_params": (None,), "length_penalty": (None, 1, 1.0), "logits_processors": (None,),
-    "mm_processor_kwargs": (None,), "prompt_logprobs": (None,), "skip_special_tokens": (None, True),
+    "mm_processor_kwargs": (None,), "skip_special_tokens": (None, True),
     "return_tokens_as_token_ids": (None, False), "spaces_between_special_tokens": (None, True),
     "use_beam_search": (None, False), "vllm_xargs": (None,),
 }  # fmt: skip
@@ -193,6 +193,8 @@ class Generation(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     """vLLM; only so many of the last tokens of the prompt are kept."""
     return_token_ids: bool | None = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """vLLM; so many alternatives per token of the prompt. Not in a stream."""
     request_id: str | None = Field(None, min_length=1, max_length=256)
     """vLLM; the answer's id ends with it."""
     bad_words: list[str] | None = None
@@ -229,10 +231,16 @@ class Generation(Body):
         return 1 if value is None else value
 
     @model_validator(mode="after")
+    def _prompt_not_streamed(self) -> "Generation":
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not streamed; use stream=false, or echo")
+        return self
+
+    @model_validator(mode="after")
     def _one_class(self) -> "Generation":
         if self.service_tier and self.priority is not None:
             by_number = Priority.LS if self.priority <= 0 else Priority.BE
-            if by_number != _class_of_tier(self.service_tier):
+            if by_number != class_of_tier(self.service_tier):
                 raise ValueError(
                     f"service_tier={self.service_tier!r} and priority={self.priority} name "
                     "different classes; give one of them"
@@ -253,6 +261,7 @@ class Generation(Body):
             "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
             "repetition_penalty", "stop_token_ids", "top_k", "stop", "min_tokens", "bad_words",
             "allowed_token_ids", "include_stop_str_in_output", "thinking_token_budget",
+            "prompt_logprobs",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
@@ -288,10 +297,11 @@ class Generation(Body):
         """The class the body asks for; None if it says nothing."""
         if self.priority is not None:
             return Priority.LS if self.priority <= 0 else Priority.BE
-        return None if self.service_tier is None else _class_of_tier(self.service_tier)
+        return None if self.service_tier is None else class_of_tier(self.service_tier)
 
 
-def _class_of_tier(tier: ServiceTier) -> Priority:
+def class_of_tier(tier: ServiceTier) -> Priority:
+    """The class that OpenAI's word means."""
     return Priority.BE if tier == "flex" else Priority.LS
 
 
@@ -352,8 +362,13 @@ class CompletionRequest(Generation):
         return list(prompt)
 
     def sampling(self) -> dict[str, Any]:
-        of_prompt = self.logprobs if self.echo else None
-        return {**super().sampling(), "logprobs": self.logprobs, "prompt_logprobs": of_prompt}
+        found = {**super().sampling(), "logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            if self.prompt_logprobs not in (None, self.logprobs):
+                text = "with echo, prompt_logprobs must equal logprobs; give one of them"
+                raise ApiError(400, text, param="prompt_logprobs")
+            found["prompt_logprobs"] = self.logprobs
+        return found
 
     def most_tokens(self) -> int:
         """What `max_tokens` comes to."""
