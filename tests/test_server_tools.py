@@ -9,7 +9,9 @@ import openai
 import pytest
 from serving import Serving, serving, tiny_engine
 
+from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
+from qllm.models.tokenizer import load_tokenizer
 from qllm.server.calls import (
     Choice,
     HermesReader,
@@ -323,3 +325,38 @@ def test_the_reader_follows_the_template(
     assert reader.push("so</think>yes", ()) == {"reasoning_content": "so", "content": "yes"}
     reader = make_reader(tokenizer, tokenizer("x")["input_ids"], none, False)
     assert reader.push("so</think>yes", ()) == {"content": "so</think>yes"}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | trim }}{% endfor %}",
+        "{% for m in messages %}{% if '</think>' in m.content %}"
+        "{{ m.content.split('</think>')[-1] }}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in c.function.arguments"
+        ".items() %}{{ k ~ v }}{% endfor %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% if m.tool_calls is defined and m.tool_calls %}"
+        "{{ m.tool_calls[0].function | tojson }}{% endif %}{{ m.content[:3] }}{% endfor %}",
+    ],
+    ids=["added up", "trimmed", "split", "walked", "as json"],
+)
+def test_messages_without_content_go_through_templates(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The idioms of the families: each of them fails on a content that is missing or null."""
+    tokenizer = load_tokenizer("tiny")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    function = {"name": "weather", "arguments": '{"place": "Bonn"}'}
+    call = {"id": "a", "type": "function", "function": function}
+    for missing in ({}, {"content": None}):
+        chat = [
+            *CHAT,
+            {"role": "assistant", "tool_calls": [call, call], **missing},
+            {"role": "tool", "tool_call_id": "a", **missing},
+            {"role": "assistant", "content": "So."},
+        ]
+        chat = [flat_message(message) for message in chat]
+        assert render_chat(chat, tokenizer)
