@@ -10,6 +10,8 @@ from families import FAMILIES, make_model
 from replay_schedule import Always, replay
 from serving import until
 from test_equality import CUTS, DTYPES, Chaos, Storm, engine_of, fine, prompt_of, same
+from test_scheduler import events, finished_well
+from test_swap import short_of_kv
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.plan import Plan, Row
@@ -20,7 +22,9 @@ from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, Program
-from qllm.types import NS_PER_MS, Cap, Grain, Priority, Sampled
+from qllm.sim.check import World
+from qllm.sim.runner import SimCosts
+from qllm.types import NS_PER_MS, Cap, Grain, Priority, Sampled, Slo
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
 
@@ -258,3 +262,69 @@ def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Path) -> None:
         assert [e.num_tokens for e in back] == [62, 62]
         assert engine.stats()["swap"]["blocks_used"] == 0
     assert found == expected
+
+
+# -- the simulator's decisions, done by a real runner
+
+
+class Both:
+    """A simulated runner that decides when to stop, and a real one that does the same."""
+
+    def __init__(self, sim: Any, real: TorchRunner) -> None:
+        self.sim, self.real = sim, real
+        self.sampled: dict[int, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Do it in both; what they are asked for is the simulated one's."""
+        found = getattr(self.sim, name)
+        if name in ("add", "remove", "evict", "swap_out", "swap_in", "accept", "split", "kill",
+                    "leave", "drop"):  # fmt: skip
+
+            def both(*args: Any) -> Any:
+                getattr(self.real, name)(*args)
+                return found(*args)
+
+            return both
+        return found
+
+    def run(self, program: Program, start: Index, stop: Any) -> Index:
+        end: Index = self.sim.run(program, start, stop)
+        at = start
+        while at != end:
+            at = self.real.run(program, at, Always())
+            assert at <= end
+        return end
+
+    def finish(self, program: Program) -> list[Sampled]:
+        for token in self.real.finish(program):
+            self.sampled.setdefault(token.request_id, []).append(token.token_id)
+        found: list[Sampled] = self.sim.finish(program)
+        return found
+
+
+@pytest.mark.parametrize("policy", ["qllm2", "rota", "priority-layered"])
+def test_what_the_simulator_decides_a_real_runner_does_with_the_same_tokens(policy: str) -> None:
+    real = cpu_runner(make_model("mixtral", DTYPES["bf16"]), kernels="fast")
+    real.backend.cuts = CUTS
+    limits = replace(short_of_kv(8), grain=Grain.LAYER)
+    settings = {"max_be_stall_ms": 100} if policy != "rota" else {"min_stay_ms": 0}
+    costs = SimCosts(expert_ns=3_000_000)
+    world = World(load_policy(policy, settings), limits, shape=real.shape, costs=costs, cuts=CUTS)
+    both = Both(world.runner, real)
+    world.runner = world.loop.runner = world.loop.effects._runner = both  # type: ignore[assignment]
+    sizes = [(BE, 60, 8), (BE, 50, 8), (LS, 40, 4), (LS, 30, 4), (BE, 40, 5), (LS, 50, 3)]
+    for i, (priority, prompt, new) in enumerate(sizes):
+        world.submit(priority, prompt, new, at_ns=15 * i * NS_PER_MS, slo=Slo(ttft_ms=30.0))
+    world.run()
+    finished_well(world)
+    assert events(world, trace.SwappedOut)
+    assert not events(world, trace.Evicted)
+    for i, (_, prompt, new) in enumerate(sizes):
+        vocab = real.shape.vocab_size
+        real.add(0, [j % vocab for j in range(prompt)], SamplingParams(seed=0), prompt, 100)
+        rows, alone = Row(0, 0, prompt, 0, real.shape.num_layers), list[int]()
+        for _ in range(new):
+            alone += [s.token_id for s in finished(real, one_pass(real, [rows], 10**6))]
+            rows = rows._replace(lo=rows.hi, hi=rows.hi + 1)
+        real.remove(0)
+        assert both.sampled[i] == alone
