@@ -7,8 +7,8 @@ waits for it and says how it ended:
     worker  --fds, settings-->  nursery  --fork-->  keeper  --fork-->  engine
        <---------------- pid, then the exit code --------/
 
-What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With `--all`, and
-the first time in an environment, processes are started as in the product.
+What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With `--all`, with
+another boot code and the first time in an environment, processes are started as in the product.
 """
 
 import gc
@@ -27,7 +27,7 @@ from typing import Any
 
 import qllm.frontend.process as product
 
-start_process = product.start_process
+BOOT, start_process = product._BOOT, product.start_process
 CHANGING = {"PYTEST_CURRENT_TEST"}
 MOST_NURSERIES = 2
 MOST_BYTES = 1 << 18
@@ -79,6 +79,8 @@ class Nurseries:
 
     def start_process(self, fd: int) -> Any:
         """In place of the product's."""
+        if product._BOOT is not BOOT:
+            return start_process(fd)
         with self._lock:
             here = environment()
             self._starts[here] += 1
