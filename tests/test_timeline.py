@@ -103,6 +103,11 @@ def test_a_preemption_says_who_stopped_for_whom_and_when_it_went_on() -> None:
     assert timeline.now() == {"parked": [], "running": None}
 
 
+def test_it_made_room_for_the_most_urgent_of_the_next_pass() -> None:
+    timeline = fed(*PREEMPTED[:3], arrived(3, 1), *PREEMPTED[3:5], planned(11, 22, 3, 2))
+    assert entries(timeline, "preempted")[0][-2:] == ["LS", "r2"]
+
+
 def test_what_is_parked_and_what_runs() -> None:
     timeline = fed(*PREEMPTED[:6])
     now = timeline.now()

@@ -49,7 +49,7 @@ export class Charts {
       const node = this.nodes[name];
       this.plots[name] = new uPlot({
         width: Math.max(100, node.clientWidth), height: 150, legend: { show: false }, cursor: { show: false },
-        padding: [6, 8, 0, 0], scales: { x: { time: true, range: () => this.window }, y }, axes: axes(values),
+        padding: [6, 26, 0, 0], scales: { x: { time: true, range: () => this.window }, y }, axes: axes(values),
         series: [{}, ...series],
       }, [[], ...series.map(() => [])], node);
     }

@@ -84,7 +84,7 @@ export class Timeline {
     this.canvas.width = Math.max(1, Math.round(clientWidth * ratio));
     this.canvas.height = Math.max(1, Math.round(clientHeight * ratio));
     this.ratio = ratio;
-    this.isDirty = true;
+    this.draw(); // at once: a canvas of another size is black
   }
 
   // Take one message of the server.
