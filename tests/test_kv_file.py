@@ -98,6 +98,21 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
+def test_an_entry_in_another_place_is_none(folder: Path) -> None:
+    file = opened(folder)
+    file.write(0, name_of(0), page_of(0), b"", False)
+    file.write(1, name_of(1), page_of(1), b"", False)
+    file.close()
+    with (folder / FILE).open("r+b") as data:
+        data.seek(BLOCK)
+        entry = data.read(ENTRY.itemsize)
+        data.seek(BLOCK + 2 * ENTRY.itemsize)
+        data.write(entry)
+        data.seek(BLOCK)
+        data.write(bytes(ENTRY.itemsize))
+    assert [e.slot for e in opened(folder).scan()] == [1]
+
+
 class StoppedError(Exception):
     """The process is killed here."""
 

@@ -77,7 +77,7 @@ def test_a_supervised_server_goes_on_from_the_file(tmp_path: Path) -> None:
             until(lambda engine=engine: pages_in_file(engine) >= 3 * 16)
             assert all(client.is_alive() for client in clients)
             kill(served)
-            until(lambda engine=engine: served.front.engine is not engine, 60)
+            until(lambda engine=engine: served.front.engine is not engine)
             assert [client.answer()[1:3] for client in clients] == expected
             assert came_back(served.front.engine, 3 * 16 * 64)
         served.get("/metrics")
