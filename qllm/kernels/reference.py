@@ -186,10 +186,10 @@ def combine(
     token = torch.arange(slots_TKD.shape[0], device=slots_TKD.device)[:, None]
     total = torch.where(token < num_tokens, total, 0.0).to(out_TD.dtype)
     if add is not None:
-        residual, multiplier, shared, gate = add
-        if shared is not None:
-            total = total + (shared if gate is None else torch.sigmoid(gate) * shared)
-        total = residual + (total if multiplier is None else total * multiplier)
+        if add.shared_TD is not None:
+            gate = add.shared_gate_T1
+            total = total + (add.shared_TD if gate is None else torch.sigmoid(gate) * add.shared_TD)
+        total = add.residual_TD + (total if add.multiplier is None else total * add.multiplier)
     out_TD.copy_(total)
 
 

@@ -150,10 +150,11 @@ struct Publisher {
     f.num_ended++;
     return true;
   }
-  QLLM_D Ending ending_of(i32 slot) const {
+  // A function of its own that writes to memory: as a value it would take all registers.
+  QLLM_D_CALL void say_ending(i32 slot, Ending& e) const {
     const Request& r = requests[slot];
     Serving& x = serving[slot];
-    Ending e = {};
+    e.record = FinishRecord();
     e.record.header.flags = kHasMetrics;
     e.record.request_id = u64(r.id);
     e.record.arrival_ns = r.arrival_ns;
@@ -170,7 +171,11 @@ struct Publisher {
     e.record.retry_recomputed_tokens = u32(x.recomputed[RETRIED]);
     e.record.preempt_recomputed_tokens = u32(x.recomputed[PREEMPTED]);
     if (x.num_text) e.say(x.text, x.num_text);
-    return e;
+  }
+  QLLM_D_CALL bool write_end_of(FrontEnd& f, i32 slot) {
+    Ending ending;
+    say_ending(slot, ending);
+    return write_end(f, ending);
   }
   QLLM_D static double ms(i64 ns) { return double(ns) / 1e6; }
   QLLM_D static double nan() {
@@ -190,7 +195,7 @@ struct Publisher {
     i32 ready = least(r.num_tokens - r.num_prompt, x.num_published + kMostPublished);
     while (x.num_published < ready && write_token(f, slot, x.num_published)) x.num_published++;
     bool all = x.num_published == r.num_tokens - r.num_prompt;
-    if (!all || (x.phase == ENDED && !write_end(f, ending_of(slot))))
+    if (!all || (x.phase == ENDED && !write_end_of(f, slot)))
       owe(slot);
     else if (x.phase == ENDED)
       let_go(slot);
