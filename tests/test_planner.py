@@ -81,10 +81,10 @@ def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, text: str, says: 
 
 def test_a_data_sheet_with_the_numbers_of_a_preset_costs_the_same(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    path.write_text("memory_gb = 80\nbandwidth_gb_per_s = 3350\ntflops = 989\nlike = 'h200'\n")
-    assert preset(str(path), "qwen3-moe").costs["attn_ns"] == pytest.approx(
-        preset("h100", "qwen3-moe").costs["attn_ns"]
-    )
+    path.write_text("memory_gb = 80\nbandwidth_gb_per_s = 3350\ntflops = 989\n")
+    own, known = preset(str(path), "qwen3-moe"), preset("h100", "qwen3-moe")
+    assert own.costs == pytest.approx(known.costs)
+    assert own.max_kv_tokens == known.max_kv_tokens
 
 
 def outcome_of(be_per_s: float, met: float, ttft: float) -> Outcome:
