@@ -39,7 +39,8 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "policy_settings": {"a": 2}, "trust_remote_code": True, "ls_overflow": "refuse",
         "log_format": "json", "max_body_bytes": 2048, "max_file_bytes": 2048,
         "max_header_bytes": 2048, "role": "engine", "listen": "a:1", "engine_address": "a:1",
-        "profile": "shm", "ssl_cert_reqs": "required", "access_log": False, "objectives": {"batch": "BE"},
+        "profile": "shm", "ssl_cert_reqs": "required", "access_log": False,
+        "objectives": {"batch": "BE"},
     }  # fmt: skip
     companions: dict[str, dict[str, Any]] = {
         "role": {"listen": "a:1"}, "listen": {"role": "engine"},

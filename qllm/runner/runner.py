@@ -262,7 +262,7 @@ class TorchRunner:
         frame = self._forget(program)
         dead = set() if frame is None else frame.dead
         for request_id in (self.requests.keys() & {*program.request_ids}) - dead:
-            self.forget_row(request_id)
+            self.requests[request_id].forget_begun()
 
     def fault(self, error: Exception) -> DeviceError | None:
         return self.backend.fault(error)
