@@ -8,7 +8,7 @@ waits for it and says how it ended:
        <---------------- pid, then the exit code --------/
 
 What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With `--all`,
-with another boot code and the first time in an environment, processes are started as in the product.
+another boot code, and the first time in an environment, processes start as in the product.
 """
 
 import gc
