@@ -85,7 +85,6 @@ class _Run:
             self.track == other.track
             and self.start_layer == other.start_layer == 0
             and self.end_layer == other.end_layer
-            and max(self.end_ns - self.start_ns, other.end_ns - other.start_ns) < TOGETHER_NS
             and other.end_ns - other.start_ns < SMALL_NS
             and self.end_ns - self.start_ns < SMALL_NS * self.passes
             and other.start_ns - self.end_ns < SMALL_NS
