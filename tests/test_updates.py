@@ -140,6 +140,21 @@ def test_the_stall_bound_does_not_count_a_paused_request() -> None:
     assert (first.is_paused, second.is_paused) == (True, False)
 
 
+def test_who_goes_on_has_not_stalled() -> None:
+    """Else it would be overdue, and run before everybody else."""
+    world = World(load_policy("qllm2"), short_of_kv(400))
+    one, other = world.submit(BE, 50, 20), world.submit(BE, 50, 60)
+    while world.tokens[one] < 2:
+        world.step()
+    ask(world, one, paused=True)
+    while other not in world.finished:
+        world.step()
+    before = world.scheduler.requests[one].last_progress_ns
+    ask(world, one, paused=False)
+    world.loop._take()
+    assert world.scheduler.requests[one].last_progress_ns == world.clock.at_ns > before
+
+
 def test_a_batch_job_that_became_urgent_runs_before_batch_jobs() -> None:
     world = World(load_policy("qllm2"), replace(short_of_kv(400), max_num_seqs=1))
     jobs = [world.submit(BE, 300, 5) for _ in range(4)]
