@@ -314,7 +314,14 @@ def test_more_than_there_is_room_for_is_refused() -> None:
     assert "takes 6 blocks; there is room for 3" in world.loop.policy_errors[0]
 
 
-@pytest.mark.parametrize("policy", [Rota(min_stay_ms=0), Mlfq(min_stay_ms=0, quantum_ms=2)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Rota(min_stay_ms=0, tpot_share=0, ttft_share=0.5),
+        Rota(min_stay_ms=0, ttft_ms=50),
+        Mlfq(min_stay_ms=0, quantum_ms=2),
+    ],
+)
 def test_equals_take_turns_where_kv_is_short(policy: Any) -> None:
     """Four requests, KV for two: without swap the last two would wait for the first to end."""
     first_tokens = {}
@@ -340,7 +347,7 @@ def vars_of(policy: Any) -> dict[str, Any]:
 
 
 def test_nobody_leaves_before_its_time() -> None:
-    world = World(Rota(min_stay_ms=10**6), short_of_kv(24))
+    world = World(Rota(min_stay_ms=10**6, tpot_share=0), short_of_kv(24))
     for i in range(4):
         world.submit(BE, 150, 30, at_ns=i * NS_PER_MS)
     world.run()

@@ -63,7 +63,7 @@ def test_a_storm_of_swaps_leaves_every_stream_equal_to_its_solo_run(
 ) -> None:
     make = {
         "chaos": lambda: SwapChaos(seed),
-        "rota": lambda: Rota(min_stay_ms=0),
+        "rota": lambda: Rota(min_stay_ms=0, tpot_share=0, ttft_share=0.1),
         "mlfq": lambda: Mlfq(min_stay_ms=0, quantum_ms=1),
     }.get(policy, lambda: load_policy(policy))
     settings = {
