@@ -12,7 +12,8 @@ from engines import FileGate
 from serving import serving, tiny_engine
 
 from qllm.frontend.handle import Piece
-from qllm.server.front import Answer, Comment, Served
+from qllm.server.ask import Served
+from qllm.server.front import Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 
 

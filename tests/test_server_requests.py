@@ -19,8 +19,9 @@ from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
 from qllm.plan import Plan
 from qllm.policy import View, next_row
+from qllm.server.ask import Served
 from qllm.server.config import ServerConfig
-from qllm.server.front import STATUS_S, Answer, Comment, Served
+from qllm.server.front import STATUS_S, Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 
 COMPLETE = "/v1/completions"

@@ -105,6 +105,8 @@ class _User:
 class PrefixCache:
     """Pages by name, and the requests that read and fill them. Lives on the engine's thread.
 
+    Large because every way in and out of the store goes with a pin, which has one owner.
+
     Args:
         runner: Copies KV.
         identity: Everything that decides the bits of KV beside tokens, salt and rope.

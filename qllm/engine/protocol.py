@@ -39,7 +39,10 @@ class Sink(Protocol):
 
 
 class Deciding(Protocol):
-    """What the loop asks of a scheduler: `Scheduler`; tests have one in C++."""
+    """What the loop asks of a scheduler: `Scheduler`; tests have one in C++.
+
+    It has many members because it is all that crosses that line.
+    """
 
     policy: Any
     costs: CostTable

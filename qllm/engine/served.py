@@ -47,6 +47,8 @@ class ProcessContext(NamedTuple):
 class ServedEngine(ABC):
     """One engine. One thread calls `serve`, then `end` and `flush`; all else is for any thread.
 
+    It has many methods because each is one question of a front end, most a line or two.
+
     Args:
         loaded: The model.
         policy: A policy object; `check` has seen it.

@@ -129,6 +129,8 @@ class TierCounts:
 class FileTier:
     """Pages in a file, and those on their way. Lives on the engine's thread.
 
+    It has many methods because a page may be asked for in each of its states, most in a few lines.
+
     Args:
         disk: Moves pages.
         index: What lies in the file; its `gone` is set.

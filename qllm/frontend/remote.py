@@ -99,6 +99,8 @@ class RemoteHello(NamedTuple):
 class RemoteClient(RingClient):
     """A front end of an engine on another host.
 
+    It has many methods because each answers one of `Client`, most in a line or two.
+
     Args:
         address: Of the engine, for messages.
         wire: To the engine, after the handshake.

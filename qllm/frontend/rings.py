@@ -24,6 +24,8 @@ CLOSE_S = 30.0
 class RingClient(Client):
     """The front end of an engine elsewhere: handles here, rings between.
 
+    It has many methods because each answers one of `Client`, most in a line or two.
+
     A subclass makes `_front_end`, calls `_take` on its receiver thread and `_end_all` when the
     engine is gone, and implements `_ask`.
     """

@@ -109,6 +109,8 @@ class _Run:
 class Timeline:
     """Takes events one by one; `since` gives what they were.
 
+    It has many methods because each kind of event has one.
+
     Entries are lists that JSON keeps; their first item says what:
 
     - `run`, start, end, track, first layer, end layer, passes, most rows, tokens

@@ -97,6 +97,8 @@ class _Page(Generic[T]):
 class PageStore(Generic[T]):
     """Kept pages by name: a bounded store, least recently used first, by class.
 
+    It has many methods because order, pins and holds of a page change together.
+
     BE work displaces pages of BE and pages that LS has not used for `keep_ls_ns`; LS work
     displaces those first and then any. A pinned page stays, and so does one that a request asked
     to keep, as long as those are at most half of the store.

@@ -18,8 +18,9 @@ from starlette.types import Message, Receive, Scope, Send
 from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Logprobs, Priority
 
+from .ask import Ask
 from .errors import ApiError
-from .front import Answer, Ask, Comment, Front
+from .front import Answer, Comment, Front
 from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"

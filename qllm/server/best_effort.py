@@ -15,8 +15,9 @@ from qllm.errors import QllmError
 from qllm.types import Priority
 
 from .answers import Renderer
+from .ask import Ask
 from .errors import ApiError, from_engine
-from .front import Ask, Front
+from .front import Front
 
 MOST_DEATHS = 2
 """Engines that may die under one: the first may have been another request's fault."""

@@ -8,9 +8,10 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason
 
 from .answers import Shown, Writer, respond
+from .ask import Ask
 from .calls import Reader, make_reader, merged
 from .errors import RESPONSES
-from .front import Ask, Front
+from .front import Front
 from .protocol import ChatRequest
 
 ENDPOINT = "/v1/chat/completions"

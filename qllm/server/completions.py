@@ -10,8 +10,9 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, PromptLogprobs
 
 from .answers import Shown, Writer, respond
+from .ask import Ask
 from .errors import RESPONSES
-from .front import Ask, Front
+from .front import Front
 from .protocol import CompletionRequest
 
 ENDPOINT = "/v1/completions"

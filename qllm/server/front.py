@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,9 +19,10 @@ from qllm.frontend.handle import Handle, Listener, Piece, Result
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
-from qllm.types import FinishReason, Priority, RequestStatus, SamplingParams, Slo
+from qllm.types import FinishReason, Priority, RequestStatus, SamplingParams
 
 from . import access
+from .ask import Ask, Served
 from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
@@ -30,69 +30,10 @@ from .metrics import Metrics
 PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
 """For which a comment waits for the engine to say where a request is."""
-MOST_QUICK = 256
-"""Characters or ids of prompts that are tokenised and submitted on the event loop."""
 TEXT_THREADS = 2
 """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
 
 _log = logging.getLogger("qllm.server")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What one HTTP request or batch line wants of the engine."""
-
-    answer_id: str
-    prompts: Sequence[str | list[int]] = ()
-    messages: Sequence[Mapping[str, Any]] | None = None
-    """A chat, instead of prompts."""
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, `tools` among them."""
-    n: int = 1
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of SamplingParams; the model's own defaults fill the rest."""
-    max_tokens: int | None = None
-    """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
-    slo: Slo | None = None
-    timeout_s: float | None = None
-    truncate: int | None = None
-    """Keep so many of the last tokens of each prompt."""
-    cache_salt: str = ""
-    """Kept KV is shared between requests of one salt and one owner."""
-    cache_owner: str = ""
-    cache_ttl_s: float | None = None
-    """Keep its KV so long for the turns that follow."""
-    caller: str = ""
-    """Who may see and change it while it is open; nobody by default."""
-    other_id: str | None = None
-    """What the caller calls it beside `answer_id`."""
-    replay: bool = True
-    """Whether it goes on with a new engine when its engine has ended."""
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether it is tokenised and submitted sooner than another thread would begin with it."""
-        size = sum(len(prompt) for prompt in self.prompts) * self.n
-        is_slow = {"structured_outputs", "bad_words"} & self.sampling.keys()
-        return self.messages is None and size <= MOST_QUICK and not is_slow
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The class a request was given."""
-
-    priority: Priority
-    demoted: bool = False
-
-    @property
-    def tier(self) -> str:
-        """OpenAI's word for it."""
-        return "flex" if self.priority == Priority.BE else "default"
-
-    def headers(self) -> dict[str, str]:
-        """Say it in the answer's header too."""
-        found = {"x-qllm-priority": self.priority.name}
-        return {**found, "x-qllm-demoted": "1"} if self.demoted else found
 
 
 class Comment(NamedTuple):

@@ -20,9 +20,10 @@ from pydantic import Field
 
 from . import access, chat, completions
 from .answers import Renderer, owner_of
+from .ask import Ask
 from .best_effort import BestEffort, EngineGoneError
 from .errors import ApiError, parse
-from .front import Ask, Front
+from .front import Front
 from .protocol import Body, ChatRequest, CompletionRequest
 from .response_writer import ResponseWriter
 from .responses_protocol import ENDPOINT as RESPONSES_ENDPOINT

@@ -1,0 +1,67 @@
+"""What a route asks of the engine, and the class that it is served with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qllm.types import Priority, Slo
+
+MOST_QUICK = 256
+"""Characters or ids of prompts that are tokenised and submitted on the event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What one HTTP request or batch line wants of the engine."""
+
+    answer_id: str
+    prompts: Sequence[str | list[int]] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """A chat, instead of prompts."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, `tools` among them."""
+    n: int = 1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of SamplingParams; the model's own defaults fill the rest."""
+    max_tokens: int | None = None
+    """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
+    slo: Slo | None = None
+    timeout_s: float | None = None
+    truncate: int | None = None
+    """Keep so many of the last tokens of each prompt."""
+    cache_salt: str = ""
+    """Kept KV is shared between requests of one salt and one owner."""
+    cache_owner: str = ""
+    cache_ttl_s: float | None = None
+    """Keep its KV so long for the turns that follow."""
+    caller: str = ""
+    """Who may see and change it while it is open; nobody by default."""
+    other_id: str | None = None
+    """What the caller calls it beside `answer_id`."""
+    replay: bool = True
+    """Whether it goes on with a new engine when its engine has ended."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is tokenised and submitted sooner than another thread would begin with it."""
+        size = sum(len(prompt) for prompt in self.prompts) * self.n
+        is_slow = {"structured_outputs", "bad_words"} & self.sampling.keys()
+        return self.messages is None and size <= MOST_QUICK and not is_slow
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The class a request was given."""
+
+    priority: Priority
+    demoted: bool = False
+
+    @property
+    def tier(self) -> str:
+        """OpenAI's word for it."""
+        return "flex" if self.priority == Priority.BE else "default"
+
+    def headers(self) -> dict[str, str]:
+        """Say it in the answer's header too."""
+        found = {"x-qllm-priority": self.priority.name}
+        return {**found, "x-qllm-demoted": "1"} if self.demoted else found
