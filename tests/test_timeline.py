@@ -88,7 +88,7 @@ PREEMPTED: tuple[Event, ...] = (
 
 
 def test_a_preemption_says_who_stopped_for_whom_and_when_it_went_on() -> None:
-    timeline = fed(*PREEMPTED)
+    timeline = fed(*PREEMPTED, token(1, 70))
     assert entries(timeline, "preempted") == [[22.0, 2.0, "BE", 3.5, 1, ["r1"], "LS", "r2"]]
     assert entries(timeline, "held") == [[22.0, 31.0, "BE", 3.5, True]]
     assert entries(timeline, "run") == [
@@ -97,7 +97,7 @@ def test_a_preemption_says_who_stopped_for_whom_and_when_it_went_on() -> None:
         [31.0, 60.0, "BE", 3.5, LAYERS, 1, 1, 5],
     ]
     assert entries(timeline, "first") == [[30.0, "LS", "r2", 10.0], [60.0, "BE", "r1", 60.0]]
-    assert timeline.num_output_tokens == {"LS": 1, "BE": 1}
+    assert timeline.num_output_tokens == {"LS": 1, "BE": 2}
     assert timeline.num_pass_tokens == {"LS": 5, "BE": 5}
     assert timeline.num_preemptions == 1
     assert timeline.now() == {"parked": [], "running": None}
