@@ -301,17 +301,7 @@ def main() -> int:
 
 def _run(asked: set[str], quick: bool) -> dict[str, dict[str, Any]]:
     model = str(make_random_moe(size="300m"))
-    rows: dict[str, dict[str, Any]] = {}
-    if asked & {"chats", "no_hit", "shared"}:
-        with _engine(model, False) as off, _engine(model, True) as on:
-            for engine in (off, on):
-                _flood(engine, 99)  # the first pass touches the weights
-            if "chats" in asked:
-                rows["chats"] = chats_row(off, on, 3 if quick else 8, 1 if quick else 2)
-            if "no_hit" in asked:
-                rows["no_hit"] = no_hit_row(off, on, 2 if quick else 7)
-            if "shared" in asked:
-                rows["shared"] = shared_row(off, on, 4 if quick else 32)
+    rows = _cache_rows(model, asked, quick)
     if "swap" in asked:
         for load in (0.2, 0.4):
             name = f"swap_{load}"
@@ -322,6 +312,22 @@ def _run(asked: set[str], quick: bool) -> dict[str, dict[str, Any]]:
         rows["restart"] = restart_row(model, 1 if quick else 4, 4000)
     if "mover" in asked:
         rows["mover"] = mover_row(model, 2 if quick else 6, 8 if quick else 20)
+    return rows
+
+
+def _cache_rows(model: str, asked: set[str], quick: bool) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    if not asked & {"chats", "no_hit", "shared"}:
+        return rows
+    with _engine(model, False) as off, _engine(model, True) as on:
+        for engine in (off, on):
+            _flood(engine, 99)  # the first pass touches the weights
+        if "chats" in asked:
+            rows["chats"] = chats_row(off, on, 3 if quick else 8, 1 if quick else 2)
+        if "no_hit" in asked:
+            rows["no_hit"] = no_hit_row(off, on, 2 if quick else 7)
+        if "shared" in asked:
+            rows["shared"] = shared_row(off, on, 4 if quick else 32)
     return rows
 
 

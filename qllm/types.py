@@ -207,10 +207,8 @@ MOST_BIASES = 4096
 """Most tokens with a bias."""
 MOST_CHOICES = 1024
 """Most answers to choose from."""
-MOST_BAD_WORDS = 256
-"""Most words that an answer may not have."""
-MOST_BAD_CHARS = 16_384
-"""Most characters of them in all."""
+MOST_BAD_WORDS, MOST_BAD_CHARS = 256, 16_384
+"""Most words that an answer may not have, and characters of them in all."""
 MOST_MIN_TOKENS = 1 << 30
 THINK, THOUGHT = "<think>", "</think>"
 """What stands around the reasoning in an answer."""
