@@ -243,9 +243,10 @@ class TorchRunner:
     def split(self, program: Program, index: Index) -> None:
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
+        frame = self._forget(program)
+        assert frame is not None
         with torch.inference_mode():
-            self.frames[program.frame_id].save_rows(self.requests, index)
-        self._forget(program)
+            frame.save_rows(self.requests, index)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         frame = self.frames[program.frame_id]
