@@ -358,7 +358,7 @@ def test_kv_that_has_no_room_is_computed(
     ids = prompt_of(200)
     with engine_of(model, tmp_path) as engine:
         want = run(engine, ids, 20).token_ids
-    real = pages.SlabStage.put
+    real = pages.SlabTarget.put
 
     def put(self: Any, number: int, page: Any) -> None:
         if number == 1:
@@ -366,9 +366,9 @@ def test_kv_that_has_no_room_is_computed(
         real(self, number, page)
 
     with engine_of(model, tmp_path) as engine:
-        monkeypatch.setattr(pages.SlabStage, "put", put)
+        monkeypatch.setattr(pages.SlabTarget, "put", put)
         assert run(engine, ids, 20).token_ids == want
-        monkeypatch.setattr(pages.SlabStage, "put", real)
+        monkeypatch.setattr(pages.SlabTarget, "put", real)
         engine.call(engine._client.loop.prefix.store.reset)  # type: ignore[attr-defined]
         assert run(engine, ids, 20).metrics.num_cached_tokens == 192
         assert stored(engine)["off"] is None

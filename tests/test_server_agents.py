@@ -25,7 +25,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_client(served: Serving, file: str) -> None:
-    command = [str(CLIENTS), "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", file]
+    options = ["-c", os.devnull, "-p", "no:cacheprovider", "--confcutdir", str(FOLDER), "-q"]
+    command = [str(CLIENTS), "-m", "pytest", *options, file]
     done = subprocess.run(
         command, cwd=FOLDER, env={**os.environ, "QLLM_TEST_URL": served.url},
         capture_output=True, text=True, timeout=600, check=False,

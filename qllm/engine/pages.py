@@ -10,8 +10,8 @@ from qllm.runner.runner import TorchRunner
 from qllm.types import RequestId
 
 
-class SlabStage:
-    """A `Stage`: KV in slabs.
+class SlabTarget:
+    """A `LoadTarget`: KV in slabs.
 
     Args:
         kv: Of the request, empty.
@@ -34,15 +34,15 @@ class KvPages:
     def __init__(self, runner: TorchRunner, page_size: int) -> None:
         self._runner, self._page_size = runner, page_size
 
-    def stage(self, num_tokens: int) -> SlabStage:
+    def load_target(self, num_tokens: int) -> SlabTarget:
         """Slabs for a request; memory is taken as pages come."""
-        return SlabStage(self._runner.backend.new_kv(num_tokens), self._page_size)
+        return SlabTarget(self._runner.backend.new_kv(num_tokens), self._page_size)
 
-    def adopt(self, request_id: RequestId, stage: SlabStage, num_tokens: int) -> None:
+    def adopt(self, request_id: RequestId, target: SlabTarget, num_tokens: int) -> None:
         """Let the slabs be the request's, unless they were before an error."""
         request = self._runner.requests[request_id]
-        if request.kv is not stage.kv:
-            request.kv = stage.kv
+        if request.kv is not target.kv:
+            request.kv = target.kv
             request.kv.committed = num_tokens
 
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ TTL_NS = NS_PER_S // 10
 """An idle loop looks for KV that is too old not more often."""
 
 
-class Stage(Protocol):
+class LoadTarget(Protocol):
     """KV of a request that the runner does not know yet."""
 
     def put(self, number: int, page: Any) -> None:
@@ -45,11 +45,11 @@ class Stage(Protocol):
 class Keeper(Protocol):
     """What a runner has whose KV can be kept."""
 
-    def stage(self, num_tokens: int) -> Stage:
+    def load_target(self, num_tokens: int) -> LoadTarget:
         """Room for the KV of a request of at most so many tokens."""
         ...
 
-    def adopt(self, request_id: RequestId, stage: Any, num_tokens: int) -> None:
+    def adopt(self, request_id: RequestId, target: Any, num_tokens: int) -> None:
         """Give a request without KV what was staged for it."""
         ...
 
@@ -70,7 +70,7 @@ class Staged(NamedTuple):
     """A request that has not arrived yet, and its KV so far."""
 
     load: Load
-    stage: Stage
+    target: LoadTarget
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ class PrefixCache:
         first = user.num_staged
         if first:
             assert user.staged is not None
-            self._runner.adopt(request_id, user.staged.stage, first * size)
+            self._runner.adopt(request_id, user.staged.target, first * size)
         for i, name in enumerate(user.pinned, first):
             self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
         names = user.chain.upto((first + len(user.pinned)) * size)
@@ -364,16 +364,16 @@ class PrefixCache:
         names = _usable(self._chain(item, item.token_ids), item.num_prompt_tokens)
         used = [user.num_staged for user in self._users.values() if not user.request.is_admitted]
         room = self.store.capacity - self.tier.num_coming - sum(used)
-        stage = self._runner.stage(item.num_prompt_tokens + item.max_tokens)
+        target = self._runner.load_target(item.num_prompt_tokens + item.max_tokens)
         load = self.tier.load(
             names[: max(0, room)],
             self.store,
-            stage.put,
+            target.put,
             item.priority <= Priority.LS,
             tag_of(item.cache_salt),
             self.now_ns(),
         )
-        return None if load is None else Staged(load, stage)
+        return None if load is None else Staged(load, target)
 
     def is_due(self, load: Load) -> bool:
         """Whether a request waits for its load no longer."""

@@ -77,7 +77,7 @@ class Background:
         try:
             while True:
                 try:
-                    async with self._best_effort.seat(response_id):
+                    async with self._best_effort.permit(response_id):
                         return await self._advance(response_id)
                 except EngineGoneError:
                     _log.warning("response %s waits for an engine", response_id)

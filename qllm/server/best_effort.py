@@ -38,39 +38,39 @@ class BestEffort:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._seats = asyncio.Semaphore(front.config.batch_concurrency)
+        self._permits = asyncio.Semaphore(front.config.batch_concurrency)
         self._admission = asyncio.Lock()
-        """Held by whoever takes seats: one that needs all of them gets them."""
+        """Held by whoever takes permits: one that needs all of them gets them."""
         self._deaths = Counter[Hashable]()
         """Engines that died under each."""
 
     async def take(self, name: Hashable) -> int:
-        """Wait for seats in the engine: one, or all for what an engine died under."""
-        seats = self._front.config.batch_concurrency if self._deaths[name] else 1
+        """Wait for permits in the engine: one, or all for what an engine died under."""
+        permits = self._front.config.batch_concurrency if self._deaths[name] else 1
         taken = 0
         try:
             async with self._admission:
-                for _ in range(seats):
-                    await self._seats.acquire()
+                for _ in range(permits):
+                    await self._permits.acquire()
                     taken += 1
         except BaseException:
             self.give_back(taken)
             raise
-        return seats
+        return permits
 
-    def give_back(self, seats: int) -> None:
+    def give_back(self, permits: int) -> None:
         """Let others have them."""
-        for _ in range(seats):
-            self._seats.release()
+        for _ in range(permits):
+            self._permits.release()
 
     @asynccontextmanager
-    async def seat(self, name: Hashable) -> AsyncIterator[None]:
-        """Hold seats in the engine."""
-        seats = await self.take(name)
+    async def permit(self, name: Hashable) -> AsyncIterator[None]:
+        """Hold permits in the engine."""
+        permits = await self.take(name)
         try:
             yield
         finally:
-            self.give_back(seats)
+            self.give_back(permits)
 
     async def answer(self, name: Hashable, ask: Ask, renderer: Renderer) -> dict[str, Any]:
         """Wait for an answer.

@@ -270,7 +270,7 @@ class Front:
         count, before = len(answer.handles), answer.served.priority
         is_raised = priority is Priority.LS and before is not Priority.LS
         if is_raised and self._num_ls + count > self.config.max_ls:
-            raise self._no_seat()
+            raise self._full()
         for handle in answer.handles:
             handle.update(priority=priority, paused=paused)
         if priority is not None:
@@ -310,9 +310,9 @@ class Front:
         if self.config.ls_overflow == "demote":
             self.metrics.demoted.inc()
             return Served(Priority.BE, demoted=True)
-        raise self._no_seat()
+        raise self._full()
 
-    def _no_seat(self) -> ApiError:
+    def _full(self) -> ApiError:
         return ApiError(
             429,
             f"{self._num_ls} LS requests are in flight (max_ls={self.config.max_ls}); try again "

@@ -252,9 +252,9 @@ class Worker:
     async def _start_line(
         self, batch: Row, number: int, text: bytes, running: set[asyncio.Task[None]]
     ) -> None:
-        seats = await self._best_effort.take((batch["id"], number))
+        permits = await self._best_effort.take((batch["id"], number))
         task = asyncio.create_task(self._line(batch, number, text))
-        task.add_done_callback(lambda _: self._best_effort.give_back(seats))
+        task.add_done_callback(lambda _: self._best_effort.give_back(permits))
         failed = [t for t in running if t.done()]
         running.difference_update(failed)
         running.add(task)
