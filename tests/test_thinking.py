@@ -86,6 +86,8 @@ def test_refusals() -> None:
         SamplingParams(thinking_token_budget=-1)
     with pytest.raises(InvalidRequestError, match="with a tokenizer"):
         Vocabulary(None, 9, frozenset()).encode("</think>")
+    with pytest.raises(InvalidRequestError, match="has no token for '</think>'"):
+        Vocabulary(Letters(), ord("t"), frozenset()).encode("</think>")
     with pytest.raises(InvalidRequestError, match="leaves no room to reason"):
         SamplingParams(thinking_token_budget=1, structured_outputs=StructuredOutputs(regex="a"))
 
@@ -129,6 +131,7 @@ def follow(thinking: Thinking, text: str) -> str:
         ("<think>\n", "abcdefgh<think>i", "abcde</think>fgh<think></think>i"),
         ("<think>x</think>", "abcdefgh", "abcdefgh"),
         ("<think>", "abc</tdefg", "abc</think>tdefg"),
+        ("<think>", "ab</think>c<think>defghi", "ab</think>hink>c<think>def</think>ghi"),
     ],
 )
 def test_where_the_end_is_forced(prompt: str, wish: str, want: str) -> None:
