@@ -261,6 +261,12 @@ def test_cors_only_for_the_origins_named(small: Serving, engine: QLLMEngine) -> 
     header, ours = "access-control-allow-origin", "https://ours.example"
     assert small.get("/health", headers={"Origin": ours}).headers[header] == ours
     assert header not in small.get("/health", headers={"Origin": "https://x.example"}).headers
+    shown = small.get("/health", headers={"Origin": ours}).headers["access-control-expose-headers"]
+    assert shown == "*", "x-request-id, Retry-After and our own"
+    for method in ("GET", "POST", "PATCH", "DELETE"):
+        asked = {"Origin": ours, "Access-Control-Request-Method": method}
+        asked["Access-Control-Request-Headers"] = "authorization,x-api-key,x-qllm-priority"
+        assert httpx.options(f"{small.url}/v1/requests/x", headers=asked).status_code == 200
     with serving(engine) as served:
         assert header not in served.get("/health", headers={"Origin": ours}).headers
 
