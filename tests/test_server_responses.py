@@ -408,4 +408,6 @@ def test_old_responses_are_forgotten(tmp_path: Path) -> None:
         kept.get("a", "me")
     assert kept.unfinished() == ["b"]
     assert kept.get("c", "me")["id"] == "c"
+    (plan,) = store.rows("EXPLAIN QUERY PLAN DELETE FROM responses WHERE created_at < 5")
+    assert "USING INDEX responses_by_age" in plan["detail"], "it does not read what it keeps"
     store.close()

@@ -263,7 +263,7 @@ class Guard:
 def _authorization(headers: Headers) -> str:
     """The header of this name, or what Anthropic's clients send instead."""
     key = headers.get("x-api-key")
-    return headers.get("authorization", "" if key is None else f"Bearer {key}")
+    return headers.get("authorization") or ("" if key is None else f"Bearer {key}")
 
 
 def _too_large(most: int) -> ApiError:
