@@ -15,10 +15,11 @@ from engines import stand_still
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until
+from starlette.datastructures import Headers
 
 from qllm.llm import QLLMEngine
 from qllm.server.errors import ApiError
-from qllm.server.guard import Keys, Limits
+from qllm.server.guard import Keys, Limits, _authorization
 
 ASK = {"prompt": "a", "max_tokens": 1}
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -255,6 +256,20 @@ def test_an_answer_may_take_longer_than_the_timeouts(
         time.sleep(2 * HASTE_S)
         gate.touch()
         assert answer.result(60).text.endswith("data: [DONE]\n\n")
+
+
+def test_an_empty_header_hides_no_key() -> None:
+    """Clients of Anthropic send `x-api-key`, and some an empty Authorization beside it."""
+    known = Keys(["alpha"])
+    for headers in (
+        {"x-api-key": "alpha"},
+        {"x-api-key": "alpha", "authorization": ""},
+        {"x-api-key": "beta", "authorization": "Bearer alpha"},
+    ):
+        assert known.caller(_authorization(Headers(headers)))
+    for headers in ({}, {"x-api-key": ""}, {"x-api-key": "beta", "authorization": ""}):
+        with pytest.raises(ApiError, match="no valid API key"):
+            known.caller(_authorization(Headers(headers)))
 
 
 def test_cors_only_for_the_origins_named(small: Serving, engine: QLLMEngine) -> None:

@@ -10,7 +10,7 @@ from qllm.errors import InvalidRequestError
 from qllm.grammar import Vocabulary
 from qllm.llm import QLLMEngine
 from qllm.runner.thinking import Thinking
-from qllm.types import SamplingParams, StructuredOutputs
+from qllm.types import FinishReason, SamplingParams, StructuredOutputs
 
 PROMPT = "What does json.dumps do?<think>"
 BUDGET = 7
@@ -79,6 +79,28 @@ def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path) -> Non
     (restored,) = engine.restore(tmp_path / "file")
     assert restored.result(60).token_ids == want.token_ids
     assert "</think>" in want.text
+
+
+def test_it_goes_with_what_else_is_asked_for(engine: QLLMEngine) -> None:
+    end, place = end_of(engine), slice(BUDGET, BUDGET + len(end_of(engine)))
+    want = engine.submit(PROMPT, max_tokens=40, sampling=sampling()).result(60)
+    shown = engine.submit(PROMPT, max_tokens=40, sampling=sampling(logprobs=2)).result(60)
+    assert shown.token_ids == want.token_ids
+    assert shown.logprobs is not None
+    forced = [found.chosen for found in shown.logprobs[place]]
+    assert min(forced) > -1000, "of what the model said, not of what was left to it"
+    assert max(forced) < 0
+    cut = engine.submit(PROMPT, max_tokens=40, sampling=sampling(stop=["</think>"])).result(60)
+    assert cut.finish_reason is FinishReason.STOP
+    assert want.text.startswith(f"{cut.text}</think>")
+    asked = sampling(ignore_eos=False, min_tokens=30, temperature=0, logit_bias={2: 100.0})
+    least = engine.submit(PROMPT, max_tokens=40, sampling=asked).result(60)
+    assert (len(least.token_ids), least.token_ids[-1]) == (31, 2)
+    assert list(least.token_ids[place]) == end
+    many = engine.generate([PROMPT], sampling=sampling(n=3, max_tokens=40))
+    assert len(many) == 3
+    for answer in many:
+        assert list(answer.token_ids[place]) == end
 
 
 def test_refusals() -> None:
