@@ -5,11 +5,11 @@ answer and cannot be served are refused with the reason.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -21,6 +21,7 @@ from pydantic import (
 
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs, check_text
 
+from .ask import name_of
 from .calls import Choice, choice_of, grammar
 from .errors import ApiError
 
@@ -196,7 +197,7 @@ class Generation(Body):
     return_token_ids: bool | None = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """vLLM; so many alternatives per token of the prompt. Not in a stream."""
-    request_id: str | None = Field(None, max_length=256)
+    request_id: Annotated[str, AfterValidator(name_of)] | None = Field(None, max_length=256)
     """vLLM; the answer's id ends with it. ASCII without spaces: a header and the log have it."""
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
@@ -225,13 +226,6 @@ class Generation(Body):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     moderation: Any = None
-
-    @field_validator("request_id")
-    @classmethod
-    def _fits_a_header(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch("[!-~]+", value):
-            raise ValueError(f"{value!r:.80} must be printable ASCII without spaces, not empty")
-        return value
 
     @field_validator("n", mode="before")
     @classmethod
