@@ -67,7 +67,7 @@ $(BASE): pyproject.toml setup.py constraints.txt locks/run.txt $(wildcard qllm/k
 	$(PYTHON) -m venv .venv
 	$(PIP) $$(grep '^setuptools==' locks/run.txt)
 	.venv/bin/python setup.py --quiet build_ext --inplace & kernels=$$!; \
-	  $(PIP) --requirement locks/run.txt && wait $$kernels
+	  $(PIP) --requirement locks/run.txt; fetched=$$?; wait $$kernels && exit $$fetched
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 

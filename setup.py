@@ -6,6 +6,7 @@ then, and the start-up log and `qllm doctor` say so; a loop on the device is ref
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,9 @@ if sys.platform != "linux":
         f"qllm runs on Linux only (memfd, eventfd, pidfd), and this is {sys.platform}: use a "
         "container, a virtual machine or WSL 2"
     )
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell, as in `make`
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C stops the compilers too
 
 FOLDER = Path("qllm/kernels/cpu")
 SCHEDULER = Path("qllm/device/csrc")

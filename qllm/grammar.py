@@ -94,11 +94,16 @@ class Vocabulary:
         """The token ids of a text alone.
 
         Raises:
-            InvalidRequestError: There is no tokenizer.
+            InvalidRequestError: There is no tokenizer, or the model cannot produce the text.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("thinking_token_budget needs a model with a tokenizer")
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids or max(ids) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"thinking_token_budget: this model has no token for {text!r}; leave it out"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

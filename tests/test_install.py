@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -185,6 +186,14 @@ def test_other_systems_are_told_at_import(tmp_path: Path) -> None:
     assert "darwin" in done.stderr
     text = (ROOT / "pyproject.toml").read_text()
     assert "Operating System :: POSIX :: Linux" in tomllib.loads(text)["project"]["classifiers"]
+
+
+def test_ctrl_c_stops_a_build_in_the_background() -> None:
+    """A shell lets its background jobs ignore it; `make demo` compiles in one."""
+    code = "import runpy, signal; runpy.run_path('setup.py'); print(signal.getsignal(2))"
+    line = f"trap '' INT; exec '{sys.executable}' -c \"{code}\" --version"
+    found = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == str(int(signal.SIG_DFL))
 
 
 def test_the_version_is_said_once() -> None:

@@ -113,7 +113,9 @@ def test_the_next_mask_is_there_before_it_is_asked_for(vocabulary: Vocabulary) -
     form = StructuredOutputs(regex="[a-z]{9}")
     sampler.add(1, SamplingParams(seed=1, structured_outputs=form), [5])
     logits = torch.zeros((1, VOCAB))
-    first = sampler.sample(logits, [1], [1], [[]])[0].token_id
+    outputs: list[int] = []
+    for _ in range(3):
+        outputs.append(sampler.sample(logits, [1], [1], [outputs])[0].token_id)
     assert sampler._builder is not None
     sampler._builder.submit(int).result()  # one thread: all before it is done
     limits = sampler._requests[1].limits
@@ -127,4 +129,4 @@ def test_the_next_mask_is_there_before_it_is_asked_for(vocabulary: Vocabulary) -
             raise AssertionError(f"{name} was called on the loop's thread")
 
     matcher._matcher = Refuses()  # type: ignore[assignment]
-    assert sampler.sample(logits, [1], [2], [[first]])[0].error is None
+    assert sampler.sample(logits, [1], [2], [outputs])[0].error is None

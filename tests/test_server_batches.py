@@ -3,24 +3,28 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.errors import ConfigError
 from qllm.llm import QLLMEngine
-from qllm.server.store import Store
+from qllm.server.response_store import ResponseStore
+from qllm.server.store import TABLES, Store
 from qllm.server.worker import problems
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,9 @@ def client(served: Serving) -> Iterator[openai.OpenAI]:
 
 def line(number: int, url: str = COMPLETIONS, **body: Any) -> str:
     body = {"model": "tiny", "prompt": f"def f{number}(", "max_tokens": 4, "seed": number, **body}
-    if url != COMPLETIONS:
+    if url == RESPONSES:
+        body["input"], body["max_output_tokens"] = body.pop("prompt"), body.pop("max_tokens")
+    elif url != COMPLETIONS:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
     return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body})
 
@@ -72,7 +78,7 @@ def records(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, "/v1/chat/completions"])
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, "/v1/chat/completions", RESPONSES])
 def test_a_batch_answers_as_the_endpoint_does(client: openai.OpenAI, endpoint: str) -> None:
     made = start(client, [line(n, endpoint) for n in range(12)], endpoint)
     assert (made.object, made.status, made.metadata) == ("batch", "validating", {"a": "ü"})
@@ -86,6 +92,15 @@ def test_a_batch_answers_as_the_endpoint_does(client: openai.OpenAI, endpoint: s
     assert {r["response"]["status_code"] for r in found} == {200}
     assert {r["response"]["body"]["service_tier"] for r in found} == {"flex"}
     ask: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "seed": 5}
+    if endpoint == RESPONSES:
+        response = Response.model_validate(found[5]["response"]["body"])
+        how: dict[str, Any] = {"model": "tiny", "max_output_tokens": 4, "extra_body": {"seed": 5}}
+        want = client.responses.create(input="def f5(", **how)
+        assert (response.output_text, response.status) == (want.output_text, "incomplete")
+        assert found[5]["response"]["body"]["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+        return
     choice = found[5]["response"]["body"]["choices"][0]
     if endpoint == COMPLETIONS:
         assert choice["text"] == client.completions.create(prompt="def f5(", **ask).choices[0].text
@@ -93,6 +108,20 @@ def test_a_batch_answers_as_the_endpoint_does(client: openai.OpenAI, endpoint: s
         chat: Any = [{"role": "user", "content": "def f5("}]
         answer = client.chat.completions.create(messages=chat, **ask)
         assert choice["message"]["content"] == answer.choices[0].message.content
+
+
+def test_a_response_in_a_batch_stands_alone(client: openai.OpenAI) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"previous_response_id": "resp_x"}, {"background": True}, {"store": True},
+        {"stream": True}, {"model": "gpt"},
+    ]  # fmt: skip
+    lines = [line(n, RESPONSES, **more) for n, more in enumerate([*wrong, {"store": False}])]
+    batch = ended(client, start(client, lines, RESPONSES).id)
+    assert batch.request_counts.model_dump() == {"total": 6, "completed": 1, "failed": 5}
+    found = records(client, batch.error_file_id)
+    for record, more in zip(found, wrong, strict=True):
+        error = record["response"]["body"]["error"]
+        assert error["param"] == next(iter(more)), error
 
 
 def test_wrong_lines_are_in_the_error_file(client: openai.OpenAI) -> None:
@@ -285,6 +314,33 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(ConfigError, match="has version 99"):
         Store(tmp_path)
+
+
+def test_a_folder_of_version_1_is_brought_up_to_date(tmp_path: Path) -> None:
+    """Its batches go on, its answers are kept, and responses have a place."""
+    with closing(sqlite3.connect(tmp_path / "batch.db")) as old:
+        old.executescript(f"{TABLES} PRAGMA user_version = 1;")
+        old.execute("INSERT INTO files VALUES ('file-1', 'me', 'in', 'batch', 1, 1)")
+        names = "id, owner, endpoint, input_file_id, status, metadata, created_at, expires_at"
+        old.execute(
+            f"INSERT INTO batches ({names}, total) VALUES "
+            f"('batch_1', 'me', '{COMPLETIONS}', 'file-1', 'in_progress', '{{}}', 1, 9, 2)"
+        )
+        old.execute("INSERT INTO answers VALUES ('batch_1', 0, 1, '{}')")
+        old.commit()
+    for _ in range(2):  # the second finds it up to date
+        store = Store(tmp_path)
+        assert store.unfinished() == ["batch_1"]
+        assert store.answered("batch_1") == {0}
+        assert store.batch("batch_1")["total"] == 2
+        assert store.file("file-1", "me") is not None
+        kept = ResponseStore(store)
+        response_id = f"resp_{len(kept.unfinished())}"
+        row = {"id": response_id, "status": "queued", "previous_response_id": None}
+        kept.add("me", {}, [], row)
+        assert kept.get(response_id, "me") == row
+        assert store.rows("SELECT 1 FROM sqlite_master WHERE name = 'responses_by_age'")
+        store.close()
 
 
 def test_a_half_made_end_is_made_again(tmp_path: Path) -> None:

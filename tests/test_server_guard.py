@@ -15,10 +15,11 @@ from engines import stand_still
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until
+from starlette.datastructures import Headers
 
 from qllm.llm import QLLMEngine
 from qllm.server.errors import ApiError
-from qllm.server.guard import Keys, Limits
+from qllm.server.guard import Keys, Limits, _authorization
 
 ASK = {"prompt": "a", "max_tokens": 1}
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -257,10 +258,30 @@ def test_an_answer_may_take_longer_than_the_timeouts(
         assert answer.result(60).text.endswith("data: [DONE]\n\n")
 
 
+def test_an_empty_header_hides_no_key() -> None:
+    """Clients of Anthropic send `x-api-key`, and some an empty Authorization beside it."""
+    known = Keys(["alpha"])
+    for headers in (
+        {"x-api-key": "alpha"},
+        {"x-api-key": "alpha", "authorization": ""},
+        {"x-api-key": "beta", "authorization": "Bearer alpha"},
+    ):
+        assert known.caller(_authorization(Headers(headers)))
+    for headers in ({}, {"x-api-key": ""}, {"x-api-key": "beta", "authorization": ""}):
+        with pytest.raises(ApiError, match="no valid API key"):
+            known.caller(_authorization(Headers(headers)))
+
+
 def test_cors_only_for_the_origins_named(small: Serving, engine: QLLMEngine) -> None:
     header, ours = "access-control-allow-origin", "https://ours.example"
     assert small.get("/health", headers={"Origin": ours}).headers[header] == ours
     assert header not in small.get("/health", headers={"Origin": "https://x.example"}).headers
+    shown = small.get("/health", headers={"Origin": ours}).headers["access-control-expose-headers"]
+    assert shown == "*", "x-request-id, Retry-After and our own"
+    for method in ("GET", "POST", "PATCH", "DELETE"):
+        asked = {"Origin": ours, "Access-Control-Request-Method": method}
+        asked["Access-Control-Request-Headers"] = "authorization,x-api-key,x-qllm-priority"
+        assert httpx.options(f"{small.url}/v1/requests/x", headers=asked).status_code == 200
     with serving(engine) as served:
         assert header not in served.get("/health", headers={"Origin": ours}).headers
 

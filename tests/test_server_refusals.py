@@ -211,6 +211,32 @@ def test_a_body_of_another_type_is_400(served: Serving, content: bytes) -> None:
         assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a b", "\u4e2d", "\u00fc", "", "a\x7f"])
+def test_a_request_id_fits_into_a_header_and_a_line_of_the_log(served: Serving, name: str) -> None:
+    answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": name})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+    assert "printable ASCII" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_what_nobody_foresaw_is_an_answer_like_others(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It has an id, is counted, and a web page may read it."""
+    body = {"prompt": "a"}
+    if path == "/v1/messages":
+        body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    with serving(engine, cors_origins="https://a") as served:
+        monkeypatch.setattr(served.front, "check_model", lambda _: {}["no"])
+        answer = served.post(path, body, headers={"Origin": "https://a"})
+        assert answer.status_code == 500
+        assert answer.json().get("type") == ("error" if path == "/v1/messages" else None)
+        assert "KeyError" in answer.json()["error"]["message"]
+        assert answer.headers["access-control-allow-origin"] == "https://a"
+        assert answer.headers["x-request-id"].startswith("req-")
+        assert served.metric("qllm:requests_refused_total", status="500") == 1
+
+
 def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="use 'tiny'") as missing:
         client.completions.create(model="gpt", prompt="a")
@@ -228,6 +254,9 @@ def test_other_paths_and_methods(served: Serving) -> None:
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert wrong.headers["allow"] == "POST"
     assert "GET /nothing" in missing.json()["error"]["message"]
+    assert wrong.json()["error"]["message"] == "GET is not allowed at /v1/completions; use POST"
+    empty = httpx.post(f"{served.url}/v1/messages").json()
+    assert empty["error"]["message"] == "the body is missing; send JSON"
     bad = served.post("/v1/completions", {"prompt": "a"}, headers={"x-qllm-priority": "UP"})
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-qllm-priority")
 

@@ -117,6 +117,29 @@ def test_a_request_of_another_key_is_not_there(held: tuple[Serving, Path]) -> No
     assert httpx.patch(f"{served.url}/v1/requests/x", json={"paused": True}).status_code == 401
 
 
+def test_of_two_requests_of_one_name_none_is_guessed(held: tuple[Serving, Path]) -> None:
+    served, _ = held
+    headers = {**bearer("alpha"), "x-request-id": "cmpl-one"}
+    url, how = f"{served.url}{COMPLETE}", {"headers": headers, "timeout": 60}
+    one, two = ({**LONG, "stream": True, "request_id": name} for name in ("one", "two"))
+    talk = {"input": "Hi.", "stream": True, "max_output_tokens": 300, "min_tokens": 300}
+    with httpx.stream("POST", url, json=two, **how):
+        assert patch(served, "cmpl-one", paused=True).json()["id"] == "cmpl-two"
+        with httpx.stream("POST", url, json=one, **how):
+            assert see(served, "cmpl-one").json()["id"] == "cmpl-one", "an id goes before a name"
+        headers["x-request-id"] = "trace"
+        with (
+            httpx.stream("POST", url, json={**one, "request_id": "x"}, **how),
+            httpx.stream("POST", f"{served.url}/v1/responses", json=talk, **how) as third,
+        ):
+            refused = patch(served, "trace", priority="BE")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ambiguous_id")
+            assert "cmpl-x, resp_" in refused.json()["error"]["message"]
+            assert third.headers["x-request-id"] == "trace"
+            nameless = served.get("/v1/requests/", headers=bearer("alpha"))
+            assert nameless.status_code == 404
+
+
 def test_there_must_be_a_seat(held: tuple[Serving, Path]) -> None:
     """A request that becomes LS counts among `max_ls`, and no more when it is BE again."""
     served, _ = held

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.llm import QLLMEngine
+from qllm.server.response_writer import ResponseWriter
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -259,6 +260,17 @@ def test_a_response_in_the_background(client: openai.OpenAI) -> None:
     assert client.responses.create(**GREEDY, previous_response_id=begun.id).output
 
 
+def test_a_response_in_the_background_that_cannot_be_written_has_failed(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for it for ever."""
+    monkeypatch.setattr(ResponseWriter, "body", lambda *_: {}["no"])
+    found = ended(client, client.responses.create(**GREEDY, background=True).id)
+    assert found.status == "failed"
+    assert found.error is not None
+    assert "KeyError" in found.error.message
+
+
 def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
     how: dict[str, Any] = {**ASKED, "background": True, "max_output_tokens": 3000}
     begun = client.responses.create(**how, extra_body={"min_tokens": 2900})
@@ -326,6 +338,8 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
     [
         ({"foo": 1}, "unknown field 'foo'", "foo"),
         ({"input": []}, "input is empty", "input"),
+        ({"input": [5]}, "input", "input"),
+        ({"input": [None]}, "input", "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'", "input"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -394,4 +408,6 @@ def test_old_responses_are_forgotten(tmp_path: Path) -> None:
         kept.get("a", "me")
     assert kept.unfinished() == ["b"]
     assert kept.get("c", "me")["id"] == "c"
+    (plan,) = store.rows("EXPLAIN QUERY PLAN DELETE FROM responses WHERE created_at < 5")
+    assert "USING INDEX responses_by_age" in plan["detail"], "it does not read what it keeps"
     store.close()

@@ -10,7 +10,7 @@ from qllm.errors import InvalidRequestError
 from qllm.grammar import Vocabulary
 from qllm.llm import QLLMEngine
 from qllm.runner.thinking import Thinking
-from qllm.types import SamplingParams, StructuredOutputs
+from qllm.types import FinishReason, SamplingParams, StructuredOutputs
 
 PROMPT = "What does json.dumps do?<think>"
 BUDGET = 7
@@ -81,11 +81,35 @@ def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path) -> Non
     assert "</think>" in want.text
 
 
+def test_it_goes_with_what_else_is_asked_for(engine: QLLMEngine) -> None:
+    end, place = end_of(engine), slice(BUDGET, BUDGET + len(end_of(engine)))
+    want = engine.submit(PROMPT, max_tokens=40, sampling=sampling()).result(60)
+    shown = engine.submit(PROMPT, max_tokens=40, sampling=sampling(logprobs=2)).result(60)
+    assert shown.token_ids == want.token_ids
+    assert shown.logprobs is not None
+    forced = [found.chosen for found in shown.logprobs[place]]
+    assert min(forced) > -1000, "of what the model said, not of what was left to it"
+    assert max(forced) < 0
+    cut = engine.submit(PROMPT, max_tokens=40, sampling=sampling(stop=["</think>"])).result(60)
+    assert cut.finish_reason is FinishReason.STOP
+    assert want.text.startswith(f"{cut.text}</think>")
+    asked = sampling(ignore_eos=False, min_tokens=30, temperature=0, logit_bias={2: 100.0})
+    least = engine.submit(PROMPT, max_tokens=40, sampling=asked).result(60)
+    assert (len(least.token_ids), least.token_ids[-1]) == (31, 2)
+    assert list(least.token_ids[place]) == end
+    many = engine.generate([PROMPT], sampling=sampling(n=3, max_tokens=40))
+    assert len(many) == 3
+    for answer in many:
+        assert list(answer.token_ids[place]) == end
+
+
 def test_refusals() -> None:
     with pytest.raises(InvalidRequestError, match="an integer in"):
         SamplingParams(thinking_token_budget=-1)
     with pytest.raises(InvalidRequestError, match="with a tokenizer"):
         Vocabulary(None, 9, frozenset()).encode("</think>")
+    with pytest.raises(InvalidRequestError, match="has no token for '</think>'"):
+        Vocabulary(Letters(), ord("t"), frozenset()).encode("</think>")
     with pytest.raises(InvalidRequestError, match="leaves no room to reason"):
         SamplingParams(thinking_token_budget=1, structured_outputs=StructuredOutputs(regex="a"))
 
@@ -129,6 +153,7 @@ def follow(thinking: Thinking, text: str) -> str:
         ("<think>\n", "abcdefgh<think>i", "abcde</think>fgh<think></think>i"),
         ("<think>x</think>", "abcdefgh", "abcdefgh"),
         ("<think>", "abc</tdefg", "abc</think>tdefg"),
+        ("<think>", "ab</think>c<think>defghi", "ab</think>hink>c<think>def</think>ghi"),
     ],
 )
 def test_where_the_end_is_forced(prompt: str, wish: str, want: str) -> None:

@@ -40,7 +40,8 @@ def serve(
     device: Device = None,
     threads: Threads = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the batch API; without one there is none.")
+        Path | None,
+        typer.Option(help="Folder of batches and kept responses; without one there are none."),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="One API key per line.")] = None,
     api_key: Annotated[

@@ -62,6 +62,10 @@ class Thinking:
             if THINK in text:
                 self._begun = self._behind = self._num_read
         elif THOUGHT in text:
-            num = self._num_read - self._begun
-            self._num_spent = min(self._budget, self._num_spent + num)
+            last = outputs[first : self._num_read]
+            tag = next(
+                n for n in range(1, WINDOW + 1) if THOUGHT in self._vocabulary.decode(last[-n:])
+            )
+            num = self._num_read - tag - self._begun
+            self._num_spent = min(self._budget, self._num_spent + max(0, num))
             self._begun, self._behind = None, self._num_read

@@ -19,7 +19,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Logprobs, Priority
 
 from .ask import Ask
-from .errors import ApiError
+from .errors import ApiError, unexpected
 from .front import Answer, Comment, Front
 from .protocol import Generation, StreamOptions
 
@@ -246,8 +246,7 @@ async def stream(
         yield renderer.error_event(error)
     except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
         _log.exception("a stream failed")
-        text = f"the server failed: {type(error).__name__}; its log has the traceback"
-        yield renderer.error_event(ApiError(500, text, code="internal_error"))
+        yield renderer.error_event(unexpected(error))
 
 
 async def _events(

@@ -124,5 +124,6 @@ def create_app(
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
+            expose_headers=["*"],
         )
     return app

@@ -1,5 +1,6 @@
 """What a route asks of the engine, and the class that it is served with."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,17 @@ from qllm.types import Priority, Slo
 
 MOST_QUICK = 256
 """Characters or ids of prompts that are tokenised and submitted on the event loop."""
+
+
+def name_of(value: str) -> str:
+    """Return what a client calls its request: a header and a line of the log must hold it.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if not re.fullmatch("[!-~]+", value):
+        raise ValueError(f"{value!r:.80} must be printable ASCII without spaces, not empty")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from qllm.errors import QllmError
 from . import access, chat
 from .answers import owner_of
 from .best_effort import BestEffort, EngineGoneError
-from .errors import ApiError, from_engine, parse
+from .errors import ApiError, from_engine, parse, unexpected
 from .front import Front
 from .response_store import ResponseStore
 from .response_writer import ResponseWriter, failed
@@ -102,6 +102,12 @@ class Background:
             await asyncio.to_thread(self._kept.change, response_id, failed(begun, error))
         except QllmError as error:
             done = failed(begun, from_engine(error))
+            await asyncio.to_thread(self._kept.change, response_id, done)
+        except (EngineGoneError, OSError, sqlite3.Error):
+            raise
+        except Exception as error:  # noqa: BLE001 - logged; the client does not ask for ever
+            _log.exception("response %s failed", response_id)
+            done = failed(begun, unexpected(error))
             await asyncio.to_thread(self._kept.change, response_id, done)
         self._best_effort.forget(response_id)
 

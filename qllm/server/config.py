@@ -67,7 +67,7 @@ class ServerConfig(BaseSettings):
     """Threads to compute with; "auto" becomes the cores that the server may use."""
     trust_remote_code: bool = False
     state_dir: Path | None = None
-    """Folder of the batch API's files and database; without one there is no batch API."""
+    """Folder of batches, their files and kept responses; without one there are none."""
     api_key_file: Path | None = None
     """One API key per line; # begins a comment."""
     api_keys: SecretStr = SecretStr("")
@@ -94,7 +94,7 @@ class ServerConfig(BaseSettings):
     rate_per_minute: int | None = Field(None, ge=1)
     """Most POST requests of one API key per minute."""
     max_concurrent: int | None = Field(None, ge=1)
-    """Most requests of one API key at once."""
+    """Most POST requests of one API key at once."""
     max_choices: int = Field(128, ge=1)
     """Most prompts times n of one request."""
     max_body_bytes: int = Field(4 * MIB, ge=1024)
@@ -119,7 +119,7 @@ class ServerConfig(BaseSettings):
     drain_s: int = Field(30, ge=0)
     """After that: for requests in flight to end by themselves."""
     batch_concurrency: int = Field(8, ge=1)
-    """Most batch lines in the engine at once."""
+    """Most batch lines and responses in the background that are in the engine at once."""
     max_restarts: int = Field(5, ge=0)
     """Most engines made within `restart_window_s` after one that ended; then the server ends."""
     restart_window_s: float = Field(600, gt=0)

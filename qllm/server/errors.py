@@ -152,10 +152,16 @@ def from_engine(error: QllmError) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
+def unexpected(error: Exception) -> ApiError:
+    """A failure that nobody foresaw as an answer. Whoever makes one logs the traceback."""
+    text = f"the server failed: {type(error).__name__}; its log has the traceback"
+    return ApiError(500, text, code="internal_error")
+
+
 def from_validation(errors: Any) -> ApiError:
     """What pydantic found as an answer: the first wrong field, what is allowed."""
     first = errors[0]
-    path = [str(x) for x in first["loc"] if x != "body"]
+    path = [str(x) for x in first["loc"]]
     if first["type"] == "extra_forbidden":
         where = ".".join(path)
         return ApiError(400, f"unknown field {where!r}", param=where, code="unknown_field")
@@ -168,6 +174,8 @@ def from_validation(errors: Any) -> ApiError:
 def _no_json(request: Request, error: RequestValidationError) -> ApiError | None:
     """Why a body is no JSON: where it goes wrong, or that it is not called so."""
     first, kind = error.errors()[0], request.headers.get("content-type")
+    if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
+        return ApiError(400, "the body is missing; send JSON")
     if first["type"] == "json_invalid":
         at, text = first["loc"][-1], str(error.body)
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
@@ -204,7 +212,9 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        found = _no_json(request, error) or from_validation(error.errors())
+        first = error.errors()[0]
+        inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
+        found = _no_json(request, error) or from_validation([inside])
         return found.response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
@@ -214,16 +224,14 @@ def install(app: FastAPI) -> None:
             text = f"there is no {request.method} {request.url.path}; see /openapi.json"
             if request.url.path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
                 text += " (what is kept needs --state-dir)"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            text = f"{request.method} is not allowed at {request.url.path}; use {allowed}"
         wrapped = ApiError(error.status_code, text)
         wrapped.headers = error.headers
         return wrapped.response(request.url.path)
-
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        text = f"the server failed: {type(error).__name__}; its log has the traceback"
-        return ApiError(500, text, code="internal_error").response(request.url.path)
 
     app.add_exception_handler(ApiError, ours)
     app.add_exception_handler(QllmError, engine)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(StarletteHTTPException, http)
-    app.add_exception_handler(Exception, unexpected)

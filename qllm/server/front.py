@@ -254,7 +254,7 @@ class Front:
         answer.shows_tokens = ask.max_tokens != 0
         answer.answer_id, answer.caller = ask.answer_id, ask.caller
         own = ask.answer_id.partition("-")[2]
-        answer.names = frozenset({ask.answer_id, own, ask.other_id})
+        answer.names = frozenset({ask.answer_id, own, ask.other_id} - {""})
         self.answers.add(answer)
         if answer.exchange is not None:
             answer.exchange.opened(ask.answer_id, served.priority.name, served.demoted)

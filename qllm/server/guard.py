@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 import math
 import secrets
 import time
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from . import access
 from .access import ANYBODY
 from .config import ServerConfig
-from .errors import ApiError
+from .errors import ApiError, unexpected
 from .metrics import Metrics
 
 OPEN_PATHS = frozenset(
@@ -26,6 +27,8 @@ OPEN_FOLDERS = ("/ui/static/", "/docs/static/")
 CLIENT_GONE = 499
 """nginx's status for an answer that never began; nobody reads it."""
 UPLOAD_PATH = "/v1/files"
+
+_log = logging.getLogger("qllm.server")
 
 
 @dataclass(slots=True)
@@ -156,7 +159,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        known_as = headers.get("x-request-id")
+        known_as = headers.get("x-request-id") or None
         exchange = access.Exchange.of(scope, "")
         access.CURRENT.set(exchange)
         status = CLIENT_GONE
@@ -178,9 +181,11 @@ class Guard:
 
         try:
             await self._guarded(scope, receive, noting, headers, exchange)
-        except BaseException:
-            status = 500 if status == CLIENT_GONE else status
-            raise
+        except Exception as error:
+            if status != CLIENT_GONE:  # a part of the answer is sent
+                raise
+            _log.exception("%s failed", exchange.line)
+            await unexpected(error).response(scope["path"])(scope, receive, noting)
         finally:
             if exchange.caller:
                 self._metrics.of_key(exchange.caller, status)
@@ -258,7 +263,7 @@ class Guard:
 def _authorization(headers: Headers) -> str:
     """The header of this name, or what Anthropic's clients send instead."""
     key = headers.get("x-api-key")
-    return headers.get("authorization", "" if key is None else f"Bearer {key}")
+    return headers.get("authorization") or ("" if key is None else f"Bearer {key}")
 
 
 def _too_large(most: int) -> ApiError:

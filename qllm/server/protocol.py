@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -20,6 +21,7 @@ from pydantic import (
 
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs, check_text
 
+from .ask import name_of
 from .calls import Choice, choice_of, grammar
 from .errors import ApiError
 
@@ -195,8 +197,8 @@ class Generation(Body):
     return_token_ids: bool | None = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """vLLM; so many alternatives per token of the prompt. Not in a stream."""
-    request_id: str | None = Field(None, min_length=1, max_length=256)
-    """vLLM; the answer's id ends with it."""
+    request_id: Annotated[str, AfterValidator(name_of)] | None = Field(None, max_length=256)
+    """vLLM; the answer's id ends with it. ASCII without spaces: a header and the log have it."""
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     priority: int | None = None

@@ -49,12 +49,17 @@ def _found(front: Front, caller: str, name: str) -> Answer:
     """An open request of this caller. That of another is as if it were not there.
 
     Raises:
-        ApiError: 404.
+        ApiError: 404; or 409, where several are called so and none has it as its id.
     """
-    for answer in front.answers:
-        if answer.caller == caller and name in answer.names:
-            return answer
-    raise ApiError(404, f"no request {name!r:.80} of this API key is open", code="not_found")
+    called = [x for x in front.answers if x.caller == caller and name in x.names]
+    found = [x for x in called if x.answer_id == name] or called
+    if not found:
+        raise ApiError(404, f"no request {name!r:.80} of this API key is open", code="not_found")
+    if len(found) > 1:
+        ids = ", ".join(sorted(x.answer_id for x in found))
+        text = f"{len(found)} open requests are called {name!r:.80}; their ids are {ids:.500}"
+        raise ApiError(409, text, code="ambiguous_id")
+    return found[0]
 
 
 def _status(answer: Answer) -> str:

@@ -96,8 +96,9 @@ class ReasoningItem(Item):
 
 def type_or_message(value: Any) -> Any:
     """The type of an item; a message needs to name none."""
-    given = value if isinstance(value, Mapping) else vars(value)
-    return given.get("type") or "message"
+    if isinstance(value, Mapping):
+        return value.get("type") or "message"
+    return getattr(value, "type", "message")
 
 
 InputItem = Annotated[

@@ -50,6 +50,7 @@ CREATE TABLE responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, status TEXT NOT NULL,
     previous TEXT, asked TEXT NOT NULL, input TEXT NOT NULL, response TEXT NOT NULL
 );
+CREATE INDEX responses_by_age ON responses (created_at);
 """
 """Came with version 2."""
 Row = dict[str, Any]
