@@ -165,6 +165,22 @@ def test_a_request_that_ends_while_its_frame_is_away_leaves_nothing() -> None:
     assert world.scheduler.swap.num_used == 0
 
 
+def test_a_suspect_that_moved_out_with_its_row_waits_until_it_fits() -> None:
+    """Its row goes on where it was, whole; nobody is blamed."""
+    world = World(load_policy("qllm2"), short_of_kv(16), costs=SimCosts(expert_ns=2_000_000))
+    batch = world.submit(BE, 200, 4)
+    world.submit(LS, 100, 3, at_ns=5 * NS_PER_MS)
+    while not (world.scheduler.away or world.idle):
+        world.step()
+    assert world.scheduler.away
+    world.scheduler.suspects = [batch]
+    world.run()
+    assert not world.loop.policy_errors
+    finished_well(world)
+    assert len(events(world, trace.SwappedIn)) == 1
+    assert not events(world, trace.Evicted)
+
+
 def test_without_room_a_victim_starts_again() -> None:
     world = World(load_policy("qllm2"), short_of_kv(16, num_swap_blocks=5))
     batch = world.submit(BE, 200, 40)
