@@ -131,7 +131,8 @@ class Scheduler:
         return evict(self, self.requests[request_id], for_request, how)
 
     def found(self, request_id: RequestId, num_tokens: int) -> None:
-        """The prefix cache has the first tokens of a request without KV."""
+        """The prefix cache has the first tokens of a request without KV of its own."""
+        self.swap.release(request_id)
         self.requests[request_id].find(num_tokens)
         self.touch(self.requests[request_id])
 
