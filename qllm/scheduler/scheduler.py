@@ -427,7 +427,9 @@ class Scheduler:
             Whether it is preempted: not if the arrival has to wait for it (`sparing`).
         """
         parked, self.running = self._take_running(), None
-        preempted = gives_way(self.policy, self.requests, parked, end_ns, by_arrival=preempted)
+        preempted = gives_way(
+            self.policy, self.requests, parked, start_ns, end_ns, by_arrival=preempted
+        )
         self.num_spared += parked.alarm_ns == end_ns
         self._progress(parked, end, start_ns, end_ns)
         parked.index = end
