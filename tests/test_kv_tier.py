@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import wait_for
 from families import FAMILIES, VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
@@ -18,7 +19,7 @@ from qllm.errors import ConfigError, QllmError
 from qllm.frontend.handle import Result
 from qllm.kernels import cpu
 from qllm.scheduler.prefix import tag_of
-from qllm.types import NS_PER_S
+from qllm.types import NS_PER_S, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
@@ -374,12 +375,8 @@ def test_kv_that_has_no_room_is_computed(
         assert stored(engine)["off"] is None
 
 
-def test_who_waits_may_be_cancelled_and_time_out(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = prompt_of(200)
-    with engine_of(model, tmp_path) as engine:
-        run(engine, ids, 20)
+def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Engines from now on read nothing of their file before this is set."""
     gate = threading.Event()
 
     class Stuck(kv_file.Blocks):
@@ -389,6 +386,16 @@ def test_who_waits_may_be_cancelled_and_time_out(
             return super().read(data, at)
 
     monkeypatch.setattr(kv_file.open_file, "__defaults__", (Stuck,))
+    return gate
+
+
+def test_who_waits_may_be_cancelled_and_time_out(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt_of(200)
+    with engine_of(model, tmp_path) as engine:
+        run(engine, ids, 20)
+    gate = held_back(monkeypatch)
     with engine_of(model, tmp_path) as engine:
         handle = engine.submit(ids, "LS", 20, sampling=GREEDY)
         late = engine.submit(ids, "BE", 20, sampling=GREEDY, timeout_s=0.05)
@@ -398,6 +405,32 @@ def test_who_waits_may_be_cancelled_and_time_out(
         assert handle.result(60).finish_reason.value == "cancelled"
         gate.set()
         assert left.result(60).metrics.num_cached_tokens == 192
+        look(engine)
+
+
+def test_who_waits_may_be_paused_and_change_its_class(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt_of(200)
+    with engine_of(model, tmp_path) as engine:
+        want = run(engine, ids, 20).token_ids
+    gate = held_back(monkeypatch)
+    with engine_of(model, tmp_path) as engine:
+        paused, urgent, ended = (engine.submit(ids, "BE", 20, sampling=GREEDY) for _ in range(3))
+        paused.pause()
+        ended.pause()
+        urgent.update(priority="LS")
+        engine.call(lambda: None)  # all that was asked is taken
+        ended.cancel()
+        assert ended.result(60).finish_reason.value == "cancelled"
+        gate.set()
+        result = urgent.result(60)
+        assert result.token_ids == want
+        assert result.metrics.priority == 0
+        wait_for(lambda: paused.status is RequestStatus.PAUSED)
+        assert not paused.token_ids
+        paused.resume()
+        assert paused.result(60).token_ids == want
         look(engine)
 
 

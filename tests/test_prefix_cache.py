@@ -17,7 +17,7 @@ from qllm.frontend.handle import Result
 from qllm.kernels import cpu
 from qllm.runner.rope import Switch
 from qllm.scheduler.prefix import Chain, PageStore
-from qllm.types import NS_PER_S, Priority
+from qllm.types import NS_PER_S, Evict, Priority, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
@@ -264,6 +264,74 @@ def test_what_is_copied_for_be_is_bounded(most: int) -> None:
     assert be.metrics.num_cached_tokens == most * 64
     assert ls.metrics.num_cached_tokens == 5 * 64
     assert {r.token_ids for r in (be, ls, *results)} == {wanted.token_ids}
+
+
+def test_a_paused_request_keeps_no_pages_from_others() -> None:
+    """Else it would have all that BE requests may find, for as long as it is paused."""
+    model = make_model("mixtral", torch.bfloat16)
+    ids = prompt_of(64 * 5 + 3)
+    with engine_of(model) as engine:
+        wanted = run(engine, ids, 12)
+        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
+
+        def paused_at_once() -> Any:
+            handle = engine.submit(ids, "BE", 12, sampling=GREEDY)
+            handle.pause()
+            return handle
+
+        paused = engine.call(paused_at_once)
+        other = engine.submit(ids, "BE", 12, sampling=GREEDY).result(60)
+        assert other.metrics.num_cached_tokens == 2 * 64
+        assert paused.status is RequestStatus.PAUSED
+        prefix.store.check({})
+        engine.reset_prefix_cache()
+        run(engine, ids, 12)
+        kept(engine)
+        paused.resume()
+        result = paused.result(60)
+        kept(engine)
+    assert result.metrics.num_cached_tokens == 2 * 64
+    assert other.token_ids == result.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_who_moved_out_before_its_pages_were_copied_finds_no_more(forget: bool) -> None:
+    """What it has computed is what moved out, until it is back."""
+    model = make_model("mixtral", torch.bfloat16)
+    ids = prompt_of(64 * 5 + 3)
+    with engine_of(model, swap_kv_tokens=1024) as engine:
+        wanted = run(engine, ids, 12)
+        loop = engine._client.loop  # type: ignore[attr-defined]
+        prefix, scheduler = loop.prefix, loop.scheduler
+        engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
+
+        def move_out(number: int) -> None:
+            """It was given blocks, and another took them before it ran."""
+            request = scheduler.requests[number]
+            request.block_table = scheduler.pool.take(number, 5)
+            for effect in scheduler.evict(number, number, Evict.SWAP):
+                loop.effects.apply(effect)
+            assert request.num_swapped_tokens == 128
+            prefix._copy_bytes, prefix._seen = None, -1
+            prefix.seek()
+            scheduler.check()
+            if forget:
+                prefix.reset()
+                scheduler.check()
+
+        def submit() -> Any:
+            found = engine.submit(ids, "BE", 12, sampling=GREEDY)
+            loop.pending.extend(loop.ingress.drain())
+            loop._take_in(loop.pending.pop())
+            move_out(found.number)
+            return found
+
+        moved = engine.call(submit)
+        result = moved.result(60)
+        kept(engine)
+    assert result.token_ids == wanted.token_ids
+    assert result.metrics.num_cached_tokens == (0 if forget else 2 * 64)
 
 
 def test_pages_of_a_long_step_are_kept_a_few_at_a_time() -> None:

@@ -10,11 +10,16 @@ import pytest
 from families import make_model
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.config import EngineConfig
 from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
-from qllm.ingress import Submission
+from qllm.frontend.rings import RingClient
+from qllm.ingress import Submission, Update
+from qllm.ingress.front_end import CANCEL_BYTES, UPDATE_BYTES, FrontEndRings
+from qllm.ingress.memory import FrontEndMemory
+from qllm.ingress.ring import record_bytes
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestStatus, Sampled, Slo
 
 LS, BE = 0, 10
@@ -316,3 +321,70 @@ def test_a_cancel_beside_a_move_is_not_lost() -> None:
         w.die(entry)
         thread.join()
         assert entry.handle.result(0).finish_reason is FinishReason.CANCELLED
+
+
+# -- pauses while engines die
+
+
+class SilentRings(FrontEndRings):
+    """Of an engine that takes nothing."""
+
+    def _ring(self) -> None:
+        pass
+
+
+class SilentClient(RingClient):
+    """The front end of an engine that does nothing."""
+
+    failure = None
+    draining = False
+    _config = EngineConfig()
+
+    def __init__(self) -> None:
+        block = FrontEndMemory.create(0, (1 << 20, 1 << 20, CANCEL_BYTES, 1 << 16))
+        super().__init__(SilentRings(block))
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def num_updates(self) -> int:
+        return self._front_end.cancels.num_used // record_bytes(16)
+
+    def _none(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    _close = _ask = call = checkpoint = delete_kv = _none
+    drain = reset_prefix_cache = restore = trace = _none  # type: ignore[assignment]
+
+
+def test_a_request_that_is_paused_on_trial_holds_nobody_up() -> None:
+    w, client = World(), SilentClient()
+    first, second, third = (w.entry(n) for n in range(3))
+    w.die(first, second, third)
+    w.log.go_on(client.replay)
+    assert w.num_replayed == 1
+    first.handle.update(priority="BE")
+    assert w.num_replayed == 1
+    first.handle.pause()
+    assert w.num_replayed == 2
+    second.handle.resume()
+    assert w.num_replayed == 2, "it computes, and its token is waited for"
+    second.handle.pause()
+    assert w.num_replayed == 3
+
+
+def test_paused_requests_without_room_for_their_pause_wait_on() -> None:
+    """They are in one place: here or in the engine."""
+    w, client = World(), SilentClient()
+    entries = [w.entry(n) for n in range(2)]
+    w.die(*entries)
+    for entry in entries:
+        entry.handle.pause()
+    while client.num_updates < UPDATE_BYTES // record_bytes(16) - 1:
+        client._front_end.update(Update(99, paused=True))
+    w.log.go_on(client.replay)
+    assert w.num_replayed == 1
+    assert [w.log.holds(entry.handle) for entry in entries] == [False, True]
+    assert list(client.handles.values()) == [entries[0].handle]
+    assert entries[1].num_replays == 0

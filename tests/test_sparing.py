@@ -7,6 +7,7 @@ import pytest
 from test_scheduler import events, finished_well
 
 from qllm.errors import ConfigError
+from qllm.ingress import Update
 from qllm.plugins import load_policy
 from qllm.record import trace
 from qllm.sim.check import Watched, World, check_policy
@@ -79,6 +80,29 @@ def test_an_alarm_does_not_stop_the_pass_again() -> None:
     world = world_of(5, 12, max_preemptions=0, max_preemption_wait_ms=10_000)
     assert preemptions(world) == 0
     assert world.scheduler.num_spared == len(events(world, trace.Parked))  # not once per arrival
+
+
+def test_an_alarm_of_long_ago_lets_no_later_arrival_pass() -> None:
+    """A pass was paused while somebody waited for it: the next arrival has to wait for it too."""
+    settings = {"max_preemptions": 0, "max_preemption_wait_ms": 40}
+    world = World(load_policy("qllm2", settings), costs=SLOW, scheduler=Watched)
+    batch = world.submit(BE, 500, 4)
+    first = world.submit(LS, 8, 1, at_ns=10 * NS_PER_MS)
+    while not world.scheduler.num_spared:
+        world.step()
+    world.loop.pending.append(Update(batch, paused=True))
+    while first not in world.finished:
+        world.step()
+    world.clock.at_ns += 100 * NS_PER_MS
+    world.loop.pending.append(Update(batch, paused=False))
+    at_ns = world.clock.at_ns + 10 * NS_PER_MS
+    world.submit(LS, 8, 1, at_ns=at_ns)
+    world.run()
+    assert not world.loop.policy_errors
+    finished_well(world)
+    assert world.scheduler.num_spared == 2
+    stops = [e.at_ns for e in events(world, trace.Parked) if e.preempted]
+    assert all(stop_ns >= at_ns + 40 * NS_PER_MS for stop_ns in stops)
 
 
 @pytest.mark.parametrize("name", ["qllm2", "priority", "edf", "priority-layered"])

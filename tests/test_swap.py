@@ -20,8 +20,10 @@ from qllm.policy import NO_COSTS, Tier, View, next_row
 from qllm.record import trace
 from qllm.record.metrics import RequestMetrics
 from qllm.scheduler.blocks import SwapSpace
+from qllm.scheduler.decision import Decision, SwapIn
 from qllm.scheduler.making_way import make_way
 from qllm.scheduler.rules import broken_rule
+from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
 from qllm.sim.runner import SimCosts
 from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority
@@ -163,6 +165,48 @@ def test_a_request_that_ends_while_its_frame_is_away_leaves_nothing() -> None:
     assert not world.scheduler.away
     assert not world.runner.frames
     assert world.scheduler.swap.num_used == 0
+
+
+def test_to_be_swapped_in_is_no_progress() -> None:
+    """Its stall goes on until it runs."""
+    last: list[tuple[int, int]] = []
+
+    class Looking(Scheduler):
+        def decide(self, now_ns: int) -> Decision:
+            before = {i: request.last_progress_ns for i, request in self.requests.items()}
+            decision = super().decide(now_ns)
+            for effect in decision.effects:
+                if isinstance(effect, SwapIn):
+                    request = self.requests[effect.request_id]
+                    last.append((before[effect.request_id], request.last_progress_ns))
+                    assert request.admitted_ns == now_ns
+            return decision
+
+    world = World(load_policy("qllm2"), short_of_kv(16), scheduler=Looking)
+    batch = world.submit(BE, 200, 40)
+    while world.tokens[batch] < 3:
+        world.step()
+    world.submit(LS, 100, 3)
+    world.run()
+    finished_well(world)
+    assert last
+    assert all(before == after for before, after in last)
+
+
+def test_a_suspect_that_moved_out_with_its_row_waits_until_it_fits() -> None:
+    """Its row goes on where it was, whole; nobody is blamed."""
+    world = World(load_policy("qllm2"), short_of_kv(16), costs=SimCosts(expert_ns=2_000_000))
+    batch = world.submit(BE, 200, 4)
+    world.submit(LS, 100, 3, at_ns=5 * NS_PER_MS)
+    while not (world.scheduler.away or world.idle):
+        world.step()
+    assert world.scheduler.away
+    world.scheduler.suspects = [batch]
+    world.run()
+    assert not world.loop.policy_errors
+    finished_well(world)
+    assert len(events(world, trace.SwappedIn)) == 1
+    assert not events(world, trace.Evicted)
 
 
 def test_without_room_a_victim_starts_again() -> None:

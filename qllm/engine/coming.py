@@ -1,7 +1,7 @@
 """Requests whose KV lies in a file arrive at the scheduler once it is loaded, or is late."""
 
 from qllm.engine.prefix import PrefixCache, Staged
-from qllm.ingress import Cancel, Ingress, Item, Submission
+from qllm.ingress import Cancel, Ingress, Item, Submission, Update
 from qllm.ingress.protocol import ArrivalWord
 from qllm.types import RequestId
 
@@ -17,6 +17,8 @@ class LoadingIngress:
     def __init__(self, inner: Ingress, prefix: PrefixCache | None) -> None:
         self._inner, self._prefix = inner, prefix
         self._held: dict[RequestId, tuple[Submission, Staged]] = {}
+        self._updates: dict[RequestId, list[Update]] = {}
+        """What was asked meanwhile of requests that are held."""
 
     @property
     def stop(self) -> ArrivalWord:
@@ -36,10 +38,13 @@ class LoadingIngress:
         prefix.turn()
         found: list[Item] = []
         for number in self._over(prefix):
-            found.append(self._take(number, prefix))
+            found += self._take(number, prefix)
         for item in items:
+            if isinstance(item, Update) and item.request_id in self._held:
+                self._updates.setdefault(item.request_id, []).append(item)
+                continue
             if isinstance(item, Cancel) and item.request_id in self._held:
-                found.append(self._take(item.request_id, prefix))
+                found += self._take(item.request_id, prefix)
             staged = prefix.coming(item) if isinstance(item, Submission) else None
             if isinstance(item, Submission) and staged is not None:
                 self._held[item.request_id] = item, staged
@@ -57,10 +62,11 @@ class LoadingIngress:
             or (item.deadline_ns is not None and item.deadline_ns <= now)
         ]
 
-    def _take(self, number: RequestId, prefix: PrefixCache) -> Submission:
+    def _take(self, number: RequestId, prefix: PrefixCache) -> list[Item]:
+        """A request that waits no longer, and what was asked of it meanwhile."""
         item, staged = self._held.pop(number)
         prefix.came(number, staged)
-        return item
+        return [item, *self._updates.pop(number, ())]
 
     def wait(self, timeout_ns: int | None) -> None:
         """Sleep until something arrives, pages are to be looked at, or the time has passed."""

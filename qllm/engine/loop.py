@@ -179,7 +179,7 @@ class EngineLoop:
         for effect in self.scheduler.update(item.request_id, item.priority, item.paused, now):
             self.effects.apply(effect)
         if self.prefix is not None:
-            self.prefix.reclass(item.request_id)
+            self.prefix.updated(item.request_id)
         self._emit(
             trace.Updated(
                 at_ns=now,

@@ -96,6 +96,11 @@ class _User:
         """Pages that were loaded for it."""
         return 0 if self.staged is None else self.staged.load.num_ready
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether it has blocks, or is swapped out: then what it has found stays as it is."""
+        return self.request.is_admitted or self.request.num_swapped_tokens > 0
+
     def until_ns(self, now_ns: int) -> int:
         """Until when it asks to keep pages that it uses now; 0 if it does not."""
         ttl_s = self.submission.cache_ttl_s
@@ -191,10 +196,23 @@ class PrefixCache:
         if user is not None:
             self._unpin(user)
 
-    def reclass(self, request_id: RequestId) -> None:
-        """A request may have another class."""
+    def updated(self, request_id: RequestId) -> None:
+        """A request has another class, is paused, or goes on."""
         user = self._users.get(request_id)
-        if user is None or (is_be := user.request.priority > Priority.LS) is user.is_be:
+        if user is None:
+            return
+        self._reclass(user)
+        if request_id not in self._waiting[user.is_be] or user.has_kv:
+            return
+        if not user.request.is_paused:
+            self._seek(user)
+        elif user.pinned:  # others may need the pages, and what BE requests find is bounded
+            self._unpin(user)
+            self._found(request_id, user.num_staged * self.page_size)
+
+    def _reclass(self, user: _User) -> None:
+        request_id = user.request.request_id
+        if (is_be := user.request.priority > Priority.LS) is user.is_be:
             return
         self._num_be_pages += len(user.pinned) if is_be else -len(user.pinned)
         if request_id in self._waiting[user.is_be]:
@@ -221,12 +239,15 @@ class PrefixCache:
         if self._seen != self.store.generation:
             self._seen = self.store.generation
             for waiting in self._waiting:
-                for request_id in islice(waiting, MOST_SOUGHT):
-                    if not self._users[request_id].request.is_admitted:
-                        self._seek(self._users[request_id])
+                users = (self._users[request_id] for request_id in waiting)
+                able = (user for user in users if not user.request.is_paused)
+                for user in list(islice(able, MOST_SOUGHT)):
+                    self._seek(user)
 
     def _seek(self, user: _User) -> None:
         request = user.request
+        if request.is_paused or user.has_kv:
+            return
         names = _usable(user.chain, request.num_prompt_tokens)
         first = user.num_staged
         before = first + len(user.pinned)

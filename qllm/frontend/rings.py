@@ -146,14 +146,23 @@ class RingClient(Client):
             number = self.new_number()
             try:
                 self._put(entry, entry.rest(number))
+                if entry.is_paused:
+                    self._pause(number)
             except BaseException:
                 entry.shift(-by_ns)
                 raise
-            if entry.is_paused:
-                self._front_end.update(Update(number, paused=True))
         entry.handle.move(number, self.cancel, self.status, self.update)
         if entry.handle.finish_reason is not None:  # cancelled before it was moved
             self.cancel(number)
+
+    def _pause(self, number: RequestId) -> None:
+        """Pause a request that was put just now, or take it back."""
+        try:
+            self._front_end.update(Update(number, paused=True))
+        except BaseException:
+            self._forget(number)
+            self._front_end.cancel(Cancel(number))
+            raise
 
     def _put(self, entry: Open, submission: Submission) -> None:
         if len(self._open) >= MAX_OPEN:
@@ -180,6 +189,8 @@ class RingClient(Client):
         if entry is not None and self._over is None:
             self._front_end.update(item)
             entry.change(item)
+            if entry.is_paused and entry.handle.log is not None:
+                entry.handle.log.heard_of(entry)  # it gets no token for now
 
     @property
     def num_waiting(self) -> int:

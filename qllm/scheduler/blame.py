@@ -244,7 +244,8 @@ def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
         row = next_row(request, view, view.max_step_tokens)
         room = (len(request.block_table) + view.num_free_blocks) * view.block_size
         if request.frame_id is None and row.lo < room:
-            row = row._replace(hi=min(row.hi, room))
+            if request.frontier is None:
+                row = row._replace(hi=min(row.hi, room))
             (row,) = align_rows([row], {request.request_id: request}, view.cuts)
             if row.hi <= room:
                 return Plan(rows=(row,))

@@ -142,8 +142,9 @@ class Request:
                 self.first_token_ns = now_ns
 
     def find(self, num_tokens: int) -> None:
-        """The prefix cache has its first tokens; it holds no KV."""
+        """The prefix cache has its first tokens; it has no KV, in blocks or swapped out."""
         self.num_found_tokens = self.num_computed_tokens = num_tokens
+        self.num_swapped_tokens = 0
 
     def swap_out(self) -> None:
         """Its KV moved out, that of the row under way too, which it keeps."""

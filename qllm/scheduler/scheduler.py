@@ -131,7 +131,8 @@ class Scheduler:
         return evict(self, self.requests[request_id], for_request, how)
 
     def found(self, request_id: RequestId, num_tokens: int) -> None:
-        """The prefix cache has the first tokens of a request without KV."""
+        """The prefix cache has the first tokens of a request without KV of its own."""
+        self.swap.release(request_id)
         self.requests[request_id].find(num_tokens)
         self.touch(self.requests[request_id])
 
@@ -426,7 +427,9 @@ class Scheduler:
             Whether it is preempted: not if the arrival has to wait for it (`sparing`).
         """
         parked, self.running = self._take_running(), None
-        preempted = gives_way(self.policy, self.requests, parked, end_ns, by_arrival=preempted)
+        preempted = gives_way(
+            self.policy, self.requests, parked, start_ns, end_ns, by_arrival=preempted
+        )
         self.num_spared += parked.alarm_ns == end_ns
         self._progress(parked, end, start_ns, end_ns)
         parked.index = end

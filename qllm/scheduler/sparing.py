@@ -21,6 +21,7 @@ def gives_way(
     policy: Any,
     requests: Mapping[RequestId, Request],
     parked: Parked,
+    start_ns: int,
     now_ns: int,
     *,
     by_arrival: bool,
@@ -31,13 +32,17 @@ def gives_way(
         policy: Says how often a request may be preempted.
         requests: Unfinished requests.
         parked: The pass.
-        now_ns: When it was stopped.
+        start_ns: When it began to run,
+        now_ns: and when it was stopped.
         by_arrival: By an arrival, not by the end of a slice.
     """
     if not isinstance(policy, RankPolicy) or policy.max_preemptions is None:
         return by_arrival
+    wait_ns = policy.max_preemption_wait_ms * NS_PER_MS
+    if parked.alarm_ns is not None and start_ns >= parked.alarm_ns + wait_ns:
+        parked.alarm_ns = None  # it stood still meanwhile (others were due, it was paused)
     if parked.alarm_ns is not None:
-        over = now_ns >= parked.alarm_ns + policy.max_preemption_wait_ms * NS_PER_MS
+        over = now_ns >= parked.alarm_ns + wait_ns
         parked.alarm_ns = None if over else parked.alarm_ns
         return over
     held = [requests[row.request_id] for row in parked.held_rows() if row.request_id in requests]
