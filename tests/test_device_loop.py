@@ -58,6 +58,7 @@ class World:
         cancels: When which request is cancelled.
         turns: Most turns of a launch.
         max_front_ends: That may attach.
+        capacity: Slots of requests.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class World:
         cancels: Sequence[tuple[int, int]] = (),
         turns: int = 1000,
         max_front_ends: int = 1,
+        capacity: int = 64,
     ) -> None:
         runner = runner_of(family)
         assert runner.backend.stages is not None
@@ -76,7 +78,7 @@ class World:
         self.loop = DeviceLoop(
             policy_of(policy), runner.backend.stages, runner.backend.pages, runner.shape, LIMITS,
             control=address_of(self.control.words), max_total_tokens=LONGEST, now_ns=self.clock,
-            turns=turns, capacity=64, max_front_ends=max_front_ends, ls_slots=2,
+            turns=turns, capacity=capacity, max_front_ends=max_front_ends, ls_slots=2,
         )  # fmt: skip
         block, bell = FrontEndMemory.create(0, (1 << 18,) * 4), Doorbell.create()
         self.block = block
@@ -417,3 +419,13 @@ def test_a_front_end_that_writes_much_keeps_no_other_waiting() -> None:
         seen += other.front_end.receive()
     assert [isinstance(r, TokenAt) for r in seen] == [True, True, False]
     assert seen[-1].request_id == wanted
+
+
+def test_a_prompt_that_waited_for_a_slot_is_read_into_the_one_it_gets() -> None:
+    how = SamplingParams(temperature=0, seed=0)
+    jobs = [Job(0, 10, tuple(range(n, n + 9)), 1 + n, how) for n in range(1, 9)]
+    roomy, tight = (World("mixtral", "fcfs", jobs, capacity=num) for num in (64, 5))
+    for world in (roomy, tight):
+        world.run_on_the_host()
+    assert tight.trace != roomy.trace, "nobody has waited"
+    assert tight.tokens() == roomy.tokens()
