@@ -30,6 +30,7 @@ from qllm.device.server import address_of, attach
 from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
+from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
 from qllm.sim.runner import VirtualClock
@@ -56,6 +57,8 @@ class World:
         jobs: Requests to come, by number.
         cancels: When which request is cancelled.
         turns: Most turns of a launch.
+        max_front_ends: That may attach.
+        capacity: Slots of requests.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class World:
         jobs: Sequence[Job],
         cancels: Sequence[tuple[int, int]] = (),
         turns: int = 1000,
+        max_front_ends: int = 1,
+        capacity: int = 64,
     ) -> None:
         runner = runner_of(family)
         assert runner.backend.stages is not None
@@ -73,7 +78,7 @@ class World:
         self.loop = DeviceLoop(
             policy_of(policy), runner.backend.stages, runner.backend.pages, runner.shape, LIMITS,
             control=address_of(self.control.words), max_total_tokens=LONGEST, now_ns=self.clock,
-            turns=turns, capacity=64, max_front_ends=1, ls_slots=2,
+            turns=turns, capacity=capacity, max_front_ends=max_front_ends, ls_slots=2,
         )  # fmt: skip
         block, bell = FrontEndMemory.create(0, (1 << 18,) * 4), Doorbell.create()
         self.block = block
@@ -356,3 +361,71 @@ def test_a_deadline_ends_a_request_that_runs() -> None:
     world.run_on_the_host()
     assert world.ends() == {0: FinishReason.TIMEOUT}
     assert len(world.trace) == 2
+
+
+class Neighbour:
+    """A second front end of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.block, bell = FrontEndMemory.create(1, (1 << 18,) * 4), Doorbell.create()
+        attach(world.loop.server, self.block)
+        self.front_end = FrontEnd(self.block, world.control, Doorbell(os.dup(bell.fd)), bell)
+
+    def submit(self, world: World, number: int, **changes: Any) -> int:
+        request_id = 1 << NUMBER_BITS | number
+        item = replace(world._submission(0), request_id=request_id, **changes)
+        self.front_end.submit(item)
+        return request_id
+
+
+def test_a_torn_record_keeps_no_other_front_end_waiting() -> None:
+    how = SamplingParams(temperature=0, seed=0)
+    world = World("mixtral", "fcfs", [Job(0, 0, (5, 6, 7), 2, how)] * 2, max_front_ends=2)
+    other = Neighbour(world)
+    world.loop.prepare()
+    world.front_end.submit(world._submission(0))
+    ring, _ = world.block.rings["ls"]
+    ring[100] ^= 1
+    wanted = other.submit(world, 0)
+    late = replace(world._submission(0), request_id=1 << NUMBER_BITS | 1, deadline_ns=STAGE_NS)
+    other.front_end.submit(late)
+    for _ in range(6):
+        branch = world.loop.turn(THREADS)
+        if branch >= 0:
+            world.replay(branch)
+    ends = {r.request_id: r.reason for r in other.front_end.receive() if not isinstance(r, TokenAt)}
+    assert ends == {wanted: FinishReason.LENGTH, 1 << NUMBER_BITS | 1: FinishReason.TIMEOUT}
+    world.loop.server.check()
+
+
+def test_a_front_end_that_writes_much_keeps_no_other_waiting() -> None:
+    how = SamplingParams(temperature=0, seed=0)
+    world = World("mixtral", "fcfs", [Job(0, 0, (5, 6, 7), 2, how)], max_front_ends=2)
+    other, asked = Neighbour(world), 0
+    world.loop.prepare()
+    wanted = 1 << NUMBER_BITS
+    seen: list[Any] = []
+    for turn in range(6):
+        for _ in range(70):  # each ends at once, and costs the block a reading
+            bad = replace(world._submission(0), request_id=asked, token_ids=(VOCAB + 1,))
+            world.front_end.submit(bad)
+            asked += 1
+        if turn == 0:
+            other.submit(world, 0)
+        branch = world.loop.turn(THREADS)
+        if branch >= 0:
+            world.replay(branch)
+        world.front_end.receive()
+        seen += other.front_end.receive()
+    assert [isinstance(r, TokenAt) for r in seen] == [True, True, False]
+    assert seen[-1].request_id == wanted
+
+
+def test_a_prompt_that_waited_for_a_slot_is_read_into_the_one_it_gets() -> None:
+    how = SamplingParams(temperature=0, seed=0)
+    jobs = [Job(0, 10, tuple(range(n, n + 9)), 1 + n, how) for n in range(1, 9)]
+    roomy, tight = (World("mixtral", "fcfs", jobs, capacity=num) for num in (64, 5))
+    for world in (roomy, tight):
+        world.run_on_the_host()
+    assert tight.trace != roomy.trace, "nobody has waited"
+    assert tight.tokens() == roomy.tokens()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -196,6 +197,16 @@ def test_a_page_that_comes_back_gets_what_it_has_missed(served: Serving) -> None
         ahead = look(served, 1, since=10**9)  # the number of another server
         assert ahead[0]["id"] <= numbers[-1] + 1
     assert served.get("/ui/events", params={"since": "x"}).status_code == 400
+
+
+def test_a_page_tells_a_server_that_was_started_again(
+    served: Serving, engine: QLLMEngine, tmp_path: Path
+) -> None:
+    """Each engine has a clock of its own: what a page has of another one cannot go on."""
+    names = [message["engine"] for message in look(served, 3)]
+    with serving(engine, state_dir=tmp_path) as other:
+        others = [message["engine"] for message in look(other, 3)]
+    assert [len(set(x)) for x in (names, others, names + others)] == [1, 1, 2]
 
 
 def test_nobody_looks_nothing_is_asked(

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,6 +298,27 @@ def test_a_look_knows_what_was_there_before_it() -> None:
         assert not [entry for entry in told["entries"] if entry[0] == "first"]
         assert told["kv_blocks_used"] > 0
         handle.cancel()
+
+
+def test_a_look_knows_what_was_parked_before_it() -> None:
+    program = SimpleNamespace(
+        rows=planned(7, 1, 1, 2).rows, layer_at=lambda index: 2, inside_layer=lambda index: True
+    )
+    frame = SimpleNamespace(program=program, index=ZERO, parked_ns=ms(5))
+    scheduler = SimpleNamespace(frames={7: frame}, pool=SimpleNamespace(num_free=3))
+    loop: Any = SimpleNamespace(
+        now_ns=lambda: ms(9), listeners=(), live={}, scheduler=scheduler, num_preemptions=0
+    )
+    config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1)
+    runner: Any = SimpleNamespace(
+        segments=SimpleNamespace(longest_ns=0), shape=SimpleNamespace(num_layers=LAYERS)
+    )
+    watch = Watch(loop, config, runner)
+    assert watch.look(0, False)["parked"] == [[5, "BE", 2.5, LAYERS, 2, False]]
+    loop.listeners[0](Resumed(at_ns=ms(10), frame_id=7))
+    told = watch.look(0, False)
+    assert (told["parked"], told["running"]) == ([], [10, "BE", 2.5, LAYERS, 2])
+    assert told["entries"] == [["held", 5, 10, "BE", 2.5, False]]
 
 
 def test_listed_requests_are_bounded() -> None:

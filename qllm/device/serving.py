@@ -12,7 +12,7 @@ import numpy as np
 from qllm.device.layout import I4, I8, Section, c_enums, c_sections, numbers
 from qllm.ingress.structs import RING_END, Dtype, c_struct
 
-VERSION = 5
+VERSION = 6
 """Version of everything in this file."""
 MOST_STOP_IDS = 8
 """Ids that end a request on the device; one with more is not served there."""
@@ -125,7 +125,7 @@ SERVER: Dtype = np.dtype(
         *numbers("vocab_size", "ls_slots", "shared_slots", "control"),
         *numbers("first_front_end", "num_held", "num_events", "next_deadline_ns", "most_layers"),
         *numbers("bell_seen", "word", "lowered_ns", "num_steps", "num_tokens"),
-        *numbers("num_silent", "num_sends", "num_taken"),
+        *numbers("num_silent", "num_sends", "num_taken", "next_ring"),
         ("fetch", FETCH),
     ]
 )
@@ -134,7 +134,8 @@ attached front end can have whatever the others hold; `control`: address of the 
 block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found.
 `num_silent`: attached front ends that ring no bell; with any, a turn looks at the rings anyway;
 `num_sends`: token records of the turn whose places are taken; `num_taken`: records that this claim
-took; `fetch`: the record that a claim waits for."""
+took; `next_ring`: the ring where it goes on, LS rings first; `fetch`: the record that it waits
+for."""
 
 STRUCTS = {"Serving": SERVING, "Pending": PENDING, "FrontEnd": FRONT_END, "Event": EVENT}
 STRUCTS |= {"Send": SEND, "Fetch": FETCH, "ServerState": SERVER}

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -37,6 +38,8 @@ class Feed:
         self._front = front
         self._engine: object = None
         self._num_engines = 0
+        self._server = secrets.token_hex(4)
+        """Tells the engines of this server from those of one before it: a page may outlive it."""
         self._since = 0
         self._num_looks = 0
         self._number = 0
@@ -114,7 +117,8 @@ class Feed:
         except EngineClosedError as error:
             return self._down(front.unavailable() or ApiError(503, str(error)))
         self._since = told.get("seq", 0)
-        found = {"time_s": time.time(), "engine": self._num_engines, **told}
+        name = f"{self._server}-{self._num_engines}"
+        found = {"time_s": time.time(), "engine": name, **told}
         return {**found, **self._whole(told, rows)} if whole else found
 
     def _down(self, error: ApiError) -> dict[str, Any]:

@@ -39,7 +39,10 @@ struct Loop {
   QLLM_D bool waits() const { return v->fetch.waits; }
   QLLM_D_CALL void go_on(i64 now_ns) {
     server.fetched();
-    if (++now->num_fetches < kMostFetches) server.claim_requests(now_ns);
+    if (++now->num_fetches < kMostFetches)
+      server.claim_requests(now_ns);
+    else
+      server.end_claim(now_ns);
   }
   QLLM_D_CALL void open(i64 now_ns) {
     if (now->in_flight) now->longest_ns = most(now->longest_ns, now_ns - now->now_ns);

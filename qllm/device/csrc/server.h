@@ -31,19 +31,25 @@ struct Server : Claimer {
     v->word = kAnyArrival;
     store_fenced((u64*)&control()->heartbeat_ns, u64(now_ns));
     i64 num = v->num_front_ends;
-    v->num_taken = 0;
+    v->num_taken = v->next_ring = 0;
     for (i32 n = 0; n < num; n++)
       if (front_ends[n].state == LEAVING) detach(n, WELL, now_ns);
     for (i64 n = 0; n < num; n++) v->num_taken += take_cancels(turn(n), now_ns);
     return claim_requests(now_ns);
   }
-  // Go on with a claim, after what waits was fetched.
+  // Go on with a claim, after what waits was fetched: at the ring of which it was, so that a record
+  // that is wrong keeps no other ring waiting.
   QLLM_D_CALL i32 claim_requests(i64 now_ns) {
     i64 num = v->num_front_ends;
-    for (i64 n = 0; n < 2 * num && !v->fetch.waits; n++)
-      v->num_taken += take_requests(turn(n % num), n >= num, now_ns);
-    if (v->fetch.waits) return i32(v->num_taken);
-    v->first_front_end = (v->first_front_end + 1) % num;
+    for (; v->next_ring < 2 * num; v->next_ring++) {
+      v->num_taken += take_requests(turn(v->next_ring % num), v->next_ring >= num, now_ns);
+      if (v->fetch.waits) return i32(v->num_taken);
+    }
+    return end_claim(now_ns);
+  }
+  // Rings that were not reached come sooner in the next claim.
+  QLLM_D_CALL i32 end_claim(i64 now_ns) {
+    v->first_front_end = (v->first_front_end + 1) % v->num_front_ends;
     expire(now_ns);
     return i32(v->num_taken);
   }

@@ -2,7 +2,7 @@
 #pragma once
 #include "records.h"
 namespace qllm {
-const i32 kServingVersion = 5;
+const i32 kServingVersion = 6;
 const i32 kMostStopIds = 8;
 const i32 kMostClaims = 16;
 const i32 kMostPublished = 64;
@@ -138,9 +138,10 @@ struct ServerState {
   i64 num_silent;
   i64 num_sends;
   i64 num_taken;
+  i64 next_ring;
   Fetch fetch;
 };
-static_assert(sizeof(ServerState) == 304, "ServerState");
+static_assert(sizeof(ServerState) == 312, "ServerState");
 
 // The arrays of a block: X(type, name).
 #define QLLM_SERVER_SECTIONS(X) X(Serving, serving) X(i32, tokens) X(i64, token_ns) X(FrontEnd, front_ends) X(i32, buckets) X(Event, events) X(Send, sends)
