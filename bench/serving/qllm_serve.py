@@ -44,8 +44,12 @@ def _rss_mb(pid: int) -> float:
 
 
 @contextmanager
-def serving(*arguments: str, log: Path | None = None) -> Iterator[Serve]:
+def serving(
+    *arguments: str, log: Path | None = None, tree: Path | None = None
+) -> Iterator[Serve]:
     """Run `qllm serve ARGUMENTS --port 0`; SIGTERM and wait at the end.
+
+    `tree` is another folder of this project whose code serves.
 
     Raises:
         RuntimeError: It did not come up, or did not end with code 0; its log is in the message.
@@ -55,7 +59,7 @@ def serving(*arguments: str, log: Path | None = None) -> Iterator[Serve]:
         with path.open("w") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "qllm.cli", "serve", *arguments, "--port", "0"],
-                stderr=stderr, stdout=subprocess.DEVNULL,
+                stderr=stderr, stdout=subprocess.DEVNULL, cwd=tree,
             )  # fmt: skip
         try:
             url = _address(process, path)
