@@ -7,9 +7,6 @@ from typing import Any
 
 from qllm.types import Priority, Slo
 
-MOST_QUICK = 256
-"""Characters or ids of prompts that are tokenised and submitted on the event loop."""
-
 
 def name_of(value: str) -> str:
     """Return what a client calls its request: a header and a line of the log must hold it.
@@ -52,13 +49,6 @@ class Ask:
     """What the caller calls it beside `answer_id`."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether it is tokenised and submitted sooner than another thread would begin with it."""
-        size = sum(len(prompt) for prompt in self.prompts) * self.n
-        is_slow = {"structured_outputs", "bad_words"} & self.sampling.keys()
-        return self.messages is None and size <= MOST_QUICK and not is_slow
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,12 +234,8 @@ class Front:
         engine = self.engine
         work: Future[list[Handle]] = Future()
         try:
-            if ask.is_quick:
-                handles = self._submit(engine, ask, served.priority)
-            else:
-                pool = self._pools[served.priority]
-                work = pool.submit(self._submit, engine, ask, served.priority)
-                handles = await asyncio.wrap_future(work)
+            work = self._pools[served.priority].submit(self._submit, engine, ask, served.priority)
+            handles = await asyncio.wrap_future(work)
         except BaseException as error:
             self._num_ls -= count * (served.priority is Priority.LS)
             if isinstance(error, asyncio.CancelledError):

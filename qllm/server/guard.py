@@ -247,7 +247,8 @@ class Guard:
             if is_whole:  # what comes now is the disconnect
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), self._config.body_timeout_s)
+                async with asyncio.timeout(self._config.body_timeout_s):
+                    message = await receive()
             except TimeoutError:
                 text = f"no more of the body came for {self._config.body_timeout_s} s"
                 raise ApiError(408, text, code="body_timeout") from None

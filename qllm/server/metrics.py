@@ -41,6 +41,34 @@ def new_since(before: int, now: int) -> int:
     return now - before if now >= before else now
 
 
+class _OfClass:
+    """What is counted for every request of a class: to look a label up costs more than to count.
+
+    Args:
+        metrics: Whose series they are.
+        class_name: LS or BE.
+    """
+
+    def __init__(self, metrics: "Metrics", class_name: str) -> None:
+        def of(collector: Any, *more: str) -> Any:
+            return collector.labels(metrics._model, class_name, *more)
+
+        self.prompt, self.output = of(metrics._prompt), of(metrics._output)
+        self.preemptions = of(metrics._request_preemptions)
+        causes = ("evict", "retry", "preempt")
+        self.recomputed = {cause: of(metrics._recomputed, cause) for cause in causes}
+        self.prompt_size, self.output_size = of(metrics._prompt_size), of(metrics._output_size)
+        self.itl = of(metrics._itl)
+        self.times_ms = {
+            "ttft_ms": of(metrics._ttft),
+            "tpot_ms": of(metrics._tpot),
+            "e2e_ms": of(metrics._e2e),
+            "queue_ms": of(metrics._queue),
+            "parked_ms": of(metrics._parked),
+            "max_stall_ms": of(metrics._stall),
+        }
+
+
 class Metrics:
     """The collectors of one server.
 
@@ -126,6 +154,7 @@ class Metrics:
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
+        self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
 
     def _make_sizes_and_keys(self) -> None:
         ProcessCollector(registry=self.registry)
@@ -203,26 +232,21 @@ class Metrics:
         m = result.metrics
         label = class_name(m.priority)
         self._finished.labels(self._model, label, result.finish_reason.value).inc()
-        self._prompt.labels(self._model, label).inc(m.num_prefilled_tokens)
-        self._output.labels(self._model, label).inc(m.num_output_tokens)
-        self._request_preemptions.labels(self._model, label).inc(m.preemptions)
-        for cause in ("evict", "retry", "preempt"):
-            count = getattr(m, f"{cause}_recomputed_tokens")
-            self._recomputed.labels(self._model, label, cause).inc(count)
-        for histogram, value in (
-            (self._ttft, m.ttft_ms),
-            (self._tpot, m.tpot_ms),
-            (self._e2e, m.e2e_ms),
-            (self._queue, m.queue_ms),
-            (self._parked, m.parked_ms),
-            (self._stall, m.max_stall_ms),
-        ):
-            if value is not None:
-                histogram.labels(self._model, label).observe(value / 1e3)
-        self._prompt_size.labels(self._model, label).observe(m.num_prompt_tokens)
-        self._output_size.labels(self._model, label).observe(m.num_output_tokens)
+        of = self._of_class[label]
+        of.prompt.inc(m.num_prefilled_tokens)
+        of.output.inc(m.num_output_tokens)
+        if m.preemptions:
+            of.preemptions.inc(m.preemptions)
+        for cause, counter in of.recomputed.items():
+            if count := getattr(m, f"{cause}_recomputed_tokens"):
+                counter.inc(count)
+        for name, histogram in of.times_ms.items():
+            if (value := getattr(m, name)) is not None:
+                histogram.observe(value / 1e3)
+        of.prompt_size.observe(m.num_prompt_tokens)
+        of.output_size.observe(m.num_output_tokens)
         for gap in m.itl_ms:
-            self._itl.labels(self._model, label).observe(gap / 1e3)
+            of.itl.observe(gap / 1e3)
         if m.ttft_ms is not None:
             self.recent_ttft_ms[label].append(m.ttft_ms)
 
