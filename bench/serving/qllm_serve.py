@@ -44,9 +44,7 @@ def _rss_mb(pid: int) -> float:
 
 
 @contextmanager
-def serving(
-    *arguments: str, log: Path | None = None, tree: Path | None = None
-) -> Iterator[Serve]:
+def serving(*arguments: str, log: Path | None = None, tree: Path | None = None) -> Iterator[Serve]:
     """Run `qllm serve ARGUMENTS --port 0`; SIGTERM and wait at the end.
 
     `tree` is another folder of this project whose code serves.
