@@ -1,3 +1,4 @@
+# Over 500 lines, because every way in which the file can fail meets the same engine and prompts.
 """Pages in a file change no token and no bit; whatever its disk does, the engine serves."""
 
 import errno

@@ -327,7 +327,7 @@ def test_a_cancel_beside_a_move_is_not_lost() -> None:
 
 
 class SilentRings(FrontEndRings):
-    """Of an engine that takes nothing."""
+    """The rings of an engine that takes nothing."""
 
     def _ring(self) -> None:
         pass
