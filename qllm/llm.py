@@ -436,7 +436,8 @@ class QLLMEngine(Offline, KeptKv):
     def checkpoint(self, path: str | os.PathLike[str]) -> int:
         """Write every unfinished request, mid-pass and KV included, to one safetensors file.
 
-        The requests go on. Returns how many were written.
+        The requests go on. Returns how many were written: not those whose grammar is being built
+        or whose KV is read from the file.
         """
         return self._client.checkpoint(path)
 
