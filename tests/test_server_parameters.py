@@ -7,9 +7,7 @@ import httpx
 import pytest
 from serving import Serving, serving, tiny_engine
 
-from qllm.errors import InvalidRequestError
 from qllm.llm import QLLMEngine
-from qllm.types import Priority
 
 CHATS, COMPLETE = "/v1/chat/completions", "/v1/completions"
 CHAT = [{"role": "user", "content": "What does json do?"}]
@@ -150,29 +148,6 @@ def test_the_id_of_a_request_comes_back(served: Serving) -> None:
         answer = served.post(path, body, headers={"x-request-id": "theirs-1"})
         assert answer.status_code == status
         assert answer.headers["x-request-id"] == "theirs-1"
-
-
-def test_a_short_prompt_goes_to_the_engine_without_another_thread(
-    served: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long one, a chat and a form do not: they would hold up the event loop."""
-
-    class Refuses:
-        def submit(self, *_: Any) -> Any:
-            raise InvalidRequestError("on a thread")
-
-    monkeypatch.setattr(served.front, "_pools", dict.fromkeys(Priority, Refuses()))
-    assert complete(served, prompt=[5] * 200)["usage"]["prompt_tokens"] == 200
-    for path, body in (
-        (COMPLETE, {"prompt": [5] * 300}),
-        (COMPLETE, {"prompt": "x" * 257}),
-        (COMPLETE, {"prompt": [5] * 100, "n": 3}),
-        (COMPLETE, {"prompt": "x", "guided_regex": "a"}),
-        (COMPLETE, {"prompt": "x", "bad_words": ["a"]}),
-        (CHATS, {"messages": CHAT}),
-    ):
-        answer = served.post(path, {**body, "max_tokens": 2})
-        assert answer.json()["error"]["message"] == "on a thread", body
 
 
 def test_the_log_probabilities_of_the_prompt(served: Serving, engine: QLLMEngine) -> None:
