@@ -24,6 +24,7 @@ from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.ring import Record, record_bytes
 from qllm.plugins import load_policy
 from qllm.record import trace
+from qllm.scheduler.decision import Parked
 from qllm.sim.check import World
 from qllm.types import NS_PER_MS, FinishReason, Priority, RequestStatus
 
@@ -33,6 +34,10 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 def ask(world: World, request_id: int, **what: Any) -> None:
     world.loop.pending.append(Update(request_id, **what))
+
+
+def frames(world: World) -> list[Parked]:
+    return list(world.scheduler.frames.values())
 
 
 def state(world: World, request_id: int) -> RequestStatus:
@@ -96,6 +101,27 @@ def test_a_paused_request_stands_still_and_others_run(policy: Any) -> None:
     assert state(world, one) is RequestStatus.PAUSED
     assert world.scheduler.requests[one].is_admitted, "nobody needed its KV"
     assert not world.step(), "nothing is left to do"
+    ask(world, one, paused=False)
+    world.run()
+    finished_well(world)
+    assert all(m.evict_recomputed_tokens == 0 for m in metrics_of(world))
+
+
+def test_who_shares_a_frame_with_a_paused_request_goes_on() -> None:
+    """Its row leaves the frame, and loses nothing that it has computed of whole layers."""
+    world = World(Fuzz(2), short_of_kv(400))  # stops passes anywhere
+    ids = {world.submit(BE, 100, 20) for _ in range(2)}
+    while not any(ids == {row.request_id for row in p.held_rows()} for p in frames(world)):
+        world.step()
+    one, other = sorted(ids)
+    ask(world, one, paused=True)
+    while other not in world.finished:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12, "the frame stands still with the paused request"
+    (left,) = events(world, trace.Left)
+    assert left.request_id == one
+    assert state(world, one) is RequestStatus.PAUSED
     ask(world, one, paused=False)
     world.run()
     finished_well(world)
