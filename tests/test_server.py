@@ -408,9 +408,10 @@ def test_a_client_that_leaves_cancels(served: Serving, engine: QLLMEngine, strea
 def test_a_client_that_leaves_before_its_request_is_submitted(
     served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, go, handles = engine.submit, threading.Event(), []
+    submit, asked, go, handles = engine.submit, threading.Event(), threading.Event(), []
 
     def late(*args: Any, **keywords: Any) -> Any:
+        asked.set()
         go.wait(60)
         handles.append(submit(*args, **keywords))
         return handles[-1]
@@ -418,7 +419,7 @@ def test_a_client_that_leaves_before_its_request_is_submitted(
     monkeypatch.setattr(engine, "submit", late)
     client = HTTPConnection(served.url.removeprefix("http://"), timeout=60)
     client.request("POST", "/v1/completions", json.dumps(ENDLESS), KIND)
-    until(lambda: served.front._num_ls == 1)
+    until(asked.is_set)
     client.close()
     until(lambda: served.front._num_ls == 0)
     go.set()

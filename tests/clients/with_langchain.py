@@ -43,7 +43,7 @@ def test_a_message_and_a_stream(model: ChatOpenAI) -> None:
     assert found.text
     assert found.usage_metadata["output_tokens"] > 0
     parts = list(model.stream("What does json.dumps do?"))
-    assert len(parts) > 3
+    assert len(parts) > 1
     assert "".join(part.text for part in parts) == found.text
 
 

@@ -32,7 +32,8 @@ def asked(url: str) -> dict[str, Any]:
 
 
 def test_a_chat_and_its_stream(asked: dict[str, Any]) -> None:
-    how = {**asked, "messages": CHAT, "max_tokens": 30, "temperature": 0}
+    how = {**asked, "messages": CHAT, "max_tokens": 300, "temperature": 0}
+    how["extra_body"] = {"ignore_eos": True}
     whole = litellm.completion(**how).choices[0].message.content
     parts = [x.choices[0].delta.content or "" for x in litellm.completion(**how, stream=True)]
     assert "".join(parts) == whole != ""

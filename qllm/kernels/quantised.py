@@ -1,0 +1,48 @@
+"""Quantised weights as checkpoints hold them, and the one place that says which value they have.
+
+A weight is bf16(scale * code + offset): computed in fp32, rounded once to the nearest bf16 (ties to
+even). Every kernel gives, bit for bit, what the bf16 kernel gives on these values.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Code = Literal["u4", "e2m1", "i8", "e4m3"]
+"""What a code stands for: 0 to 15, the 4-bit floats of MXFP4, -128 to 127, FP8's e4m3fn."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of 4-bit floats by code, as the OCP microscaling specification has them."""
+FOUR_BIT = ("u4", "e2m1")
+
+
+class Quantised(NamedTuple):
+    """One weight [n, k]: n outputs, k inputs."""
+
+    code: Code
+    codes: Tensor
+    """uint8 [n, k / 2], the low half of a byte is the even input; int8 [n, k] for "i8";
+    float8_e4m3fn [n, k] for "e4m3"."""
+    scale_NG: Tensor
+    """fp32, fp16 or bf16 [n, k / group]; the last group may be shorter."""
+    offset_NG: Tensor | None
+    """Like the scales; None is zero."""
+    group: int
+    """Inputs that share a scale."""
+
+    def dequantised(self) -> Tensor:
+        """bf16 [n, k]."""
+        codes = self.codes
+        if self.code in FOUR_BIT:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+            if self.code == "e2m1":
+                codes = torch.tensor(E2M1, device=codes.device)[codes.long()]
+        k = codes.shape[-1]
+        value = codes.float() * _per_input(self.scale_NG, self.group, k)
+        if self.offset_NG is not None:
+            value += _per_input(self.offset_NG, self.group, k)
+        return value.bfloat16()
+
+
+def _per_input(per_group: Tensor, group: int, k: int) -> Tensor:
+    return per_group.float().repeat_interleave(group, -1)[..., :k]
