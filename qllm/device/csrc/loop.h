@@ -25,7 +25,7 @@ struct Loop {
   i64* latencies;
 
   QLLM_D Loop(ServerState* serves, State* state, RankFunction rank, Lanes* lanes)
-      : server(serves, state, rank), turns(server, state, serves, lanes), v(serves), s(state),
+      : server(serves, state, rank), turns(server, server.scheduler, serves, lanes), v(serves), s(state),
         now(lanes), latencies((i64*)((u8*)lanes + lanes->at_latencies)) {
     server.holds = true;
   }
@@ -110,7 +110,7 @@ struct Loop {
   QLLM_D void rerun(i64 now_ns) {
     i32 count = server.failed(now->start_ns, now_ns);
     for (i32 i = 0; i < count; i++)
-      fail(turns.stages.chosen[i], "its step is larger than every captured stage", now_ns);
+      fail(server.scheduler.chosen[i], "its step is larger than every captured stage", now_ns);
   }
   QLLM_D static Text why(i32 failure) {
     switch (failure) {
