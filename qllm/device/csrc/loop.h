@@ -1,6 +1,8 @@
 // The whole loop as turns, with nobody beside it: what the device does between two stages.
 //
-//   turn     book the stage that ran; between two frames claim what has come; choose the next stage
+//   open     book the stage that ran; between two frames claim what has come
+//   (read)   Server::read_fetch, then `go_on`, for each request that is in a ring
+//   close    choose the next stage
 //   (send)   Sender::send, then Sender::show: what front ends get
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
 //
@@ -31,11 +33,7 @@ struct Loop {
   }
 
   // A turn in three parts: `open`; while `waits`, all threads `Server::read_fetch` and one calls
-  // `go_on`; `close`. The branch of the next stage, or NOTHING; then a `Sender` sends.
-  QLLM_D i32 turn(i64 now_ns) {
-    open(now_ns);
-    return close(now_ns);
-  }
+  // `go_on`; `close`, which gives the branch of the next stage, or NOTHING. Then a `Sender` sends.
   QLLM_D bool waits() const { return v->fetch.waits; }
   QLLM_D_CALL void go_on(i64 now_ns) {
     server.fetched();

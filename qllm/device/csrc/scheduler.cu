@@ -1,5 +1,5 @@
-// The device build: one thread does what a launch asks for, except where a block fills a lane; the
-// policy's rank is linked in.
+// The device build: one thread does what a launch asks for, except where a block reads requests, writes
+// token records or fills a lane; the policy's rank is linked in.
 #include "calls.h"
 #include "loop.h"
 

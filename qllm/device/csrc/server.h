@@ -1,9 +1,11 @@
 // The loop's half of the native scheduler: what the engine loop (qllm/engine/loop.py) does between two
 // programs. Requests come out of rings and tokens go into rings with no object made for either.
 //
-// Work per call is bounded by the capacity of the block, and by `kMostClaims` records per ring and
-// `kMostPublished` tokens per request. Whoever calls has one thread do it, passes the time in,
-// and takes `effects` and `events`.
+// Work per call is bounded by the capacity of the block, by `kMostPublished` tokens per request, and
+// by what a call takes out of rings: of each at most `kMostClaims` records. Where a block of threads
+// reads requests (`shares`), a claim ends at each of them and `claim_requests` goes on with it, so
+// there a turn takes fewer than `kMostFetches` (loop.h), of whatever rings. Whoever calls has one
+// thread do it, passes the time in, and takes `effects` and `events`.
 #pragma once
 #include "claim.h"
 
