@@ -246,6 +246,7 @@ def spilled(log: str, kernel: str) -> dict[str, int]:
 
     Args:
         log: What `ptxas -v` said of a whole program: the functions of a kernel come after it.
+        kernel: Its name.
     """
     parts = re.split(r"Compiling entry function '(\w+)'", log)
     part = dict(zip(parts[1::2], parts[2::2], strict=True))[kernel]

@@ -193,15 +193,18 @@ def test_rank_is_linked_into_the_scheduler_kernel_and_nothing_is_spilled() -> No
     assert all(kernel.encode() in cubin for kernel in KERNELS)
     assert spilled(log, "qllm_turn") == {}
     used = re.search(r"entry function 'qllm_turn'.*?Used (\d+) registers", log, re.DOTALL)
-    assert used and int(used[1]) * 256 <= 65536  # one block fits a multiprocessor
+    assert used
+    assert int(used[1]) * 256 <= 65536  # one block fits a multiprocessor
 
 
 def test_what_functions_spill_is_read_of_the_linkers_log() -> None:
-    of = "Function properties for {}\n  {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
+    of = "Function properties for {}\n  {} bytes stack frame, "
+    of += "{} bytes spill stores, {} bytes spill loads\n"
     log = "Compiling entry function 'a' for 'sm_90'\n" + of.format("a", 8, 0, 0)
     log += of.format("f", 8, 4, 8) + "Compiling entry function 'b' for 'sm_90'\n"
     log += of.format("b", 0, 16, 0)
-    assert spilled(log, "a") == {"f": 12} and spilled(log, "b") == {"b": 16}
+    assert spilled(log, "a") == {"f": 12}
+    assert spilled(log, "b") == {"b": 16}
 
 
 @pytest.mark.sampled(1)

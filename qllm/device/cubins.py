@@ -67,7 +67,7 @@ def _key(policy: Any, capability: tuple[int, int]) -> str:
 
 
 def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
-    """Return a cubin with KERNELS and the policy's `rank` in them: the first of `link_verbosely`."""
+    """Return a cubin with KERNELS and the policy's `rank` in them: see `link_verbosely`."""
     return link_verbosely(policy, capability)[0]
 
 
