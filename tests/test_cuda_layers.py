@@ -46,7 +46,7 @@ def test_captured_launches_of_kernels_give_the_tokens(family: str) -> None:
     ("family", "most"),
     [
         *(("mixtral", 12), ("qwen3_moe", 12), ("granitemoe", 12)),
-        *(("phimoe", 13), ("olmoe", 14), ("qwen2_moe", 16)),
+        *(("gpt_oss", 12), ("phimoe", 13), ("olmoe", 14), ("qwen2_moe", 16)),
     ],
 )
 def test_a_layer_of_known_attention_is_few_launches(family: str, most: int) -> None:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from interpret import DEVICES
-from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, apply_rotary_pos_emb
 
 from qllm.kernels import reference
 from qllm.kernels.routing import (
@@ -170,6 +171,7 @@ def test_kv_is_written_to_its_slots(
     widths=st.sampled_from([(16, 16), (6, 5), (128, 128)]),
     dtype=DTYPES,
     normed=st.booleans(),
+    halves=st.booleans(),
 )
 def test_rotated_keys_are_written_and_queries_turn_in_place(
     device: str,
@@ -178,13 +180,14 @@ def test_rotated_keys_are_written_and_queries_turn_in_place(
     widths: tuple[int, int],
     dtype: torch.dtype,
     normed: bool,
+    halves: bool,
 ) -> None:
     noise, (width, width_v) = Noise(num, device), widths
     weights = noise(width, dtype=dtype), noise(width, dtype=dtype)
     norms = HeadNorms(*weights, 1e-6, 1e-2) if normed else None
     q, k = (noise(n, num, width, dtype=dtype).transpose(0, 1) for n in heads)
     v = noise(num, heads[1], width_v, dtype=dtype)
-    cos, sin = (noise(num, width, dtype=dtype) for _ in "ab")
+    cos, sin = (noise(num, width // 2 if halves else width, dtype=dtype) for _ in "ab")
     slots = noise.order(12)[:num].long()
     slots[1::3] = -1
     live = slots[slots >= 0]
@@ -192,7 +195,8 @@ def test_rotated_keys_are_written_and_queries_turn_in_place(
     if norms is not None:
         eps = norms.q_eps, norms.k_eps
         pair = (reference.rms_norm(x, w, e) for x, w, e in zip(pair, weights, eps, strict=True))
-    turned = apply_rotary_pos_emb(*pair, cos[None], sin[None])
+    both = (torch.cat((x, x), 1)[None] if halves else x[None] for x in (cos, sin))
+    turned = apply_rotary_pos_emb(*pair, *both)
     by_hand_q, by_hand_k = (x[0].transpose(0, 1) for x in turned)
     for kernels in (rope, reference):
         own_q, pages = q.clone(), [noise(12, heads[1], w, dtype=dtype) for w in widths]
@@ -315,8 +319,12 @@ def test_slots_are_sorted_by_expert_then_token(device: str) -> None:
 
 @DEVICES
 @FEW
-@given(num=st.integers(0, 5), width=st.sampled_from([8, 33, 64]), dtype=DTYPES)
-def test_rms_norm(device: str, num: int, width: int, dtype: torch.dtype) -> None:
+@given(num=st.integers(0, 5), width=st.sampled_from([8, 33, 64]), dtype=DTYPES, wide=st.booleans())
+def test_rms_norm(device: str, num: int, width: int, dtype: torch.dtype, wide: bool) -> None:
     noise = Noise(num, device)
     x, weight = noise(num, 2 * width, dtype=dtype)[:, :width] * 3, noise(width, dtype=dtype)
-    close(norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    found = norm.rms_norm(x, weight, 1e-6, wide)
+    close(found, reference.rms_norm(x, weight, 1e-6, wide))
+    module = (GptOssRMSNorm if wide else MixtralRMSNorm)(width, 1e-6).to(device, dtype)
+    module.weight.data = weight
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6, wide), module(x))

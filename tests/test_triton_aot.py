@@ -137,6 +137,12 @@ choose.choose(new(4, 8, dtype=F), Rule(RuleKind.RENORMALISED), 2, one.long(), on
 x = new(4, 2048, dtype=B)
 norm.add_rms_norm(x, x, None, new(2048, dtype=B), 1e-6)
 norm.add_rms_norm(x, x, 0.22, new(2048, dtype=B), 1e-6)
+norm.rms_norm(new(4, 2880, dtype=B), new(2880, dtype=B), 1e-5, True)  # GPT-OSS
+norm.add_rms_norm(*(new(4, 2880, dtype=B) for _ in "ab"), None, new(2880, dtype=B), 1e-5, True)
+rope.rotate_and_write(new(5, 64, 64, dtype=B), *(new(5, 8, 64, dtype=B) for _ in "kv"),
+                      *(new(5, 32, dtype=B) for _ in "cs"),
+                      *(new(1024, 8, 64, dtype=B) for _ in "kv"),
+                      torch.zeros(5, dtype=torch.int64), new(5, 64, 64, dtype=B))
 norm.silu_mul(new(4, 11264, dtype=B))
 for add in (Sum(x), Sum(x, None, x, new(4, 1, dtype=B)), Sum(x, 0.22)):
     moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), x, add)

@@ -154,14 +154,15 @@ def test_what_experts_give_is_added(
     width=st.sampled_from([8, 40, 1100]),
     multiplier=st.sampled_from([None, 0.22]),
     dtype=DTYPES,
+    wide=st.booleans(),
 )
 def test_a_sum_is_kept_and_normed(
-    device: str, num: int, width: int, multiplier: float | None, dtype: torch.dtype
+    device: str, num: int, width: int, multiplier: float | None, dtype: torch.dtype, wide: bool
 ) -> None:
     noise = Noise(num, device)
     residual, x = noise(num, 2 * width, dtype=dtype)[:, ::2].contiguous(), noise(num, width + 8)
     x = x.to(dtype)[:, :width]
-    given_ = residual, x, multiplier, noise(width, dtype=dtype), 1e-6
+    given_ = residual, x, multiplier, noise(width, dtype=dtype), 1e-6, wide
     found, wanted = norm.add_rms_norm(*given_), reference.add_rms_norm(*given_)
     for a, b in zip(found, wanted, strict=True):
         close(a, b)

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qllm.cuda.experts import DeviceExperts, known_router
+from qllm.cuda.norms import WIDE
 from qllm.cuda.step import PagedStep
 from qllm.kernels.routing import HeadNorms, Sum
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts
-from qllm.models.fingerprints import attention_kind, is_norm, is_swiglu
+from qllm.models.fingerprints import attention_kind, is_swiglu, norm_kind
 from qllm.models.heard import is_heard
 from qllm.runner.layers.drivers import FastDriver, Rope
 
-ROTATING = {"plain", "head_norm", "row_norm"}
+ROTATING = {"plain", "head_norm", "row_norm", "sinks"}
 """Kinds of attention whose rotation a kernel does with the write of KV."""
 
 
@@ -149,7 +150,9 @@ class KnownLayer(FastDriver):
         width = attn.head_dim
         qkv = q.view(num, -1, width), k.view(num, -1, width), v.view(num, -1, width)
         window = self._parts.window
-        out = step.attend_known(attn.layer_idx, qkv, rope, self._head_norms, attn.scaling, window)
+        sinks = attn.sinks if self._kind == "sinks" else None
+        how = self._head_norms, attn.scaling, window, sinks
+        out = step.attend_known(attn.layer_idx, qkv, rope, *how)
         attended: Tensor = attn.o_proj(out.view(num, -1))
         return attended
 
@@ -178,11 +181,12 @@ class KnownLayer(FastDriver):
 
     def _add_and_norm(self, x_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor]:
         norm: Any = self._post_norm
-        if not is_norm(norm) or is_heard(norm):
+        wide = WIDE.get(str(norm_kind(norm)))
+        if wide is None or is_heard(norm):
             mid = self._add(x_TD, attended_TD)
             return mid, norm(mid)
         mid, x = self._kernels.add_rms_norm(
-            x_TD, attended_TD, self._scale, norm.weight, norm.variance_epsilon
+            x_TD, attended_TD, self._scale, norm.weight, norm.variance_epsilon, wide
         )
         return mid, x
 

@@ -1,19 +1,26 @@
-"""RMSNorm modules of the model call our kernel while the CUDA backend drives it."""
+"""RMSNorm modules of the model call our kernel while the CUDA backend drives it.
+
+The kernel knows norms that round before they multiply by their weight, and GPT-OSS's, which round
+afterwards.
+"""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from qllm.kernels.select import Kernels
-from qllm.models.fingerprints import is_norm
+from qllm.models.fingerprints import norm_kind
+
+WIDE = {"rms": False, "rms_wide": True}
+"""Kinds of norms that the kernels know -> `wide` of `rms_norm`."""
 
 
 class Norms:
-    """The RMSNorms of a model whose forward is the usual one."""
+    """The RMSNorms of a model whose forward is known."""
 
     def __init__(self, model: nn.Module, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.modules: list[Any] = [m for m in model.modules() if is_norm(m)]
+        self.modules: list[Any] = [m for m in model.modules() if norm_kind(m) in WIDE]
 
     def enter(self) -> None:
         """Make them call our kernel."""
@@ -27,10 +34,11 @@ class Norms:
 
     def _of(self, module: Any) -> Any:
         rms_norm, eps = self._kernels.rms_norm, module.variance_epsilon
+        wide = WIDE[str(norm_kind(module))]
 
         def forward(hidden_states: Tensor) -> Tensor:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            out: Tensor = rms_norm(rows, module.weight, eps)
+            out: Tensor = rms_norm(rows, module.weight, eps, wide)
             return out.view(hidden_states.shape)
 
         return forward

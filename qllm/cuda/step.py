@@ -49,16 +49,18 @@ class PagedStep:
         norms: HeadNorms | None,
         scaling: float,
         window: int | None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Norm, rotate, write and attend in three launches: [T, N, E].
 
         Args:
             layer: Its index.
             qkv: Queries [T, N, D], changed; keys [T, G, D]; values [T, G, E]. Not rotated yet.
-            rope: Cos and sin of the tokens' positions, each [1, T, D].
+            rope: Cos and sin of the tokens' positions, each [1, T, D] or [1, T, D / 2].
             norms: Of the heads of queries and keys.
             scaling: Of the scores.
             window: Keys that a query sees, itself included; None is all.
+            sinks_N: A score per head that nothing is attended for.
         """
         q_TND, k_TGD, v_TGE = qkv
         cos, sin = (angles[0].contiguous() for angles in rope)
@@ -66,7 +68,7 @@ class PagedStep:
         pages = self._pages.of(layer, k_TGD, v_TGE)
         slots_T = self._slots_T
         self._kernels.rotate_and_write(q_TND, k_TGD, v_TGE, cos, sin, *pages, slots_T, out, norms)
-        return self._call(q_TND, *pages, out, scale=scaling, window=window, sinks_N=None)
+        return self._call(q_TND, *pages, out, scale=scaling, window=window, sinks_N=sinks_N)
 
     def attend(
         self,

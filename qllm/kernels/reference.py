@@ -54,6 +54,8 @@ def rotate_and_write(
 
 def _rotated(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     left, right = x_TND.chunk(2, 2)
+    if cos_TD.shape[1] < x_TND.shape[2]:  # of both halves
+        cos_TD, sin_TD = (torch.cat((x, x), 1) for x in (cos_TD, sin_TD))
     return x_TND * cos_TD[:, None] + torch.cat((-right, left), 2) * sin_TD[:, None]
 
 
@@ -193,19 +195,24 @@ def combine(
     out_TD.copy_(total)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, wide: bool = False) -> Tensor:
     """See `kernels.triton.norm.rms_norm`; of any leading dimensions."""
     x = x_TD.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_D * x.to(x_TD.dtype)
+    return (weight_D * x).to(x_TD.dtype) if wide else weight_D * x.to(x_TD.dtype)
 
 
 def add_rms_norm(
-    residual_TD: Tensor, x_TD: Tensor, multiplier: float | None, weight_D: Tensor, eps: float
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    multiplier: float | None,
+    weight_D: Tensor,
+    eps: float,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.triton.norm.add_rms_norm`."""
     total = residual_TD + (x_TD if multiplier is None else x_TD * multiplier)
-    return total, rms_norm(total, weight_D, eps)
+    return total, rms_norm(total, weight_D, eps, wide)
 
 
 def silu_mul(x_TF: Tensor) -> Tensor:

@@ -78,11 +78,6 @@ def norm_kind(module: Any) -> str | None:
     return {NORM: "rms", WIDE_NORM: "rms_wide"}.get(fingerprint(module))
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is the usual RMS norm."""
-    return norm_kind(module) == "rms"
-
-
 def attention_kind(attn: Any) -> str | None:
     """A value of ATTENTION, if all of an attention module is known: its projections too."""
     kind = ATTENTION.get(fingerprint(attn))

@@ -7,20 +7,28 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_t, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted(weight, x, d, kind: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """The weight times a row in fp32, which is rounded before that unless WIDE."""
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    if WIDE:
+        return (w * x).to(kind)
+    return (w * x.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _rms_norm(x, weight, out, x_t, eps, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     tok = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     xx = tl.load(x + tok * x_t + d, mask=d < D, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(xx * xx, 0) / D + eps)
-    w = tl.load(weight + d, mask=d < D, other=0.0)
-    y = w.to(tl.float32) * (xx * scale).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + tok * D + d, y.to(out.dtype.element_ty), mask=d < D)
+    y = _weighted(weight, xx * scale, d, out.dtype.element_ty, D, WIDE)
+    tl.store(out + tok * D + d, y, mask=d < D)
 
 
 @triton.jit
 def _add_rms_norm(
     residual, x, weight, total, out, residual_t, x_t, eps, multiplier,
-    D: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     kind = out.dtype.element_ty
     tok = tl.program_id(0).to(tl.int64)
@@ -33,9 +41,8 @@ def _add_rms_norm(
     tl.store(total + tok * D + d, xx, mask=d < D)
     xx = xx.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(xx * xx, 0) / D + eps)
-    w = tl.load(weight + d, mask=d < D, other=0.0)
-    y = w.to(tl.float32) * (xx * scale).to(kind).to(tl.float32)
-    tl.store(out + tok * D + d, y.to(kind), mask=d < D)
+    y = _weighted(weight, xx * scale, d, kind, D, WIDE)
+    tl.store(out + tok * D + d, y, mask=d < D)
 
 
 @triton.jit
@@ -49,23 +56,30 @@ def _silu_mul(x, out, x_t, I: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tok * I + i, y.to(kind), mask=i < I)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, wide: bool = False) -> Tensor:
     """Normalise: weight * x / sqrt(mean(x^2) + eps), the mean in fp32, rounded before the weight.
 
     Args:
         x_TD: Rows, the last dimension contiguous.
         weight_D: Of the dtype of `x_TD`.
         eps: Added to the mean of squares.
+        wide: Round after the weight only.
     """
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     num, width = x_TD.shape
     if num:
-        _rms_norm[(num,)](x_TD, weight_D, out, x_TD.stride(0), eps, **_blocks(width))
+        rows = x_TD, weight_D, out, x_TD.stride(0), eps
+        _rms_norm[(num,)](*rows, WIDE=wide, **_blocks(width))
     return out
 
 
 def add_rms_norm(
-    residual_TD: Tensor, x_TD: Tensor, multiplier: float | None, weight_D: Tensor, eps: float
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    multiplier: float | None,
+    weight_D: Tensor,
+    eps: float,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The sum residual + x * multiplier, rounded as torch rounds it, and its `rms_norm`.
 
@@ -75,6 +89,7 @@ def add_rms_norm(
         multiplier: Of `x_TD`; None is 1.
         weight_D: Of the norm.
         eps: Of the norm.
+        wide: Of the norm.
     """
     num, width = x_TD.shape
     total, out = (torch.empty((num, width), dtype=x_TD.dtype, device=x_TD.device) for _ in "ab")
@@ -82,7 +97,7 @@ def add_rms_norm(
         _add_rms_norm[(num,)](
             residual_TD, x_TD, weight_D, total, out, residual_TD.stride(0), x_TD.stride(0), eps,
             1.0 if multiplier is None else multiplier,
-            SCALED=multiplier is not None, **_blocks(width),
+            SCALED=multiplier is not None, WIDE=wide, **_blocks(width),
         )  # fmt: skip
     return total, out
 

@@ -16,14 +16,16 @@ HEADS = 4
 
 @triton.jit
 def _turn(
-    x, weight, cos, sin, i, is_in, eps, D: tl.constexpr, NORM: tl.constexpr,
+    x, weight, cos, sin, i, is_in, eps, D: tl.constexpr, NORM: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Halves of heads, rotated: first * cos - second * sin, second * cos + first * sin.
 
-    `x` points to heads, `i` counts a half; `is_in` masks both.
+    `x` points to heads, `i` counts a half; `is_in` masks both. Angles of the second half lie APART
+    from those of the first, in the tables, or are the same.
     """
     kind = x.dtype.element_ty
     half: tl.constexpr = D // 2
+    second: tl.constexpr = half if APART else 0
     is_half = i < half
     a = tl.load(x + i, mask=is_in, other=0.0).to(tl.float32)
     b = tl.load(x + half + i, mask=is_in, other=0.0).to(tl.float32)
@@ -34,9 +36,9 @@ def _turn(
         a = (w_a * (a * scale[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
         b = (w_b * (b * scale[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
     cos_a = tl.load(cos + i, mask=is_half, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos + half + i, mask=is_half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + second + i, mask=is_half, other=0.0).to(tl.float32)
     sin_a = tl.load(sin + i, mask=is_half, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + half + i, mask=is_half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + second + i, mask=is_half, other=0.0).to(tl.float32)
     left = (a * cos_a).to(kind).to(tl.float32) + (-b * sin_a).to(kind).to(tl.float32)
     right = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
     return left.to(kind), right.to(kind)
@@ -48,6 +50,7 @@ def _rotate_and_write(
     q_t, q_n, k_t, k_g, v_t, v_g, r_t, out_t, out_n, q_eps, k_eps,
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     tok, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -59,7 +62,7 @@ def _rotate_and_write(
         n = (part * HEADS + tl.arange(0, HEADS))[:, None]
         is_in = (n < N) & (i < half)
         x = q + tok * q_t + n * q_n
-        left, right = _turn(x, q_weight, cos_at, sin_at, i, is_in, q_eps, D, NORM)
+        left, right = _turn(x, q_weight, cos_at, sin_at, i, is_in, q_eps, D, NORM, APART)
         tl.store(x + i, left, mask=is_in)
         tl.store(x + half + i, right, mask=is_in)
         if slot < 0:
@@ -71,7 +74,7 @@ def _rotate_and_write(
     g = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
     is_in = (g < G) & (i < half)
     x = k + tok * k_t + g * k_g
-    left, right = _turn(x, k_weight, cos_at, sin_at, i, is_in, k_eps, D, NORM)
+    left, right = _turn(x, k_weight, cos_at, sin_at, i, is_in, k_eps, D, NORM, APART)
     page = k_pages + (slot * G + g) * D
     tl.store(page + i, left, mask=is_in)
     tl.store(page + half + i, right, mask=is_in)
@@ -101,7 +104,7 @@ def rotate_and_write(
         q_TND: Queries, changed; the last dimension is contiguous.
         k_TGD: Keys, likewise, not changed.
         v_TGE: Values, likewise.
-        cos_TD: Of each token's position, contiguous rows.
+        cos_TD: Of each token's position, contiguous rows; or [T, D / 2], the same for both halves.
         sin_TD: Likewise, with the strides of `cos_TD`.
         k_SGD: Pages of keys, contiguous.
         v_SGE: Pages of values, contiguous.
@@ -121,5 +124,5 @@ def rotate_and_write(
         q_eps, k_eps,
         N=heads, G=groups, D=d, DV=dv,
         HP=triton.next_power_of_2(d // 2), VP=triton.next_power_of_2(dv),
-        NORM=norms is not None, HEADS=HEADS, num_warps=1,
+        NORM=norms is not None, HEADS=HEADS, APART=cos_TD.shape[1] == d, num_warps=1,
     )  # fmt: skip
