@@ -31,6 +31,8 @@ GONE_VALUES = {
     ("loop", "native"): "is gone: it saved little on a CPU; leave loop out",
 }
 """Values that settings had once."""
+PAGE_SIZE = 64
+"""Tokens of a page of the prefix cache, or a KV block if that is larger."""
 MAX_KV_GIB = 1 << 20
 MAX_COUNT = (1 << 31) - 1
 """Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
@@ -232,6 +234,11 @@ class EngineConfig:
     def num_blocks(self) -> int:
         """KV blocks in the pool."""
         return self.max_kv_tokens // self.block_size
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache."""
+        return max(PAGE_SIZE, self.block_size)
 
     @property
     def num_swap_blocks(self) -> int:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.cuda.pages import Spare
+from qllm.cuda.streams import StreamApi
+from qllm.engine.costs import Costs
 from qllm.engine.coming import LoadingIngress
 from qllm.engine.grammars import GrammarIngress, Inbox
 from qllm.engine.kept import KeptPages
@@ -77,9 +80,10 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
     if config.expert_weights != "auto":
         raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
-    if config.swap_kv_tokens:
-        raise ConfigError(f"swap_kv_tokens={config.swap_kv_tokens} is for the CPU; use 0")
-    from qllm.cuda.backend import cuda_runner
+    if config.kv_dir is not None:
+        raise ConfigError(f"kv_dir={config.kv_dir!r} is for the CPU; leave it out")
+    from qllm.cuda.backend import CudaBackend, cuda_runner
+    from qllm.cuda.streams import TorchStreams
 
     return cuda_runner(
         model,
@@ -89,7 +93,26 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_step_tokens=config.max_step_tokens,
         max_total_tokens=config.max_kv_tokens,
         graphs=None if config.kernels == "fast" else False,
+        spare=spare_of(config, CudaBackend.why_inexact, TorchStreams),
     )
+
+
+def spare_of(
+    config: EngineConfig, why_inexact: str, streams: Callable[[], StreamApi]
+) -> Spare | None:
+    """Room for KV beside the pages of a device; None if the settings ask for none.
+
+    Args:
+        config: Settings.
+        why_inexact: See `Backend`.
+        streams: What makes copies.
+    """
+    num_kept = 0
+    if config.prefix_cache == "approximate" or (config.prefix_cache and not why_inexact):
+        num_kept = config.prefix_cache_tokens // config.page_size
+    if not (num_kept or config.num_swap_blocks):
+        return None
+    return Spare(streams(), num_kept, config.page_size, config.num_swap_blocks)
 
 
 @contextmanager
@@ -282,6 +305,7 @@ class EngineCore(LoadedRunner):
                 fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
                 decided=decided,
                 prefix=prefix,
+                costs=Costs(self.runner.backend.move_token_ns),
             )
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:

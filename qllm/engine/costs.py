@@ -10,13 +10,17 @@ COST_LEVELS = 9
 
 
 class Costs:
-    """Fits the cost table of the view from measured runs."""
+    """Fits the cost table of the view from measured runs.
 
-    def __init__(self) -> None:
+    Args:
+        move_token_ns: To main memory, per token; 0 on a CPU, where KV does not move.
+    """
+
+    def __init__(self, move_token_ns: int = 0) -> None:
         self._decode_ns: dict[int, int] = {}
         self._prefill_token_ns = 0
-        self._move_token_ns = [0]
-        """Per tier; to main memory KV does not move on a CPU."""
+        self._move_token_ns = [move_token_ns]
+        """Per tier."""
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
         """Learn from a program that ran from its start to its end at one go."""

@@ -23,10 +23,6 @@ from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_S, Priority
 
-COPY_BYTES_PER_MS = 4_000_000
-"""Nominal, for one thread: copies are cut by it as segments are by the costs of ops."""
-PAGE_SIZE = 64
-"""Tokens of a page, or a KV block if that is larger."""
 SETTLE_S = 60.0
 """How long a caller waits for what was deleted to be gone from the file."""
 
@@ -70,14 +66,14 @@ class KeptPages:
             if config.kv_dir is not None:
                 raise ConfigError(f"kv_dir={config.kv_dir!r} needs the prefix cache: {reason}")
             return None
-        page_size = max(PAGE_SIZE, config.block_size)
+        page_size = config.page_size
         keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
         self._store = store = PageStore[Any](config.prefix_cache_tokens // page_size, keep_ls_ns)
         decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
         dtype = runner.parts.lm_head.weight.dtype
         identity = repr((*decides, config.exactness, str(dtype), page_size))
         segment_ms = config.max_segment_ms
-        copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * COPY_BYTES_PER_MS)
+        copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * runner.backend.copy_bytes_per_ms)
         if config.kv_dir is not None:
             layout = layout_of(runner, page_size)
 
@@ -91,6 +87,7 @@ class KeptPages:
         return PrefixCache(
             KvPages(runner, page_size), identity, store, page_size, decider.found, self._now_ns,
             copy_bytes, self._tier, ttl_ns,
+            decider.name_pages if runner.backend.shares_blocks else None,
         )  # fmt: skip
 
     def _open(

@@ -66,6 +66,26 @@ class Backend(Protocol):
         ...
 
     @property
+    def why_inexact(self) -> str:
+        """Why the bits of a token's KV depend on more than the tokens up to it; "" if not."""
+        ...
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether KV lies in blocks that several requests may hold."""
+        ...
+
+    @property
+    def copy_bytes_per_ms(self) -> int:
+        """Bytes of kept KV that are copied in a millisecond."""
+        ...
+
+    @property
+    def move_token_ns(self) -> int:
+        """Predicted time to swap the KV of one token out, or back in."""
+        ...
+
+    @property
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
         ...

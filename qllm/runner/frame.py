@@ -128,7 +128,7 @@ class RequestState:
     ) -> None:
         """Restore from `export`, into blocks that hold all that was written."""
         written = [t.shape[2] for name, t in tensors.items() if name.startswith("k.")]
-        self.kv.hold(blocks, max(written, default=0))
+        self.kv.begin_restore(blocks, max(written, default=0))
         for name in tensors:
             if name.startswith("k."):
                 layer = int(name[2:])

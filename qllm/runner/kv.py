@@ -13,6 +13,7 @@ On a device a block is a page (`qllm.cuda.pages`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,10 @@ class RequestKV(ABC):
         """Let go of everything; the request recomputes."""
         self.committed = self.written = 0
 
+    def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Have room for what `export` gave: in blocks, or without any where swapped-out KV lies."""
+        self.hold(blocks, num_tokens)
+
     def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
         """Put back what `export` gave for one layer."""
         self.write(layer, k_1GSH, v_1GSH, 0)
@@ -61,17 +66,36 @@ class RequestKV(ABC):
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """The keys and values of positions [lo, hi)."""
 
-    def copy_out(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and the values of positions [lo, hi), each [layers, heads, T, H].
+    @abstractmethod
+    def copy_out(self, lo: int, hi: int) -> Any:
+        """A copy of the keys and the values of positions [lo, hi), each [layers, heads, T, H].
+
+        Returns:
+            It may be under way still; None if there is no room for it.
 
         Raises:
-            InvariantError: They are not committed, or KV lies where it cannot be copied.
+            InvariantError: They are not committed.
         """
-        raise InvariantError(f"{type(self).__name__} keeps no pages")
 
-    def copy_in(self, lo: int, pages: tuple[Tensor, Tensor]) -> None:
+    @abstractmethod
+    def copy_in(self, lo: int, page: Any) -> None:
         """Take up what `copy_out` gave, from position `lo` on, as committed."""
-        raise InvariantError(f"{type(self).__name__} keeps no pages")
+
+    def refer(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Take all blocks of the request, of which the first have KV that others computed.
+
+        Raises:
+            InvariantError: KV is not in blocks here.
+        """
+        raise InvariantError(f"{type(self).__name__} shares no blocks")
+
+    @abstractmethod
+    def swap_out(self) -> bool:
+        """Move KV, committed or not, out of its blocks; whether its addresses are others then."""
+
+    @abstractmethod
+    def swap_in(self, blocks: Sequence[int]) -> None:
+        """Move it into blocks again, which are all that the request has."""
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -115,12 +139,18 @@ class SlabKV(RequestKV):
         parts = [self.read(layer, lo, hi) for layer in range(len(self.slabs))]
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
-    def copy_in(self, lo: int, pages: tuple[Tensor, Tensor]) -> None:
+    def copy_in(self, lo: int, page: tuple[Tensor, Tensor]) -> None:
         if lo != self.committed:
             raise InvariantError(f"KV from {lo} on is taken up and {self.committed} are committed")
-        for layer, (k, v) in enumerate(zip(*pages, strict=True)):
+        for layer, (k, v) in enumerate(zip(*page, strict=True)):
             self.write(layer, k.unsqueeze(0), v.unsqueeze(0), lo)
-        self.committed = lo + pages[0].shape[2]
+        self.committed = lo + page[0].shape[2]
+
+    def swap_out(self) -> bool:
+        return False  # a slab is no block's, and stays
+
+    def swap_in(self, blocks: Sequence[int]) -> None:
+        """See `RequestKV`: it never left."""
 
     def base(self, slab: tuple[int, int, int], like: Tensor) -> tuple[int, int]:
         """Addresses of the keys and of the values of layer 0.

@@ -152,9 +152,15 @@ class TorchRunner:
     def evict(self, request_id: RequestId) -> None:
         self.requests[request_id].evict()
 
-    def swap_out(self, request_id: RequestId) -> None: ...  # a slab is no block's, and stays
+    def swap_out(self, request_id: RequestId) -> None:
+        if self.requests[request_id].kv.swap_out():
+            for frame in self.frames.values():
+                if request_id in frame.program.request_ids:
+                    frame.forget_steps()
+                    self.backend.forget(frame)
 
-    def swap_in(self, request_id: RequestId) -> None: ...
+    def swap_in(self, request_id: RequestId, table: Sequence[int] = ()) -> None:
+        self.requests[request_id].kv.swap_in(table)
 
     def token_ids(self, request_id: RequestId) -> list[int]:
         """The ids of a request, prompt and output."""
