@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from qllm.errors import ConfigError
 from qllm.plan import NO_STOP, Plan, Row
-from qllm.policy import Freed, RequestView, View, next_row
+from qllm.policy import RequestView, View, next_row
 from qllm.types import Cap, Grain, Priority
 
 
@@ -70,8 +70,7 @@ class Qllm:
         rows: list[Row] = []
         tokens, room = view.max_step_tokens, view.num_free_blocks
         blocked = False
-        freed = Freed.of(view)
-        held = sum(freed.add(r) for r in view.requests if r.priority > Priority.LS)
+        held = view.blocks_freed(r for r in view.requests if r.priority > Priority.LS)
         for request in (*first, *fill):
             if len(rows) >= min(self.max_batch, view.max_num_seqs):
                 break

@@ -93,8 +93,8 @@ class EngineConfig:
     docs/serving.md says what it does not serve."""
     prefix_cache: str | bool = "auto"
     """Keep KV of finished pages and copy it into requests with the same first tokens. "auto": where
-    no bit changes (our CPU kernels in every layer); True: refused elsewhere; "approximate": on any
-    CPU engine, where a hit may change last bits; False: off (docs/kv.md)."""
+    no bit changes (our CPU kernels in every layer); True: refused elsewhere; "approximate": where
+    a hit may change last bits too, if loop="host"; False: off (docs/kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
     swap_kv_tokens: int = 0

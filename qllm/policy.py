@@ -231,6 +231,10 @@ class View:
             need -= len(self.found_blocks.get(row.request_id, ()))
         return need if need > 0 else 0
 
+    def blocks_freed(self, requests: Iterable[RequestView]) -> int:
+        """Blocks that come free if all these requests lose theirs (see `Freed`)."""
+        return sum(map(Freed.of(self).add, requests))
+
 
 class Freed:
     """Counts blocks that come free as requests lose theirs, one after the other.

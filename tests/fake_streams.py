@@ -1,4 +1,4 @@
-"""CUDA's streams and events on a CPU: copies run as late as CUDA's rules allow, and races are found.
+"""CUDA's streams and events on a CPU: copies run as late as CUDA's rules allow; races are found.
 
 What computes runs at once, as it is launched. A copy runs when something that waits for it runs,
 no sooner; so whoever forgets to wait finds what was there before. Beside that every access to a
@@ -142,7 +142,9 @@ class FakeStreams:
         for who, when in before:
             if who and who != stream.name and stream.clock[who] < when:
                 what = "writes" if writes else "reads"
-                raise RaceError(f"{stream.name} {what} {resource}, and nothing orders it after {who}")
+                raise RaceError(
+                    f"{stream.name} {what} {resource}, and nothing orders it after {who}"
+                )
         now = stream.clock[stream.name]
         if writes:
             seen.write, seen.reads = (stream.name, now), {}

@@ -17,7 +17,12 @@ from qllm import QLLMEngine, SamplingParams, config
 from qllm.cuda.backend import CudaBackend, cuda_runner
 from qllm.cuda.lanes import Bucket
 from qllm.engine import build
+from qllm.errors import ConfigError
+from qllm.plan import Plan
+from qllm.policy import View, next_row
+from qllm.record import trace
 from qllm.runner.runner import TorchRunner
+from qllm.types import Cap
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 BUCKETS = [Bucket(8, False), Bucket(96, True)]
@@ -77,3 +82,85 @@ def test_a_hit_has_the_tokens_of_a_cold_run(device: Device) -> None:
     assert [r.metrics.num_cached_tokens for r in found] == [0, 40, 40]
     assert device.streams.copies["out"] > 0
     assert device.streams.copies["in"] == 2 * 2 * 40 // BLOCK
+
+
+def test_chats_at_once_refer_to_the_pages_of_their_system_prompt(device: Device) -> None:
+    """Four chats hold it once; what is copied out is what each of them computed."""
+    system = prompt_of(40)
+    prompts = [[*system, *prompt_of(3 + i, i + 1)] for i in range(4)]
+    with engine_of(prefix_cache=False) as engine:
+        want = [run(engine, ids, 12).token_ids for ids in prompts]
+    with engine_of(prefix_cache="approximate", policy=Held()) as engine:
+        handles = [engine.submit(ids, "LS", 12, sampling=GREEDY) for ids in prompts]
+        found = [handle.result(60).token_ids for handle in handles]
+        stats = engine.stats()
+    assert found == want
+    assert stats["prefix_cache"]["shared_tokens"] == 3 * 40
+    assert device.streams.copies["in"] == 0
+    assert stats["kv_blocks_used"] == 0
+    assert device.streams.finishes <= 2  # as the engine's memory is given back
+
+
+class Held:
+    """The first request goes alone until it has a token; the others only once all are there."""
+
+    needs = Cap.NONE
+
+    def plan(self, view: View) -> Plan:
+        first = view.requests[0]
+        rest = view.requests[1:]
+        if not first.num_output_tokens:
+            return Plan(rows=(next_row(first, view),))
+        if first.num_output_tokens < 4 and len(view.requests) < 4:
+            return Plan(wait_until_ns=view.now_ns + 1_000_000)
+        return Plan(rows=tuple(next_row(r, view) for r in (first, *rest)))
+
+
+BIG, SMALL = 44, 30
+
+
+@pytest.mark.parametrize("at", range(1, 40, 6))
+def test_be_swapped_out_at_any_boundary_keeps_its_tokens(device: Device, at: int) -> None:
+    """KV for one request: an LS arrival takes it wherever the other is, inside a layer too."""
+    ids = prompt_of(BIG, 1)
+    with engine_of(max_kv_tokens=64, swap_kv_tokens=256, policy="qllm2", record=True) as engine:
+        alone = run(engine, ids, 8, "BE")
+        handles, count = list[Any](), 0
+
+        def disturb(*_: object) -> None:
+            nonlocal count
+            count += 1
+            if count == at:
+                handles.append(engine.submit(prompt_of(SMALL, 2), "LS", 2, sampling=GREEDY))
+
+        runner = engine._client.runner  # type: ignore[attr-defined]
+        runner.on_segment = disturb
+        found = run(engine, ids, 8, "BE")
+        runner.on_segment = None
+        assert [len(h.result(60).token_ids) for h in handles] == [2] * len(handles)
+        assert found.token_ids == alone.token_ids
+        assert found.metrics.evict_recomputed_tokens == 0
+        swap = engine.stats()["swap"]
+        back = [e for e in engine.trace.events if isinstance(e, trace.SwappedIn)]
+    assert swap["blocks_used"] == 0
+    assert swap["in_tokens"] == swap["out_tokens"] == sum(e.num_tokens for e in back)
+    assert device.streams.copies["in"] == device.streams.copies["out"]
+    assert bool(back) is bool(handles), "an LS request came and took nothing"
+
+
+def test_what_cuda_does_not_have_is_refused_with_the_reason(device: Device) -> None:
+    for asked in ("auto", True):
+        if asked == "auto":
+            with engine_of(prefix_cache=asked) as engine:
+                assert "padded to" in engine.stats()["prefix_cache"]["off"]
+        else:
+            with pytest.raises(ConfigError, match=r"padded to.*'approximate'"):
+                engine_of(prefix_cache=asked)
+
+
+def test_kv_in_a_file_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda:
+        device = torch.device("cuda")
+
+    with pytest.raises(ConfigError, match=r"kv_dir='/x' needs an exact prefix cache.*padded to"):
+        build.make_runner(OnCuda(), config.EngineConfig(kv_dir="/x"))

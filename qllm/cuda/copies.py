@@ -150,7 +150,9 @@ class Copies:
     def own(self, pages: Iterable[int]) -> None:
         """Let what computes from now on write pages that are a request's alone."""
         pages = list(pages)
-        self._wait(None, [of.pop(page, None) for of in (self._fills, self._reads) for page in pages])
+        self._wait(
+            None, [of.pop(page, None) for of in (self._fills, self._reads) for page in pages]
+        )
 
     def _wait(self, stream: Any, events: Iterable[Any]) -> None:
         for event in {id(event): event for event in events if event is not None}.values():

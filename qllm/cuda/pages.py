@@ -194,8 +194,8 @@ class PagedKV(RequestKV):
     # pages that outlive the request
 
     def refer(self, blocks: Sequence[int], num_tokens: int) -> None:
-        if self.pages:
-            raise InvariantError(f"a request that holds {self.pages} refers to KV of others")
+        if self.written:
+            raise InvariantError(f"a request with {self.written} tokens of KV refers to others'")
         self._have(blocks)
         self.committed = self.written = num_tokens
 

@@ -11,8 +11,8 @@ import torch
 from qllm.config import EngineConfig
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
-from qllm.engine.costs import Costs
 from qllm.engine.coming import LoadingIngress
+from qllm.engine.costs import Costs
 from qllm.engine.grammars import GrammarIngress, Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
@@ -76,14 +76,18 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
             kernels=config.kernels,
             expert_weights=config.expert_weights,
         )
+    from qllm.cuda.backend import CudaBackend, cuda_runner
+    from qllm.cuda.streams import TorchStreams
+
     if config.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
     if config.expert_weights != "auto":
         raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
     if config.kv_dir is not None:
-        raise ConfigError(f"kv_dir={config.kv_dir!r} is for the CPU; leave it out")
-    from qllm.cuda.backend import CudaBackend, cuda_runner
-    from qllm.cuda.streams import TorchStreams
+        raise ConfigError(
+            f"kv_dir={config.kv_dir!r} needs an exact prefix cache, and there is none on CUDA: "
+            f"{CudaBackend.why_inexact}; leave it out"
+        )
 
     return cuda_runner(
         model,

@@ -73,7 +73,9 @@ class KeptPages:
         dtype = runner.parts.lm_head.weight.dtype
         identity = repr((*decides, config.exactness, str(dtype), page_size))
         segment_ms = config.max_segment_ms
-        copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * runner.backend.copy_bytes_per_ms)
+        copy_bytes = (
+            None if math.isinf(segment_ms) else int(segment_ms * runner.backend.copy_bytes_per_ms)
+        )
         if config.kv_dir is not None:
             layout = layout_of(runner, page_size)
 

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from qllm.engine.keeper import Keeper, LoadTarget
 from qllm.engine.tier import FileTier, Load
 from qllm.errors import InvariantError
 from qllm.ingress import Submission
@@ -32,48 +33,6 @@ POLL_NS = 5 * NS_PER_MS
 """How often an idle loop looks at pages on their way to or from the file."""
 TTL_NS = NS_PER_S // 10
 """An idle loop looks for KV that is too old not more often."""
-
-
-class LoadTarget(Protocol):
-    """KV of a request that the runner does not know yet."""
-
-    def put(self, number: int, page: Any) -> None:
-        """Take up a page, by its number. Called from another thread."""
-        ...
-
-
-class Keeper(Protocol):
-    """What a runner has whose KV can be kept."""
-
-    def load_target(self, num_tokens: int) -> LoadTarget:
-        """Room for the KV of a request of at most so many tokens."""
-        ...
-
-    def adopt(self, request_id: RequestId, target: Any, num_tokens: int) -> None:
-        """Give a request without KV what was staged for it."""
-        ...
-
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
-        """A copy of the committed KV of tokens [lo, hi)."""
-        ...
-
-    def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
-        """Give a request without KV its blocks, of which the first hold KV that others computed.
-
-        Args:
-            request_id: Whose.
-            table: All its blocks.
-            num_tokens: How many tokens are there.
-        """
-        ...
-
-    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: Any) -> None:
-        """Give a request KV of its tokens [lo, hi), which are its first not committed."""
-        ...
-
-    def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """What the KV of a request depends on beside its tokens, e.g. long rope factors."""
-        ...
 
 
 class Staged(NamedTuple):

@@ -87,6 +87,11 @@ class RequestState:
     """Last hidden states of the committed tokens, while `owes_prompt`."""
 
     @property
+    def output_ids(self) -> list[int]:
+        """Tokens produced so far."""
+        return self.ids[self.num_prompt_tokens :]
+
+    @property
     def owes_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are asked for and still to be reported."""
         return self.num_top is not None and len(self.ids) == self.num_prompt_tokens

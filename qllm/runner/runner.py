@@ -287,10 +287,9 @@ class TorchRunner:
         ids: list[int] = []
         for r in program.groups[op.group]:
             row = program.rows[r]
-            if row.request_id in frame.dead:
-                ids.extend([0] * row.num_tokens)
-            else:
-                ids.extend(self.requests[row.request_id].ids[row.lo : row.hi])
+            is_dead = row.request_id in frame.dead
+            own = [] if is_dead else self.requests[row.request_id].ids
+            ids += [0] * row.num_tokens if is_dead else own[row.lo : row.hi]
         x = self.parts.embed(torch.tensor(ids, device=self._device))
         if self.parts.embedding_multiplier is not None:
             x = x * self.parts.embedding_multiplier
@@ -423,8 +422,7 @@ class TorchRunner:
         """Rows that need no logits but the largest."""
         if self.on_logits is not None or not self.backend.compute.streams:
             return []
-        program = frame.program
-        ids, dead = [program.rows[r].request_id for r in members], frame.dead
+        ids, dead = [frame.program.rows[r].request_id for r in members], frame.dead
         return [i for i, name in enumerate(ids) if name in dead or self.sampler.is_plain(name)]
 
     def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
@@ -453,12 +451,8 @@ class TorchRunner:
             for i, row in enumerate(rows):
                 self.on_logits(row.request_id, row.hi, logits[i])
         requests = [self.requests[row.request_id] for row in rows]
-        return self.sampler.sample(
-            logits,
-            [row.request_id for row in rows],
-            [row.hi for row in rows],
-            [r.ids[r.num_prompt_tokens :] for r in requests],
-        )
+        ids, outputs = [row.request_id for row in rows], [r.output_ids for r in requests]
+        return self.sampler.sample(logits, ids, [row.hi for row in rows], outputs)
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
         """The tensors of a parked frame."""

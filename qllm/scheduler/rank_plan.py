@@ -21,7 +21,6 @@ from qllm.plan import ANY_ARRIVAL, NO_STOP, Plan, Row
 from qllm.policy import (
     NO_DEADLINE,
     FrameView,
-    Freed,
     Groups,
     RankPolicy,
     RequestView,
@@ -194,9 +193,8 @@ class _Shaper:
     # -- one step
 
     def evictable(self, tier: int) -> int:
-        """Blocks that come free if all requests of worse tiers lose theirs."""
-        freed = Freed.of(self.view)
-        return sum(freed.add(x.request) for x in self.ranking.admitted if x.tier > tier)
+        """Blocks that requests of worse tiers would free."""
+        return self.view.blocks_freed(x.request for x in self.ranking.admitted if x.tier > tier)
 
     def prefill_tokens(self, tiers: Collection[int]) -> int:
         """Prefill tokens of a step that the decodes of these tiers share."""

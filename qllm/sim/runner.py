@@ -136,11 +136,14 @@ class SimRunner:
         if request.blocks or request.num_computed:
             raise InvariantError(f"request {request_id} has KV and refers to that of others")
         for i, block in enumerate(table):
-            for other in self._holders.get(block, ()):
-                there = self.requests[other]
-                if there.num_computed < num_tokens or there.blocks[i] != block:
-                    raise InvariantError(f"block {block} of request {other} is not whole")
-            self._holders.setdefault(block, set()).add(request_id)
+            holders = self._holders.setdefault(block, set())
+            if holders and (
+                not num_tokens or any(self.requests[x].blocks[i] != block for x in holders)
+            ):
+                raise InvariantError(
+                    f"block {block} of {sorted(holders)} is not that of {request_id}"
+                )
+            holders.add(request_id)
         request.blocks = list(table)
         request.num_computed = num_tokens
         request.layer_work = num_tokens * self.shape.num_layers
