@@ -62,8 +62,10 @@ class Both:
         self.sampled: dict[int, list[int]] = {}
         self.away: dict[int, dict[str, torch.Tensor]] = {}
         """KV that is swapped out, as it was."""
-        self.kept: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        """All keys that were ever kept, by the tokens up to the end of their page."""
+        self.computed: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        """All keys of pages that were ever computed, by the tokens up to the end of the page."""
+        self.loaded: dict[int, int] = {}
+        """Tokens that requests were given, until they are compared."""
         self.moved = self.compared = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -82,17 +84,19 @@ class Both:
         self.sim.accept(program, tables)
         self.real.accept(program, tables)
         for row in program.rows:
-            if row.start_layer == 0:
-                self._compare(row.request_id)
+            self._compare(row.request_id, self.loaded.pop(row.request_id, 0))
 
-    def _compare(self, request_id: int) -> None:
+    def _compare(self, request_id: int, num_tokens: int) -> None:
         """Whole pages that were copied in or referred to are what was computed for such tokens."""
-        state = self.real.requests[request_id]
-        for hi in range(PAGE, state.kv.committed + 1, PAGE):
-            seen = self.kept.get(tuple(state.ids[:hi]), [])
-            keys = torch.cat([state.kv.read(layer, hi - PAGE, hi)[0] for layer in range(3)])
-            assert not seen or any(torch.equal(keys, one) for one in seen)
-            self.compared += bool(seen)
+        for hi in range(PAGE, num_tokens + 1, PAGE):
+            seen = self.computed[tuple(self.real.requests[request_id].ids[:hi])]
+            assert any(torch.equal(self._keys(request_id, hi), one) for one in seen)
+            self.compared += 1
+
+    def _keys(self, request_id: int, hi: int) -> torch.Tensor:
+        """The keys of the page that ends at a token."""
+        kv = self.real.requests[request_id].kv
+        return torch.cat([kv.read(layer, hi - PAGE, hi)[0] for layer in range(3)])
 
     def swap_out(self, request_id: int) -> None:
         kv: Any = self.real.requests[request_id].kv
@@ -116,19 +120,16 @@ class Both:
     def refer(self, request_id: int, table: Sequence[int], num_tokens: int) -> None:
         self.sim.refer(request_id, table, num_tokens)
         self.pages.refer(request_id, table, num_tokens)
+        self.loaded[request_id] = num_tokens
 
     def copy_out(self, request_id: int, lo: int, hi: int) -> Any:
         page = self.pages.copy_out(request_id, lo, hi)
-        if page is None:
-            return None
-        state = self.real.requests[request_id]
-        keys = torch.cat([state.kv.read(layer, lo, hi)[0] for layer in range(3)])
-        self.kept.setdefault(tuple(state.ids[:hi]), []).append(keys)
-        return Page(self.sim.copy_out(request_id, lo, hi), page)
+        return None if page is None else Page(self.sim.copy_out(request_id, lo, hi), page)
 
     def copy_in(self, request_id: int, lo: int, hi: int, page: Any) -> None:
         self.sim.copy_in(request_id, lo, hi, page.sim)
         self.pages.copy_in(request_id, lo, hi, page.real)
+        self.loaded[request_id] = hi
 
     def run(self, program: Program, start: Index, stop: Any) -> Index:
         end: Index = self.sim.run(program, start, stop)
@@ -140,6 +141,12 @@ class Both:
 
     def finish(self, program: Program) -> list[Sampled]:
         found = self.real.finish(program)
+        for row in program.rows:
+            state = self.real.requests.get(row.request_id)
+            done = 0 if state is None else min(row.hi, state.kv.committed)
+            for hi in range((row.lo // PAGE + 1) * PAGE, done + 1, PAGE):
+                key = tuple(self.real.requests[row.request_id].ids[:hi])
+                self.computed.setdefault(key, []).append(self._keys(row.request_id, hi))
         assert {s.request_id for s in self.sim.finish(program)} == {s.request_id for s in found}
         for token in found:
             self.sampled.setdefault(token.request_id, []).append(token.token_id)
