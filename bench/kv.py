@@ -3,7 +3,9 @@
 Rows, all on the 300M random MoE with 2 threads:
     chats      8-turn LS chats over a context of 2k tokens: TTFT of later turns, warm over cold
     no hit     prompts that share nothing: tokens/s, cache on over off, in turns
-    shared     32 chats over one system prompt of 2k tokens: bytes of KV kept and copied
+    shared     32 chats over one system prompt of 2k tokens: bytes of KV kept and copied, and all KV
+               over that of one copy per chat: copied, as on a CPU, and by reference, as blocks
+               are counted on a GPU
     swap       BE work of four times the KV pool, and LS chats that take its KV and a fifth, or two
                fifths, of the engine's time: swap over recompute, with the prefix cache and without
     rota       one class, KV for two requests, arrivals at 0.87 of what that can do: `rota` with
@@ -29,10 +31,11 @@ from bench.common import MODEL, SPECIAL
 from bench.kv_file import mover_row, restart_row
 from qllm import QLLMEngine, SamplingParams
 from qllm.measure.random_moe import make_random_moe
+from qllm.scheduler.blocks import BlockPool
 from qllm.types import Slo
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-PAGE = 64
+PAGE, BLOCK = 64, 16
 ROWS = ("chats", "no_hit", "shared", "swap", "rota", "restart", "mover")
 
 
@@ -126,7 +129,12 @@ def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
     stats = on.stats()["prefix_cache"]
     per_token = stats["kept_bytes"] / max(1, stats["kept_tokens"])
     hits = sum(r.metrics.num_cached_tokens for r in arms["on"][0])
+    lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in arms["on"][0]]
+    each = sum(-(-n // BLOCK) for n in lengths) * BLOCK
+    by_reference = _blocks_by_reference(len(system), lengths) * BLOCK
     return {
+        "copied_over_one_copy_each": (stats["kept_tokens"] + each) / each,
+        "by_reference_over_one_copy_each": (stats["kept_tokens"] + by_reference) / each,
         "chats": num,
         "kept_bytes": stats["kept_bytes"],
         "kept_tokens": stats["kept_tokens"],
@@ -139,6 +147,19 @@ def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
         == [r.token_ids for r in arms["off"][0]],
         "hits_due": hits > 0,
     }
+
+
+def _blocks_by_reference(num_shared: int, lengths: list[int]) -> int:
+    """Blocks that are held where requests refer to the whole pages that they share; counted."""
+    pool = BlockPool(sum(lengths), BLOCK)
+    pages = [i.to_bytes(4, "little") for i in range(num_shared // PAGE)]
+    for request_id, num_tokens in enumerate(lengths):
+        shared = pool.find(pages)
+        pool.share(request_id, shared)
+        table = [*shared, *pool.take(request_id, pool.blocks_for(num_tokens) - len(shared))]
+        for i, page in enumerate(pages):
+            pool.name(page, table[i * PAGE // BLOCK : (i + 1) * PAGE // BLOCK])
+    return pool.num_blocks - pool.num_free
 
 
 def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict[str, Any]:
