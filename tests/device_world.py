@@ -98,11 +98,15 @@ class Both:
         kv = self.real.requests[request_id].kv
         return torch.cat([kv.read(layer, hi - PAGE, hi)[0] for layer in range(3)])
 
+    def copy_ahead(self, request_ids: Sequence[int]) -> None:
+        self.real.copy_ahead(request_ids)
+
     def swap_out(self, request_id: int) -> None:
         kv: Any = self.real.requests[request_id].kv
-        num_pages = -(-kv.written // BLOCK)
-        whole = [(kv._memory.layer(layer)[0], list(kv.pages[:num_pages])) for layer in range(3)]
-        self.away[request_id] = {f"{i}": _pages(k, pages) for i, (k, pages) in enumerate(whole)}
+        num_pages = -(-kv.written // BLOCK) if kv._memory.copies is not None else 0
+        pages = list(kv.pages[:num_pages])
+        layers = range(3 if pages else 0)
+        self.away[request_id] = {f"{i}": _pages(kv._memory.layer(i)[0], pages) for i in layers}
         self.sim.swap_out(request_id)
         self.real.swap_out(request_id)
         self.moved += 1
@@ -195,7 +199,7 @@ class DeviceWorld(World):
         super().__init__(
             policy, limits, shape=self.real.shape, costs=SimCosts(expert_ns=200_000), cuts=NO_CUTS
         )
-        self.both = Both(self.runner, self.real)
+        self.streams, self.both = streams, Both(self.runner, self.real)
         self.loop.runner = self.loop.effects._runner = self.both  # type: ignore[assignment]
         if num_kept:
             self.loop.prefix = self.loop.effects._prefix = PrefixCache(
@@ -233,8 +237,10 @@ class DeviceWorld(World):
         assert len(pages.kept.free) + kept == pages.kept.num_slots
         kvs: list[Any] = [state.kv for state in self.real.requests.values()]
         away = [slot.number for kv in kvs for slot in kv._away]
-        assert sorted([*away, *pages.swapped.free]) == list(range(pages.swapped.num_slots))
-        assert len(away) == self.scheduler.swap.num_used or self.scheduler._owed
+        ahead = [slot.number for kv in kvs for slot in kv._ahead]
+        held = sorted([*away, *ahead, *pages.swapped.free])
+        assert held == list(range(pages.swapped.num_slots))
+        assert len(away) <= self.scheduler.swap.num_used or self.scheduler._owed
 
     def alone(self, request_id: int) -> list[int]:
         """The tokens of a request by itself, from its first token."""
@@ -260,6 +266,7 @@ class DeviceWorld(World):
         assert not self.scheduler.pool.has_names
         assert self.scheduler.swap.num_used == 0
         assert not self.real.frames
+        assert not self.streams.races
         for request_id in self.submitted:
             assert self.both.sampled[request_id] == self.alone(request_id), request_id
 

@@ -76,6 +76,7 @@ class FakeStreams:
         self.copies: Counter[str] = Counter()
         """Pages copied, by direction."""
         self.unlocked = 0
+        self.races: list[str] = []
 
     # -- the api
 
@@ -142,9 +143,9 @@ class FakeStreams:
         for who, when in before:
             if who and who != stream.name and stream.clock[who] < when:
                 what = "writes" if writes else "reads"
-                raise RaceError(
-                    f"{stream.name} {what} {resource}, and nothing orders it after {who}"
-                )
+                text = f"{stream.name} {what} {resource}, and nothing orders it after {who}"
+                self.races.append(text)  # an engine takes what is raised for a request's failure
+                raise RaceError(text)
         now = stream.clock[stream.name]
         if writes:
             seen.write, seen.reads = (stream.name, now), {}

@@ -7,14 +7,17 @@ import pytest
 import torch
 from device_world import BLOCK, PAGE, DeviceWorld, limits_of, prompts_of
 from fake_cuda import FakeCuda
-from fake_streams import FakeStreams, RaceError, install
+from fake_streams import FakeStreams, install
 from test_swap import SwapFuzz
 
 from qllm.cuda.copies import Arena, Copies
-from qllm.cuda.pages import PagedKV
+from qllm.cuda.pages import PagedKV, Pages, Spare
+from qllm.kernels.select import kernels
+from qllm.plan import Plan
 from qllm.plugins import load_policy
+from qllm.policy import View, next_row
 from qllm.record import trace
-from qllm.types import NS_PER_MS, Priority
+from qllm.types import NS_PER_MS, Cap, Grain, Priority
 
 LS, BE = Priority.LS, Priority.BE
 CASES = [*((seed, False) for seed in range(24)), *((seed, True) for seed in (1, 3, 5, 8, 10))]
@@ -61,6 +64,54 @@ def test_the_plans_move_and_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded > shared > 0
 
 
+class TakesOne:
+    """All at once, one layer at a time; at one boundary it takes the KV of one of them."""
+
+    needs = Cap.KV_SWAP
+
+    def __init__(self, at: int, victim: int) -> None:
+        self.at, self.victim, self.count = at, victim, 0
+
+    def plan(self, view: View) -> Plan:
+        self.count += 1
+        victim = view.by_id.get(self.victim)
+        if self.count == self.at and victim is not None and victim.is_admitted:
+            if victim.last_progress_ns > victim.admitted_ns:
+                return Plan(swap_out=(self.victim,), wait_until_ns=view.now_ns)
+            self.at += 1
+        frames = view.frames
+        rows = frames[0].rows if frames else tuple(next_row(r, view) for r in view.requests)
+        return Plan(rows=rows, grain=Grain.LAYER, slice_ns=1)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("num", [1, 3])
+def test_swapped_out_at_every_boundary_every_victim_goes_on(
+    monkeypatch: pytest.MonkeyPatch, num: int, stages: bool
+) -> None:
+    """Alone in its frame it goes on inside it, wherever its KV lies then; else it leaves it."""
+    streams, cuda = FakeStreams(random.Random(num)), FakeCuda() if stages else None
+    install(monkeypatch, streams, BLOCK, cuda)
+    policy = TakesOne(0, 0)
+    world = DeviceWorld(policy, limits_of(60, 60), streams, stages=cuda)
+    rng = random.Random(5)
+    for at in range(2, 16, 2 if stages else 1):
+        for victim in range(num):
+            first = len(world.submitted)
+            policy.at, policy.count, policy.victim = at, 0, first + victim
+            for i in range(num):
+                ids = [rng.randrange(world.real.shape.vocab_size) for _ in range(5 + 9 * i)]
+                world.ask(BE, ids, 3)
+            before = world.both.moved
+            world.run()
+            assert world.both.moved <= before + 1
+    world.right()
+    back = sum(isinstance(e, trace.SwappedIn) for e in world.record.events)
+    left = sum(isinstance(e, trace.Left) for e in world.record.events)
+    assert back == world.both.moved > 5
+    assert bool(left) is (num > 1)
+
+
 # -- the fake itself: what it must not let pass
 
 
@@ -94,25 +145,76 @@ def broken(patch: pytest.MonkeyPatch, what: str) -> None:
         patch.setattr(Copies, "_wait", locals()[what])
 
 
+def play_all(what: str, *, stages: bool) -> None:
+    for seed in (3, 5, 7, 9, 15) if not stages else (3, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            broken(patch, what)
+            play(patch, seed, stages)
+
+
 @pytest.mark.parametrize(
-    "what",
-    ["without_compute", "compute_waits_for_nothing", "copies_wait_for_compute_alone",
-     "wrong stream", "early"],
-)  # fmt: skip
-def test_an_order_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    with pytest.raises((RaceError, AssertionError)):
-        for seed in (3, 5, 7, 9, 15):
-            with pytest.MonkeyPatch.context() as patch:
-                broken(patch, what)
-                play(patch, seed, stages=False)
+    ("what", "stages"),
+    [
+        ("without_compute", False),
+        ("compute_waits_for_nothing", False),
+        ("copies_wait_for_compute_alone", False),
+        ("wrong stream", False),
+        ("early", False),
+        ("early", True),
+    ],
+)
+def test_an_order_that_is_left_out_is_seen(what: str, stages: bool) -> None:
+    """As a race, or as tokens, bits or requests that are not what they should be."""
+    with pytest.raises((AssertionError, KeyError)):
+        play_all(what, stages=stages)
 
 
-def test_a_stage_that_reads_a_page_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((RaceError, AssertionError)):
-        for seed in (3, 5):
-            with pytest.MonkeyPatch.context() as patch:
-                broken(patch, "early")
-                play(patch, seed, stages=True)
+def memory(num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = [(3, num_pages * BLOCK, 2, width) for width in (5, 6)]
+    k, v = (torch.arange(float(torch.Size(s).numel())).view(s) for s in shapes)
+    return k, v
+
+
+def test_copies_of_a_page_wait_for_each_other_though_nothing_computes() -> None:
+    streams, pages = FakeStreams(), memory(4)
+    copies, arena = Copies(streams, pages, BLOCK), Arena(streams, 3, BLOCK, pages)
+    slots = [slot for _ in range(3) if (slot := arena.take()) is not None]
+    want = [t[:, :BLOCK].clone() for t in pages]
+    copies.out([0], slots[:1])
+    copies.into([3], slots[:1])  # after the copy that fills the slot
+    copies.out([3], slots[1:2])  # after the copy that fills the page
+    copies.into([0], slots[2:])  # after the copy that reads the page
+    copies.finish(slots)
+    for name, slot in enumerate(slots[:2]):
+        assert all(map(torch.equal, slot.tensors(), want)), name
+    assert not streams.races
+
+
+def test_what_was_copied_ahead_does_not_move_again() -> None:
+    """Only the tail does, if there is room; and room is given to whoever is swapped out."""
+    streams = FakeStreams()
+    pages = Pages(3, 8, BLOCK, kernels("torch"), Spare(streams, num_swapped=6))
+    first, second = PagedKV(pages, 64), PagedKV(pages, 64)
+    new = torch.zeros(1, 2, 14, 5)
+    for kv, blocks in ((first, [0, 1, 2, 3]), (second, [4, 5, 6, 7])):
+        kv.hold(blocks, 14)
+        for layer in range(3):
+            kv.write(layer, new, new, 0)
+        kv.committed = 13
+    assert first.copy_ahead(2) == 2
+    assert first.copy_ahead(9) == 1
+    assert first.copy_ahead(9) == 0
+    assert second.copy_ahead(9) == 3
+    first.swap_out()  # its tail takes the room of the other's copies
+    assert streams.copies["out"] == 2 * (3 + 3 + 1)
+    assert pages.swapped is not None
+    assert len(pages.swapped.free) == 2
+    assert second.copy_ahead(9) == 2
+    first.swap_in([0, 1, 2, 3])
+    second.swap_out()
+    assert len(pages.swapped.free) == 2
+    second.clear()
+    assert len(pages.swapped.free) == 6
 
 
 def test_a_slot_is_free_again_when_it_is_forgotten() -> None:

@@ -50,6 +50,8 @@ LAYERS_PER_STAGE = 4
 """Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
 COPY_BYTES_PER_MS = 20_000_000
 """Nominal, over PCIe 4 or 5 in one direction; not measured."""
+AHEAD_BYTES = 32 << 20
+"""KV that is copied out per step before it has to go: 1.7 ms of one direction at that rate."""
 NOTHING = SamplingParams(temperature=0)
 
 
@@ -220,6 +222,11 @@ class CudaBackend:
 
     def new_kv(self, capacity: int) -> RequestKV:
         return PagedKV(self.pages, capacity)
+
+    def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
+        most = max(1, AHEAD_BYTES // max(1, self.pages.token_bytes * self.pages.page_size))
+        for kv in kvs:
+            most -= kv.copy_ahead(most) if isinstance(kv, PagedKV) else 0
 
     def new_tables(self) -> BlockTables:
         return BlockTables(self.pages.num_pages, self.pages.page_size)

@@ -78,7 +78,9 @@ class Arena:
         slots = self._memory.view(max(1, num_slots), sum(sizes))
         k, v = (
             part.view(pages[0].dtype).view(-1, *shape)
-            for part, shape in zip(slots.split(sizes, 1), shapes, strict=True)
+            for part, shape in zip(
+                (slots[:, : sizes[0]], slots[:, sizes[0] :]), shapes, strict=True
+            )
         )
         self._k, self._v = k, v
 

@@ -9,6 +9,7 @@ The pages of a request are its blocks, and whose block is whose is decided in on
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class Pages:
         """For pages of the prefix cache."""
         self.swapped: Arena | None = None
         """For KV that is swapped out."""
+        self._lent = WeakSet[PagedKV]()
+        """Who has copies in that room that can be lost."""
 
     def release(self) -> None:
         """Free the memory; no request may use it any more."""
@@ -78,13 +81,28 @@ class Pages:
             return 0
         return (self._k.nbytes + self._v.nbytes) // (self.num_pages * self.page_size)
 
-    def take_swapped(self, num_tokens: int) -> list[Slot]:
-        """Room for the KV of so many tokens outside of pages.
+    def lend(self, kv: "PagedKV", num: int) -> list[Slot]:
+        """Room for so many pages or fewer, until `take_swapped` needs it."""
+        arena = self.swapped
+        self._lent.add(kv)
+        taken = [] if arena is None else [arena.take() for _ in range(num)]
+        return [slot for slot in taken if slot is not None]
+
+    def keep_ahead(self, kv: "PagedKV", slots: list[Slot]) -> list[Slot]:
+        """Those of its slots that a request may go on to use, until `take_swapped` needs them."""
+        self._lent.add(kv)
+        return slots[: kv.committed // self.page_size]
+
+    def take_swapped(self, num: int) -> list[Slot]:
+        """Room for so many pages outside of the pool; none as long as no page was ever written.
 
         Raises:
             InvariantError: There is too little, which who counts it (`SwapSpace`) rules out.
         """
-        num = -(-num_tokens // self.page_size)
+        if self.copies is None:
+            return []
+        while self._lent and self.swapped is not None and len(self.swapped.free) < num:
+            self._lent.pop().give_back_ahead()
         taken = [] if self.swapped is None else [self.swapped.take() for _ in range(num)]
         found = [slot for slot in taken if slot is not None]
         if len(found) < num:
@@ -128,7 +146,7 @@ class Pages:
 class PagedKV(RequestKV):
     """KV of one request. Checkpoints read and write through it; kernels use the slots."""
 
-    __slots__ = ("_away", "_memory", "_num_ready", "pages")
+    __slots__ = ("__weakref__", "_ahead", "_away", "_memory", "_num_ready", "pages")
 
     def __init__(self, memory: Pages, capacity: int) -> None:
         super().__init__(capacity)
@@ -138,6 +156,8 @@ class PagedKV(RequestKV):
         """Pages, of the first, that what computes may use."""
         self._away: list[Slot] = []
         """Where it lies while it is swapped out."""
+        self._ahead: list[Slot] = []
+        """Copies of its first whole pages, for when it is swapped out."""
 
     def hold(self, blocks: Sequence[int], hi: int) -> None:
         size = self._memory.page_size
@@ -189,7 +209,7 @@ class PagedKV(RequestKV):
 
     def clear(self) -> None:
         super().clear()
-        self.pages, self._away, self._num_ready = [], [], 0
+        self.pages, self._away, self._ahead, self._num_ready = [], [], [], 0
 
     # pages that outlive the request
 
@@ -218,11 +238,33 @@ class PagedKV(RequestKV):
 
     # swap
 
+    def copy_ahead(self, most: int) -> int:
+        """Copy whole pages out before they have to go, into room that nobody needs yet.
+
+        Returns:
+            How many, at most `most`.
+        """
+        first, copies = len(self._ahead), self._memory.copies
+        pages = self.pages[first : self.committed // self._memory.page_size][:most]
+        if copies is None or not pages:
+            return 0
+        slots = self._memory.lend(self, len(pages))
+        if slots:
+            copies.out(pages[: len(slots)], slots)
+        self._ahead += slots
+        return len(slots)
+
+    def give_back_ahead(self) -> None:
+        """Others need the room of what was copied ahead."""
+        self._ahead = []
+
     def swap_out(self) -> bool:
-        away, copies = self._memory.take_swapped(self.written), self._memory.copies
-        if away and copies is not None:
-            copies.out(self.pages[: len(away)], away)
-        self.pages, self._num_ready, self._away = [], 0, away
+        num_pages, copies = -(-self.written // self._memory.page_size), self._memory.copies
+        ahead, self._ahead = self._ahead, []
+        tail = self._memory.take_swapped(num_pages - len(ahead))
+        if tail and copies is not None:
+            copies.out(self.pages[len(ahead) : num_pages], tail)
+        self.pages, self._num_ready, self._away = [], 0, [*ahead, *tail]
         return True
 
     def swap_in(self, blocks: Sequence[int]) -> None:
@@ -230,6 +272,7 @@ class PagedKV(RequestKV):
         self._have(blocks)
         if self._away and copies is not None:
             copies.into(self.pages[: len(self._away)], self._away)
+        self._ahead = self._memory.keep_ahead(self, self._away)  # what is whole stays as it is
         self._away = []
         self._compute_with(self.pages)
 
@@ -248,7 +291,7 @@ class PagedKV(RequestKV):
         k_SGD, v_SGE = (t[0].transpose(0, 1) for t in (k_1GSH, v_1GSH))
         self._memory.of(layer, k_SGD, v_SGE)  # makes the memory, if there is none yet
         if not self._away:
-            self._away = self._memory.take_swapped(self.written)
+            self._away = self._memory.take_swapped(-(-self.written // self._memory.page_size))
             assert self._memory.copies is not None
             self._memory.copies.finish(self._away)
         size = self._memory.page_size

@@ -190,7 +190,9 @@ class Stages:
         bucket = self._bucket(num, any(row.num_tokens > 1 for row in rows))
         if bucket is None or len(rows) > self.lanes[whole].max_rows:
             return None
-        head = can_sample and end_op < len(ops) and ops[end_op].kind is OpKind.HEAD
+        last = ops[end_op] if can_sample and end_op < len(ops) else None
+        # rows that wait at the last layer sample too: then the head is an op by itself
+        head = last is not None and last.kind is OpKind.HEAD and last.group == group
         key = Key(whole, start, end, bucket, embed, head)
         if key not in self.captured:
             return None

@@ -23,7 +23,7 @@ from qllm.runner.protocol import Runner
 from qllm.scheduler.decision import Decision
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
-from qllm.types import FinishReason, Grain, RequestId, Sampled
+from qllm.types import FinishReason, Grain, Priority, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
 """Errors of the policy that are kept for statistics: the latest."""
@@ -347,6 +347,9 @@ class EngineLoop:
                 self.prefix.keep(request_id)
             for token in sampled:
                 self.prefix.took(token.request_id, token.token_id)
+        if self.scheduler.limits.num_swap_blocks:
+            done = [self.live[i].request for i in program.request_ids if i in self.live]
+            self.runner.copy_ahead([r.request_id for r in done if r.priority > Priority.LS])
         for token in sampled:
             self._token(token, end_ns)
         self._evict_outgrown(ids)

@@ -46,7 +46,7 @@ class Asking(Protocol):
 
 
 class Backend(Protocol):
-    """Everything that depends on the device."""
+    """Everything that depends on the device; it has many methods because nothing else does."""
 
     compute: Compute
     """Products and the head; replaced while transformers' own modules compute."""
@@ -109,6 +109,10 @@ class Backend(Protocol):
 
     def new_kv(self, capacity: int) -> RequestKV:
         """The KV of a request of at most so many tokens."""
+        ...
+
+    def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
+        """Copy some KV out already that may have to be swapped out, a bounded share per step."""
         ...
 
     def new_tables(self) -> BlockTables:

@@ -148,6 +148,9 @@ class CpuBackend:
     def new_kv(self, capacity: int) -> RequestKV:
         return SlabKV(len(self._parts.layers), capacity)
 
+    def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
+        """KV does not move when it is swapped out."""
+
     def new_tables(self) -> BlockTables:
         return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is not short
 

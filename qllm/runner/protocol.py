@@ -98,6 +98,10 @@ class Runner(Protocol):
         """Take up KV that was moved out, in these blocks."""
         ...
 
+    def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
+        """Copy finished KV of requests out while others compute, so that less moves in a swap."""
+        ...
+
     def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
         """Make the frame of a program.
 

@@ -64,8 +64,7 @@ class TorchRunner:
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
-        self._clock, self._bytes_read = clock, 0
-        self.sampler = Sampler()
+        self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
         self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
@@ -161,6 +160,9 @@ class TorchRunner:
 
     def swap_in(self, request_id: RequestId, table: Sequence[int] = ()) -> None:
         self.requests[request_id].kv.swap_in(table)
+
+    def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
+        self.backend.copy_ahead([self.requests[request_id].kv for request_id in request_ids])
 
     def token_ids(self, request_id: RequestId) -> list[int]:
         """The ids of a request, prompt and output."""

@@ -130,6 +130,9 @@ class SimRunner:
         """Take up what was moved out."""
         self._hold(request_id, table)
 
+    def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
+        """Swapping takes no time."""
+
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
         """Take up KV that lies in blocks of others."""
         request = self.requests[request_id]
