@@ -131,7 +131,7 @@ def ignore_the_stall_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockPool, "give_back", lambda self, request_id, blocks: None)
+    patch.setattr(BlockPool, "give_back", lambda *_, **__: None)
 
 
 def start_anywhere(patch: pytest.MonkeyPatch) -> None:
