@@ -159,9 +159,41 @@ def test_what_cuda_does_not_have_is_refused_with_the_reason(device: Device) -> N
                 engine_of(prefix_cache=asked)
 
 
+def test_where_kernels_are_batch_invariant_it_is_on_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaBackend, "why_inexact", "")
+    device = Device(monkeypatch)
+    with engine_of() as engine:
+        first, again = (run(engine, prompt_of(43)) for _ in "ab")
+    assert first.token_ids == again.token_ids
+    assert again.metrics.num_cached_tokens == 40
+    assert not device.streams.races
+
+
 def test_kv_in_a_file_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnCuda:
         device = torch.device("cuda")
 
     with pytest.raises(ConfigError, match=r"kv_dir='/x' needs an exact prefix cache.*padded to"):
         build.make_runner(OnCuda(), config.EngineConfig(kv_dir="/x"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_swap_and_sharing_change_no_token() -> None:
+    model = make_model("mixtral", torch.float32).cuda()
+    prompts = [prompt_of(150)[:130] + prompt_of(20 + i, i) for i in range(4)]
+    settings = {"conformance": False, "max_num_seqs": 4}
+    found = []
+    for more in (
+        {"max_kv_tokens": 2048, "prefix_cache": False},
+        {"max_kv_tokens": 256, "swap_kv_tokens": 2048, "prefix_cache": "approximate"},
+    ):
+        with QLLMEngine.from_model(model, **settings, **more) as engine:
+            first = run(engine, prompts[0], 8, "BE").token_ids
+            handles = [
+                engine.submit(ids, "LS" if i == 3 else "BE", 24, sampling=GREEDY)
+                for i, ids in enumerate(prompts)
+            ]
+            found.append([first, *(handle.result(120).token_ids for handle in handles)])
+    assert found[0] == found[1]

@@ -217,6 +217,31 @@ def test_what_was_copied_ahead_does_not_move_again() -> None:
     assert len(pages.swapped.free) == 6
 
 
+def test_swapped_out_kv_of_a_checkpoint_goes_on_elsewhere() -> None:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for blocks in ([0, 1, 2, 3], []):
+        streams = FakeStreams()
+        pages = Pages(3, 8, BLOCK, kernels("torch"), Spare(streams, num_swapped=6))
+        kv = PagedKV(pages, 64)
+        kv.begin_restore(blocks, 14)
+        for layer in range(3):
+            k, v = (torch.randn(1, 2, 14, width, generator=generator) for width in (5, 6))
+            kv.restore(layer, *((k, v) if blocks else (found[0][f"{n}.{layer}"] for n in "kv")))
+        kv.committed = 13
+        if blocks:
+            found.append(dict(kv.export()))
+            kv.swap_out()
+            found.append(dict(kv.export()))  # from where it lies, once it is there
+            assert streams.finishes > 0
+        else:
+            kv.swap_in([5, 3, 1, 0])
+            found.append(dict(kv.export()))
+    for other in found[1:]:
+        assert all(torch.equal(t, other[name]) for name, t in found[0].items())
+    assert len(found[0]) == 6
+
+
 def test_a_slot_is_free_again_when_it_is_forgotten() -> None:
 
     arena = Arena(FakeStreams(), 2, 4, (torch.zeros(3, 8, 2, 5), torch.zeros(3, 8, 2, 6)))
