@@ -7,7 +7,6 @@ writing, must be ordered by streams and events, however the device would have ti
 clocks; a race is raised at the second access). `FakeStreams` is a `StreamApi`.
 """
 
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -58,14 +57,9 @@ class Accesses:
 
 
 class FakeStreams:
-    """Two streams for copies, beside one that computes and the host.
+    """Two streams for copies, beside one that computes and the host."""
 
-    Args:
-        rng: Whether a query of an event lets its stream run on; None never does.
-    """
-
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self.rng = rng
+    def __init__(self) -> None:
         self.compute, self.host = Stream("compute"), Stream("host")
         self.streams: list[Stream] = []
         self.page_size = 0
@@ -103,13 +97,6 @@ class FakeStreams:
         if not event.done[0]:
             assert event.stream is not None
             event.stream.run_until(event.done)
-
-    def is_over(self, event: Event) -> bool:
-        if self.rng is not None and self.rng.random() < 0.3:
-            self._have(event)
-        if event.done[0]:
-            self.host.clock |= event.clock
-        return event.done[0]
 
     def finish(self, event: Event) -> None:
         self.finishes += 1

@@ -42,7 +42,7 @@ class Device:
     """What stands in for the device of the engines of a test."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, stages: bool = False) -> None:
-        self.streams = FakeStreams(random.Random(1))
+        self.streams = FakeStreams()
         self.cuda = FakeCuda() if stages else None
         patch.setattr(config, "PAGE_SIZE", PAGE)
         patch.setattr(build, "make_runner", self._runner)

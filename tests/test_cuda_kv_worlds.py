@@ -33,7 +33,7 @@ def test_any_plan_keeps_tokens_and_sums(
 
 def play(patch: pytest.MonkeyPatch, seed: int, stages: bool) -> DeviceWorld:
     rng = random.Random(seed)
-    streams, cuda = FakeStreams(rng), FakeCuda() if stages else None
+    streams, cuda = FakeStreams(), FakeCuda() if stages else None
     install(patch, streams, BLOCK, cuda)
     limits = limits_of(rng.choice([30, 40, 60]), rng.choice([20, 200]))
     policy: Any = SwapFuzz(seed) if seed % 2 else load_policy("qllm2")
@@ -90,7 +90,7 @@ def test_swapped_out_at_every_boundary_every_victim_goes_on(
     monkeypatch: pytest.MonkeyPatch, num: int, stages: bool
 ) -> None:
     """Alone in its frame it goes on inside it, wherever its KV lies then; else it leaves it."""
-    streams, cuda = FakeStreams(random.Random(num)), FakeCuda() if stages else None
+    streams, cuda = FakeStreams(), FakeCuda() if stages else None
     install(monkeypatch, streams, BLOCK, cuda)
     policy = TakesOne(0, 0)
     world = DeviceWorld(policy, limits_of(60, 60), streams, stages=cuda)

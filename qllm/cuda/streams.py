@@ -27,10 +27,6 @@ class StreamApi(Protocol):
         """Let whatever is launched on a stream from now on run after an event."""
         ...
 
-    def is_over(self, event: Any) -> bool:
-        """Whether an event is over, as far as is known without waiting."""
-        ...
-
     def finish(self, event: Any) -> None:
         """Wait for an event. For checkpoints and the end of the engine alone."""
         ...
@@ -79,9 +75,6 @@ class TorchStreams:
     def wait(self, stream: Any, event: Any) -> None:
         cuda: Any = torch.cuda
         (cuda.current_stream() if stream is None else stream).wait_event(event)
-
-    def is_over(self, event: Any) -> bool:
-        return bool(event.query())
 
     def finish(self, event: Any) -> None:
         event.synchronize()
