@@ -68,15 +68,15 @@ FLOORS = {
     # the engine, its callers, and what is made of both
     "engine": Floor(
         f"{BASE} cores cuda device grammar ingress models plugins record runner scheduler",
-        STDLIB | {"numpy", "safetensors", "torch", "transformers"},
+        STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch"}),
+    "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
     "engine.kv_identity": Floor("engine.kv_file kernels runner", STDLIB | {"torch"}),
-    "engine.mover": Floor("types engine.kv_file engine.tier", STDLIB),
+    "engine.mover": Floor("types engine.kv_file engine.tier scheduler.prefix", STDLIB),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
     "engine.prefix": Floor(f"{BASE} engine.tier ingress scheduler", PURE),
-    "engine.tier": Floor(f"{BASE} scheduler", PURE),
+    "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
     "engine.coming": Floor(f"{BASE} engine.prefix engine.tier ingress scheduler", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.loop": Floor(

@@ -10,6 +10,7 @@ import torch
 
 from qllm.config import EngineConfig
 from qllm.engine.coming import LoadingIngress
+from qllm.engine.costs import Costs
 from qllm.engine.grammars import GrammarIngress, Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
@@ -269,7 +270,8 @@ class EngineCore(LoadedRunner):
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
-            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns)
+            costs = Costs()
+            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
             self.loading = LoadingIngress(self.grammars, prefix)
             self.loop = EngineLoop(
@@ -282,6 +284,7 @@ class EngineCore(LoadedRunner):
                 fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
                 decided=decided,
                 prefix=prefix,
+                costs=costs,
             )
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:

@@ -356,8 +356,8 @@ class PrefixCache:
         now = self.now_ns()
         self._arriving.clear()
         if self.tier is not None:
-            users = self._users.values()
-            self.tier.disk.be_gentle(any(u.request.priority <= Priority.LS for u in users))
+            live = (user.request for user in self._users.values())
+            self.tier.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
             self.tier.turn(self.store, now)
         if self._ttl_ns is not None:
             before = now - self._ttl_ns
