@@ -126,7 +126,8 @@ OWN_BENCHES = {
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
-    "kv_file": "frontend.request_log",  # carries a request from an engine that was killed
+    # carries a request from an engine that was killed; has a mover move what it would not
+    "kv.file": "frontend.request_log engine.tier",
 }
 """Benches that import more than the others."""
 
