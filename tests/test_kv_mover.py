@@ -59,7 +59,7 @@ def moving(file: FakeFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mover]:
     """A mover whose rests last until something ends them."""
     monkeypatch.setattr(mover, "rest_s", lambda *_: threading.TIMEOUT_MAX)
     monkeypatch.setattr(mover, "LOADS_FIRST_S", threading.TIMEOUT_MAX)
-    made = Mover(file, lambda: None, lambda: 0)  # type: ignore[arg-type]
+    made = Mover(file, lambda: file.did.append("wake"), lambda: 0)  # type: ignore[arg-type]
     yield made
     file.gate.set()
     made.close()
@@ -79,11 +79,11 @@ def test_loads_of_ls_never_rest_and_go_before_others(moving: Mover, file: FakeFi
     assert file.did == ["read 1"]
     moving.read(chat)
     wait_for(lambda: chat.is_over and batch.num_ready == 2 and moving._is_resting)
-    assert file.did == ["read 1", "read 7", "read 8", "read 2"]
+    assert file.did == ["read 1", "read 7", "read 8", "wake", "read 2"]
     assert not batch.is_over
     moving.be_gentle(False)
     wait_for(lambda: batch.is_over)
-    assert file.did[4:] == ["read 3"]
+    assert file.did[5:] == ["read 3"]
 
 
 def test_stores_go_on_while_a_load_rests_and_not_before(moving: Mover, file: FakeFile) -> None:

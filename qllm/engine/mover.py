@@ -137,8 +137,7 @@ class Mover:
                 return
             if load.is_over and load.is_ls:
                 self._wake()
-            if not load.is_ls:
-                self._rest_from_reading(time.thread_time() - start)
+            self._rest_from_reading(time.thread_time() - start)
 
     def _rest_from_reading(self, busy_s: float) -> None:
         """Leave the machine to LS for a while."""
