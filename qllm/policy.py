@@ -166,10 +166,14 @@ class CostTable(NamedTuple):
             num_moved: Tokens that have to move: not those whose KV is there already.
             num_lost: Tokens that would have to be computed.
         """
+        there_ns = self.move(tier, num_moved)
+        return there_ns is not None and 2 * there_ns < num_lost * self.prefill_token_ns
+
+    def move(self, tier: Tier, num_tokens: int) -> int | None:
+        """Predicted time to move KV to a tier, or back; None if that was not measured."""
         if tier >= len(self.move_token_ns):
-            return False
-        there_and_back_ns = 2 * num_moved * self.move_token_ns[tier]
-        return there_and_back_ns < num_lost * self.prefill_token_ns
+            return None
+        return num_tokens * self.move_token_ns[tier]
 
     def step(self, num_decode_rows: int, num_prefill_tokens: int) -> int:
         """Predicted time of a step through all layers."""

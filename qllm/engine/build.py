@@ -296,7 +296,8 @@ class EngineCore(LoadedRunner):
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
-            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns)
+            costs = Costs(self.runner.backend.move_token_ns)
+            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
             self.loading = LoadingIngress(self.grammars, prefix)
             self.loop = EngineLoop(
@@ -309,7 +310,7 @@ class EngineCore(LoadedRunner):
                 fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
                 decided=decided,
                 prefix=prefix,
-                costs=Costs(self.runner.backend.move_token_ns),
+                costs=costs,
             )
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:

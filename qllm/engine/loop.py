@@ -51,7 +51,7 @@ class EngineLoop:
         fallback: A policy for when the chosen one breaks, or None to fail its requests.
         prefix: The prefix cache, or None.
         decided: Told after every decision how many requests live, and how many of them wait.
-        costs: Fits the cost table; None begins with nothing known.
+        costs: Learns what runs take; a new one if None.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineLoop:
         self.prefix = prefix
         self.metrics = MetricsBuilder()
         self.effects = Effects(runner, prefix, self._emit, now_ns)
-        self.costs = costs or Costs()
+        self.costs = Costs() if costs is None else costs
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
         """A heap of when requests time out, of those that have ended too."""

@@ -150,6 +150,7 @@ class PrefixCache:
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
         self._users[request.request_id] = user
+        self._pace()  # before a step: its prefill runs beside the mover
         self._wait(request.request_id)
 
     def lost(self, request_id: RequestId) -> None:
@@ -176,6 +177,7 @@ class PrefixCache:
         if user is None:
             return
         self._reclass(user)
+        self._pace()
         if request_id not in self._waiting[user.is_be] or user.has_kv:
             return
         if not user.request.is_paused:
@@ -357,8 +359,7 @@ class PrefixCache:
         now = self.now_ns()
         self._arriving.clear()
         if self.tier is not None:
-            users = self._users.values()
-            self.tier.disk.be_gentle(any(u.request.priority <= Priority.LS for u in users))
+            self._pace()
             self.tier.turn(self.store, now)
         if self._ttl_ns is not None:
             before = now - self._ttl_ns
@@ -366,6 +367,12 @@ class PrefixCache:
                 self.store.drop(name)
             if self.tier is not None:
                 self.tier.expire(before)
+
+    def _pace(self) -> None:
+        """Have the file leave the machine to LS requests, if there are any that go on."""
+        if self.tier is not None:
+            live = (user.request for user in self._users.values())
+            self.tier.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
 
     @property
     def next_turn_ns(self) -> int | None:

@@ -46,8 +46,11 @@ def change(
     request.is_paused = paused
     if not paused:
         state.paused.discard(request.request_id)
-        request.last_progress_ns = now_ns
+        # its time stood still: whether it has run since it was given KV is as it was
+        request.last_progress_ns += now_ns - request.paused_ns
+        request.admitted_ns += now_ns - request.paused_ns
         return []
+    request.paused_ns = now_ns
     state.paused.add(request.request_id)
     return step_aside(state, request)
 

@@ -60,6 +60,8 @@ class Request:
     finished: bool = False
     is_paused: bool = False
     """Its caller has paused it: nobody plans it."""
+    paused_ns: int = 0
+    """When it was paused last."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
