@@ -142,7 +142,11 @@ class Step:
     def keys(self, layer_idx: int, k_1GTH: Tensor, v_1GTH: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per span, the keys and values of positions [0, hi)."""
         if not self.latent:
-            return [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
+            pairs = [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
+            tiles = k_1GTH.shape[1] // pairs[0][0].shape[1] if pairs else 1
+            if tiles > 1:  # the module repeats the heads, one after the other (JetMoE)
+                pairs = [(k.repeat(1, tiles, 1, 1), v.repeat(1, tiles, 1, 1)) for k, v in pairs]
+            return pairs
         start, at = {}, 0
         for kv, hi in self.sequences():
             start[id(kv)] = at

@@ -21,11 +21,13 @@ from qllm.errors import ModelError
 from qllm.models.discover import LayerParts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.hooked import HookedLayer
+from qllm.runner.layers.recurrent import RecurrentMixer
 from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
-Rope = tuple[Tensor, Tensor]
-"""cos and sin of the op's positions, each [1, T, H]."""
+Rope = tuple[Tensor, ...]
+"""Embeddings of the op's positions: cos and sin, each [1, T, H]; one tensor of complex numbers
+[1, T, H / 2]; or nothing."""
 
 
 class Routed(NamedTuple):
@@ -64,13 +66,18 @@ class LayerDriver(Protocol):
 def _attention(parts: LayerParts, x_1TD: Tensor, rope: Rope, step: Step) -> Tensor:
     out: Tensor = parts.self_attn(
         hidden_states=x_1TD,
-        position_embeddings=rope,
+        position_embeddings=as_given(rope),
         attention_mask=None,
         past_key_values=step,
         qllm_step=step,
         qllm_window=parts.window,
     )[0]
     return out
+
+
+def as_given(rope: Rope) -> Rope | Tensor | None:
+    """Embeddings as the model's forward gives them to its layers."""
+    return rope if len(rope) > 1 else next(iter(rope), None)
 
 
 class FastDriver:
@@ -124,13 +131,15 @@ class HookedDriver:
 
     def __init__(self, parts: LayerParts) -> None:
         self.kind = parts.driver
-        self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts)
+        state = parts.new_state
+        mixer = None if state is None else RecurrentMixer(parts.self_attn, state)
+        self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts, mixer)
         self._window = parts.window
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         return self._layer.attend(
             x_TD,
-            position_embeddings=rope,
+            position_embeddings=as_given(rope),
             attention_mask=None,
             past_key_values=step,
             qllm_step=step,

@@ -17,6 +17,7 @@ calls there are only tensors, and the rows of any frame may come next.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class HookedLayer:
         attention: Inside the layer; returns its output, or a tuple that starts with it.
         router: Inside the layer; None if there is none, or it is not known.
         experts: Inside the layer; None in a dense layer.
+        mixer: Called in place of the attention's forward, which it is given first.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class HookedLayer:
         attention: nn.Module,
         router: nn.Module | None = None,
         experts: nn.Module | None = None,
+        mixer: Stub | None = None,
     ) -> None:
-        self._layer = layer
+        self._layer, self._mixer = layer, mixer
         self._attention = attention
         # Attention modules of transformers return (output, weights); else as seen by `attend`.
         self._attention_len = 2
@@ -80,7 +83,9 @@ class HookedLayer:
         Raises:
             ModelError: The layer did not call its attention.
         """
-        real = self._attention.forward
+        real: Stub = self._attention.forward
+        if self._mixer is not None:
+            real = partial(self._mixer, real)
         found: list[Tensor] = []
 
         def attention(*args: object, **given: object) -> None:

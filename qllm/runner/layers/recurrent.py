@@ -1,0 +1,121 @@
+"""Layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short convolutions.
+
+The model's own module computes, one request after the other, with a state of one request in the
+place of transformers' cache (`runner.states`).
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from qllm.runner.states import NewState
+
+
+_TRIED = 5
+"""Tokens per call when it is tried whether calls go on from each other."""
+_CLOSE = 0.05
+"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+
+
+class _OneState(Cache):
+    """What a module takes for transformers' cache: one layer of one request."""
+
+    def __init__(self, state: Any) -> None:
+        self.layers = _Always(state)
+        self._state = state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        found: Tensor | None = self._state.value
+        return found
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self._state.value = linear_cache
+
+
+class _Always(list[Any]):
+    """Has one value at every index."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__([value])
+
+
+class RecurrentMixer:
+    """Runs the mixer of one layer over the spans of a step.
+
+    Args:
+        module: The model's.
+        new_state: Of this layer.
+    """
+
+    def __init__(self, module: Any, new_state: NewState) -> None:
+        self._new_state = new_state
+        self._index: int = module.layer_idx
+        names = inspect.signature(type(module).forward).parameters
+        self._cache = next(n for n in ("cache_params", "past_key_values") if n in names)
+        self._takes_positions = "position_embeddings" in names
+        self._is_tuple, self._num_beside = False, 0
+        self._goes_on_in_chunks = self._can_go_on(module)
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Call the module's forward as its layer does, with a `Step` where the cache would be.
+
+        Args:
+            forward: Of the module.
+            args: x, [1, T, D], first or by name.
+            given: The rest.
+        """
+        x_1TD = args[0] if args else given["hidden_states"]
+        step = given[self._cache]
+        outs, at = [], 0
+        for span in step.spans:
+            num_tokens = span.hi - span.lo
+            if span.at > at:  # tokens of requests that are gone
+                outs.append(x_1TD.new_zeros((1, span.at - at, x_1TD.shape[2])))
+            at = span.at + num_tokens
+            outs.append(self._span(forward, x_1TD[:, span.at : at], span))
+        if at < x_1TD.shape[1]:
+            outs.append(x_1TD.new_zeros((1, x_1TD.shape[1] - at, x_1TD.shape[2])))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        return (out, *[None] * self._num_beside) if self._is_tuple else out
+
+    def _can_go_on(self, module: nn.Module) -> bool:
+        """Whether a call with several tokens goes on from a state; some begin anew (Jamba)."""
+        weight = next(m for m in module.modules() if isinstance(m, nn.Linear)).weight
+        made = torch.Generator().manual_seed(0)
+        x_1TD = torch.randn((1, 2 * _TRIED, weight.shape[1]), generator=made).to(weight)
+        outs, state = [], self._new_state()
+        with torch.inference_mode():
+            for part in x_1TD.split(_TRIED, 1):
+                outs.append(self._call(module.forward, part, state))
+            state = self._new_state()
+            ones = [self._call(module.forward, x, state) for x in x_1TD.split(1, 1)]
+        chunks, tokens = torch.cat(outs, 1).float(), torch.cat(ones, 1).float()
+        return bool((chunks - tokens).norm() <= _CLOSE * tokens.norm())
+
+    def _span(self, forward: Callable[..., Any], x_1TD: Tensor, span: Any) -> Tensor:
+        states = span.kv.states
+        state = states.at(self._index, span.lo, self._new_state)
+        parts = [x_1TD]
+        if span.lo > 0 and not self._goes_on_in_chunks:
+            parts = list(x_1TD.split(1, 1))
+        outs = [self._call(forward, part, state) for part in parts]
+        states.put(self._index, span.hi, state, span.kv.committed)
+        span.kv.reach(span.hi)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _call(self, forward: Callable[..., Any], x_1TD: Tensor, state: Any) -> Tensor:
+        how = {self._cache: _OneState(state), "attention_mask": None}
+        if self._takes_positions:
+            how["position_embeddings"] = None
+        out = forward(x_1TD, **how)
+        self._is_tuple = isinstance(out, tuple)
+        self._num_beside = len(out) - 1 if self._is_tuple else 0
+        found: Tensor = out[0] if self._is_tuple else out
+        return found

@@ -1,0 +1,102 @@
+"""Recurrent states of requests, by layer and position.
+
+A layer with a state does not attend to the keys of all positions: it carries a state from one token
+to the next, and cannot go back. So a request holds, for every such layer, states by the position at
+which the next token goes on:
+
+    states of a layer   {committed: s, hi: s'}     a pass over [committed, hi) reads s and leaves s'
+
+What a pass left is not committed before all layers have it; until then both are kept, so that a
+pass that is forgotten, stopped in between or run in another way finds where it began.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from qllm.errors import InvariantError
+from qllm.models.hybrid import LightningState
+
+NewState = Callable[[], Any]
+"""Makes the state of one layer of a request that has no token yet."""
+
+
+class States:
+    """States of one request, by layer and position. Empty without recurrent layers."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[int, Any]] = {}
+
+    def at(self, layer: int, position: int, new_state: NewState) -> Any:
+        """A copy of the state with which a token at a position goes on.
+
+        Raises:
+            InvariantError: The layer was not run up to there, or has forgotten it.
+        """
+        if position == 0:
+            return new_state()
+        found = self._held.get(layer, {}).get(position)
+        if found is None:
+            raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
+        return copy.deepcopy(found)
+
+    def put(self, layer: int, position: int, state: Any, committed: int) -> None:
+        """Hold a state; those before the committed tokens go."""
+        held = self._held.setdefault(layer, {})
+        held[position] = state
+        for before in [p for p in held if p < committed]:
+            del held[before]
+
+    def clear(self) -> None:
+        """The request computes again from its first token."""
+        self._held.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states."""
+        held = [state for by_position in self._held.values() for state in by_position.values()]
+        return sum(t.nbytes for state in held for t in tensors_of(state).values())
+
+    def export(self) -> dict[str, Tensor]:
+        """Copies by name: "state.LAYER.POSITION.NAME"."""
+        return {
+            f"state.{layer}.{position}.{name}": tensor.clone()
+            for layer, by_position in self._held.items()
+            for position, state in by_position.items()
+            for name, tensor in tensors_of(state).items()
+        }
+
+    def restore(self, tensors: dict[str, Tensor], new_state: Callable[[int], Any]) -> None:
+        """Take up what `export` gave."""
+        for name, tensor in tensors.items():
+            if name.startswith("state."):
+                _, layer, position, which = name.split(".", 3)
+                held = self._held.setdefault(int(layer), {})
+                if int(position) not in held:
+                    held[int(position)] = new_state(int(layer))
+                _take(held[int(position)], which, tensor)
+
+
+def tensors_of(state: Any) -> dict[str, Tensor]:
+    """Tensors of one state, by name."""
+    if isinstance(state, LightningState):
+        return {} if state.value is None else {"value": state.value}
+    found = {}
+    for kind in ("conv", "recurrent"):
+        for which, tensor in getattr(state, f"{kind}_states").items():
+            if tensor is not None:
+                found[f"{kind}.{which}"] = tensor
+    return found
+
+
+def _take(state: Any, name: str, tensor: Tensor) -> None:
+    if isinstance(state, LightningState):
+        state.value = tensor
+        return
+    kind, number = name.split(".")
+    which = int(number)
+    state.lazy_initialization(**{f"{kind}_states": tensor, "state_idx": which})
+    getattr(state, f"{kind}_states")[which].copy_(tensor)
+    state.has_previous_state[which] = True
