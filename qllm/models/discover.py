@@ -63,7 +63,8 @@ class LayerParts:
 
     index: int
     layer: nn.Module
-    self_attn: nn.Module
+    self_attn: nn.Module | None
+    """What sees other tokens: attention, or a module with a state. None: the layer has neither."""
     driver: Driver
     is_moe: bool
     input_layernorm: nn.Module | None = None
@@ -82,8 +83,14 @@ class LayerParts:
     """Sliding window of the attention, if it has one."""
     rope_kind: str | None = None
     """Type of the layer, where every type has its own position embeddings."""
+    one_by_one: bool = False
+    """Whether `self_attn` asks the cache how long the sequence is: it runs for one request."""
     new_state: Callable[[], Any] | None = None
     """Makes the state of a request, if `self_attn` is no attention but carries a state."""
+
+
+class Chunk(int):
+    """In the place of a window: a query sees the keys of its own chunk of so many positions."""
 
 
 class LogitRule(NamedTuple):
@@ -162,6 +169,15 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
+def _can_drive(module: Any) -> bool:
+    """Whether our work units are made for these experts; a layer with others runs whole."""
+    return (
+        is_experts(module)
+        and bool(module.has_gate)
+        and not getattr(module, "has_post_expert_norm", False)
+    )
+
+
 def base_model(model: nn.Module) -> Any:
     """The decoder under a causal language model."""
     found = getattr(model, "base_model", model)
@@ -203,6 +219,9 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
 def _window(base: Any, index: int) -> int | None:
     """The window that the model's forward puts in the mask of this layer."""
     source = inspect.getsource(inspect.unwrap(type(base).forward))
+    types = getattr(base.config, "layer_types", None)
+    if types and types[index] == "chunked_attention":
+        return Chunk(base.config.attention_chunk_size)
     if "create_sliding_window_causal_mask" not in source:
         return None
     window = getattr(base.config, "sliding_window", None) or None
@@ -225,18 +244,21 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
     """
     new_state = state_maker(base, index)
     attn = _child_of(layer, _recorded(base, "attentions"))
-    if attn is None and new_state is not None:
-        attn = next((m for m in layer.children() if _arguments(m).keys() & CACHES), None)
     if attn is None:
-        raise ModelError(
-            f"layer {index} of {type(base).__name__} has no attention of the declared class, and "
-            "no other module that is given the cache"
-        )
-    experts = next((m for m in layer.modules() if is_experts(m)), None)
+        attn = next((m for m in layer.children() if _arguments(m).keys() & CACHES), None)
+        if attn is not None and new_state is None:
+            raise ModelError(
+                f"layer {index} of {type(base).__name__} gives the cache to a "
+                f"{type(attn).__name__}, which is no attention of the declared class"
+            )
+    experts = next((m for m in layer.modules() if _can_drive(m)), None)
     parents = (m for m in layer.modules() if experts is not None and experts in m.children())
     block = next(parents, None)
     layer_glue, block_glue = _glue(layer, block)
+    source = "" if attn is None else inspect.getsource(inspect.unwrap(type(attn).forward))
+    one_by_one = "get_seq_length" in source
     known = layer_glue is not None and (experts is None or block_glue is not None)
+    known = known and attn is not None and new_state is None and not one_by_one
     driver = Driver.HOOKED
     if experts is None:
         driver = Driver.DENSE
@@ -262,6 +284,7 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
         residual_multiplier=_multiplier(layer) if layer_glue == "scaled" else None,
         window=None if new_state is not None else _window(base, index),
         rope_kind=_rope_kind(base, index),
+        one_by_one=one_by_one,
         new_state=new_state,
     )
 
@@ -430,8 +453,6 @@ def _refuse_experts(name: str, experts: Any) -> None:
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if getattr(experts, "_is_expert_parallel", False):
         raise ModelError(f"{name} is sharded over devices (expert parallelism)")
-    if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
-        raise ModelError(f"{name} has no gate, or a norm after its experts: not supported")
     known = EXPERT_FLAGS | {"_is_expert_parallel"}
     flags = {key for key in vars(experts) if key.startswith(("has_", "is_", "_is_"))}
     unknown = flags - known - {"_is_full_backward_hook", "_is_hf_initialized"}

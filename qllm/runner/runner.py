@@ -127,7 +127,8 @@ class TorchRunner:
         attention.uninstall(self._attention())
 
     def _attention(self) -> list[nn.Module]:
-        return [p.self_attn for p in self.parts.layers if p.new_state is None]
+        found = [p.self_attn for p in self.parts.layers if p.new_state is None]
+        return [attn for attn in found if attn is not None]
 
     # requests
 

@@ -29,25 +29,23 @@ class States:
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Any]] = {}
 
-    def at(self, layer: int, position: int, new_state: NewState) -> Any:
-        """A copy of the state with which a token at a position goes on.
+    def take(self, layer: int, position: int, committed: int, new_state: NewState) -> Any:
+        """The state with which a token at a position goes on, for `put` to hold when it went on.
 
         Raises:
             InvariantError: The layer was not run up to there, or has forgotten it.
         """
         if position == 0:
             return new_state()
-        found = self._held.get(layer, {}).get(position)
-        if found is None:
+        held = self._held.get(layer, {})
+        if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
-        return copy.deepcopy(found)
+        return copy.deepcopy(held[position]) if position == committed else held.pop(position)
 
     def put(self, layer: int, position: int, state: Any, committed: int) -> None:
-        """Hold a state; those before the committed tokens go."""
+        """Hold a state, and that of the committed tokens; the others go."""
         held = self._held.setdefault(layer, {})
-        held[position] = state
-        for before in [p for p in held if p < committed]:
-            del held[before]
+        self._held[layer] = {p: s for p, s in held.items() if p == committed} | {position: state}
 
     def clear(self) -> None:
         """The request computes again from its first token."""

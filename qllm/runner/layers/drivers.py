@@ -21,7 +21,7 @@ from qllm.errors import ModelError
 from qllm.models.discover import LayerParts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.hooked import HookedLayer
-from qllm.runner.layers.recurrent import RecurrentMixer
+from qllm.runner.layers.recurrent import OneByOne, RecurrentMixer
 from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
@@ -131,8 +131,9 @@ class HookedDriver:
 
     def __init__(self, parts: LayerParts) -> None:
         self.kind = parts.driver
-        state = parts.new_state
-        mixer = None if state is None else RecurrentMixer(parts.self_attn, state)
+        mixer: RecurrentMixer | OneByOne | None = OneByOne() if parts.one_by_one else None
+        if parts.new_state is not None:
+            mixer = RecurrentMixer(parts.self_attn, parts.new_state)
         self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts, mixer)
         self._window = parts.window
 

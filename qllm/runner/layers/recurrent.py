@@ -1,19 +1,21 @@
-"""Layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short convolutions.
+"""Mixers that run for one request after the other.
+
+Layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short convolutions.
 
 The model's own module computes, one request after the other, with a state of one request in the
-place of transformers' cache (`runner.states`).
+place of transformers' cache (`runner.states`). And attention that asks the cache for the length.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from qllm.runner.layers.attention import Span, Step
 from qllm.runner.states import NewState
-
 
 _TRIED = 5
 """Tokens per call when it is tried whether calls go on from each other."""
@@ -46,6 +48,50 @@ class _Always(list[Any]):
         super().__init__([value])
 
 
+def over_spans(
+    x_1TD: Tensor, spans: Sequence[Span], run: Callable[[Tensor, Span], Tensor]
+) -> Tensor:
+    """[1, T, width]: what `run` gives for the tokens of each span, zeros for dead ones."""
+    outs: list[Tensor | int] = []
+    at = 0
+    for span in spans:
+        if span.at > at:
+            outs.append(span.at - at)
+        at = span.at + span.hi - span.lo
+        outs.append(run(x_1TD[:, span.at : at], span))
+    if at < x_1TD.shape[1]:
+        outs.append(x_1TD.shape[1] - at)
+    width = next((out.shape[2] for out in outs if isinstance(out, Tensor)), x_1TD.shape[2])
+    made = [x_1TD.new_zeros((1, out, width)) if isinstance(out, int) else out for out in outs]
+    return made[0] if len(made) == 1 else torch.cat(made, 1)
+
+
+class OneByOne:
+    """Runs an attention for one span after the other: it asks the cache where the sequence is."""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Call the module's forward as its layer does.
+
+        Args:
+            forward: Of the module.
+            args: x, [1, T, D], first or by name.
+            given: The rest; the same `Step` as cache and as "qllm_step".
+        """
+        step: Step = given["qllm_step"]
+        x_1TD = args[0] if args else given.pop("hidden_states")
+        rope = given.pop("position_embeddings", None)
+
+        def run(x: Tensor, span: Span) -> Tensor:
+            one = Step([span._replace(at=0)], span.hi - span.lo, step.latent)
+            at = slice(span.at, span.at + one.num_tokens)
+            here = rope[:, at] if isinstance(rope, Tensor) else tuple(t[:, at] for t in rope or ())
+            how = {**given, "qllm_step": one, "past_key_values": one}
+            found: Tensor = forward(x, position_embeddings=here, **how)[0]
+            return found
+
+        return over_spans(x_1TD, step.spans, run), None
+
+
 class RecurrentMixer:
     """Runs the mixer of one layer over the spans of a step.
 
@@ -72,17 +118,11 @@ class RecurrentMixer:
             given: The rest.
         """
         x_1TD = args[0] if args else given["hidden_states"]
-        step = given[self._cache]
-        outs, at = [], 0
-        for span in step.spans:
-            num_tokens = span.hi - span.lo
-            if span.at > at:  # tokens of requests that are gone
-                outs.append(x_1TD.new_zeros((1, span.at - at, x_1TD.shape[2])))
-            at = span.at + num_tokens
-            outs.append(self._span(forward, x_1TD[:, span.at : at], span))
-        if at < x_1TD.shape[1]:
-            outs.append(x_1TD.new_zeros((1, x_1TD.shape[1] - at, x_1TD.shape[2])))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+        def run(x: Tensor, span: Span) -> Tensor:
+            return self._span(forward, x, span)
+
+        out = over_spans(x_1TD, given[self._cache].spans, run)
         return (out, *[None] * self._num_beside) if self._is_tuple else out
 
     def _can_go_on(self, module: nn.Module) -> bool:
@@ -99,14 +139,14 @@ class RecurrentMixer:
         chunks, tokens = torch.cat(outs, 1).float(), torch.cat(ones, 1).float()
         return bool((chunks - tokens).norm() <= _CLOSE * tokens.norm())
 
-    def _span(self, forward: Callable[..., Any], x_1TD: Tensor, span: Any) -> Tensor:
-        states = span.kv.states
-        state = states.at(self._index, span.lo, self._new_state)
+    def _span(self, forward: Callable[..., Any], x_1TD: Tensor, span: Span) -> Tensor:
+        states, committed = span.kv.states, span.kv.committed
+        state = states.take(self._index, span.lo, committed, self._new_state)
         parts = [x_1TD]
         if span.lo > 0 and not self._goes_on_in_chunks:
             parts = list(x_1TD.split(1, 1))
         outs = [self._call(forward, part, state) for part in parts]
-        states.put(self._index, span.hi, state, span.kv.committed)
+        states.put(self._index, span.hi, state, committed)
         span.kv.reach(span.hi)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
