@@ -65,6 +65,8 @@ class LayerParts:
     layer: nn.Module
     self_attn: nn.Module | None
     """What sees other tokens: attention, or a module with a state. None: the layer has neither."""
+    attentions: tuple[nn.Module, ...] = ()
+    """All its attention. More than one, and the layer is not cut between its parts."""
     driver: Driver
     is_moe: bool
     input_layernorm: nn.Module | None = None
@@ -126,6 +128,12 @@ class ModelParts:
     latent_kv: bool
     """The KV cache holds MLA latents."""
     shape: ModelShape
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the cache: some layers attend twice, some never."""
+        found: list[Any] = [attn for layer in self.layers for attn in layer.attentions]
+        return max([len(self.layers), *(attn.layer_idx + 1 for attn in found)])
 
 
 class _Normal(ast.NodeTransformer):
@@ -243,7 +251,9 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
         ModelError: It has no attention of the declared class.
     """
     new_state = state_maker(base, index)
-    attn = _child_of(layer, _recorded(base, "attentions"))
+    kinds = _recorded(base, "attentions")
+    attentions = tuple(m for m in layer.modules() if isinstance(m, kinds))
+    attn = next(iter(attentions), None)
     if attn is None:
         attn = next((m for m in layer.children() if _arguments(m).keys() & CACHES), None)
         if attn is not None and new_state is None:
@@ -258,7 +268,9 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
     source = "" if attn is None else inspect.getsource(inspect.unwrap(type(attn).forward))
     one_by_one = "get_seq_length" in source
     known = layer_glue is not None and (experts is None or block_glue is not None)
-    known = known and attn is not None and new_state is None and not one_by_one
+    known = known and len(attentions) == 1 and new_state is None and not one_by_one
+    if len(attentions) > 1:
+        experts = block = None
     driver = Driver.HOOKED
     if experts is None:
         driver = Driver.DENSE
@@ -272,6 +284,7 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
         index=index,
         layer=layer,
         self_attn=attn,
+        attentions=attentions if new_state is None else (),
         driver=driver,
         is_moe=experts is not None,
         input_layernorm=layer.get_submodule("input_layernorm") if known else None,
@@ -394,6 +407,21 @@ def _max_position(config: Any) -> int:
     return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)
 
 
+def _refuse_extras(base: Any, config: Any) -> None:
+    """What some families give their layers beside hidden states, positions and the cache."""
+    name = type(base).__name__
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise ModelError(
+            f"{name} gives every layer an embedding of its own (hidden_size_per_layer_input is "
+            f"{config.hidden_size_per_layer_input}): not supported, only 0 is"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ModelError(
+            f"{name} shares keys and values between layers (num_kv_shared_layers is "
+            f"{config.num_kv_shared_layers}): not supported, only 0 is"
+        )
+
+
 def _logit_rule(model: Any, config: Any) -> LogitRule | None:
     """What the families that were read do: Granite divides, Cohere multiplies, Gemma caps."""
     found = (
@@ -417,6 +445,7 @@ def discover(model: Any) -> ModelParts:
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")
     config = base.config
+    _refuse_extras(base, config)
     experts = next((parts.experts for parts in layers if parts.experts is not None), None)
     multiplier = getattr(base, "embedding_multiplier", None)
     return ModelParts(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.runner.invariance import find_invariance
-from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver
+from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
 from qllm.runner.layers.native import NativeDriver, is_usable
@@ -199,6 +199,8 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
 
     A dense layer of unknown glue is driven by hooks.
     """
+    if len(parts.attentions) > 1:
+        return WholeDriver(parts)
     if parts.input_layernorm is None:
         return HookedDriver(parts)
-    return FastDriver(parts) if arena is None else NativeDriver(parts, arena)
+    return FastDriver(parts) if arena is None or parts.rope_kind is not None else NativeDriver(parts, arena)

@@ -132,7 +132,7 @@ class CpuBackend:
         compute.enter()
 
     def new_kv(self, capacity: int) -> RequestKV:
-        return SlabKV(len(self._parts.layers), capacity)
+        return SlabKV(self._parts.num_kv_layers, capacity)
 
     def new_tables(self) -> BlockTables:
         return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is not short

@@ -127,8 +127,7 @@ class TorchRunner:
         attention.uninstall(self._attention())
 
     def _attention(self) -> list[nn.Module]:
-        found = [p.self_attn for p in self.parts.layers if p.new_state is None]
-        return [attn for attn in found if attn is not None]
+        return [attn for layer in self.parts.layers for attn in layer.attentions]
 
     # requests
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qllm.errors import ModelError
+from qllm.errors import InvariantError, ModelError
 from qllm.models.discover import LayerParts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.hooked import HookedLayer
@@ -160,3 +160,32 @@ class HookedDriver:
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
         return self._layer.combine(x_TD, mid_TD, position_embeddings=None, attention_mask=None)
+
+
+class WholeDriver:
+    """A layer that attends more than once: all of it runs where others attend."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        self.kind = parts.driver
+        self._layer, self._window = parts.layer, parts.window
+
+    def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
+        out = self._layer(
+            x_TD[None],
+            position_embeddings=as_given(rope),
+            attention_mask=None,
+            past_key_values=step,
+            qllm_step=step,
+            qllm_window=self._window,
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found[0]
+
+    def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
+        raise InvariantError("a layer that runs whole has no experts of its own")
+
+    def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
+        raise InvariantError("a layer that runs whole has no experts of its own")
+
+    def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
+        return mid_TD
