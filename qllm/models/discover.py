@@ -347,7 +347,7 @@ def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:
     for parts in layers:
         if parts.router is not None and hasattr(parts.router, "top_k"):
             return int(parts.router.top_k)  # type: ignore[arg-type]
-    found = getattr(config, "num_experts_per_tok", None)
+    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     if found is None:
         raise ModelError("the model does not say how many experts a token takes")
     return int(found)
