@@ -75,6 +75,11 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     reason, advice = None, "use 'auto' or False"
     if runner.parts.lm_head.weight.device.type != "cpu":
         reason = "KV is kept on the CPU only"
+    elif any(layer.new_state is not None for layer in runner.parts.layers):
+        reason = (
+            "layers carry a state, which is no KV of tokens: a request can only go on where its "
+            "own state is"
+        )
     elif not runner.backend.is_native and asked != "approximate":
         reason = (
             "not every layer runs on our kernels, so the bits of a token's KV depend on how its "

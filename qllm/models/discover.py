@@ -133,7 +133,7 @@ class ModelParts:
     def num_kv_layers(self) -> int:
         """Layers of the cache: some layers attend twice, some never."""
         found: list[Any] = [attn for layer in self.layers for attn in layer.attentions]
-        return max([len(self.layers), *(attn.layer_idx + 1 for attn in found)])
+        return max([len(self.layers), *(int(attn.layer_idx) + 1 for attn in found)])
 
 
 class _Normal(ast.NodeTransformer):

@@ -109,7 +109,7 @@ class RequestState:
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and the JSON that describes them."""
-        tensors = dict(self.kv.export())
+        tensors = {**dict(self.kv.export()), **self.kv.states.export()}
         if self.kept is not None:
             tensors["hidden"] = self.kept.x_TD.clone()
         if self.hidden:
@@ -133,6 +133,7 @@ class RequestState:
             if name.startswith("k."):
                 layer = int(name[2:])
                 self.kv.restore(layer, tensors[name], tensors[f"v.{layer}"])
+        self.kv.states.restore(tensors)
         self.kv.committed = meta["committed"]
         if meta["kept"] is not None:
             lo, hi, layer = meta["kept"]

@@ -156,9 +156,7 @@ class SlabKV(RequestKV):
 
     def _own(self, k_1GTH: Tensor, v_1GTH: Tensor) -> tuple[Tensor, Tensor]:
         """A slab of a layer whose heads or widths are not those of the first that wrote."""
-        k, v = (
-            t.new_empty((1, t.shape[1], self.capacity, t.shape[3])) for t in (k_1GTH, v_1GTH)
-        )
+        k, v = (t.new_empty((1, t.shape[1], self.capacity, t.shape[3])) for t in (k_1GTH, v_1GTH))
         return k, v
 
     def clear(self) -> None:

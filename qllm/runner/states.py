@@ -11,10 +11,11 @@ pass that is forgotten, stopped in between or run in another way finds where it 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from qllm.errors import InvariantError
 from qllm.models.hybrid import LightningState
@@ -66,15 +67,15 @@ class States:
             for name, tensor in tensors_of(state).items()
         }
 
-    def restore(self, tensors: dict[str, Tensor], new_state: Callable[[int], Any]) -> None:
-        """Take up what `export` gave."""
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `export` gave; other names are passed over."""
+        found: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith("state."):
                 _, layer, position, which = name.split(".", 3)
-                held = self._held.setdefault(int(layer), {})
-                if int(position) not in held:
-                    held[int(position)] = new_state(int(layer))
-                _take(held[int(position)], which, tensor)
+                found.setdefault((int(layer), int(position)), {})[which] = tensor
+        for (index, at), named in found.items():
+            self._held.setdefault(index, {})[at] = _restored(named)
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
@@ -89,12 +90,17 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
     return found
 
 
-def _take(state: Any, name: str, tensor: Tensor) -> None:
-    if isinstance(state, LightningState):
-        state.value = tensor
-        return
-    kind, number = name.split(".")
-    which = int(number)
-    state.lazy_initialization(**{f"{kind}_states": tensor, "state_idx": which})
-    getattr(state, f"{kind}_states")[which].copy_(tensor)
-    state.has_previous_state[which] = True
+def _restored(tensors: Mapping[str, Tensor]) -> Any:
+    """The state that had these tensors."""
+    if "value" in tensors:
+        state = LightningState()
+        state.value = tensors["value"]
+        return state
+    numbers = {name: int(name.split(".")[1]) for name in tensors}
+    layer = LinearAttentionLayer(number_of_states=max(numbers.values()) + 1)
+    for name, which in numbers.items():
+        kind = f"{name.split('.')[0]}_states"
+        layer.lazy_initialization(**{kind: tensors[name], "state_idx": which})  # type: ignore[arg-type]
+        getattr(layer, kind)[which].copy_(tensors[name])
+        layer.has_previous_state[which] = True
+    return layer

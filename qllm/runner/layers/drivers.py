@@ -64,7 +64,8 @@ class LayerDriver(Protocol):
 
 
 def _attention(parts: LayerParts, x_1TD: Tensor, rope: Rope, step: Step) -> Tensor:
-    out: Tensor = parts.self_attn(
+    attention: Any = parts.self_attn
+    out: Tensor = attention(
         hidden_states=x_1TD,
         position_embeddings=as_given(rope),
         attention_mask=None,

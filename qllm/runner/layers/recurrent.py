@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from qllm.runner.layers.attention import Span, Step
@@ -107,7 +107,7 @@ class RecurrentMixer:
         self._cache = next(n for n in ("cache_params", "past_key_values") if n in names)
         self._takes_positions = "position_embeddings" in names
         self._is_tuple, self._num_beside = False, 0
-        self._goes_on_in_chunks = self._can_go_on(module)
+        self._goes_on_in_chunks: bool | None = None
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
         """Call the module's forward as its layer does, with a `Step` where the cache would be.
@@ -125,17 +125,15 @@ class RecurrentMixer:
         out = over_spans(x_1TD, given[self._cache].spans, run)
         return (out, *[None] * self._num_beside) if self._is_tuple else out
 
-    def _can_go_on(self, module: nn.Module) -> bool:
+    def _can_go_on(self, forward: Callable[..., Any], like: Tensor) -> bool:
         """Whether a call with several tokens goes on from a state; some begin anew (Jamba)."""
-        weight = next(m for m in module.modules() if isinstance(m, nn.Linear)).weight
         made = torch.Generator().manual_seed(0)
-        x_1TD = torch.randn((1, 2 * _TRIED, weight.shape[1]), generator=made).to(weight)
+        x_1TD = torch.randn((1, 2 * _TRIED, like.shape[2]), generator=made).to(like)
         outs, state = [], self._new_state()
-        with torch.inference_mode():
-            for part in x_1TD.split(_TRIED, 1):
-                outs.append(self._call(module.forward, part, state))
-            state = self._new_state()
-            ones = [self._call(module.forward, x, state) for x in x_1TD.split(1, 1)]
+        for part in torch.split(x_1TD, _TRIED, 1):
+            outs.append(self._call(forward, part, state))
+        state = self._new_state()
+        ones = [self._call(forward, x, state) for x in torch.split(x_1TD, 1, 1)]
         chunks, tokens = torch.cat(outs, 1).float(), torch.cat(ones, 1).float()
         return bool((chunks - tokens).norm() <= _CLOSE * tokens.norm())
 
@@ -143,8 +141,11 @@ class RecurrentMixer:
         states, committed = span.kv.states, span.kv.committed
         state = states.take(self._index, span.lo, committed, self._new_state)
         parts = [x_1TD]
-        if span.lo > 0 and not self._goes_on_in_chunks:
-            parts = list(x_1TD.split(1, 1))
+        if span.lo > 0 and x_1TD.shape[1] > 1:
+            if self._goes_on_in_chunks is None:
+                self._goes_on_in_chunks = self._can_go_on(forward, x_1TD)
+            if not self._goes_on_in_chunks:
+                parts = list(torch.split(x_1TD, 1, 1))
         outs = [self._call(forward, part, state) for part in parts]
         states.put(self._index, span.hi, state, committed)
         span.kv.reach(span.hi)
