@@ -191,7 +191,7 @@ def base_model(model: nn.Module) -> Any:
     found = getattr(model, "base_model", model)
     if found is model:  # its prefix names another attribute (Llama 4)
         found = getattr(model, "model", model)
-    return found
+    return getattr(found, "language_model", found)  # beside the parts that see images
 
 
 def _recorded(base: Any, name: str) -> tuple[type[nn.Module], ...]:
@@ -378,7 +378,7 @@ def _rotary(base: Any, layers: tuple[LayerParts, ...], like: Tensor) -> nn.Modul
     _refuse_rope_types(rotary)
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
     what = f"{type(rotary).__name__} does not give embeddings of positions"
-    for kind in {layer.rope_kind for layer in layers}:
+    for kind in {layer.rope_kind for layer in layers if layer.new_state is None}:
         given = {} if kind is None else {"layer_type": kind}
         try:
             with torch.inference_mode():

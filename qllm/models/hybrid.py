@@ -7,11 +7,28 @@ from typing import Any
 
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DummyLayer,
     DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from qllm.errors import ModelError
+
+
+KNOWN = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DummyLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+"""Kinds of layers in transformers' cache that are driven, or refused for another reason."""
 
 
 class LightningState:
@@ -30,6 +47,11 @@ def state_maker(base: Any, index: int) -> Callable[[], Any] | None:
     if _is_lightning(base, index):
         return LightningState
     layers = DynamicCache(config=base.config).layers
+    if index < len(layers) and type(layers[index]) not in KNOWN:
+        raise ModelError(
+            f"layer {index} of {type(base).__name__} keeps a {type(layers[index]).__name__} in its "
+            "cache, which is neither keys and values nor a state: not supported"
+        )
     if index >= len(layers) or not isinstance(layers[index], LinearAttentionCacheLayerMixin):
         return None
     fresh = layers[index]

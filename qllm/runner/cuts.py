@@ -113,6 +113,12 @@ class _Attn(NamedTuple):
     key: float
 
 
+def _heads(attn: Any, config: Any) -> int:
+    """Query heads: the module's, or those of a config in which all layers are alike."""
+    found = getattr(attn, "num_heads", None) or getattr(attn, "num_attention_heads", None)
+    return int(found or config.num_attention_heads)
+
+
 def _attn_ns(
     parts: LayerParts, config: Any, dtype: torch.dtype, width: int, in_pairs: bool
 ) -> _Attn:
@@ -120,7 +126,7 @@ def _attn_ns(
     weights, item = _weights(attn), dtype.itemsize
     if attn is None:
         return _Attn(0.0, 1.0, 0.0, 0.0)
-    heads = config.num_attention_heads
+    heads = _heads(attn, config)
     if hasattr(attn, "kv_lora_rank"):  # a key is the latent and what is rotated, a value the latent
         key, value = attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
         stored = key

@@ -106,7 +106,8 @@ class Ropes:
         rotary = parts.rotary_emb
         self.switch = None if rotary is None else switch_of(model, rotary)
         self._tables: dict[str | None, RopeTable] = {}
-        for kind in {layer.rope_kind for layer in parts.layers} if rotary is not None else ():
+        attend = [layer for layer in parts.layers if layer.new_state is None]
+        for kind in {layer.rope_kind for layer in attend} if rotary is not None else ():
             call: Any = rotary if kind is None else partial(rotary, layer_type=kind)  # type: ignore[arg-type,misc]
             self._tables[kind] = RopeTable(call, device, dtype, self.switch)
 
