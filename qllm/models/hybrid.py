@@ -19,7 +19,6 @@ from transformers.cache_utils import (
 
 from qllm.errors import ModelError
 
-
 KNOWN = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
