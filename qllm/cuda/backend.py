@@ -162,6 +162,8 @@ class CudaBackend:
             return "not asked for" if graphs is False else f"device {self.device.type}"
         if any(driver.kind is Driver.HOOKED for driver in self.drivers):
             return "a layer is driven by hooks"
+        if any(layer.rope_kind is not None for layer in self._parts.layers):
+            return "every type of layer has position embeddings of its own"
         if switch_of(model, self._parts.rotary_emb) is None:
             return ""
         kind = getattr(self._parts.rotary_emb, "rope_type", "")
@@ -270,6 +272,7 @@ class CudaBackend:
         like = self._parts.lm_head.weight
         with torch.inference_mode():
             positions = torch.arange(sizes[2] * self.pages.page_size, device=self.device)
+            assert self._parts.rotary_emb is not None
             cos, sin = self._parts.rotary_emb(like[:1, :1], positions[None])
             slots = self.pages.num_pages * self.pages.page_size
             hidden = like.new_zeros((slots + 1, self._parts.lm_head.in_features))

@@ -103,8 +103,8 @@ class Body:
     def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
         parts, d = self._parts, lane.on_device
         logits = parts.lm_head(parts.norm(x_TD.index_select(0, d["last"][:rows])))
-        if parts.logits_scaling is not None:
-            logits = logits / parts.logits_scaling
+        if parts.logit_rule is not None:
+            logits = parts.logit_rule(logits)
         columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
         self._kernels.sample(
             logits, *(d[name][:rows] for name in columns), lane.tokens_R[:rows], lane.peaks_R[:rows]

@@ -72,6 +72,9 @@ class KvPages:
         return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
 
 
+STATES = "layers carry a state, which is no KV of tokens: a request can only go on where its own state is"
+
+
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     """Why an engine has no prefix cache; None if it has one.
 
@@ -81,12 +84,13 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     asked = config.prefix_cache
     if asked is False:
         return "prefix_cache=False"
-    reason = runner.backend.why_inexact
-    if not reason or asked == "approximate":
-        return None
-    if asked is True:
-        raise ConfigError(
-            f"prefix_cache={asked!r} is not possible here: {reason}; use 'approximate' to have it "
-            "all the same, or 'auto'"
-        )
+    if any(layer.new_state is not None for layer in runner.parts.layers):
+        reason, allowed = STATES, "use 'auto' or False"
+    else:
+        reason = runner.backend.why_inexact
+        if not reason or asked == "approximate":
+            return None
+        allowed = "use 'approximate' to have it all the same, or 'auto'"
+    if asked != "auto":
+        raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {allowed}")
     return reason

@@ -146,7 +146,7 @@ class CpuBackend:
         compute.enter()
 
     def new_kv(self, capacity: int) -> RequestKV:
-        return SlabKV(len(self._parts.layers), capacity)
+        return SlabKV(self._parts.num_kv_layers, capacity)
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
         """KV does not move when it is swapped out."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
+from qllm.runner.states import States
 
 
 class RequestKV(ABC):
@@ -28,7 +29,7 @@ class RequestKV(ABC):
         capacity: Most tokens.
     """
 
-    __slots__ = ("capacity", "committed", "written")
+    __slots__ = ("capacity", "committed", "states", "written")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -36,6 +37,8 @@ class RequestKV(ABC):
         """Tokens whose KV exists in every layer."""
         self.written = 0
         """Tokens whose KV exists in some layer."""
+        self.states = States()
+        """Of layers that carry a state."""
 
     def reach(self, hi: int) -> None:
         """Note that positions below `hi` are written, or will be before they are read."""
@@ -45,6 +48,7 @@ class RequestKV(ABC):
     def clear(self) -> None:
         """Let go of everything; the request recomputes."""
         self.committed = self.written = 0
+        self.states.clear()
 
     def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Have room for what `export` gave: in blocks, or without any where swapped-out KV lies."""
@@ -123,6 +127,8 @@ class SlabKV(RequestKV):
             self._reserve(k_1GTH, v_1GTH)
             slab = self.slabs[layer]
             assert slab is not None
+        if slab[0].shape[1] != k_1GTH.shape[1] or slab[0].shape[3] != k_1GTH.shape[3]:
+            slab = self.slabs[layer] = self._own(k_1GTH, v_1GTH)
         slab[0].narrow(2, lo, num_tokens).copy_(k_1GTH)
         slab[1].narrow(2, lo, num_tokens).copy_(v_1GTH)
         self.reach(hi)
@@ -169,7 +175,7 @@ class SlabKV(RequestKV):
         return self._base
 
     def _reserve(self, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
-        """Make the slabs of all layers; they have one shape."""
+        """Make the slabs of all layers, in one shape; a layer of another shape gets its own."""
 
         def layers(like_1GTH: Tensor) -> tuple[Tensor, ...]:
             _, heads, _, width = like_1GTH.shape
@@ -177,6 +183,11 @@ class SlabKV(RequestKV):
             return like_1GTH.new_empty(shape).unbind(0)
 
         self.slabs = list(zip(layers(k_1GTH), layers(v_1GTH), strict=True))
+
+    def _own(self, k_1GTH: Tensor, v_1GTH: Tensor) -> tuple[Tensor, Tensor]:
+        """A slab of a layer whose heads or widths are not those of the first that wrote."""
+        k, v = (t.new_empty((1, t.shape[1], self.capacity, t.shape[3])) for t in (k_1GTH, v_1GTH))
+        return k, v
 
     def clear(self) -> None:
         super().clear()

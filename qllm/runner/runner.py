@@ -27,7 +27,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.native import attend_some
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Longest, Segments, Stop
-from qllm.runner.rope import RopeTable, switch_of
+from qllm.runner.rope import Ropes
 from qllm.runner.sampler import Sampler
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
@@ -69,11 +69,10 @@ class TorchRunner:
         self.frames: dict[int, Frame] = {}
         self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
-            switch, dtype = switch_of(model, parts.rotary_emb), parts.lm_head.weight.dtype
-            self.rope = RopeTable(parts.rotary_emb, self._device, dtype, switch)
+            self.rope = Ropes(model, parts, self._device, parts.lm_head.weight.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)
         self.backend = make_backend(parts)
-        attention.install([p.self_attn for p in parts.layers])
+        attention.install(self._attention())
         try:
             self.backend.enter()  # last: the weights of experts are packed, in place
         except BaseException:
@@ -124,7 +123,10 @@ class TorchRunner:
     def close(self) -> None:
         """Give the model's modules back what they had."""
         self.backend.close()
-        attention.uninstall([p.self_attn for p in self.parts.layers])
+        attention.uninstall(self._attention())
+
+    def _attention(self) -> list[nn.Module]:
+        return [attn for layer in self.parts.layers for attn in layer.attentions]
 
     # requests
 
@@ -322,7 +324,7 @@ class TorchRunner:
         _, layer, group, lo, hi = op
         x, state = frame.activate(group), frame.layer
         step = frame.step_of(group, lo, hi, self.new_step)
-        rope = frame.rope_of(group, lo, hi)
+        rope = frame.rope_of(group, lo, hi, self.parts.layers[layer].rope_kind)
         whole, costs = hi - lo == x.shape[0], self.backend.costs
         driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
         mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, costs)
@@ -414,7 +416,7 @@ class TorchRunner:
             return head.scores.run(vocabulary, parts, costs, pos, dead)
         pos -= head.scores.num_units
         stop = min(num, pos + costs.head_blocks(len(members), num))
-        head.run(vocabulary, pos, stop, parts.logits_scaling)
+        head.run(vocabulary, pos, stop, parts.logit_rule)
         if stop < num:
             return head.scores.num_units + stop
         self._sample(frame, members)
@@ -438,8 +440,8 @@ class TorchRunner:
         live = [j for j, i in enumerate(head.rest) if rows[i].request_id not in frame.dead]
         if live:
             logits = head.logits()[live] if len(live) < len(head.rest) else head.logits()
-            if self.parts.logits_scaling is not None:
-                logits = logits / self.parts.logits_scaling
+            if self.parts.logit_rule is not None:
+                logits = self.parts.logit_rule(logits)
             rest = [head.rest[j] for j in live]
             chosen = [rows[i] for i in rest]
             if not head.scores.num_units:
