@@ -15,7 +15,7 @@ from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedErr
 from qllm.frontend.handle import Piece
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
-from qllm.server.ask import Served
+from qllm.server.ask import SHORT, Served
 from qllm.server.errors import ApiError, from_engine
 from qllm.server.front import Answer
 from qllm.types import Priority, SamplingParams, Slo

@@ -4,13 +4,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 
 class Waker:
     """Calls functions on one event loop; many of one moment wake it once."""
 
-    _all: "WeakKeyDictionary[asyncio.AbstractEventLoop, Waker]" = WeakKeyDictionary()
+    _all: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Waker"]] = WeakKeyDictionary()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)

@@ -7,7 +7,6 @@ from typing import Any
 
 from qllm.types import Priority, Slo
 
-
 SHORT = 2048
 """Characters, or ids, from which on a text is not short."""
 

@@ -53,7 +53,80 @@ class Together:
         self._transport.close()
 
 
-def make_protocol(header_timeout_s: float, max_header_bytes: int) -> type[HttpToolsProtocol]:
+class Protocol(HttpToolsProtocol):
+    """Uvicorn's HTTP within limits; `make_protocol` sets them."""
+
+    header_timeout_s: float
+    max_header_bytes: int
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(Together(transport, self.loop))  # type: ignore[arg-type]
+        self._plain = transport
+        self._num_unused = 0
+        """Bytes that came since a head ended, or a part of a body or its end came."""
+        self._deadline = self.loop.call_later(self.header_timeout_s, self._check_header)
+
+    def _check_header(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._num_unused += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._to_h11(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse()
+        else:
+            if self._num_unused > self.max_header_bytes:
+                self._refuse()
+
+    def _refuse(self) -> None:
+        msg = "Invalid HTTP request received."
+        self.logger.warning(msg)
+        self.send_400_response(msg)
+
+    def _to_h11(self, rest: bytes) -> None:
+        """Let h11 go on, from the head just read on; `rest` is what came behind it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # its client asks again on another connection
+            self.flow.pause_reading()
+            return
+        self._deadline.cancel()
+        self.connections.discard(self)
+        version = self.parser.get_http_version().encode()
+        first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
+        fields = b"".join(b"%s: %s\r\n" % field for field in self.headers)
+        after = H11Protocol(self.config, self.server_state, self.app_state, self.loop)
+        self._plain.set_protocol(after)
+        after.connection_made(self._plain)
+        after.data_received(first + fields + b"\r\n" + rest)
+
+    # -- called by the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        is_trailer = self.cycle is not None and self.cycle.scope is self.scope
+        if not is_trailer:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._num_unused = 0
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unused = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unused = 0
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+
+def make_protocol(header_timeout_s: float, max_header_bytes: int) -> type[Protocol]:
     """The protocol of a server.
 
     Args:
@@ -61,72 +134,5 @@ def make_protocol(header_timeout_s: float, max_header_bytes: int) -> type[HttpTo
         max_header_bytes: So much may come without any use: as a head that does not end, or
             between the parts of a body.
     """
-
-    class Protocol(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(Together(transport, self.loop))  # type: ignore[arg-type]
-            self._plain = transport
-            self._num_unused = 0
-            """Bytes that came since a head ended, or a part of a body or its end came."""
-            self._deadline = self.loop.call_later(header_timeout_s, self._check_header)
-
-        def _check_header(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
-
-        def data_received(self, data: bytes) -> None:
-            self._unset_keepalive_if_required()
-            self._num_unused += len(data)
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as offer:
-                self._to_h11(data[offer.args[0] :])
-            except httptools.HttpParserError:
-                self._refuse()
-            else:
-                if self._num_unused > max_header_bytes:
-                    self._refuse()
-
-        def _refuse(self) -> None:
-            msg = "Invalid HTTP request received."
-            self.logger.warning(msg)
-            self.send_400_response(msg)
-
-        def _to_h11(self, rest: bytes) -> None:
-            """Let h11 go on, from the head just read on; `rest` is what came behind it."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.cycle.keep_alive = False  # its client asks again on another connection
-                self.flow.pause_reading()
-                return
-            self._deadline.cancel()
-            self.connections.discard(self)
-            version = self.parser.get_http_version().encode()
-            first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
-            fields = b"".join(b"%s: %s\r\n" % field for field in self.headers)
-            after = H11Protocol(self.config, self.server_state, self.app_state, self.loop)
-            self._plain.set_protocol(after)
-            after.connection_made(self._plain)
-            after.data_received(first + fields + b"\r\n" + rest)
-
-        # -- called by the parser
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            is_trailer = self.cycle is not None and self.cycle.scope is self.scope
-            if not is_trailer:
-                super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            self._num_unused = 0
-            if not self.parser.should_upgrade():
-                super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self._num_unused = 0
-            super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self._num_unused = 0
-            if not self.parser.should_upgrade():
-                super().on_message_complete()
-
-    return Protocol
+    limits = {"header_timeout_s": header_timeout_s, "max_header_bytes": max_header_bytes}
+    return type("LimitedProtocol", (Protocol,), limits)
