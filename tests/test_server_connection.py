@@ -294,3 +294,21 @@ def test_an_error_of_the_work_is_raised_and_a_late_result_is_given_back() -> Non
     finally:
         gate.set()
         work.close()
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_who_waits_for_work_when_it_closes_is_cancelled(is_short: bool) -> None:
+    gate, work = threading.Event(), TextWork("test")
+
+    async def ask() -> None:
+        jobs = (work.run(gate.wait, is_short=is_short, abandon=print) for _ in range(5))
+        tasks = [asyncio.create_task(job) for job in jobs]
+        await asyncio.sleep(0)
+        work.close()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+
+    try:
+        asyncio.run(asyncio.wait_for(ask(), 60))
+    finally:
+        gate.set()

@@ -32,6 +32,7 @@ class TextWork:
         self._short = ThreadPoolExecutor(1, f"qllm-short-{name}")
         self._jobs: deque[_Job] = deque()
         self._is_working = False
+        self._awaited: set[asyncio.Future[Any]] = set()
 
     async def run(
         self, function: Callable[[], Any], *, is_short: bool, abandon: Callable[[Any], object]
@@ -51,7 +52,11 @@ class TextWork:
             if not self._is_working:
                 self._is_working = True
                 self._short.submit(self._do_all)
-        return await job.future
+        self._awaited.add(job.future)
+        try:
+            return await job.future
+        finally:
+            self._awaited.discard(job.future)
 
     def _do_all(self) -> None:
         self._is_working = False
@@ -70,7 +75,9 @@ class TextWork:
             job.waker.call(partial(_tell, job, result, None))
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more; who still waits is cancelled. On the event loop."""
+        for future in list(self._awaited):
+            future.cancel()
         for pool in (self.pool, self._short):
             pool.shutdown(wait=False, cancel_futures=True)
 
