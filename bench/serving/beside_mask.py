@@ -48,14 +48,10 @@ def make_model(folder: Path, vocab_size: int) -> None:
 
 def tpot_ms(engine: QLLMEngine, form: dict[str, Any] | None, args: argparse.Namespace) -> float:
     """Mean TPOT of the rows without a form."""
-    asked = None if form is None else StructuredOutputs(**form)
     how = {"temperature": 1.0, "ignore_eos": True}
-    first = engine.submit(
-        [1] * 16,
-        "LS",
-        args.tokens,
-        sampling=SamplingParams(**how, seed=0, structured_outputs=asked),
-    )
+    asked = {"structured_outputs": StructuredOutputs(**form), "ignore_eos": False} if form else {}
+    sampling = SamplingParams(**{**how, "seed": 0, **asked})
+    first = engine.submit([1] * 16, "LS", args.tokens, sampling=sampling)
     others = [
         engine.submit([2 + n] * 16, "LS", args.tokens, sampling=SamplingParams(**how, seed=n))
         for n in range(1, args.rows)

@@ -3,8 +3,8 @@
 `qllm serve tiny`, whose engine burns CPU until each pass has taken `--step-ms`, is asked for 1
 token by 1 and by 8 clients that each wait for their answer: through the Python API (this process
 is a second front end of the same engine), over HTTP with a stream (its first event) and without
-one (the whole answer). The ways take turns. Each time is of one request; what HTTP adds is the
-difference of percentiles. The last line of stdout is one JSON document.
+one (the whole answer). The ways take turns in each round; what HTTP adds is the median over rounds
+of the difference of percentiles. The last line of stdout is one JSON document.
 
     python -m bench.serving.ttft [--rounds 5] [--requests 200]
 """
@@ -111,6 +111,16 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {f"p{p}": round(float(np.percentile(values, p)), 3) for p in (50, 99)}
 
 
+def minus(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
+    """Percentile by percentile."""
+    return {p: left[p] - right[p] for p in left}
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Of the percentiles of rounds: one that was disturbed does not count."""
+    return {p: round(float(np.median([one[p] for one in rounds])), 3) for p in rounds[0]}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both numbers of clients."""
     with tempfile.TemporaryDirectory(prefix="qllm-ttft-") as folder:
@@ -128,20 +138,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             }
             found: dict[str, Any] = {}
             for clients in CLIENTS:
-                times: dict[str, list[float]] = {name: [] for name in ways}
                 for way in ways.values():
                     way(clients, 4 * clients)
-                for _ in range(args.rounds):
-                    for name, way in ways.items():
-                        times[name] += way(clients, args.requests)
-                ttft = {name: percentiles(values) for name, values in times.items()}
+                rounds = [
+                    {name: percentiles(way(clients, args.requests)) for name, way in ways.items()}
+                    for _ in range(args.rounds)
+                ]
+                ttft = {name: medians([one[name] for one in rounds]) for name in ways}
                 adds = {
-                    name: {p: round(ttft[name][p] - ttft["python"][p], 3) for p in REACH_MS}
+                    name: medians([minus(one[name], one["python"]) for one in rounds])
                     for name in ("http_streamed", "http_whole")
                 }
                 holds = all(ms[p] <= REACH_MS[p] for ms in adds.values() for p in REACH_MS)
-                row = {"requests": len(times["python"]), "ttft_ms": ttft, "http_adds_ms": adds}
-                found[f"{clients} clients"] = {**row, "holds": holds}
+                row = {
+                    "requests": args.rounds * args.requests,
+                    "ttft_ms": ttft,
+                    "http_adds_ms": adds,
+                }
+                found[f"{clients} client{'s' * (clients > 1)}"] = {**row, "holds": holds}
                 print(clients, json.dumps(row), file=sys.stderr)
     return found
 
