@@ -5,6 +5,7 @@ each of them, and inside EXPERTS after each range of work units. Stopping is ret
 of the first op not done: everything needed to go on is in the frame already.
 """
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
 from qllm.models.discover import ModelParts, discover, identity, refuse_unsafe
+from qllm.models.heard import never_called
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
@@ -31,6 +33,8 @@ from qllm.runner.rope import Ropes
 from qllm.runner.sampler import Sampler
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 class TorchRunner:
@@ -61,6 +65,12 @@ class TorchRunner:
         refuse_unsafe(model)
         self.model = model
         self.parts = parts = discover(model)
+        if names := never_called(model, parts):
+            _log.warning(
+                "hooks on %s are never called: layers are run part by part, and experts and head "
+                "are read as weights; hooks of attention, norms, routers and MLPs are called",
+                ", ".join(names),
+            )
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
