@@ -94,7 +94,15 @@ FLOORS = {
     "server": Floor(
         f"__init__ {BASE} cores frontend grammar_check ingress llm record",
         STDLIB
-        | {"fastapi", "prometheus_client", "pydantic", "pydantic_settings", "starlette", "uvicorn"},
+        | {
+            "fastapi",
+            "httptools",
+            "prometheus_client",
+            "pydantic",
+            "pydantic_settings",
+            "starlette",
+            "uvicorn",
+        },
     ),
     "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),
     "measure": Floor(
@@ -127,6 +135,7 @@ OWN_BENCHES = {
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
+    "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.tier",
 }

@@ -16,9 +16,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ModelError
-from qllm.models.discover import refuse_unsafe
 from qllm.models.loader import load
 from qllm.models.quantised import Stored, refuse_integers
+from qllm.models.unsafe import refuse_unsafe
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 8

@@ -425,8 +425,7 @@ def test_a_client_that_leaves_before_its_request_is_submitted(
     client.close()
     until(lambda: served.front._num_ls == 0)
     go.set()
-    until(lambda: handles and handles[0].finish_reason == "cancelled")
-    until(lambda: is_idle(engine))
+    until(lambda: handles and handles[0].finish_reason == "cancelled" and is_idle(engine))
 
 
 def test_a_request_over_its_time_is_504(engine: QLLMEngine) -> None:

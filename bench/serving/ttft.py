@@ -117,7 +117,7 @@ def minus(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of the percentiles of rounds: one that was disturbed does not count."""
+    """Medians over rounds, by percentile: a round that was disturbed does not count."""
     return {p: round(float(np.median([one[p] for one in rounds])), 3) for p in rounds[0]}
 
 

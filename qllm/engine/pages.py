@@ -72,7 +72,7 @@ class KvPages:
         return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
 
 
-STATES = "layers carry a state, which is no KV of tokens: a request can only go on where its own state is"
+STATES = "layers carry a state, which is no KV of tokens: a request can only go on where its own is"
 
 
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:

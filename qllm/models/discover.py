@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.hybrid import state_maker
-from qllm.models.quantised import refuse_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
-EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 PACKED = "qllm_packed"
 """Attribute of experts whose weights a runner holds in a layout of its own."""
 CACHES = {"cache_params", "past_key_values"}
@@ -132,8 +130,13 @@ class ModelParts:
     @property
     def num_kv_layers(self) -> int:
         """Layers of the cache: some layers attend twice, some never."""
-        found: list[Any] = [attn for layer in self.layers for attn in layer.attentions]
+        found: list[Any] = self.attentions
         return max([len(self.layers), *(int(attn.layer_idx) + 1 for attn in found)])
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """All attention, in order."""
+        return [attn for layer in self.layers for attn in layer.attentions]
 
 
 class _Normal(ast.NodeTransformer):
@@ -466,53 +469,6 @@ def discover(model: Any) -> ModelParts:
             max_position=_max_position(config),
         ),
     )
-
-
-def _refuse_tensor(name: str, tensor: Tensor) -> None:
-    if tensor.device.type == "meta":
-        raise ModelError(
-            f"parameter {name} is on the meta device (offloaded to disk?): load the whole model"
-        )
-    if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
-        raise ModelError(f"parameter {name} is sharded (DTensor); load without tensor parallelism")
-
-
-def _refuse_experts(name: str, experts: Any) -> None:
-    if "forward" in vars(experts):
-        raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
-    if getattr(experts, "_is_expert_parallel", False):
-        raise ModelError(f"{name} is sharded over devices (expert parallelism)")
-    known = EXPERT_FLAGS | {"_is_expert_parallel"}
-    flags = {key for key in vars(experts) if key.startswith(("has_", "is_", "_is_"))}
-    unknown = flags - known - {"_is_full_backward_hook", "_is_hf_initialized"}
-    if unknown:
-        raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
-
-
-def refuse_unsafe(model: nn.Module) -> None:
-    """Refuse a model that the drivers would run wrongly.
-
-    Raises:
-        ModelError: Names the part and the reason.
-    """
-    if model.training:
-        raise ModelError("the model is in training mode; call model.eval()")
-    if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
-        raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
-    for name, module in model.named_modules():
-        if hasattr(module, PACKED):
-            raise ModelError(
-                f"the weights of {name} are packed for another runner; close that runner (or its "
-                "engine) first, or load the model once more"
-            )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _refuse_tensor(name, tensor)
-    refuse_quantised(model)
-    for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise ModelError(f"{name or 'the model'} has an accelerate hook (offload?)")
-        if is_experts(module):
-            _refuse_experts(name, module)
 
 
 def identity(model: nn.Module, expert_weights: str = "auto") -> str:

@@ -38,7 +38,7 @@ class RequestKV(ABC):
         self.written = 0
         """Tokens whose KV exists in some layer."""
         self.states = States()
-        """Of layers that carry a state."""
+        """What layers that carry a state left."""
 
     def reach(self, hi: int) -> None:
         """Note that positions below `hi` are written, or will be before they are read."""

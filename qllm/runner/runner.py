@@ -5,7 +5,6 @@ each of them, and inside EXPERTS after each range of work units. Stopping is ret
 of the first op not done: everything needed to go on is in the frame already.
 """
 
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
-from qllm.models.discover import ModelParts, discover, identity, refuse_unsafe
-from qllm.models.heard import never_called
+from qllm.models.discover import ModelParts, discover, identity
+from qllm.models.heard import warn_of_unheard
+from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
@@ -33,8 +33,6 @@ from qllm.runner.rope import Ropes
 from qllm.runner.sampler import Sampler
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
-
-_log = logging.getLogger(__name__)
 
 
 class TorchRunner:
@@ -65,12 +63,7 @@ class TorchRunner:
         refuse_unsafe(model)
         self.model = model
         self.parts = parts = discover(model)
-        if names := never_called(model, parts):
-            _log.warning(
-                "hooks on %s are never called: layers are run part by part, and experts and head "
-                "are read as weights; hooks of attention, norms, routers and MLPs are called",
-                ", ".join(names),
-            )
+        warn_of_unheard(model, parts)
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
@@ -82,7 +75,7 @@ class TorchRunner:
             self.rope = Ropes(model, parts, self._device, parts.lm_head.weight.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)
         self.backend = make_backend(parts)
-        attention.install(self._attention())
+        attention.install(parts.attentions)
         try:
             self.backend.enter()  # last: the weights of experts are packed, in place
         except BaseException:
@@ -133,10 +126,7 @@ class TorchRunner:
     def close(self) -> None:
         """Give the model's modules back what they had."""
         self.backend.close()
-        attention.uninstall(self._attention())
-
-    def _attention(self) -> list[nn.Module]:
-        return [attn for layer in self.parts.layers for attn in layer.attentions]
+        attention.uninstall(self.parts.attentions)
 
     # requests
 

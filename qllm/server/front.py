@@ -160,7 +160,10 @@ def _refuse_unfinished(reason: FinishReason) -> FinishReason:
 
 
 class Front:
-    """Hands requests to the engine and keeps track of them. Lives on one event loop."""
+    """Hands requests to the engine and keeps track of them. Lives on one event loop.
+
+    One class because every way of a request in and out of the server counts in the same places.
+    """
 
     def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
         self.engine = engine
