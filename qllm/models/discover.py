@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.quantised import refuse_quantised
+from qllm.models.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -348,7 +349,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _refuse_experts(name: str, experts: Any) -> None:
-    if "forward" in vars(experts):
+    if "forward" in vars(experts) and quantised_in(experts) is None:
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if getattr(experts, "_is_expert_parallel", False):
         raise ModelError(f"{name} is sharded over devices (expert parallelism)")
@@ -377,8 +378,10 @@ def refuse_unsafe(model: nn.Module) -> None:
                 f"the weights of {name} are packed for another runner; close that runner (or its "
                 "engine) first, or load the model once more"
             )
+    quantised = {f"{module}.{name}" for module in all_quantised(model) for name in WEIGHTS}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _refuse_tensor(name, tensor)
+        if name not in quantised:
+            _refuse_tensor(name, tensor)
     refuse_quantised(model)
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
@@ -395,7 +398,13 @@ def identity(model: nn.Module, expert_weights: str = "auto") -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)
     digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
+    quantised = all_quantised(model)
+    for name, experts in quantised.items():
+        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
     for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            continue
         flat = parameter.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
