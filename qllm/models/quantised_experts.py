@@ -7,6 +7,8 @@ it computes with the bf16 values of the weights, which are in memory for that ca
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.kernels.quantised import Quantised
+from qllm.models.formats.rounding import ROUNDINGS
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 ATTRIBUTE = "qllm_quantised"
@@ -30,10 +33,13 @@ class QuantisedExperts:
         module: Experts of transformers, whose two parameters become meta tensors.
         weights: By the name of the parameter, one weight [n, k] per expert; outputs in the order
             of the module.
+        rounding: How they were rounded from bf16; None if the checkpoint has them so.
     """
 
-    def __init__(self, module: Any, weights: dict[str, Sequence[Quantised]]) -> None:
-        self._module = module
+    def __init__(
+        self, module: Any, weights: dict[str, Sequence[Quantised]], rounding: str | None = None
+    ) -> None:
+        self._module, self.rounding = module, rounding
         self._codes: dict[str, list[Quantised | None]] = {n: list(w) for n, w in weights.items()}
         self.like = {name: _shape_of(found[0]) for name, found in weights.items()}
         """One weight of each parameter, without its memory: what all of them are like."""
@@ -44,12 +50,14 @@ class QuantisedExperts:
         """A few bytes of the codes and scales, for the identity of the model."""
         self.read: Read = self._dequantised
         """Gives the bf16 values, wherever the weights are now."""
+        self.packed: object | None = None
+        """Where the weights are once a runner has packed them; `read` knows how to read it."""
         self._digest: str | None = None
         for name in WEIGHTS:
             own = module._parameters[name]
             kept = torch.empty_like(own, device="meta")
             module._parameters[name] = nn.Parameter(kept, requires_grad=False)
-        module.forward = self._forward
+        module.forward = self._forward()
         setattr(module, ATTRIBUTE, self)
 
     def take(self, expert: int) -> tuple[Quantised, Quantised]:
@@ -62,11 +70,6 @@ class QuantisedExperts:
         assert down is not None
         return up, down
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether the weights were taken."""
-        return self._codes[WEIGHTS[0]][0] is None
-
     def digest(self) -> str:
         """Of every byte of the codes and scales.
 
@@ -74,7 +77,7 @@ class QuantisedExperts:
             ModelError: They were taken before anybody asked.
         """
         if self._digest is None:
-            if self.is_packed:
+            if self.packed is not None:
                 raise ModelError(
                     "the experts of this model are packed, so its weights have no digest for "
                     "kv_dir; load the model once more"
@@ -88,7 +91,7 @@ class QuantisedExperts:
         assert found is not None
         return found.dequantised()
 
-    def column_major(self, name: str, expert: int) -> Tensor:
+    def as_parameter(self, name: str, expert: int) -> Tensor:
         """A weight as the module's parameter has it: [k, n] if that is transposed, else [n, k]."""
         value = self.read(name, expert)
         return value.t().contiguous() if self._module.is_transposed else value
@@ -102,15 +105,37 @@ class QuantisedExperts:
             for name, empty in kept.items():
                 full = torch.empty_like(empty, device="cpu")
                 for expert in range(len(full)):
-                    full[expert] = self.column_major(name, expert)
+                    full[expert] = self.as_parameter(name, expert)
                 module._parameters[name] = nn.Parameter(full, requires_grad=False)
             yield
         finally:
             module._parameters.update(kept)
 
-    def _forward(self, *args: Any, **given: Any) -> Any:
-        with self.in_place():
-            return type(self._module).forward(self._module, *args, **given)
+    def _forward(self) -> Callable[..., Any]:
+        own = MethodType(type(self._module).forward, self._module)
+
+        @wraps(own)
+        def forward(*args: Any, **given: Any) -> Any:
+            with self.in_place():
+                return own(*args, **given)
+
+        return forward
+
+
+def round_experts(module: Any, rounding: str) -> QuantisedExperts:
+    """Round the bf16 parameters of a module of experts; they are gone afterwards.
+
+    Args:
+        module: Experts of transformers.
+        rounding: Key of `ROUNDINGS`.
+    """
+    turned, rounded = bool(module.is_transposed), ROUNDINGS[rounding]
+    weights: dict[str, Sequence[Quantised]] = {}
+    for name in WEIGHTS:
+        found = module._parameters[name].detach()
+        weights[name] = [rounded(one.t() if turned else one) for one in found]
+        module._parameters[name] = nn.Parameter(found.to("meta"), requires_grad=False)
+    return QuantisedExperts(module, weights, rounding)
 
 
 def quantised_in(module: object) -> QuantisedExperts | None:

@@ -13,6 +13,7 @@ that were read so far and what one of them takes on its way.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qllm.kernels.quantised import FOUR_BIT, Quantised
 from qllm.models.checkpoint import Checkpoint
 from qllm.models.formats.layout import Weight
+from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
 
 KEPT = "qllm_kept"
@@ -115,6 +117,7 @@ def stream(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
+    rounding: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any], Outcome]:
     """Load a model.
 
@@ -124,6 +127,7 @@ def stream(
         checkpoint: Its weights.
         dtype: Of the weights that do not stay quantised.
         device: Where they go.
+        rounding: Key of `ROUNDINGS`: plain weights of experts are rounded as they are read.
 
     Returns:
         The model, transformers' account of missing and unexpected keys, and what became of the
@@ -135,6 +139,8 @@ def stream(
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     outcome, kept = Outcome(), dict[str, dict[str, Sequence[Quantised]]]()
+    if rounding is not None:
+        checkpoint = _rounded(skeleton, checkpoint, rounding)
     rest = dict(checkpoint.quantised)
     if device.type == "cpu" and dtype is torch.bfloat16:
         places = _places(skeleton, checkpoint.quantised)
@@ -161,10 +167,27 @@ def stream(
         experts = model.get_submodule(module)
         experts._parameters.update({name: empty[name] for name in WEIGHTS})
     for module in list(kept):
-        held = QuantisedExperts(model.get_submodule(module), kept.pop(module))
+        held = QuantisedExperts(model.get_submodule(module), kept.pop(module), rounding)
         outcome.kept.append(held.kind)
     _forget_method(model)
     return model, info, outcome
+
+
+def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> Checkpoint:
+    """A checkpoint of which the weights of experts are rounded as they are read."""
+    plain, quantised = dict(checkpoint.plain), dict(checkpoint.quantised)
+    for name, place in _places(model, checkpoint.plain).items():
+        experts: Any = model.get_submodule(place.module)
+        turned = place.expert is None and bool(experts.is_transposed)
+        quantised[name] = partial(_round, plain.pop(name), ROUNDINGS[rounding], turned)
+    return checkpoint._replace(format=rounding, plain=plain, quantised=quantised)
+
+
+def _round(
+    read: Callable[[], Tensor], rounding: Callable[[Tensor], Quantised], turned: bool
+) -> Quantised:
+    weight = read().bfloat16()
+    return rounding(weight.transpose(-1, -2) if turned else weight)
 
 
 def _expanding(read: Callable[[], Weight], outcome: Outcome) -> Callable[[], Tensor]:
