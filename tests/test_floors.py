@@ -72,7 +72,9 @@ FLOORS = {
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
     "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch"}),
-    "engine.kv_identity": Floor("engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}),
+    "engine.kv_identity": Floor(
+        "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
+    ),
     "engine.mover": Floor("types engine.kv_file engine.tier", STDLIB),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),

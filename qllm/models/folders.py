@@ -61,8 +61,8 @@ def _gguf_in(name: str, folder: Path) -> Path | None:
         return found[0]
     if found:
         raise ModelError(
-            f"folder {name!r} has {len(found)} GGUF files ({', '.join(f.name for f in found[:5])}); "
-            "give the path of one"
+            f"folder {name!r} has {len(found)} GGUF files, {found[0].name} and others; give the "
+            "path of one"
         )
     raise ModelError(
         f"folder {name!r} has no config.json and no GGUF file; give one that save_pretrained wrote"

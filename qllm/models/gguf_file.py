@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
 from qllm.errors import ModelError
 from qllm.models.checkpoint import Checkpoint
@@ -23,6 +24,10 @@ ARCHITECTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """`general.architecture` -> model type, of those that are read."""
 STACKS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 """Tensors `ffn_<key>_exps` -> what an expert's weight is called."""
+_WIDTHS = {
+    "ffn_gate_exps.weight": "moe_intermediate_size",
+    "ffn_gate_shexp.weight": "shared_expert_intermediate_size",
+}
 _ROW = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -69,6 +74,25 @@ def open_file(path: Path) -> GgufFile:
             "take a file of another quantisation (Q4_K_M, Q8_0)"
         )
     return GgufFile(path, architecture, tensors)
+
+
+def config_of(file: GgufFile) -> PreTrainedConfig:
+    """The config of a model; widths of experts, which transformers leaves at a default, by tensors.
+
+    Raises:
+        ModelError: transformers makes none of it.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            file.path.parent, gguf_file=file.path.name
+        )
+    except Exception as error:
+        raise ModelError(f"{file.path} gives no config: {first_line(error)}") from error
+    for name, attribute in _WIDTHS.items():
+        found = next((t for key, t in file.tensors.items() if key.endswith(name)), None)
+        if found is not None:
+            setattr(config, attribute, len(found.data[0] if "exps" in name else found.data))
+    return config
 
 
 def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:

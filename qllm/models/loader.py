@@ -17,12 +17,13 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
-from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
-from qllm.models.folders import first_line, locate, missing_weights, read_json, shards
 from qllm.models.checkpoint import Checkpoint, open_checkpoint
-from qllm.models.formats.layout import Stored
+from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
+from qllm.models.folders import GGUF, first_line, locate, missing_weights, read_json, shards
+from qllm.models.formats.layout import PLAIN, Stored
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.gguf_file import checkpoint_of, config_of, open_file
 from qllm.models.quantised import (
-    Method,
     format_of,
     method_of,
     refuse_integers,
@@ -71,6 +72,7 @@ def load(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     load_format: str = "auto",
+    expert_weights: str = "auto",
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -78,13 +80,15 @@ def load(
     which the log says (docs/weights.md).
 
     Args:
-        name_or_path: An alias, a folder as `save_pretrained` writes it, or a hub id ORG/NAME.
+        name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
+            with one, or a hub id ORG/NAME.
         dtype: Of the weights; None or "auto" is the checkpoint's own, but bf16 in place of fp16
             where it is quantised and the device a CPU.
         device: Where the weights go, without a second copy on the host.
         trust_remote_code: Run modelling code that comes with the checkpoint.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from the
             config alone.
+        expert_weights: See `EngineConfig`; "int4" and "mxfp4" round as weights are read.
 
     Raises:
         ConfigError: The name, dtype, device or load format is none that is known.
@@ -101,21 +105,19 @@ def load(
     config = _config(name, folder, trust_remote_code)
     if dummy:
         model = _dummy(name, config, wanted, place, trust_remote_code)
+    elif folder.suffix == GGUF:
+        model, weights = _of_gguf(name, folder, config, wanted, place)
     else:
-        tensors = check_weights(folder)
-        method = method_of(config, read_json(folder / "hf_quant_config.json"))
-        if method is None:
-            refuse_narrow(name, tensors, "no known quantization_config to scale them")
-            model = _pretrained(name, folder, config, wanted, place, trust_remote_code)
-            refuse_integers(model, name, tensors)
-        else:
-            model, weights = _quantised(name, folder, config, method, wanted, place)
+        rounding = expert_weights if expert_weights in ROUNDINGS else None
+        model, weights = _of_folder(
+            name, folder, config, wanted, place, rounding, trust_remote_code
+        )
     _use_grouped_mm(model)
     model.train(False)
     if weights is not None:
-        _log.warning("model %r is quantised, %s", name, weights)
+        _log.warning("weights of model %r: %s", name, weights)
     tokenizer = tokenizer_in(name, folder, trust_remote_code)
-    generation = read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")  # none in a GGUF file
     return _loaded(name, model, tokenizer, generation, weights)
 
 
@@ -209,6 +211,8 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    if folder.suffix == GGUF:
+        return config_of(open_file(folder))
     raw = read_json(folder / "config.json")
     if "auto_map" in raw and not trust_remote_code and not _known_type(raw.get("model_type")):
         raise ModelError(
@@ -296,19 +300,48 @@ def _pretrained(
     return model
 
 
-def _quantised(
+def _of_folder(
     name: str,
     folder: Path,
     config: PreTrainedConfig,
-    method: Method,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    rounding: str | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, str | None]:
+    """A model of safetensors, and what became of its weights if they are quantised."""
+    tensors = check_weights(folder)
+    method = method_of(config, read_json(folder / "hf_quant_config.json"))
+    if method is not None:
+        form = format_of(name, method)
+        checkpoint, rest = open_checkpoint(name, _files(folder), tensors, form)
+        refuse_narrow(name, rest, f"no scales where {form.name} has them")
+        return _streamed(name, config, checkpoint, rest, dtype, device)
+    refuse_narrow(name, tensors, "no known quantization_config to scale them")
+    if rounding is not None and _is_known(config):
+        checkpoint, rest = open_checkpoint(name, _files(folder), tensors, PLAIN)
+        return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
+    model = _pretrained(name, folder, config, dtype, device, trust_remote_code)
+    refuse_integers(model, name, tensors)
+    return model, None
+
+
+def _of_gguf(
+    name: str,
+    path: Path,
+    config: PreTrainedConfig,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> tuple[PreTrainedModel, str]:
-    """A model of a quantised checkpoint, and what became of its weights."""
-    form, tensors = format_of(name, method), check_weights(folder)
-    checkpoint, rest = open_checkpoint(name, _files(folder), tensors, form)
-    refuse_narrow(name, rest, f"no scales where {form.name} has them")
-    return _streamed(name, config, checkpoint, rest, dtype, device)
+    """A model of a GGUF file, and what became of its weights."""
+    file = open_file(path)
+    model = _dummy(name, config, None, torch.device("meta"), False)
+    return _streamed(name, config, checkpoint_of(file, model), {}, dtype, device)
+
+
+def _is_known(config: PreTrainedConfig) -> bool:
+    """Whether transformers has the model's code."""
+    return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _streamed(
@@ -318,23 +351,25 @@ def _streamed(
     rest: Mapping[str, Stored],
     dtype: torch.dtype | None,
     device: torch.device,
+    rounding: str | None = None,
 ) -> tuple[PreTrainedModel, str]:
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    """A model of an open checkpoint, and what became of its weights."""
+    if not _is_known(config):
         raise ModelError(
             f"model {name!r} is quantised and brings its own modelling code; load bfloat16 weights"
         )
     kind = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    if dtype is None and kind is torch.float16 and device.type == "cpu":
+    if dtype is None and rounding is None and kind is torch.float16 and device.type == "cpu":
         kind = torch.bfloat16
     for part in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):
             vars(part).pop(key, None)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _naming_weights(name):
-        model, info, outcome = stream(model_class, config, checkpoint, kind, device)
+        model, info, outcome = stream(model_class, config, checkpoint, kind, device, rounding)
     _refuse_misfit(name, info)
     refuse_integers(model, name, rest)
-    return model, outcome.text(checkpoint.format, kind)
+    return model, outcome.text(rounding or checkpoint.format, kind)
 
 
 @contextmanager

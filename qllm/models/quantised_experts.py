@@ -171,7 +171,9 @@ def _kind(one: Quantised) -> str:
 
 def _shape_of(one: Quantised) -> Quantised:
     offset = None if one.offset_NG is None else one.offset_NG.to("meta")
-    return one._replace(codes=one.codes.to("meta"), scale_NG=one.scale_NG.to("meta"), offset_NG=offset)
+    return one._replace(
+        codes=one.codes.to("meta"), scale_NG=one.scale_NG.to("meta"), offset_NG=offset
+    )
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:

@@ -34,9 +34,7 @@ from qllm.models.formats.layout import (
 )
 
 READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
-SCALE, ZERO, ORDER, SHAPE = (
-    f".weight_{end}" for end in ("scale", "zero_point", "g_idx", "shape")
-)
+SCALE, ZERO, ORDER, SHAPE = (f".weight_{end}" for end in ("scale", "zero_point", "g_idx", "shape"))
 WORD = 32
 Block = tuple[int, int] | None
 
@@ -107,6 +105,17 @@ def _block(settings: Settings) -> Block:
     return None
 
 
+def _bits(settings: Settings) -> float:
+    """Of the widest group: a scale in bf16, and an offset where codes have 4 bits."""
+    found = []
+    for group in dict(settings.get("config_groups") or {}).values():
+        weights = dict(dict(group).get("weights") or {})
+        bits, inputs = int(weights.get("num_bits") or 8), weights.get("group_size") or 0
+        worth = 32 if bits == 4 else 16
+        found.append(bits + (worth / inputs if inputs > 0 else 0))
+    return max(found, default=8.0)
+
+
 def compressed_tensors(settings: Settings) -> Format:
     """The format with the settings of a checkpoint.
 
@@ -141,5 +150,6 @@ def compressed_tensors(settings: Settings) -> Format:
     return Format(
         name="compressed-tensors",
         layouts=(packed, plain),
+        bits=_bits(settings),
         unused=(".input_scale", ".input_zero_point"),
     )

@@ -49,9 +49,10 @@ def fp8(settings: Settings) -> Format:
     found = settings.get("weight_block_size")
     check(found is None or len(found) == 2, f"weight_block_size={found!r} must be two numbers")
     block = None if found is None else (int(found[0]), int(found[1]))
+    bits = 8 + (0 if block is None else 32 / block[1])
     layout = Layout(
         codes="", needs=(SCALE,), dtypes=(FP8,), weight="", read=partial(read, block=block)
     )
     return Format(
-        name="fp8", layouts=(layout,), unused=("input_scale", "activation_scale")
+        name="fp8", layouts=(layout,), bits=bits, unused=("input_scale", "activation_scale")
     )

@@ -86,6 +86,11 @@ def _check_groups(scale: Tensor, zero: Tensor, n: int, groups: int) -> None:
     )
 
 
+def _bits(bits: int, group: int) -> float:
+    """In memory, where zeros are not all 8: scale and offset in fp32."""
+    return bits + (64 / group if group > 0 else 0)
+
+
 def awq(settings: Settings) -> Format:
     """AWQ with the settings of a checkpoint.
 
@@ -104,7 +109,7 @@ def awq(settings: Settings) -> Format:
         dtypes=("I32",),
         read=partial(read_awq, group=group),
     )
-    return Format(name="awq", layouts=(layout,))
+    return Format(name="awq", layouts=(layout,), bits=_bits(4, group))
 
 
 def gptq(settings: Settings) -> Format:
@@ -125,4 +130,4 @@ def gptq(settings: Settings) -> Format:
         dtypes=("I32",),
         read=partial(read_gptq, bits=bits, group=group, plus=VERSIONS[version]),
     )
-    return Format(name="gptq", layouts=(layout,))
+    return Format(name="gptq", layouts=(layout,), bits=_bits(bits, group))

@@ -48,10 +48,15 @@ class Format:
 
     name: str
     layouts: tuple[Layout, ...]
+    bits: float
+    """Of a weight in memory, with its part of scales and offsets; those of experts, if some
+    differ."""
     unused: tuple[str, ...] = ()
     """Ends of the names of tensors that say how activations are quantised: ours are not."""
 
-    def weights(self, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Layout, dict[str, str]]]:
+    def weights(
+        self, tensors: Mapping[str, Stored]
+    ) -> Iterator[tuple[str, Layout, dict[str, str]]]:
         """Name, layout, and tensors by the end of their names, of every quantised weight.
 
         Raises:
@@ -75,6 +80,10 @@ class Format:
                 yield stem + layout.weight, layout, parts
 
 
+PLAIN = Format(name="plain", layouts=(), bits=16)
+"""Of checkpoints without quantised weights."""
+
+
 def check(is_right: bool, what: str) -> None:
     """Raise a ModelError that says what is wrong with a checkpoint."""
     if not is_right:
@@ -84,6 +93,12 @@ def check(is_right: bool, what: str) -> None:
 def cdiv(a: int, b: int) -> int:
     """The quotient, rounded up."""
     return -(-a // b)
+
+
+def power_of_two(biased: Tensor) -> Tensor:
+    """bf16 2^(exponent - 127), exactly, of exponents 0 to 254 of any integer dtype."""
+    bits = biased.to(torch.int16) << 7
+    return torch.where(bits == 0, 1 << 6, bits).to(torch.int16).view(torch.bfloat16)
 
 
 def nibbles(packed: Tensor) -> Tensor:

@@ -7,13 +7,10 @@ Source: the OCP microscaling specification 1.0; transformers, `integrations/mxfp
 is a bf16 number: nothing is rounded.
 """
 
-import torch
-
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import Format, Layout, Parts, Settings, check
+from qllm.models.formats.layout import Format, Layout, Parts, Settings, check, power_of_two
 
 GROUP = 32
-BIAS = 127
 NOT_A_NUMBER = 255
 """The exponent that stands for NaN."""
 
@@ -26,13 +23,10 @@ def read(parts: Parts) -> Quantised:
         f"MXFP4 blocks of shape {tuple(blocks.shape)} do not fit scales of {tuple(scales.shape)}",
     )
     check(not bool((scales == NOT_A_NUMBER).any()), "MXFP4 scales have a NaN (exponent 255)")
-    scale = torch.ldexp(torch.ones(()), scales.int() - BIAS).bfloat16()
-    return Quantised("e2m1", blocks.flatten(-2), scale, None, GROUP)
+    return Quantised("e2m1", blocks.flatten(-2), power_of_two(scales), None, GROUP)
 
 
 def mxfp4(_: Settings) -> Format:
     """The format; it has no settings."""
-    layout = Layout(
-        codes="_blocks", needs=("_scales",), dtypes=("U8",), weight="", read=read
-    )
-    return Format(name="mxfp4", layouts=(layout,))
+    layout = Layout(codes="_blocks", needs=("_scales",), dtypes=("U8",), weight="", read=read)
+    return Format(name="mxfp4", layouts=(layout,), bits=4 + 16 / GROUP)

@@ -1,8 +1,8 @@
 """Weights in bf16 rounded to 4 bits as they are loaded: to the nearest value, nothing calibrated.
 
-    int4    64 inputs have a bf16 scale and offset: 16 values from the smallest weight to the largest
-    mxfp4   32 inputs have a power of two, 4-bit floats: the conversion of the OCP microscaling
-            specification 1.0 (section 6.3)
+int4    64 inputs have a bf16 scale and offset: 16 values from the smallest weight to the largest
+mxfp4   32 inputs have a power of two, 4-bit floats: the conversion of the OCP microscaling
+        specification 1.0 (section 6.3)
 """
 
 from collections.abc import Callable
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.kernels.quantised import E2M1, Quantised
-from qllm.models.formats.layout import pairs
+from qllm.models.formats.layout import pairs, power_of_two
 
 INT4_GROUP, MXFP4_GROUP = 64, 32
 INT4_MAX = 15
 E2M1_EXPONENT = 2
 """Exponent of the largest 4-bit float."""
+BIAS = 127
 LEAST_EXPONENT = -100
 """Of the power of two of a group of zeros, or near it."""
 
@@ -41,14 +42,18 @@ def mxfp4(weight_NK: Tensor) -> Quantised:
     group = min(MXFP4_GROUP, k)
     grouped = _grouped(weight_NK, group, "zero")
     exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 1 - E2M1_EXPONENT
-    scale = torch.ldexp(torch.ones(()), exponent.clamp(min=LEAST_EXPONENT))
-    size = grouped.abs() / scale.unsqueeze(-1)
+    scale = power_of_two(exponent.clamp(min=LEAST_EXPONENT) + BIAS)
+    size = grouped.abs() / scale.float().unsqueeze(-1)
     codes = _nearest(size) + 8 * (grouped < 0)
-    return Quantised("e2m1", _packed(codes, k), scale.bfloat16(), None, group)
+    return Quantised("e2m1", _packed(codes, k), scale, None, group)
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mxfp4}
 """Values of `expert_weights` that round as a model is loaded."""
+
+
+BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
+"""Of a weight in memory, by value of `expert_weights`."""
 
 
 def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
