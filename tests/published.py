@@ -5,6 +5,7 @@ gives the bf16 values by the format's formula, written for this file alone.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,7 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+_LINEAR = re.compile(r"layers\..*(proj|\.w[123])")
 Write = Callable[[int, int, torch.Generator], Written]
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 FORMATS: dict[str, tuple[Write, dict[str, Any], str]] = {
@@ -219,7 +221,7 @@ def publish(plain: Path, form: str, place: Path) -> tuple[Path, Path]:
         parts: Tensors | None = None
         if form == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parts, values[name] = mxfp4(weight, made)
-        elif form != "mxfp4" and weight.dim() == 2 and "layers" in name and "proj" in name:
+        elif form != "mxfp4" and weight.dim() == 2 and _LINEAR.search(name):
             parts, values[name] = FORMATS[form][0](*weight.shape, made)
         if parts is not None:
             del stored[name]

@@ -86,10 +86,12 @@ class Writer:
         letters = [chr(33 + i) for i in range(94)]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list([*letters, "ab", *(f"<{i}>" for i in range(VOCAB - 95))])
+        writer.add_token_list(
+            [*letters, "ab", "<|endoftext|>", *(f"<{i}>" for i in range(VOCAB - 96))]
+        )
         writer.add_token_types([1] * VOCAB)
         writer.add_token_merges(["a b"])
-        writer.add_eos_token_id(7)
+        writer.add_eos_token_id(95)
 
     def put(self, name: str, weight: Tensor, kind: str) -> None:
         """A tensor of a type; K-quants are made at random, since the package has no writer."""
@@ -146,10 +148,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def theirs(files: dict[str, Path]) -> dict[str, Any]:
-    """The models as transformers loads them: dequantised by the package gguf, then bf16."""
+    """The models as transformers loads them: dequantised by the package gguf, then bf16.
+
+    The config is ours: with its own, which has default widths, transformers loads none of them.
+    """
     return {
         name: AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.bfloat16
+            path.parent,
+            config=skeleton(str(path)).config,
+            gguf_file=path.name,
+            dtype=torch.bfloat16,
         ).eval()
         for name, path in files.items()
     }
@@ -219,7 +227,7 @@ def test_an_engine_serves_a_file_and_a_folder_with_one(
     loaded = load(tmp_path)
     assert loaded.tokenizer is not None
     assert loaded.tokenizer("ab")["input_ids"] == [94]
-    assert 7 in loaded.eos_token_ids
+    assert 95 in loaded.eos_token_ids
 
 
 def test_widths_are_those_of_the_tensors(files: dict[str, Path]) -> None:

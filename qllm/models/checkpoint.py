@@ -26,7 +26,7 @@ class Shards:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Any] = {}
         for path in files:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def read(self, name: str) -> Tensor:

@@ -53,7 +53,8 @@ def open_file(path: Path) -> GgufFile:
             f"{path} is a GGUF file, and the package gguf is not installed: pip install gguf"
         ) from error
     try:
-        reader = GGUFReader(path)
+        open_reader: Any = GGUFReader
+        reader = open_reader(path)
         architecture = str(reader.fields["general.architecture"].contents())
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelError(
@@ -105,13 +106,11 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
     Raises:
         ModelError: A tensor has no place in the model.
     """
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        get_gguf_hf_weights_map,
-    )
+    from transformers import modeling_gguf_pytorch_utils
 
-    processor = TENSOR_PROCESSORS[file.architecture](config=model.config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    theirs: Any = modeling_gguf_pytorch_utils
+    processor = theirs.TENSOR_PROCESSORS[file.architecture](config=model.config.to_dict())
+    names = theirs.get_gguf_hf_weights_map(model, processor)
     shapes = model.state_dict()
     plain: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, Callable[[], Weight]] = {}

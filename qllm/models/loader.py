@@ -82,8 +82,8 @@ def load(
     Args:
         name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
             with one, or a hub id ORG/NAME.
-        dtype: Of the weights; None or "auto" is the checkpoint's own, but bf16 in place of fp16
-            where it is quantised and the device a CPU.
+        dtype: Of the weights; None or "auto" is the checkpoint's own, but bf16 for GGUF files, and
+            in place of fp16 where it is quantised and the device a CPU.
         device: Where the weights go, without a second copy on the host.
         trust_remote_code: Run modelling code that comes with the checkpoint.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from the
@@ -336,7 +336,8 @@ def _of_gguf(
     """A model of a GGUF file, and what became of its weights."""
     file = open_file(path)
     model = _dummy(name, config, None, torch.device("meta"), False)
-    return _streamed(name, config, checkpoint_of(file, model), {}, dtype, device)
+    kind = dtype or torch.bfloat16  # the file names none
+    return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
 
 
 def _is_known(config: PreTrainedConfig) -> bool:

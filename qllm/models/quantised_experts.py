@@ -40,6 +40,7 @@ class QuantisedExperts:
         self, module: Any, weights: dict[str, Sequence[Quantised]], rounding: str | None = None
     ) -> None:
         self._module, self.rounding = module, rounding
+        self.num_experts = len(weights[WEIGHTS[0]])
         self._codes: dict[str, list[Quantised | None]] = {n: list(w) for n, w in weights.items()}
         self.like = {name: _shape_of(found[0]) for name, found in weights.items()}
         """One weight of each parameter, without its memory: what all of them are like."""
@@ -71,7 +72,7 @@ class QuantisedExperts:
         return up, down
 
     def digest(self) -> str:
-        """Of every byte of the codes and scales.
+        """Digest of every byte of the codes and scales.
 
         Raises:
             ModelError: They were taken before anybody asked.

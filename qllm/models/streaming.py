@@ -28,7 +28,8 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qllm.kernels.quantised import FOUR_BIT, Quantised
@@ -72,22 +73,23 @@ class Place(NamedTuple):
 
 
 @register_quantization_config(KEPT)
-class _KeptConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class _KeptConfig(QuantizationConfigMixin):
     """Names the parameters that transformers shall not load."""
 
     def __init__(self, names: Sequence[str] = (), **_: Any) -> None:
-        self.quant_method = KEPT
+        self.quant_method: Any = KEPT
         self.names = list(names)
 
 
 @register_quantizer(KEPT)
-class _Kept(HfQuantizer):  # type: ignore[misc]
+class _Kept(HfQuantizer):
     """Takes parameters out of a model before transformers loads its weights."""
 
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        for name in self.quantization_config.names:
+        chosen: Any = self.quantization_config
+        for name in chosen.names:
             module, _, parameter = name.rpartition(".")
             experts = model.get_submodule(module)
             del experts._parameters[parameter]
@@ -136,8 +138,9 @@ def stream(
     Raises:
         ModelError: Weights do not fit the model.
     """
+    auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
     outcome, kept = Outcome(), dict[str, dict[str, Sequence[Quantised]]]()
     if rounding is not None:
         checkpoint = _rounded(skeleton, checkpoint, rounding)

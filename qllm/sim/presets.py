@@ -39,7 +39,7 @@ class ModelSpec:
     shared_intermediate_size: int = 0
     """Width of experts that every token takes."""
     expert_bits: float = 16
-    """Of a weight of the routed experts, in memory; all others are bf16."""
+    """Bits of a weight of the routed experts, in memory; all others are bf16."""
 
     @property
     def attn_weights(self) -> int:
@@ -64,7 +64,7 @@ class ModelSpec:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert in memory."""
+        """Bytes of one expert in memory."""
         return int(self.expert_weights * self.expert_bits / 8)
 
     @property
@@ -75,7 +75,7 @@ class ModelSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights in memory."""
+        """Bytes of all weights in memory."""
         num_experts = self.num_hidden_layers * self.num_experts
         others = self.weights - num_experts * self.expert_weights
         return others * _ITEM_BYTES + num_experts * self.expert_bytes
@@ -203,7 +203,7 @@ def spec_of(config: Any, name: str) -> ModelSpec:
 
 
 def _bits_of(config: Any, name: str) -> float:
-    """Of an expert's weight in memory, as the checkpoint is quantised."""
+    """Bits of an expert's weight in memory, as the checkpoint is quantised."""
     from qllm.models.quantised import format_of, method_of
 
     method = method_of(config, {})

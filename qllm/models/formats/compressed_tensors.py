@@ -106,7 +106,7 @@ def _block(settings: Settings) -> Block:
 
 
 def _bits(settings: Settings) -> float:
-    """Of the widest group: a scale in bf16, and an offset where codes have 4 bits."""
+    """Bits of the widest group: a scale in bf16, and an offset where codes have 4 bits."""
     found = []
     for group in dict(settings.get("config_groups") or {}).values():
         weights = dict(dict(group).get("weights") or {})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import pairs, shifted
+from qllm.models.formats.layout import blocked, pairs, shifted
 
 SMALL, LARGE = 32, 256
 """Inputs of a block."""
@@ -54,7 +54,7 @@ def q5_k(blocks: Tensor) -> Quantised:
 def q6_k(blocks: Tensor) -> Quantised:
     """Bytes [..., n, blocks, 210]."""
     low = _k_nibbles(blocks[..., :128], 64)
-    quarters = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    quarters = blocked(blocks[..., 128:192], 2, 1, 32)
     high = quarters >> torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1) & 3
     codes = (low | high.flatten(-3) << 4).view(torch.int8) - 32
     sixteenth = blocks[..., 192:208].contiguous().view(torch.int8).float()
@@ -78,7 +78,7 @@ PLAIN = ("F32", "F16", "BF16")
 def read(kind: str, data: Tensor) -> Quantised:
     """A weight of uint8 [..., n, bytes of a row]."""
     size, reader = READERS[kind]
-    return reader(data.unflatten(-1, (-1, size)))
+    return reader(blocked(data, -1, size))
 
 
 def _fp16(blocks: Tensor, start: int) -> Tensor:
@@ -93,13 +93,13 @@ def _halves(packed: Tensor) -> Tensor:
 
 def _k_nibbles(packed: Tensor, width: int) -> Tensor:
     """Low and then high halves of so many bytes at a time: [..., m] -> [..., 2m]."""
-    parts = packed.unflatten(-1, (-1, width))
+    parts = blocked(packed, -1, width)
     return torch.cat((parts & 15, parts >> 4), dim=-1).flatten(-2)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 scales and offsets of the eight groups of 32, [..., n, groups]."""
-    first, second, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    first, second, rest = blocked(blocks[..., 4:16], 3, 4).unbind(-2)
     scale = torch.cat((first & 63, rest & 15 | first >> 2 & 48), dim=-1)
     least = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), dim=-1)
     whole = [_fp16(blocks, at).float().unsqueeze(-1) for at in (0, 2)]

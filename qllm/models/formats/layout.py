@@ -36,7 +36,7 @@ class Layout:
     """Ends of the names of what belongs to them."""
     may_have: tuple[str, ...] = ()
     dtypes: tuple[str, ...]
-    """Of the codes: a tensor of another dtype is a plain weight."""
+    """Dtypes of the codes: a tensor of another dtype is a plain weight."""
     weight: str = ".weight"
     """End of the name that the weight has where it is not quantised."""
     read: Callable[[Parts], Weight]
@@ -49,8 +49,7 @@ class Format:
     name: str
     layouts: tuple[Layout, ...]
     bits: float
-    """Of a weight in memory, with its part of scales and offsets; those of experts, if some
-    differ."""
+    """Bits of a weight in memory, with its part of scales and offsets."""
     unused: tuple[str, ...] = ()
     """Ends of the names of tensors that say how activations are quantised: ours are not."""
 
@@ -81,7 +80,7 @@ class Format:
 
 
 PLAIN = Format(name="plain", layouts=(), bits=16)
-"""Of checkpoints without quantised weights."""
+"""The format of checkpoints without quantised weights."""
 
 
 def check(is_right: bool, what: str) -> None:
@@ -99,6 +98,11 @@ def power_of_two(biased: Tensor) -> Tensor:
     """bf16 2^(exponent - 127), exactly, of exponents 0 to 254 of any integer dtype."""
     bits = biased.to(torch.int16) << 7
     return torch.where(bits == 0, 1 << 6, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def blocked(tensor: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several."""
+    return tensor.reshape(*tensor.shape[:-1], *sizes)
 
 
 def nibbles(packed: Tensor) -> Tensor:

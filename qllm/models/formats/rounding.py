@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.kernels.quantised import E2M1, Quantised
-from qllm.models.formats.layout import pairs, power_of_two
+from qllm.models.formats.layout import blocked, pairs, power_of_two
 
 INT4_GROUP, MXFP4_GROUP = 64, 32
 INT4_MAX = 15
@@ -21,7 +21,7 @@ E2M1_EXPONENT = 2
 """Exponent of the largest 4-bit float."""
 BIAS = 127
 LEAST_EXPONENT = -100
-"""Of the power of two of a group of zeros, or near it."""
+"""Exponent of the power of two of a group of zeros, or nearly."""
 
 
 def int4(weight_NK: Tensor) -> Quantised:
@@ -53,7 +53,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mx
 
 
 BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
-"""Of a weight in memory, by value of `expert_weights`."""
+"""Bits of a weight in memory, by value of `expert_weights`."""
 
 
 def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
@@ -66,7 +66,7 @@ def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
         weight_NK = torch.cat((weight_NK, last), dim=-1)
     elif more:
         weight_NK = F.pad(weight_NK, (0, more))
-    return weight_NK.float().unflatten(-1, (-1, group))
+    return blocked(weight_NK.float(), -1, group)
 
 
 def _packed(codes: Tensor, k: int) -> Tensor:
