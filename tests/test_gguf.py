@@ -24,6 +24,7 @@ from qllm.errors import ConfigError, ModelError
 from qllm.models.loader import load, skeleton
 from qllm.models.quantised_experts import all_quantised
 from qllm.runner.cpu import cpu_runner
+from qllm.sim.presets import model_spec
 
 WIDTH, EXPERTS, LAYERS, VOCAB = 256, 4, 2, 256
 SIZES: dict[str, Any] = {
@@ -236,6 +237,14 @@ def test_widths_are_those_of_the_tensors(files: dict[str, Path]) -> None:
     assert config.moe_intermediate_size == 256
     assert config.shared_expert_intermediate_size == 512
     assert config.num_experts == EXPERTS
+
+
+def test_a_plan_knows_the_bytes_of_blocks(files: dict[str, Path]) -> None:
+    spec = model_spec(str(files["qwen3moe"]))
+    assert spec.expert_bits == pytest.approx((2 * 6 + 10) / 3)
+    held = all_quantised(load(files["qwen3moe"]).model)
+    stored = sum(experts.num_bytes for experts in held.values())
+    assert spec.expert_bytes * EXPERTS * LAYERS == stored
 
 
 def test_what_is_no_file_says_so(files: dict[str, Path], tmp_path: Path) -> None:

@@ -173,6 +173,26 @@ def test_what_is_expanded_is_said(folders: Folders) -> None:
     assert "kept" not in load(folders("gptq-act-order")[0]).weights
 
 
+def test_experts_with_inputs_first_are_expanded_so(folders: Folders, tmp_path: Path) -> None:
+    """gpt-oss: its square matrices would fit either way."""
+    quantised, values = folders("mxfp4")
+    expanded = dict(load(quantised, dtype="float32").model.named_parameters())
+    wanted = dict(load(values, dtype="float32").model.named_parameters())
+    down = "model.layers.0.mlp.experts.down_proj"
+    assert wanted[down].shape[1] == wanted[down].shape[2]
+    assert all(torch.equal(expanded[name], weight) for name, weight in wanted.items())
+    folder = Path(shutil.copytree(values, tmp_path / "model"))
+
+    def to_fp8(tensors: dict[str, Tensor]) -> None:
+        tensors[down] = tensors[down].to(published.FP8)
+        tensors[f"{down}_scale_inv"] = torch.ones(8, 1, 1)
+
+    change(folder, to_fp8)
+    published.configure(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match=r"down_proj is a stack of fp8 .* inputs first"):
+        load(folder)
+
+
 def test_fp16_checkpoints_are_bf16_on_a_cpu(folders: Folders, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders("awq")[0], tmp_path / "model"))
     published.configure(folder, dtype="float16")

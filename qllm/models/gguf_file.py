@@ -7,6 +7,7 @@ safetensors, so that they are loaded as those are.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,14 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         if found is not None:
             setattr(config, attribute, len(found.data[0] if "exps" in name else found.data))
     return config
+
+
+def expert_bits(file: GgufFile) -> float:
+    """Bits of a weight of the experts in memory, on average."""
+    stacks = [t for name, t in file.tensors.items() if name.endswith("_exps.weight")]
+    sizes = [int(tensor.n_elements) for tensor in stacks]
+    bits = [blocks.BITS.get(tensor.tensor_type.name, 16.0) for tensor in stacks]
+    return sum(map(mul, sizes, bits)) / sum(sizes)
 
 
 def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:

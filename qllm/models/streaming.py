@@ -32,12 +32,15 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qllm.errors import ModelError
 from qllm.kernels.quantised import FOUR_BIT, Quantised
 from qllm.models.checkpoint import Checkpoint
 from qllm.models.formats.layout import Weight
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
 
+OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
+"""Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
 KEPT = "qllm_kept"
 """Name of our method among transformers' quantisers: it leaves parameters out."""
 
@@ -142,11 +145,18 @@ def stream(
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
     outcome, kept = Outcome(), dict[str, dict[str, Sequence[Quantised]]]()
-    if rounding is not None:
+    keeps = device.type == "cpu" and dtype is torch.bfloat16
+    if rounding is not None and keeps:
         checkpoint = _rounded(skeleton, checkpoint, rounding)
     rest = dict(checkpoint.quantised)
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        places = _places(skeleton, checkpoint.quantised)
+    places = _places(skeleton, checkpoint.quantised)
+    turned = {name for name, place in places.items() if _is_turned(skeleton, place)}
+    if turned and checkpoint.format not in OUTPUTS_FIRST:
+        raise ModelError(
+            f"{min(turned)} is a stack of {checkpoint.format} for a parameter that has inputs "
+            "first: how it is laid out is not known; load bfloat16 weights"
+        )
+    if keeps:
         for module, names in _by_module(places).items():
             found = _gathered(skeleton.get_submodule(module), names, places, checkpoint)
             if found is not None:
@@ -154,7 +164,10 @@ def stream(
                 for name in names:
                     del rest[name]
     lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
-    lazies |= {name: _Lazy(_expanding(read, outcome)) for name, read in rest.items()}
+    lazies |= {
+        name: _Lazy(partial(_expanded, read, outcome, name in turned))
+        for name, read in rest.items()
+    }
     taken = [f"{module}.{name}" for module in kept for name in WEIGHTS]
     model, info = model_class.from_pretrained(
         None,
@@ -180,8 +193,7 @@ def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> C
     """A checkpoint of which the weights of experts are rounded as they are read."""
     plain, quantised = dict(checkpoint.plain), dict(checkpoint.quantised)
     for name, place in _places(model, checkpoint.plain).items():
-        experts: Any = model.get_submodule(place.module)
-        turned = place.expert is None and bool(experts.is_transposed)
+        turned = _is_turned(model, place)
         quantised[name] = partial(_round, plain.pop(name), ROUNDINGS[rounding], turned)
     return checkpoint._replace(format=rounding, plain=plain, quantised=quantised)
 
@@ -193,13 +205,18 @@ def _round(
     return rounding(weight.transpose(-1, -2) if turned else weight)
 
 
-def _expanding(read: Callable[[], Weight], outcome: Outcome) -> Callable[[], Tensor]:
-    def expanded() -> Tensor:
-        outcome.expanded += 1
-        found = read()
-        return found.dequantised() if isinstance(found, Quantised) else found
+def _expanded(read: Callable[[], Weight], outcome: Outcome, turned: bool) -> Tensor:
+    """A quantised weight in bf16, as the parameter of the model is."""
+    outcome.expanded += 1
+    found = read()
+    value = found.dequantised() if isinstance(found, Quantised) else found
+    return value.transpose(-1, -2) if turned else value
 
-    return expanded
+
+def _is_turned(model: nn.Module, place: Place) -> bool:
+    """Whether a stack of weights [n, k] is for a parameter [E, k, n]."""
+    experts: Any = model.get_submodule(place.module)
+    return place.expert is None and bool(experts.is_transposed)
 
 
 def _forget_method(model: Any) -> None:

@@ -163,6 +163,8 @@ def model_spec(name: str) -> ModelSpec:
     known = KNOWN.get(hub_id.rsplit("/", 1)[-1].lower())
     if known is not None and not Path(name).exists():
         return known
+    if name.endswith(".gguf"):
+        return _spec_of_gguf(Path(name))
     from transformers import AutoConfig
 
     try:
@@ -200,6 +202,13 @@ def spec_of(config: Any, name: str) -> ModelSpec:
             raise ConfigError(f"{name}: its config has no {' or '.join(aliases)}")
         found[field.name] = int(value)
     return ModelSpec(**found, expert_bits=_bits_of(config, name))
+
+
+def _spec_of_gguf(path: Path) -> ModelSpec:
+    from qllm.models.gguf_file import config_of, expert_bits, open_file
+
+    file = open_file(path)
+    return replace(spec_of(config_of(file), str(path)), expert_bits=expert_bits(file))
 
 
 def _bits_of(config: Any, name: str) -> float:

@@ -71,6 +71,8 @@ READERS: dict[str, tuple[int, Callable[[Tensor], Quantised]]] = {
     "Q6_K": (210, q6_k),
 }
 """Type of tensor -> bytes of a block, and its reader."""
+BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q8_0": 8.5, "Q4_K": 6.0, "Q5_K": 10.0, "Q6_K": 10.0}
+"""Type of tensor -> bits of a weight in memory."""
 PLAIN = ("F32", "F16", "BF16")
 """Types that are no blocks."""
 
