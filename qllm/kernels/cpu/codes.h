@@ -23,10 +23,25 @@ inline float widen_float8(uint8_t x) {  // of e4m3fn, finite
 inline Vec::F load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
-// The float of 16 that 4 bits of each word, from bit `shift` on, say.
-inline Vec::F look_up(const float* table, const uint8_t* words, int shift) {
-  __m512i index = _mm512_srli_epi32(_mm512_loadu_si512(words), shift);
-  return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+// The float of 16 that 4 bits of each of 16 words, from bit `shift` on, say.
+inline Vec::F look_up(const float* table, const uint16_t* words, int shift) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)words));
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(wide, shift), _mm512_loadu_ps(table));
+}
+// The bf16 of 16 that 4 bits of each of 32 words say, the second 8 being the first with a sign,
+// times powers of two: `exponents` are added to those of what is not zero.
+inline Vec::Pairs look_up_scaled(const bf16* table, const uint16_t* words, int shift,
+                                 Vec::Pairs exponents) {
+  __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(words), shift);
+  __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)table));
+  __m512i value = _mm512_permutexvar_epi16(index, both);
+  __mmask32 some = _mm512_test_epi16_mask(index, _mm512_set1_epi16(7));
+  return _mm512_mask_add_epi16(value, some, value, exponents);
+}
+// Exponents of 16 powers of two, each for a pair.
+inline Vec::Pairs exponents_of(Vec::F powers) {
+  __m512i high = _mm512_sub_epi32(_mm512_castps_si512(powers), _mm512_set1_epi32(0x3f800000));
+  return _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
 }
 inline Vec::F load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -55,8 +70,8 @@ inline Vec::F each(const Value& value) {
 inline Vec::F load_half(const uint16_t* p) {
   return each([=](int i) { return widen_half(p[i]); });
 }
-inline Vec::F look_up(const float* table, const uint8_t* words, int shift) {
-  return each([=](int i) { return table[words[4 * i + shift / 8] >> shift % 8 & 15]; });
+inline Vec::F look_up(const float* table, const uint16_t* words, int shift) {
+  return each([=](int i) { return table[words[i] >> shift & 15]; });
 }
 inline Vec::F load_int8(const int8_t* p) {
   return each([=](int i) { return float(p[i]); });

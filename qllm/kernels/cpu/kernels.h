@@ -10,13 +10,18 @@ namespace qllm {
 
 enum Code : int64_t { kU4 = 1, kE2m1, kI8, kE4m3 };
 enum Worth : int64_t { kNone, kFp32, kFp16, kBf16 };
+enum Products : int64_t {  // of scales and codes
+  kRounded,                // to fp32
+  kExact,                  // they are fp32 numbers
+  kPowers,                 // scales are powers of two, there are no offsets, values are normal numbers
+};
 
 // How a weight of 4 or 8 bits is packed: see quantised.inc. A value is bf16(scale * code + offset).
 struct Format {
   int64_t code;
   int64_t group;          // inputs that share a scale: a multiple of 8, or at least k
   int64_t scale, offset;  // how they are stored; kNone is an offset of zero
-  int64_t exact;          // products of scales and codes are fp32 numbers
+  int64_t products;
 };
 
 // A weight [n, k] in panels of 64 outputs: panel p holds [k / 2][outputs][2], outputs filled up

@@ -17,7 +17,8 @@ from qllm.kernels.quantised import FOUR_BIT, Quantised
 
 CODES = {"u4": 1, "e2m1": 2, "i8": 3, "e4m3": 4}
 WORTHS = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-"""`Code` and `Worth` of kernels.h."""
+ROUNDED, EXACT, POWERS = 0, 1, 2
+"""`Code`, `Worth` and `Products` of kernels.h."""
 BLOCK_INPUTS = 8
 MOST_SCALE = 2.0**100
 """Scales and offsets are 0 or between it and its inverse: instructions that round to bf16 take
@@ -26,10 +27,13 @@ _SPARE_BITS = 0xFF
 """Last bits of an fp32 scale; where they are 0 its product with a code of 8 bits is exact."""
 
 
+_EXPONENT = 0x7F800000
+
+
 class FormatStruct(ctypes.Structure):
     """`Format` of kernels.h."""
 
-    _fields_ = tuple((name, c_int64) for name in ("code", "group", "scale", "offset", "exact"))
+    _fields_ = tuple((name, c_int64) for name in ("code", "group", "scale", "offset", "products"))
 
 
 class _Layout(NamedTuple):
@@ -78,11 +82,12 @@ class _Layout(NamedTuple):
 def _blocks(like: Quantised, codes: Tensor) -> Tensor:
     """Bytes [outputs / 16, inputs / 8, block] of codes [outputs, inputs], a byte each."""
     n, k = codes.shape
-    if like.code not in FOUR_BIT:  # half, output, pair, one of it
-        parts = codes.view(n // 16, 2, 8, k // 8, 4, 2).permute(0, 3, 4, 1, 2, 5)
-        return parts.reshape(n // 16, k // 8, 128)
-    parts = codes.view(n // 16, 2, 8, k // 8, 4, 2).permute(1, 0, 3, 2, 5, 4)
-    return (parts[0] | parts[1] << 4).reshape(n // 16, k // 8, 64)
+    parts = codes.view(n // 16, 16, k // 8, 4, 2)  # of outputs, of inputs in pairs
+    if like.code not in FOUR_BIT:
+        return parts.permute(0, 2, 3, 1, 4).reshape(n // 16, k // 8, 128)
+    parts = parts.permute(3, 0, 2, 1, 4)
+    low, high = parts[0::2], parts[1::2] << 4
+    return (low | high).permute(1, 2, 3, 4, 0).reshape(n // 16, k // 8, 64)
 
 
 def _code_bytes(weight: Quantised) -> Tensor:
@@ -141,6 +146,14 @@ def _scales(weight: Quantised, codes: Tensor) -> Tensor:
     return _worths(scale_NG)
 
 
+def _products(scale_NG: Tensor, offset_NG: Tensor | None = None) -> int:
+    """What products of scales and codes are; an offset is added after they are rounded."""
+    bits = scale_NG.float().view(torch.int32)
+    if offset_NG is None:
+        return EXACT if (bits & ~_EXPONENT).any() or (bits == 0).any() else POWERS
+    return ROUNDED if (bits & _SPARE_BITS).any() else EXACT
+
+
 class QuantisedStack:
     """E weights [n, k] of one shape and format, packed one after the other on huge pages.
 
@@ -163,7 +176,8 @@ class QuantisedStack:
         self.packed = whole.view(torch.uint8).view(num, self.num_bytes)
         offset = None if like.offset_NG is None else like.offset_NG.dtype
         worths = WORTHS[like.scale_NG.dtype], WORTHS[offset]
-        self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, 1)
+        products = POWERS if like.code == "e2m1" and offset is None else EXACT
+        self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, products)
 
     def pack(self, expert: int, weight: Quantised) -> None:
         """Take one weight.
@@ -183,9 +197,7 @@ class QuantisedStack:
         worths = [_scales(weight, codes)]
         if weight.offset_NG is not None:
             worths.append(_worths(weight.offset_NG))
-            bits = worths[0].view(torch.int32) if worths[0].dtype is torch.float32 else None
-            if bits is not None and (bits & _SPARE_BITS).any():
-                self.format.exact = 0
+        self.format.products = min(self.format.products, _products(*worths))
         layout, more = self._layout, -self._n % 16
         codes = F.pad(codes, (0, -self._k % BLOCK_INPUTS, 0, more))
         worths = [F.pad(worth, (0, 0, 0, more)) for worth in worths]
