@@ -97,6 +97,15 @@ def test_block_fp8_is_what_transformers_dequantises(shape: tuple[int, int]) -> N
     assert torch.equal(found.dequantised(), oracle)
 
 
+def test_the_last_block_of_fp8_may_be_cut() -> None:
+    n, k = 50, 60
+    assert n % published.BLOCK
+    assert k % published.BLOCK
+    parts, values = published.blocks(n, k, made())
+    form = fp8({"weight_block_size": [published.BLOCK, published.BLOCK]})
+    assert torch.equal(read(form, parts, "x.weight").dequantised(), values)
+
+
 def test_fp8_with_one_scale() -> None:
     codes = (torch.randn((N, K), generator=made()) * 30).to(published.FP8)
     scale = torch.tensor(0.0137)

@@ -102,7 +102,7 @@ def expert_bits(file: GgufFile) -> float:
     stacks = [t for name, t in file.tensors.items() if name.endswith("_exps.weight")]
     sizes = [int(tensor.n_elements) for tensor in stacks]
     bits = [blocks.BITS.get(tensor.tensor_type.name, 16.0) for tensor in stacks]
-    return sum(map(mul, sizes, bits)) / sum(sizes)
+    return float(sum(map(mul, sizes, bits)) / sum(sizes))
 
 
 def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
