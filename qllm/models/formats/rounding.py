@@ -43,7 +43,7 @@ def mxfp4(weight_NK: Tensor) -> Quantised:
     grouped = _grouped(weight_NK, group, "zero")
     exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 1 - E2M1_EXPONENT
     scale = power_of_two(exponent.clamp(min=LEAST_EXPONENT) + BIAS)
-    size = grouped.abs() / scale.float().unsqueeze(-1)
+    size = (grouped.abs() / scale.float().unsqueeze(-1)).contiguous()
     codes = _nearest(size) + 8 * (grouped < 0)
     return Quantised("e2m1", _packed(codes, k), scale, None, group)
 
