@@ -13,7 +13,7 @@ CHOICES = {
     "preempt_at": tuple(GRAINS),
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
-    "expert_weights": ("auto", "int8", "int8-g64"),
+    "expert_weights": ("auto", "int8", "int8-g64", "int4", "mxfp4"),
     "on_policy_error": ("fail", "fcfs"),
     "loop": ("host", "conditional"),
     "prefix_cache": ("auto", True, False, "approximate"),
@@ -72,8 +72,10 @@ class EngineConfig:
     """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
     Face's; "reference": the bits of `model.forward`."""
     expert_weights: str = "auto"
-    """"auto": as loaded; "int8": half the bytes of bf16, rounded with a scale per output channel
-    (weight-only, as vLLM's "experts_int8"), or "int8-g64" per group of 64 inputs."""
+    """"auto": as the checkpoint has them. Others round a bf16 checkpoint to the nearest value as it
+    is loaded: "int8" with a scale per output channel (weight-only, as vLLM's "experts_int8"),
+    "int8-g64" per group of 64 inputs, "int4" with a scale and offset per group of 64, "mxfp4" with
+    a power of two per group of 32 (docs/weights.md)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int | None = None

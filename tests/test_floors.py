@@ -43,7 +43,8 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan", STDLIB | {"huggingface_hub", "safetensors", "torch", "transformers"}
+        "errors types plan models kernels.quantised",
+        STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
     "runner": Floor(
@@ -71,7 +72,9 @@ FLOORS = {
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
     "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
-    "engine.kv_identity": Floor("engine.kv_file kernels runner", STDLIB | {"torch"}),
+    "engine.kv_identity": Floor(
+        "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
+    ),
     "engine.mover": Floor("types engine.kv_file engine.tier scheduler.prefix", STDLIB),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),

@@ -26,6 +26,7 @@ from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.loader import LoadedModel
+from qllm.models.quantised_experts import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
@@ -166,7 +167,7 @@ class LoadedRunner:
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
     ) -> None:
         self.config, self.threads = config, threads
-        self.weight_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters())
+        self.weight_bytes = weight_bytes(loaded.model)
         with torch_threads(threads):
             with naming_family(loaded.model, "finding its parts"):
                 self.runner = make_runner(loaded.model, config)
@@ -188,7 +189,7 @@ class LoadedRunner:
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.generation_defaults,
             drivers=tuple(str(driver) for driver in self.runner.drivers),
-            kernels={**self.runner.names, "weights": loaded.expanded or "as they were stored"},
+            kernels={**self.runner.names, "weights": loaded.weights or "as they were stored"},
             vocabulary=vocabulary_of(loaded.tokenizer),
         )
 

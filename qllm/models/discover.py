@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.hybrid import state_maker
+from qllm.models.quantised_experts import all_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -479,7 +480,13 @@ def identity(model: nn.Module, expert_weights: str = "auto") -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)
     digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
+    quantised = all_quantised(model)
+    for name, experts in quantised.items():
+        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
     for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            continue
         flat = parameter.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.discover import PACKED, is_experts
 from qllm.models.quantised import refuse_quantised
+from qllm.models.quantised_experts import WEIGHTS, all_quantised, quantised_in
 
 EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
@@ -21,7 +22,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _refuse_experts(name: str, experts: Any) -> None:
-    if "forward" in vars(experts):
+    if "forward" in vars(experts) and quantised_in(experts) is None:
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if getattr(experts, "_is_expert_parallel", False):
         raise ModelError(f"{name} is sharded over devices (expert parallelism)")
@@ -48,8 +49,10 @@ def refuse_unsafe(model: nn.Module) -> None:
                 f"the weights of {name} are packed for another runner; close that runner (or its "
                 "engine) first, or load the model once more"
             )
+    quantised = {f"{module}.{name}" for module in all_quantised(model) for name in WEIGHTS}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _refuse_tensor(name, tensor)
+        if name not in quantised:
+            _refuse_tensor(name, tensor)
     refuse_quantised(model)
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):

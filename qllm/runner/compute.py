@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
+from qllm.models.quantised_experts import quantised_in
 from qllm.runner.invariance import find_invariance
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
@@ -129,6 +130,7 @@ class Compute:
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
         """Addresses of the weights that our kernels multiply."""
         weights: list[Any] = [m.weight for m in covered]
+        found: set[int] = set()
         if self._native["linears"]:
             modules = [m for layer in parts.layers for m in layer.layer.modules()]
             weights += [m.weight for m in modules if type(m) is nn.Linear]
@@ -136,9 +138,11 @@ class Compute:
             for layer in parts.layers:
                 if layer.experts is not None and is_covered(layer.experts):
                     weights += layer.experts.parameters()
+                    if quantised_in(layer.experts) is not None:
+                        found.add(0)  # see `rows.matrices`
         if self._native["head"]:
             weights.append(parts.lm_head.weight)
-        return {w.data_ptr() for w in weights if is_usable(w)}
+        return found | {w.data_ptr() for w in weights if is_usable(w)}
 
     @property
     def stops_between_keys(self) -> bool:
