@@ -10,7 +10,8 @@ import torch
 
 from qllm.config import EngineConfig
 from qllm.engine.coming import LoadingIngress
-from qllm.engine.grammars import GrammarIngress, Inbox
+from qllm.engine.grammars import GrammarIngress
+from qllm.engine.holding import Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
 from qllm.engine.limits import limits_of
@@ -314,7 +315,7 @@ class EngineCore(LoadedRunner):
     @property
     def held(self) -> tuple[Submission, ...]:
         """Requests that the loop does not know yet: of their grammar or KV something is missing."""
-        return *self.grammars.held, *self.loading.held
+        return tuple(held.submission for held in self.loading.held)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far. Callable from any thread."""
