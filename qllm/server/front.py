@@ -319,7 +319,7 @@ class Front:
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
         """Tokenise and submit; on a thread of the class."""
-        defaults = {"temperature": 1.0, **engine.sampling_defaults}
+        defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
         try:
@@ -335,7 +335,7 @@ class Front:
                         engine.submit(
                             first,
                             priority,
-                            FIT if ask.max_tokens is None else max(1, ask.max_tokens),
+                            _most(ask),
                             sampling=SamplingParams(**keywords),
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,
@@ -368,8 +368,9 @@ class Front:
             ApiError: A message is wrong.
             InvalidRequestError: A setting is, or the chat template refuses the messages.
         """
-        SamplingParams(**ask.sampling)
-        self.render(ask)
+        engine = self.engine
+        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        engine.check(self.render(ask), _most(ask), params)
 
     def render(self, ask: Ask) -> list[int]:
         """The token ids of a chat.
@@ -434,6 +435,14 @@ class Front:
             await asyncio.wait(self._settling, timeout=30)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _defaults(engine: QLLMEngine) -> dict[str, Any]:
+    return {"temperature": 1.0, **engine.sampling_defaults}
+
+
+def _most(ask: Ask) -> int | str:
+    return FIT if ask.max_tokens is None else max(1, ask.max_tokens)
 
 
 def _abandon(work: "Future[list[Handle]]") -> None:
