@@ -400,11 +400,14 @@ class Front:
     async def _settle(self, answer: Answer) -> None:
         """Once the engine is done with the choices, count them."""
         results: list[Result] = []
+        prompts: set[int] = set()
         try:
-            for handle in answer.handles:
+            for index, handle in enumerate(answer.handles):
                 try:
                     results.append(await handle)
-                    self._count(results[-1], answer.exchange)
+                    is_first = index // answer.n not in prompts
+                    prompts.add(index // answer.n)
+                    self._count(results[-1], answer.exchange, is_first)
                 except RequestFailedError:
                     self.metrics.failed(answer.served.priority)
                 except Exception:  # noqa: BLE001 - its text fails (a tokenizer), not the server
@@ -415,10 +418,10 @@ class Front:
             if answer.exchange is not None:
                 answer.exchange.settled(results)
 
-    def _count(self, result: Result, exchange: access.Exchange | None) -> None:
+    def _count(self, result: Result, exchange: access.Exchange | None, is_first: bool) -> None:
         self.metrics.finished(result)
         if exchange is not None and exchange.caller:
-            self.metrics.tokens_of_key(exchange.caller, result)
+            self.metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
 
     def cancel(self) -> None:
         """End every open answer; its client is told."""

@@ -150,3 +150,16 @@ def test_refusals(client: anthropic.Anthropic, more: Any, kind: Any, says: str) 
     with pytest.raises(kind, match=says) as caught:
         client.messages.create(**{**ASKED, **more})
     assert caught.value.body["type"] == "error"
+    assert caught.value.request_id
+
+
+def test_a_stream_has_an_id(client: anthropic.Anthropic) -> None:
+    asked = {**ASKED, "max_tokens": 4}
+    with client.messages.with_streaming_response.create(**asked, stream=True) as answer:
+        assert answer.headers["request-id"]
+        assert answer.request_id == answer.headers["request-id"]
+    with client.messages.with_streaming_response.create(
+        **asked, extra_headers={"x-request-id": "mine"}
+    ) as answer:
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.request_id == answer.parse().id
