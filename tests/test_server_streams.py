@@ -1,22 +1,21 @@
-"""Streams of responses in the background: every event once, whenever and however often they are read."""
+"""Streams of responses in the background: every event once, whenever they are read."""
 
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from engines import FileGate, pid_of
+from engines import FileGate, Holds, pid_of
 from openai.types.responses import ResponseStreamEvent
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.llm import QLLMEngine
-from qllm.plan import Plan
-from qllm.policy import View, next_row
 from qllm.server.response_store import ResponseStore
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "What does json.dumps do?"}
@@ -25,17 +24,6 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 STREAM: dict[str, Any] = {**LONG, "background": True, "stream": True}
 SETTINGS: dict[str, Any] = {"conformance": False, "exactness": "batch-invariant"}
-
-
-class Holds(FileGate):
-    """Plans a request up to its 20th token; further once the file exists."""
-
-    def plan(self, view: View) -> Plan:
-        is_open = os.path.exists(self.path)
-        for r in view.requests:
-            if is_open or r.num_output_tokens < 20:
-                return Plan(rows=(next_row(r, view, view.max_step_tokens),))
-        return Plan(wait_until_ns=view.now_ns + 2_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +65,7 @@ def whole(events: list[ResponseStreamEvent]) -> str:
 def first(stream: Any, count: int) -> list[Any]:
     """The first events; the client leaves then."""
     with closing(stream):
-        return [event for event, _ in zip(stream, range(count), strict=False)]
+        return list(islice(stream, count))
 
 
 def until_it_speaks(stream: Iterator[Any]) -> list[Any]:
