@@ -3,20 +3,22 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import FileGate, wait_for
+from engines import wait_for
 from families import make_model
 from serving import tiny_engine
 from test_kv_tier import GREEDY, engine_of, held_back, no_load_is_late, prompt_of, run
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.engine import checkpoint
 from qllm.engine.holding import Held, HoldingIngress
 from qllm.grammar import Vocabulary
-from qllm.ingress import Cancel, Submission, Update
+from qllm.ingress import Call, Cancel, Submission, Update
 from qllm.ingress.inproc import InprocIngress
 from qllm.types import Priority, RequestStatus, Slo
 
@@ -184,10 +186,23 @@ def test_a_checkpoint_has_those_whose_kv_is_being_read(
         assert [h.result(120).token_ids for h in plain.restore(file)] == [want] * 2
 
 
-def test_a_checkpoint_has_what_was_submitted_before_it(tmp_path: Path) -> None:
-    """Over rings the call may be seen first."""
-    gate = FileGate(str(tmp_path / "gate"))
-    with tiny_engine(conformance=False, policy=gate) as engine:
-        for count in range(1, 6):
-            engine.submit("x", "BE", 5)
-            assert engine.checkpoint(tmp_path / "file") == count
+def test_a_checkpoint_has_what_arrives_beside_it(engine: QLLMEngine, tmp_path: Path) -> None:
+    """Over rings the call may be seen before a request that was submitted before it."""
+    gate, stands, counts = threading.Event(), threading.Event(), []
+    ingress = engine._client.ingress  # type: ignore[attr-defined]
+    loop = engine._client.loop  # type: ignore[attr-defined]
+
+    def stand() -> None:
+        stands.set()
+        assert gate.wait(120)
+
+    ingress.put(Call(stand, lambda *_: None))
+    assert stands.wait(120)
+    save = partial(checkpoint.save, loop, engine._client.runner, tmp_path / "file")  # type: ignore[attr-defined]
+    ingress.put(Call(save, lambda count, _: counts.append(count)))
+    handle = engine.submit("x", "BE", 5)
+    gate.set()
+    handle.result(120)
+    assert counts == [1]
+    (again,) = engine.restore(tmp_path / "file")
+    assert again.result(120).token_ids == handle.result().token_ids

@@ -30,6 +30,10 @@ class Heard(SilentClient):
 
         self._front_end.update = noting  # type: ignore[method-assign]
 
+    def new_number(self) -> int:
+        self.during("before it is looked at")
+        return super().new_number()
+
     def _put(self, entry: Open, submission: Submission) -> None:
         self.during("before it is put")
         self.told[submission.request_id] = [submission.priority]
@@ -54,7 +58,7 @@ def moved(entry: Open, act: Callable[[], None]) -> None:
     entry.handle.move = later  # type: ignore[method-assign]
 
 
-WHEN = ["before it is put", "after it is put", "as it is moved"]
+WHEN = ["before it is looked at", "before it is put", "after it is put", "as it is moved"]
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -68,7 +72,7 @@ def test_a_pause_or_its_end_in_the_middle_of_a_replay_is_not_lost(
     if is_paused:
         first.handle.pause()
     act = first.handle.resume if is_paused else first.handle.pause
-    if when == WHEN[2]:
+    if when == WHEN[-1]:
         moved(first, act)
     client.during = lambda now: act() if now == when and len(client.handles) <= 1 else None
     w.log.go_on(client.replay)

@@ -180,23 +180,21 @@ class Handle:
             self.number, self._cancel, self._status = number, cancel, status
             self._update = update
 
-    def tell(self, told: Asked, number: RequestId) -> None:
+    def tell(self, told: Asked) -> None:
         """Tell the engine that has the request what is asked of it, if it does not know.
 
         Calls may overlap with each other, with `update` and with `move`: the last thing that an
         engine is told is what was asked last.
 
         Args:
-            told: What one engine was told last.
-            number: Of the request in that engine.
+            told: What the caller told an engine last. Who moves the request tells the next one.
 
         Raises:
             QueueFullError: The engine has not taken many earlier updates.
         """
         while True:
             with self._changed:
-                is_known = told is self.asked and number == self.number
-                if is_known or self._reason is not None:
+                if told is self.asked or self._reason is not None:
                     return
                 told, number, update = self.asked, self.number, self._update
             update(Update(number, told.priority, told.paused))
@@ -306,7 +304,7 @@ class Handle:
                 if self.asked is asked:
                     self.asked = before
             raise
-        self.tell(asked, number)
+        self.tell(asked)
 
     def pause(self) -> None:
         """Stop working on the request until `resume`; see `update`."""

@@ -166,7 +166,7 @@ class RingClient(Client):
             if asked.paused:
                 self._front_end.update(Update(number, paused=True))
             handle.move(number, self.cancel, self.status, self.update)
-            handle.tell(asked, number)
+            handle.tell(asked)
         except BaseException:
             self._forget(number)
             self._front_end.cancel(Cancel(number))
