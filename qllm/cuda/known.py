@@ -88,6 +88,7 @@ def is_known(parts: LayerParts) -> bool:
     attn = parts.self_attn
     return (
         parts.input_layernorm is not None
+        and attn is not None
         and attention_kind(attn) in ROTATING
         and not is_heard(attn)
     )

@@ -7,13 +7,13 @@ request with stop strings, whose text decides when it ends.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from qllm.errors import InvalidRequestError, RequestFailedError, shown
 from qllm.frontend.checks import priority_class
 from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.waker import Waker
 from qllm.ingress import Update
 from qllm.record.metrics import RequestMetrics
 from qllm.types import (
@@ -53,6 +53,18 @@ class Result:
     prompt_logprobs: tuple[Logprobs | None, ...] | None
     """One per token of the prompt, None for the first, if asked for with `prompt_logprobs`."""
     metrics: RequestMetrics
+
+
+class Asked(NamedTuple):
+    """The class that `Handle.update` gave a request, and whether it is paused.
+
+    Told to every engine that has the request. Each call makes one of its own, so that `is` says
+    whether anything was asked since.
+    """
+
+    priority: int | None = None
+    """None: as it was submitted."""
+    paused: bool | None = None
 
 
 class Keeps(Protocol):
@@ -98,6 +110,8 @@ class Handle:
         self._cancel = cancel
         self._status = status
         self._update = update
+        self.asked = Asked()
+        """What `update` asked for, all calls together."""
         self.log: Keeps | None = None
         """Where the request goes when its engine dies; None ends it in `error` then."""
         self._changed = threading.Condition()
@@ -158,10 +172,32 @@ class Handle:
         status: Callable[[RequestId], RequestStatus],
         update: Callable[[Update], None],
     ) -> None:
-        """Give the request to another engine; a cancel before this has not reached that one."""
+        """Give the request to another engine; a cancel before this has not reached that one.
+
+        What was `asked` of it may not have either: `tell` sees to it.
+        """
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
             self._update = update
+
+    def tell(self, told: Asked) -> None:
+        """Tell the engine that has the request what is asked of it, if it does not know.
+
+        Calls may overlap with each other, with `update` and with `move`: the last thing that an
+        engine is told is what was asked last.
+
+        Args:
+            told: What the caller told an engine last. Who moves the request tells the next one.
+
+        Raises:
+            QueueFullError: The engine has not taken many earlier updates.
+        """
+        while True:
+            with self._changed:
+                if told is self.asked or self._reason is not None:
+                    return
+                told, number, update = self.asked, self.number, self._update
+            update(Update(number, told.priority, told.paused))
 
     def disown(self, error: str) -> None:
         """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
@@ -204,6 +240,11 @@ class Handle:
         """Output so far."""
         with self._changed:
             return tuple(s.token_id for s in self._sampled)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine is done with it: `result` returns at once."""
+        return self._ended
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -255,8 +296,20 @@ class Handle:
         with self._changed:
             if self._reason is not None:
                 return
+            before = self.asked
+            self.asked = asked = Asked(
+                before.priority if level is None else level,
+                before.paused if paused is None else paused,
+            )
             update, number = self._update, self.number
-        update(Update(number, level, paused))
+        try:
+            update(Update(number, level, paused))
+        except BaseException:
+            with self._changed:
+                if self.asked is asked:
+                    self.asked = before
+            raise
+        self.tell(asked)
 
     def pause(self) -> None:
         """Stop working on the request until `resume`; see `update`."""
@@ -384,12 +437,11 @@ class Listener:
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
-        self._loop = asyncio.get_running_loop()
+        self._waker = Waker.here()
         self._event = asyncio.Event()
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # the event loop was closed: nobody waits
-            self._loop.call_soon_threadsafe(self._event.set)
+        self._waker.call(self._event.set)
 
     def __enter__(self) -> asyncio.Event:
         for handle in self._handles:

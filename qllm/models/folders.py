@@ -12,16 +12,17 @@ from qllm.models.aliases import ALIASES
 HUB_TIMEOUT_S = 5.0
 """Longest wait for the hub's first answer; without a network the error comes at once."""
 
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
-    """Turn a name into (canonical name, folder with a config.json).
+    """Turn a name into (canonical name, folder with a config.json, or a GGUF file).
 
     Args:
-        name: An alias, a folder, or a hub id.
+        name: An alias, a folder, a GGUF file, or a hub id.
         weights: Whether safetensors are needed too.
         code: Whether code that comes with the checkpoint is.
 
@@ -36,18 +37,36 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
         return name, folder
     name = ALIASES.get(name, name)
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"folder {name!r} has no config.json; give one that save_pretrained wrote"
-            )
+    if folder.suffix == GGUF:
+        if not folder.is_file():
+            raise ModelError(f"there is no GGUF file {name!r}; give the path of one")
         return name, folder
+    if name and folder.is_dir():
+        return name, _gguf_in(name, folder) or folder
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"model {name!r} is no alias, no folder here and no hub id like ORG/NAME; "
             f"known aliases: {', '.join(ALIASES)}"
         )
     return name, _from_hub(name, weights, code)
+
+
+def _gguf_in(name: str, folder: Path) -> Path | None:
+    """The GGUF file of a folder without safetensors; None if it has a config and no such file."""
+    found = sorted(folder.glob(f"*{GGUF}"))
+    has_config = (folder / "config.json").is_file()
+    if has_config and (missing_weights(folder) is None or not found):
+        return None
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelError(
+            f"folder {name!r} has {len(found)} GGUF files, {found[0].name} and others; give the "
+            "path of one"
+        )
+    raise ModelError(
+        f"folder {name!r} has no config.json and no GGUF file; give one that save_pretrained wrote"
+    )
 
 
 def _from_hub(name: str, weights: bool, code: bool) -> Path:

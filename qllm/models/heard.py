@@ -6,11 +6,14 @@ in `model.forward`, with the rows of an op. Modules that no part is (a layer, a 
 experts, the head) are called by nobody; a hook there is named in a warning.
 """
 
+import logging
 from collections.abc import Iterator
 
 from torch import nn
 
 from qllm.models.discover import ModelParts
+
+_log = logging.getLogger(__name__)
 
 
 def is_heard(module: nn.Module) -> bool:
@@ -26,6 +29,16 @@ def never_called(model: nn.Module, parts: ModelParts) -> list[str]:
         for name, module in model.named_modules()
         if (module._forward_hooks or module._forward_pre_hooks) and module not in called
     ]
+
+
+def warn_of_unheard(model: nn.Module, parts: ModelParts) -> None:
+    """Warn of hooks that serving never calls."""
+    if names := never_called(model, parts):
+        _log.warning(
+            "hooks on %s are never called: layers are run part by part, and experts and head are "
+            "read as weights; hooks of attention, norms, routers and MLPs are called",
+            ", ".join(names),
+        )
 
 
 def _called(parts: ModelParts) -> Iterator[nn.Module]:

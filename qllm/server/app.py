@@ -30,6 +30,7 @@ from .front import Front
 from .guard import Guard, Keys, Limits
 from .metrics import Metrics
 from .response_store import ResponseStore
+from .shortcut import Shortcut
 from .store import Store
 from .supervisor import Supervisor
 from .worker import Worker
@@ -39,7 +40,7 @@ class _State:
     """What outlives the server: batches and responses, and who works on them."""
 
     def __init__(self, front: Front, folder: Path) -> None:
-        self.store = Store(folder)
+        self._front, self.store = front, Store(folder)
         best_effort = BestEffort(front)
         self._worker = Worker(front, self.store, best_effort)
         kept = ResponseStore(self.store)
@@ -49,7 +50,7 @@ class _State:
         return [
             batches.file_routes(self.store),
             batches.batch_routes(self.store, self._worker),
-            responses.state_routes(self.responses),
+            responses.state_routes(self._front, self.responses),
         ]
 
     async def start(self) -> None:
@@ -108,15 +109,19 @@ def create_app(
     )
     app.state.front = front
     errors.install(app)
-    for part in (chat, completions, messages, requests, tools, probes, ui):
+    makes_answers = [part.routes(front) for part in (chat, completions, messages)]
+    makes_answers.append(responses.routes(front, None if state is None else state.responses))
+    for router in makes_answers:
+        app.include_router(router)
+    for part in (requests, tools, probes, ui):
         app.include_router(part.routes(front))
     app.include_router(docs.routes())
-    app.include_router(responses.routes(front, None if state is None else state.responses))
     if state is not None:
         for router in state.routers():
             app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
+    app.add_middleware(Shortcut, routers=makes_answers)
     app.add_middleware(Guard, config=config, keys=keys, limits=limits, metrics=metrics)
     if config.cors_origins:
         app.add_middleware(

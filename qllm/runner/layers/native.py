@@ -297,7 +297,8 @@ class NativeDriver(FastDriver):
         begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
         stop = begin + num_keys
         if pos == 0:
-            q = kernel.enter(x_TD, *rope, self._index, spans.address, len(step.spans))
+            cos, sin = rope
+            q = kernel.enter(x_TD, cos, sin, self._index, spans.address, len(step.spans))
             if stop < end:
                 begun = kernel.begin(q)
         if begun is not None and stop < end:
