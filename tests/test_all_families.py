@@ -95,6 +95,8 @@ DENSE = [
     "olmo2",
     "olmo3",
     "olmo_hybrid",
+    "persimmon",
+    "phi",
     "phi3",
     "phi4_multimodal",
     "qwen2",
