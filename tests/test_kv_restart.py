@@ -79,7 +79,8 @@ def test_a_supervised_server_goes_on_from_the_file(tmp_path: Path) -> None:
             kill(served)
             until(lambda engine=engine: served.front.engine is not engine)
             assert [client.answer()[1:3] for client in clients] == expected
-            assert came_back(served.front.engine, 3 * 16 * 64)
+            # BE loads keep pace while LS is there, so what of them is computed is the machine's
+            assert came_back(served.front.engine, 16 * 64)
         served.get("/metrics")
         assert served.metric("qllm:kv_file_kept_bytes") > 0
         assert served.metric("qllm:kv_file_up") == 1
