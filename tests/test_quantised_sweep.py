@@ -58,7 +58,7 @@ def rounded(weight: Tensor, code: str) -> Quantised:
 
 
 def code_of(weight: Tensor) -> str:
-    """Of a linear module; the head has another."""
+    """Code of a linear module's weight; the head has another."""
     return "i8" if len(weight) == VOCAB else "u4"
 
 

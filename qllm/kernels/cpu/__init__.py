@@ -176,10 +176,11 @@ class Matrix:
         arena: Arena | None = None,
     ) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        numel = packed_numel(*weight.shape)
+        n, k = weight.shape
+        numel = packed_numel(n, k)
         packed = weight.new_empty(numel) if arena is None else arena.take(numel)
         pack(weight, packed)
-        self._hold(packed, *weight.shape, biases)
+        self._hold(packed, n, k, biases)
 
     def _hold(
         self,

@@ -223,7 +223,10 @@ class Experts:
 
 
 def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
-    return weight.shape if isinstance(weight, Tensor) else (len(weight.codes), inputs_of(weight))
+    if isinstance(weight, Quantised):
+        return len(weight.codes), inputs_of(weight)
+    n, k = weight.shape
+    return n, k
 
 
 def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
