@@ -124,6 +124,14 @@ def test_scales_that_are_powers_of_two(n: int, k: int, group: int, dtype: torch.
     same_products(weight)
 
 
+def test_a_scale_of_zero_is_no_power_of_two() -> None:
+    weight = quantised("e2m1", 33, 70, 32, torch.bfloat16, powers=True)
+    weight.scale_NG[3, 1] = 0
+    assert QuantisedMatrix(weight)._format.products == EXACT
+    assert torch.equal(bits(values_of(weight, 33, 70)), bits(weight.dequantised()))
+    same_products(weight, (1, 7))
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_products_that_fp32_rounds_are_rounded_before_the_offset_is_added(code: str) -> None:
     """A fused multiplication and addition would round once, and give other bits."""
