@@ -220,6 +220,27 @@ def test_a_pass_that_is_forgotten_leaves_the_committed_state() -> None:
     assert torch.equal(run(mixer, x[35:], [Span(kv, 0, 35, 40)]), whole[35:])
 
 
+def test_a_saved_state_goes_on_where_it_was() -> None:
+    """As in a checkpoint, which may come from a run with the module."""
+    module, x = module_of("grouped"), rand(60, HIDDEN)
+    mixer, theirs = (
+        mixer_of(module, "grouped"),
+        RecurrentMixer(module, parts_of(module, "grouped").new_state),
+    )
+    whole, _ = cut(mixer, x, [0, 60])
+    for first in (mixer, theirs):
+        kv, other = SlabKV(2, 400), SlabKV(2, 400)
+        run(first, x[:30], [Span(kv, 0, 0, 30)], module.forward)
+        other.states.restore(kv.states.export())
+        kv.committed = other.committed = 30
+        outs = [run(mixer, x[30:], [Span(to, 0, 30, 60)]) for to in (kv, other)]
+        assert torch.equal(outs[0], outs[1])
+        if first is mixer:
+            assert torch.equal(outs[0], whole[30:])
+        else:
+            assert distance(outs[0], whole[30:]) < 0.006
+
+
 def test_tokens_take_turns_with_two_states() -> None:
     """Nothing is allocated per token, and never more is held than the committed and the next."""
     mixer, x, kv = mixer_of(module_of("split"), "split"), rand(9, HIDDEN), SlabKV(2, 400)
