@@ -43,7 +43,8 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan", STDLIB | {"huggingface_hub", "safetensors", "torch", "transformers"}
+        "errors types plan",
+        STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
     "runner": Floor(
