@@ -17,7 +17,16 @@ from typing import Any
 from bench.papers.rows import markdown
 from bench.policies.fronts import ALONE, points_of
 from bench.policies.pareto import draw
-from bench.report_lines import WITHOUT_ZEN, Line, at_most, capacity_lines, over_http_lines
+from bench.report_lines import (
+    WITHOUT_ZEN,
+    Line,
+    at_most,
+    beside_mask_lines,
+    capacity_lines,
+    over_http_lines,
+    rate_lines,
+    ttft_lines,
+)
 from bench.sim.validate_sim import BOUND, NUMBERS
 from bench.sim.validate_sim import draw as draw_predictions
 
@@ -384,6 +393,9 @@ DECISION_US, CORE_US, DIFFERENTIAL_TRACES, SOAK_RATIO = 300.0, 5.0, 10_000, 1.5
 
 SMALL = {
     "over_http.json": ("HTTP and the rings", over_http_lines),
+    "rate.json": ("Short requests over HTTP", rate_lines),
+    "ttft.json": ("What HTTP adds to a step of 10 ms", ttft_lines),
+    "beside_mask.json": ("Beside a row with a mask", beside_mask_lines),
     "soak.json": ("A long overload", soak_lines),
     "decide.json": ("A decision", decide_lines),
     "decide-native.json": ("A decision in C++", decide_lines),

@@ -79,3 +79,40 @@ def _http_overhead_lines(found: dict[str, Any], reach: dict[str, float]) -> list
 
 def _quiet_hogged(found: dict[str, Any]) -> str:
     return "; ".join(f"{found['ttft_ms'][name]['p99']:.0f}" for name in ("quiet", "hogged"))
+
+
+def rate_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/serving/rate.py`: the last tree over the first."""
+    first, *_, last = document["trees"]
+    over, cost = document["over_first"][last], document["trees"]
+    name, target = document.get("first", first), 2.0
+    what = f"requests/s of 1 token on {document['connections']} connections, over {name}"
+    ratio = over["requests_per_s"]
+    lines: list[Line] = [(what, f"{ratio:.2f}", f">= {target:g}", ratio >= target)]
+    for key, of in (("front_end_us", "front end"), ("engine_us", "engine")):
+        found = f"{cost[last][key]:.0f} instead of {cost[first][key]:.0f}"
+        lines.append((f"  CPU time per request, {of}: us", found, "", None))
+    return lines
+
+
+def ttft_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/serving/ttft.py`."""
+    lines: list[Line] = []
+    for clients, row in document["found"].items():
+        for name, ms in row["http_adds_ms"].items():
+            for p, most in document["reach_ms"].items():
+                how = name.removeprefix("http_")
+                what = f"TTFT over HTTP minus Python, {how}, {clients}, {p}: ms"
+                lines.append(at_most(what, ms[p], most, 2))
+    return lines
+
+
+def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/serving/beside_mask.py`."""
+    lines: list[Line] = []
+    for row in document["found"]:
+        for form, over in row["over_none"].items():
+            what = f"TPOT beside a row with a mask ({form}, {row['vocabulary']:,} tokens) / without"
+            found = f"{over['ratio']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"
+            lines.append((what, found, f"<= {document['reach']:g}", over["holds"]))
+    return lines

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from qllm.errors import ConfigError
 from qllm.plan import Plan, Row
-from qllm.policy import RequestView, View, next_row
+from qllm.policy import Freed, RequestView, View, next_row
 from qllm.types import RequestId
 
 
@@ -32,13 +32,13 @@ class Room:
     def _behind(self) -> dict[RequestId, int]:
         """Blocks behind every request; only looked at when KV is short."""
         behind: dict[RequestId, int] = {}
-        younger = worse = 0
+        younger, worse, freed = 0, 0, Freed.of(self._view)
         priority = None
         for r in sorted(self._view.requests, key=age, reverse=True):
             if r.priority != priority:
                 priority, worse = r.priority, younger
             behind[r.request_id] = younger if r.is_admitted else worse
-            younger += len(r.block_table)
+            younger += freed.add(r)
         return behind
 
 
@@ -104,6 +104,7 @@ def rotate(
     tokens = view.max_step_tokens if max_tokens is None else min(max_tokens, view.max_step_tokens)
     free, room = view.num_free_blocks, view.num_free_swap_blocks
     leaving = [r for r in order if r.is_admitted and _may_leave(r, view, min_stay_ns)]
+    freed = Freed.of(view)
     for request in order:
         if len(rows) == view.max_num_seqs:
             break
@@ -114,17 +115,17 @@ def rotate(
         if cost > tokens:
             continue
         need, victims = view.blocks_needed(row), list[RequestView]()
-        gained = taken = 0
+        gained, taken, trial = 0, 0, freed.copy()
         for victim in reversed(leaving):
             if free + gained >= need or victim is request:
                 break
             size = -(-victim.num_written_tokens // view.block_size)
             if victim.request_id not in planned and taken + size <= room:
                 victims.append(victim)
-                gained, taken = gained + len(victim.block_table), taken + size
+                gained, taken = gained + trial.add(victim), taken + size
         if free + gained < need:
             continue
-        leaving = [r for r in leaving if r not in victims]
+        leaving, freed = [r for r in leaving if r not in victims], trial
         free, room = free + gained - need, room - taken
         out += [v.request_id for v in victims]
         rows.append(row)

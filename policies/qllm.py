@@ -70,7 +70,7 @@ class Qllm:
         rows: list[Row] = []
         tokens, room = view.max_step_tokens, view.num_free_blocks
         blocked = False
-        held = sum(len(r.block_table) for r in view.requests if r.priority > Priority.LS)
+        held = view.blocks_freed(r for r in view.requests if r.priority > Priority.LS)
         for request in (*first, *fill):
             if len(rows) >= min(self.max_batch, view.max_num_seqs):
                 break

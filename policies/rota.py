@@ -3,9 +3,10 @@
 While everything fits, requests run in the order of arrival. When seats or KV are short, whoever
 lags goes first, the largest lag before the others: a newcomer that has waited for a share of its
 TTFT target, and a request whose tokens so far took longer than its TPOT target allows. The rest
-goes in the order of arrival. So a newcomer takes KV for its first token from the youngest that is
-ahead of its targets, gives it back, and comes back when it lags: KV rotates as targets demand, and
-who is not asked to wait for others does not. Classes are not looked at.
+goes in the order of arrival, and so does a newcomer whose first token would be late even if it
+went first: rotation cannot help it. So a newcomer takes KV for its first token from the youngest
+that is ahead of its targets, gives it back, and comes back when it lags: KV rotates as targets
+demand, and who is not asked to wait for others does not. Classes are not looked at.
 
 With `tpot_share=0` everybody lags who is left out, and those who run the less the longer they have
 been running: requests take turns, and their KV with them.
@@ -17,9 +18,8 @@ rotate: a newcomer takes free KV, never that of a running request, and a request
 takes it from the smallest lag, to be recomputed.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 
 from qllm.errors import ConfigError
 from qllm.plan import Plan
@@ -75,10 +75,29 @@ class Rota:
         grace = grace_ns(self.ttft_share, request.slo.ttft_ms, self.ttft_ms)
         return max(0.0, now_ns - request.arrival_ns - grace)
 
-    def _place(self, request: RequestView, now_ns: int) -> tuple[float, int]:
+    def _in_time(self, view: View) -> Collection[RequestId]:
+        """Newcomers whose first token can be in time, if their prompts run one after the other."""
+        found, at_ns = set(), view.now_ns
+        newcomers = (r for r in view.requests if r.first_token_ns is None)
+        for r in sorted(newcomers, key=lambda r: r.arrival_ns):
+            end_ns = at_ns + r.num_uncomputed_tokens * view.costs.prefill_token_ns
+            if end_ns <= r.arrival_ns + grace_ns(1, r.slo.ttft_ms, self.ttft_ms):
+                found.add(r.request_id)
+                at_ns = end_ns
+        return found
+
+    def _places(self, view: View) -> Callable[[RequestView], tuple[float, int]]:
         """Sorts best first: those who lag, and then, unless they take turns, by arrival."""
-        lag_ns = self.lag_ns(request, now_ns)
-        return -(max(0.0, lag_ns) if self.tpot_share else lag_ns), request.arrival_ns
+        in_time = self._in_time(view) if self.tpot_share else ()
+
+        def place(request: RequestView) -> tuple[float, int]:
+            lag_ns = self.lag_ns(request, view.now_ns)
+            if not self.tpot_share:
+                return -lag_ns, request.arrival_ns
+            helps = request.first_token_ns is not None or request.request_id in in_time
+            return -max(0.0, lag_ns) * helps, request.arrival_ns
+
+        return place
 
     def plan(self, view: View) -> Plan:
         """Return everyone, or the largest lags, as many as fit."""
@@ -86,7 +105,7 @@ class Rota:
             return Plan(rows=view.frames[0].rows)
         order = view.requests
         if not self._all_fit(view):
-            order = sorted(order, key=partial(self._place, now_ns=view.now_ns))
+            order = sorted(order, key=self._places(view))
             if Cap.KV_SWAP in view.capabilities:
                 plan = rotate(view, order, self.min_stay_ms * NS_PER_MS)
                 if plan.rows:
@@ -103,8 +122,7 @@ class Rota:
         self, view: View, need_blocks: int, keep: Collection[RequestId]
     ) -> list[tuple[RequestId, Evict]]:
         """Return the smallest lags first."""
-        place = partial(self._place, now_ns=view.now_ns)
-        order = sorted(behind_all(view, keep), key=place, reverse=True)
+        order = sorted(behind_all(view, keep), key=self._places(view), reverse=True)
         return [(r.request_id, Evict.SWAP) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:

@@ -13,7 +13,7 @@ CHOICES = {
     "preempt_at": tuple(GRAINS),
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
-    "expert_weights": ("auto", "int8", "int8-g64"),
+    "expert_weights": ("auto", "int8", "int8-g64", "int4", "mxfp4"),
     "on_policy_error": ("fail", "fcfs"),
     "loop": ("host", "conditional"),
     "prefix_cache": ("auto", True, False, "approximate"),
@@ -31,6 +31,8 @@ GONE_VALUES = {
     ("loop", "native"): "is gone: it saved little on a CPU; leave loop out",
 }
 """Values that settings had once."""
+PAGE_SIZE = 64
+"""Tokens of a page of the prefix cache, or a KV block if that is larger."""
 MAX_KV_GIB = 1 << 20
 MAX_COUNT = (1 << 31) - 1
 """Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
@@ -70,8 +72,10 @@ class EngineConfig:
     """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
     Face's; "reference": the bits of `model.forward`."""
     expert_weights: str = "auto"
-    """"auto": as loaded; "int8": half the bytes of bf16, rounded with a scale per output channel
-    (weight-only, as vLLM's "experts_int8"), or "int8-g64" per group of 64 inputs."""
+    """"auto": as the checkpoint has them. Others round a bf16 checkpoint to the nearest value as it
+    is loaded: "int8" with a scale per output channel (weight-only, as vLLM's "experts_int8"),
+    "int8-g64" per group of 64 inputs, "int4" with a scale and offset per group of 64, "mxfp4" with
+    a power of two per group of 32 (docs/weights.md)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int | None = None
@@ -91,8 +95,8 @@ class EngineConfig:
     docs/serving.md says what it does not serve."""
     prefix_cache: str | bool = "auto"
     """Keep KV of finished pages and copy it into requests with the same first tokens. "auto": where
-    no bit changes (our CPU kernels in every layer); True: refused elsewhere; "approximate": on any
-    CPU engine, where a hit may change last bits; False: off (docs/kv.md)."""
+    no bit changes (our CPU kernels in every layer); True: refused elsewhere; "approximate": where
+    a hit may change last bits too, if loop="host"; False: off (docs/kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
     swap_kv_tokens: int = 0
@@ -232,6 +236,11 @@ class EngineConfig:
     def num_blocks(self) -> int:
         """KV blocks in the pool."""
         return self.max_kv_tokens // self.block_size
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache."""
+        return max(PAGE_SIZE, self.block_size)
 
     @property
     def num_swap_blocks(self) -> int:

@@ -151,7 +151,7 @@ class QLLMEngine(Offline, KeptKv):
             raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs run_in='process'")
         config.check_place(run_in, str(device))
         how = {"dtype": dtype, "device": device, "load_format": load_format}
-        how["trust_remote_code"] = trust_remote_code
+        how |= {"trust_remote_code": trust_remote_code, "expert_weights": config.expert_weights}
         if run_in == "thread":
             from qllm.frontend.thread import ThreadClient
             from qllm.models.loader import load

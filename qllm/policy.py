@@ -14,8 +14,9 @@ closed set of shapes around it; the scheduler turns ranks into plans, and so can
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from qllm.errors import ConfigError, shown
@@ -165,10 +166,14 @@ class CostTable(NamedTuple):
             num_moved: Tokens that have to move: not those whose KV is there already.
             num_lost: Tokens that would have to be computed.
         """
+        there_ns = self.move(tier, num_moved)
+        return there_ns is not None and 2 * there_ns < num_lost * self.prefill_token_ns
+
+    def move(self, tier: Tier, num_tokens: int) -> int | None:
+        """Predicted time to move KV to a tier, or back; None if that was not measured."""
         if tier >= len(self.move_token_ns):
-            return False
-        there_and_back_ns = 2 * num_moved * self.move_token_ns[tier]
-        return there_and_back_ns < num_lost * self.prefill_token_ns
+            return None
+        return num_tokens * self.move_token_ns[tier]
 
     def step(self, num_decode_rows: int, num_prefill_tokens: int) -> int:
         """Predicted time of a step through all layers."""
@@ -215,6 +220,10 @@ class View:
     """Steps that nothing would stop are to run whole: each boundary inside one costs a launch."""
     num_free_swap_blocks: int = 0
     """Room for KV that moves out of its blocks (`Cap.KV_SWAP`)."""
+    shared_blocks: Mapping[int, int] = field(default_factory=dict)
+    """Holders of each block that more than one request holds (see `Freed`)."""
+    found_blocks: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)
+    """Blocks of others that a request without KV would take by reference, where KV is shared."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
@@ -222,7 +231,49 @@ class View:
         if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
             hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
         need = -(-hi // self.block_size) - len(request.block_table)
+        if self.found_blocks:
+            need -= len(self.found_blocks.get(row.request_id, ()))
         return need if need > 0 else 0
+
+    def blocks_freed(self, requests: Iterable[RequestView]) -> int:
+        """Blocks that come free if all these requests lose theirs (see `Freed`)."""
+        return sum(map(Freed.of(self).add, requests))
+
+
+class Freed:
+    """Counts blocks that come free as requests lose theirs, one after the other.
+
+    A shared block comes free with its last holder; one that a waiting request has found does not
+    count, since that request may be planned in the same step and hold it.
+
+    Args:
+        shared: Holders of each block that has more than one.
+        found: Blocks that others may take by reference.
+    """
+
+    def __init__(self, shared: Mapping[int, int], found: Iterable[Sequence[int]] = ()) -> None:
+        self._left = dict(shared)
+        for block in chain.from_iterable(found):
+            self._left[block] = self._left.get(block, 1) + 1
+
+    @classmethod
+    def of(cls, view: View) -> "Freed":
+        """Count from a view, before anybody has lost any."""
+        return cls(view.shared_blocks, view.found_blocks.values())
+
+    def copy(self) -> "Freed":
+        """Count on from here, and not here."""
+        return Freed(self._left)
+
+    def add(self, request: RequestView) -> int:
+        """Let a request lose its blocks; return how many come free."""
+        table, left = request.block_table, self._left
+        if not left:
+            return len(table)
+        for block in table:
+            if block in left:
+                left[block] -= 1
+        return sum(left.get(block, 0) == 0 for block in table)
 
 
 def next_row(

@@ -11,7 +11,9 @@ in. Instructions depend on the compiler, not on the machine's speed. The last li
 one JSON document.
 
 `--sass` links the kernels for an architecture (numba-cuda, NVRTC and nvJitLink) and reads them
-with the disassembler that comes with triton: registers, stack, instructions, system fences.
+with the disassembler that comes with triton: registers, stack, instructions, system fences; what
+functions spill is said by the linker. Compiled apart (nvcc -rdc=true), functions save registers of
+their callers, which `ptxas -v` counts as spills; linked, as here and as they run, they do not.
 """
 
 import argparse
@@ -30,6 +32,7 @@ import numpy as np
 
 from bench.common import ROOT, machine
 from qllm.device import deciding, lanes
+from qllm.device.cubins import link_verbosely
 from qllm.device.loop import DeviceLoop
 from qllm.device.rank import HostRank
 from qllm.device.server import address_of, attach
@@ -238,15 +241,29 @@ def counts() -> list[dict[str, Any]]:
         return found
 
 
+def spilled(log: str, kernel: str) -> dict[str, int]:
+    """Bytes that a kernel and the functions it calls store for want of registers, by function.
+
+    Args:
+        log: What `ptxas -v` said of a whole program: the functions of a kernel come after it.
+        kernel: Its name.
+    """
+    parts = re.split(r"Compiling entry function '(\w+)'", log)
+    part = dict(zip(parts[1::2], parts[2::2], strict=True))[kernel]
+    said = r"Function properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    found = re.findall(said, part)
+    assert found, log
+    return {name: int(n) + int(m) for name, n, m in found if int(n) + int(m)}
+
+
 def sass(capability: tuple[int, int]) -> dict[str, Any]:
     """What the compiler made of `qllm_turn`."""
     import triton
 
-    from qllm.device.cubins import link_kernel
-
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    cubin, log = link_verbosely(load_policy("qllm2"), capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(link_kernel(load_policy("qllm2"), capability))
+        file.write(cubin)
         file.flush()
 
         def read(*command: str) -> str:
@@ -263,6 +280,7 @@ def sass(capability: tuple[int, int]) -> dict[str, Any]:
     return {
         "registers": int(numbers["REG"]),
         "stack_bytes": int(numbers["STACK"]),
+        "spilled_bytes": spilled(log, "qllm_turn"),
         "instructions": len(ops),
         "system_fences": sum(op.startswith("MEMBAR") and "SYS" in op for op in ops),
         "byte_moves": sum(op.endswith("U8") and op[0] in "LS" for op in ops),

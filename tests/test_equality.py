@@ -166,6 +166,7 @@ class Storm:
     num_cancels: int = 3
     every: int = 60
     """A disturbance about every that many segments."""
+    vocab: int = VOCAB
     handles: list[tuple[Handle, str]] = field(default_factory=list)
     specs: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -173,7 +174,7 @@ class Storm:
         rng = self.rng
         n = rng.choice((3, 9, 17, 40, 70)) if priority == "BE" else rng.choice((2, 5, 12))
         spec = {
-            "prompt": prompt_of(n, rng.randrange(100)),
+            "prompt": [i % self.vocab for i in prompt_of(n, rng.randrange(100))],
             "max_tokens": rng.randrange(4, 18),
             "sampling": SamplingParams(
                 temperature=rng.choice((0.0, 0.8, 1.5)),

@@ -43,7 +43,7 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan",
+        "errors types plan models kernels.quantised",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
@@ -69,15 +69,18 @@ FLOORS = {
     # the engine, its callers, and what is made of both
     "engine": Floor(
         f"{BASE} cores cuda device grammar ingress models plugins record runner scheduler",
-        STDLIB | {"numpy", "safetensors", "torch", "transformers"},
+        STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch"}),
-    "engine.kv_identity": Floor("engine.kv_file kernels runner", STDLIB | {"torch"}),
-    "engine.mover": Floor("types engine.kv_file engine.tier", STDLIB),
+    "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
+    "engine.kv_identity": Floor(
+        "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
+    ),
+    "engine.mover": Floor("types engine.kv_file engine.tier scheduler.prefix", STDLIB),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
-    "engine.prefix": Floor(f"{BASE} engine.tier ingress scheduler", PURE),
-    "engine.tier": Floor(f"{BASE} scheduler", PURE),
+    "engine.keeper": Floor(BASE, PURE),
+    "engine.prefix": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
+    "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
     "engine.coming": Floor(f"{BASE} engine.prefix engine.tier ingress scheduler", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.loop": Floor(
@@ -94,7 +97,15 @@ FLOORS = {
     "server": Floor(
         f"__init__ {BASE} cores frontend grammar_check ingress llm record",
         STDLIB
-        | {"fastapi", "prometheus_client", "pydantic", "pydantic_settings", "starlette", "uvicorn"},
+        | {
+            "fastapi",
+            "httptools",
+            "prometheus_client",
+            "pydantic",
+            "pydantic_settings",
+            "starlette",
+            "uvicorn",
+        },
     ),
     "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),
     "measure": Floor(
@@ -127,7 +138,9 @@ OWN_BENCHES = {
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
-    "kv_file": "frontend.request_log",  # carries a request from an engine that was killed
+    "serving.ttft": "runner.runner",  # lets every pass take so long
+    # carries a request from an engine that was killed; has a mover move what it would not
+    "kv.file": "frontend.request_log engine.tier",
 }
 """Benches that import more than the others."""
 

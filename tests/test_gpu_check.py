@@ -26,7 +26,9 @@ def test_the_budgets_fit_into_eight_minutes() -> None:
 @pytest.mark.exhaustive
 def test_tests_for_a_gpu_import_only_what_is_there() -> None:
     """The machine with the GPU has torch, transformers, cupy; no server, no NIXL, no pydantic."""
-    missing = ("fastapi", "llguidance", "nixl", "openai", "pydantic", "starlette", "uvicorn")
+    missing = (
+        "fastapi", "llguidance", "nixl", "openai", "pydantic", "starlette", "uvicorn", "xxhash",
+    )  # fmt: skip
     collect = (
         f"import sys; sys.modules.update(dict.fromkeys({missing})); import pytest; "
         "sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', *sys.argv[1:]]))"

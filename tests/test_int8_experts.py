@@ -220,8 +220,8 @@ def test_another_format_is_another_model_and_reads_half() -> None:
 
 
 def test_where_int8_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"expert_weights='int4'.*int8, int8-g64"):
-        EngineConfig(expert_weights="int4")
+    with pytest.raises(ConfigError, match=r"expert_weights='int3'.*int8, int8-g64"):
+        EngineConfig(expert_weights="int3")
     with pytest.raises(ConfigError, match="needs kernels='fast'"):
         EngineConfig(expert_weights="int8", kernels="reference")
     with pytest.raises(ConfigError, match="kernels='reference' has no others"):

@@ -52,7 +52,7 @@ def found(file: KvFile) -> dict[bytes, Page]:
     for entry in file.scan():
         page = file.read(entry.slot, entry.name, entry.checksum)
         if page is not None:
-            pages[entry.name] = page
+            pages[entry.name] = tuple(part.clone() for part in page)
     return pages
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qllm.engine.costs import Costs
 from qllm.engine.tier import FileTier, Kept, Load, Write, Written
 from qllm.scheduler.prefix import Chain, PageStore
 from qllm.types import NS_PER_S, Priority
@@ -74,7 +75,8 @@ class World:
         self.disk = FakeDisk(rng)
         self.ram = PageStore[Any](rng.randint(1, 5))
         slots = rng.randint(1, 6)
-        self.files = FileTier(self.disk, PageStore[Kept](slots), range(slots), 1 << 23, lambda _: 0)
+        index = PageStore[Kept](slots)
+        self.files = FileTier(self.disk, index, range(slots), 1 << 23, 1, Costs())
 
     def step(self) -> None:
         self.now += self.rng.randint(0, 3) * NS_PER_S

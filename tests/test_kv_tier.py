@@ -16,6 +16,7 @@ from families import FAMILIES, VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.engine import kept, kv_file, mover, pages, tier
+from qllm.engine.costs import Costs
 from qllm.errors import ConfigError, QllmError
 from qllm.frontend.handle import Result
 from qllm.kernels import cpu
@@ -33,8 +34,8 @@ KINDS = cpu.native.available() if cpu.native is not None else []
 def no_load_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests rest on no clock: whatever is in the file is waited for."""
     monkeypatch.setattr(tier, "SLACK_NS", 10**15)
-    monkeypatch.setattr(tier, "FIRST_NS_PER_BYTE", 0.0)
-    monkeypatch.setattr(tier, "NEW_WEIGHT", 0.0)
+    monkeypatch.setattr(tier, "FIRST_NS_PER_BYTE", 0)
+    monkeypatch.setattr(Costs, "moved", lambda *_: None)
 
 
 def prompt_of(n: int, seed: int = 0) -> list[int]:

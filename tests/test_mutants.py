@@ -45,8 +45,8 @@ def evict_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
     victims_for = scheduler.victims_for
 
-    def too_few(policy: Any, view: Any, requests: Any, request: Any, n: int, keep: Any) -> Any:
-        return victims_for(policy, view, requests, request, 1, keep)
+    def too_few(*asked: Any) -> Any:
+        return victims_for(*asked[:5], 1, *asked[6:])
 
     patch.setattr(scheduler, "victims_for", too_few)
 
@@ -131,7 +131,7 @@ def ignore_the_stall_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockPool, "give_back", lambda self, request_id, blocks: None)
+    patch.setattr(BlockPool, "give_back", lambda *_, **__: None)
 
 
 def start_anywhere(patch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu import attention, experts, norms, routers
+from qllm.kernels.cpu import attention, experts, norms, quantised, routers
 from qllm.runner import sweep
 
 FOLDER = Path(cpu.__file__).resolve().parent
 STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "Format": quantised.FormatStruct,
     "Matrix": cpu.MatrixStruct,
     "Norm": norms.NormStruct,
     "Heads": attention._Heads,

@@ -16,12 +16,13 @@ from test_new_policy import made
 from typer.testing import CliRunner
 
 from qllm.cli import app
-from qllm.device.cubins import KERNELS, link_kernel
+from qllm.device.cubins import KERNELS, link_kernel, link_verbosely
 from qllm.device.rank import ARCHITECTURES, compile_device, compile_host
 from qllm.errors import ConfigError
 from qllm.plugins import load_policy
 from qllm.policy import NO_DEADLINE, RankPolicy
 from qllm.types import NS_PER_MS, Priority
+from scripts.turn_cost import spilled
 
 LIMIT = 7 * NS_PER_MS
 RANKED = ["fcfs", "ls-first", "priority", "qllm2", "chunked", "chunked-priority", "edf"]
@@ -186,10 +187,24 @@ def test_every_architecture_gets_its_lto_ir() -> None:
 
 
 @pytest.mark.exhaustive
-def test_rank_is_linked_into_the_scheduler_kernel() -> None:
-    cubin = link_kernel(load_policy("qllm2"), (9, 0))
+def test_rank_is_linked_into_the_scheduler_kernel_and_nothing_is_spilled() -> None:
+    cubin, log = link_verbosely(load_policy("qllm2"), (9, 0))
     assert cubin.startswith(b"\x7fELF")
     assert all(kernel.encode() in cubin for kernel in KERNELS)
+    assert spilled(log, "qllm_turn") == {}
+    used = re.search(r"entry function 'qllm_turn'.*?Used (\d+) registers", log, re.DOTALL)
+    assert used
+    assert int(used[1]) * 256 <= 65536  # one block fits a multiprocessor
+
+
+def test_what_functions_spill_is_read_of_the_linkers_log() -> None:
+    of = "Function properties for {}\n  {} bytes stack frame, "
+    of += "{} bytes spill stores, {} bytes spill loads\n"
+    log = "Compiling entry function 'a' for 'sm_90'\n" + of.format("a", 8, 0, 0)
+    log += of.format("f", 8, 4, 8) + "Compiling entry function 'b' for 'sm_90'\n"
+    log += of.format("b", 0, 16, 0)
+    assert spilled(log, "a") == {"f": 12}
+    assert spilled(log, "b") == {"b": 16}
 
 
 @pytest.mark.sampled(1)

@@ -15,7 +15,7 @@ from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedErr
 from qllm.frontend.handle import Piece
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
-from qllm.server.ask import Served
+from qllm.server.ask import SHORT, Served
 from qllm.server.errors import ApiError, from_engine
 from qllm.server.front import Answer
 from qllm.types import Priority, SamplingParams, Slo
@@ -275,9 +275,11 @@ def test_text_is_made_into_tokens_off_the_event_loop(
     served: Serving, submitted: list[tuple[str, dict[str, Any]]]
 ) -> None:
     for priority in ("LS", "BE"):
-        served.post("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 1},
-                    headers={"x-qllm-priority": priority})  # fmt: skip
-    assert [name[:12] for name, _ in submitted] == ["qllm-text-LS"] * 2 + ["qllm-text-BE"] * 2
+        for prompt in ("a", "a" * SHORT):
+            served.post("/v1/completions", {"prompt": prompt, "n": 2, "max_tokens": 1},
+                        headers={"x-qllm-priority": priority})  # fmt: skip
+    threads = ("qllm-short-LS", "qllm-text-LS", "qllm-short-BE", "qllm-text-BE")
+    assert [name.rpartition("_")[0] for name, _ in submitted] == [x for x in threads for _ in "ab"]
 
 
 # -- classes
@@ -423,8 +425,7 @@ def test_a_client_that_leaves_before_its_request_is_submitted(
     client.close()
     until(lambda: served.front._num_ls == 0)
     go.set()
-    until(lambda: handles and handles[0].finish_reason == "cancelled")
-    until(lambda: is_idle(engine))
+    until(lambda: handles and handles[0].finish_reason == "cancelled" and is_idle(engine))
 
 
 def test_a_request_over_its_time_is_504(engine: QLLMEngine) -> None:

@@ -26,7 +26,7 @@ from qllm.scheduler.rules import broken_rule
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
 from qllm.sim.runner import SimCosts
-from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority
+from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority, Slo
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
 
@@ -254,10 +254,11 @@ def test_what_need_not_move_costs_nothing() -> None:
 def test_the_cost_of_moving_is_fitted_per_tier() -> None:
     costs = Costs()
     assert costs.table().move_token_ns == (0,)
-    assert costs.moved(Tier.FILE, 10, 1000).move_token_ns == (0, 100)
-    assert costs.moved(Tier.FILE, 10, 5000).move_token_ns == (0, 200)
-    assert costs.moved(Tier.MEMORY, 10, 50).move_token_ns == (5, 200)
-    assert costs.table().move_token_ns == (5, 200)
+    for tier, elapsed_ns, want in (
+        (Tier.FILE, 1000, (0, 100)), (Tier.FILE, 5000, (0, 200)), (Tier.MEMORY, 50, (5, 200)),
+    ):  # fmt: skip
+        costs.moved(tier, 10, elapsed_ns)
+        assert costs.table().move_token_ns == want
 
 
 def test_a_request_that_ends_while_it_is_swapped_out_leaves_no_room_taken() -> None:
@@ -451,3 +452,44 @@ def test_who_has_not_run_since_it_was_given_kv_stays() -> None:
     assert "has not run since it was given some" in rule
     request.last_progress_ns = 8
     assert broken_rule(plan, world.scheduler.requests, {}, SHAPE.num_layers, view) is None
+
+
+# -- rotation that cannot help
+
+
+def burst(policy: Any, ttft_ms: float) -> tuple[World, list[float]]:
+    """Eight requests at once, and KV for two of them; their times to the first token, in ms."""
+    costs = SimCosts(expert_ns=NS_PER_MS, head_ns=NS_PER_MS)
+    world = World(policy, short_of_kv(16), costs=costs)
+    for _ in range(8):
+        world.submit(BE, 90, 30, slo=Slo(ttft_ms=ttft_ms, tpot_ms=10_000.0))
+    world.run()
+    finished_well(world)
+    return world, [m.ttft_ms or 0.0 for m in metrics_of(world)]
+
+
+def test_rota_does_not_rotate_for_who_misses_its_target_anyway() -> None:
+    """Then it is `fcfs`, token for token."""
+    plain, first = burst(load_policy("fcfs"), 1.0)
+    world, again = burst(Rota(), 1.0)
+    assert not events(world, trace.SwappedOut)
+    assert again == first
+    assert [m.e2e_ms for m in metrics_of(world)] == [m.e2e_ms for m in metrics_of(plain)]
+
+
+def test_rota_rotates_for_as_many_as_can_be_in_time() -> None:
+    _, first = burst(load_policy("fcfs"), 1.0)
+    pairs = sorted(first)[::2]
+    target_ms = pairs[1] + 4 * pairs[0]
+    world, again = burst(Rota(), target_ms)
+    assert sum(ms <= target_ms for ms in first) == 4
+    assert sum(ms <= target_ms for ms in again) == 6
+    assert events(world, trace.SwappedOut)
+
+
+def test_rota_counts_the_prompts_that_go_before() -> None:
+    """The last one would be in time alone, and is not behind the three others that lag."""
+    _, first = burst(load_policy("fcfs"), 1.0)
+    pairs = sorted(first)[::2]
+    _, again = burst(Rota(), pairs[1] + 7 * pairs[0])
+    assert [a < f for a, f in zip(again, first, strict=True)] == [False] * 4 + [True] * 3 + [False]

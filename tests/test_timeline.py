@@ -2,6 +2,7 @@
 
 import json
 import time
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,6 +320,47 @@ def test_a_look_knows_what_was_parked_before_it() -> None:
     told = watch.look(0, False)
     assert (told["parked"], told["running"]) == ([], [10, "BE", 2.5, LAYERS, 2])
     assert told["entries"] == [["held", 5, 10, "BE", 2.5, False]]
+
+
+def test_a_look_just_before_the_watch_leaves_keeps_it_on() -> None:
+    """The loop's thread finds the lease over; before it leaves, another thread looks."""
+    clock, looked = [ms(9)], []
+    loop: Any = SimpleNamespace(
+        now_ns=lambda: clock[0],
+        listeners=(),
+        live={},
+        scheduler=SimpleNamespace(frames={}, pool=SimpleNamespace(num_free=3)),
+        num_preemptions=0,
+    )
+    config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1)
+    runner: Any = SimpleNamespace(
+        segments=SimpleNamespace(longest_ns=0), shape=SimpleNamespace(num_layers=LAYERS)
+    )
+    watch = Watch(loop, config, runner)
+    since = watch.look(0, False)["seq"]
+
+    class LookFirst:
+        """The lock of changes, which another thread is faster to take."""
+
+        lock = watch._changing
+
+        def __enter__(self) -> None:
+            watch._changing = self.lock
+            looks = Thread(target=lambda: looked.append(watch.look(since, False)))
+            looks.start()
+            looks.join()
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    watch._changing = LookFirst()  # type: ignore[assignment]
+    clock[0] = ms(9) + 2 * LEASE_NS
+    loop.listeners[0](Resumed(at_ns=clock[0], frame_id=7))
+    assert len(looked) == 1
+    assert watch.is_on
+    loop.listeners[0](Resumed(at_ns=clock[0] + 2 * LEASE_NS, frame_id=7))
+    assert (watch.is_on, loop.listeners) == (False, ())
 
 
 def test_listed_requests_are_bounded() -> None:

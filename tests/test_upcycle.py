@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dense import FAMILIES, FFN, LAYERS, TEMPLATE, WIDTH, dense_model, save, write_gguf
-from families import build
+from families import make_model
 from gguf import GGMLQuantizationType
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -257,7 +257,7 @@ def test_a_dense_model_that_no_family_has_with_experts_is_refused(
 
 
 def test_models_with_experts_or_of_other_families_are_refused(tmp_path: Path) -> None:
-    build("mixtral").save_pretrained(tmp_path / "mixtral")
+    make_model("mixtral").save_pretrained(tmp_path / "mixtral")
     with pytest.raises(ModelError, match="mixtral model has experts already; give a dense one"):
         upcycle(tmp_path / "mixtral", tmp_path / "moe")
     folder = save(dense_model("llama"), tmp_path / "dense")

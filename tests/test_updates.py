@@ -340,3 +340,19 @@ def test_a_paused_request_is_paused_in_the_next_engine_too() -> None:
             result = paused.result(60)
     assert result.token_ids == want
     assert result.metrics.priority == LS
+
+
+def test_a_pause_is_no_progress() -> None:
+    """Whoever has not run since it was given KV keeps it, however often it pauses."""
+    world = World(load_policy("qllm2"), short_of_kv(400))
+    batch = world.submit(BE, 200, 30)
+    while world.tokens[batch] < 2:
+        world.step()
+    request = world.scheduler.requests[batch]
+    for progress_ns, admitted_ns in ((5, 5), (7, 5)):
+        request.last_progress_ns, request.admitted_ns = progress_ns, admitted_ns
+        for at_ns in (10, 30):
+            world.scheduler.update(batch, None, True, at_ns)
+            world.scheduler.update(batch, None, False, at_ns + 10)
+        assert request.last_progress_ns - request.admitted_ns == progress_ns - admitted_ns
+        assert request.last_progress_ns == progress_ns + 20, "its time stood still"

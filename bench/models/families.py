@@ -6,9 +6,12 @@ chunks, or be refused with a ModelError. The last line is JSON; `--out` writes i
 """
 
 import argparse
+import copy
+import importlib.util
 import json
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +22,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import (
+    SPECIAL_MODEL_TYPE_TO_MODULE_NAME as MODULES,
+)
 
 from bench.models.tiny_configs import VOCAB, CannotMakeError, model_types, tiny_model
 from qllm import QLLMEngine, SamplingParams
@@ -29,6 +35,7 @@ NEW = 12
 CLOSE = 1e-3
 """Most that a log-probability may differ: chunks sum in another order than one pass."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
+EXPERTS = re.compile(r"use_experts_implementation|class \w*(Experts|SparseMoe|MoE|Moe)\w*\(nn")
 ARMS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"policy": "chunked", "max_step_tokens": 16},
@@ -90,6 +97,36 @@ def difference(streams: list[Stream], expected: list[Stream]) -> float:
     return max(abs(a - b) for s, e in pairs for a, b in zip(s.logprobs, e.logprobs, strict=True))
 
 
+def has_experts(model_type: str) -> bool:
+    """Whether the file of a family defines experts: layers of a mixture, or a module so called."""
+    module = MODULES.get(model_type, model_type).replace("-", "_")
+    found = importlib.util.find_spec(f"transformers.models.{module}")
+    if found is None or not found.submodule_search_locations:
+        return False
+    file = Path(found.submodule_search_locations[0]) / f"modeling_{module}.py"
+    return file.is_file() and EXPERTS.search(file.read_text()) is not None
+
+
+def support(model: Any) -> dict[str, Any]:
+    """How a model is run in bf16: where it stops, what our kernels compute, what is exact."""
+    model = copy.deepcopy(model).bfloat16()
+    how: dict[str, Any] = {"threads": 1, "max_kv_tokens": 1024, "conformance": False}
+    with QLLMEngine.from_model(model, **how) as engine:
+        kernels, drivers = engine.kernels, set(engine.drivers)
+    levels = ["order"]
+    try:
+        QLLMEngine.from_model(model, exactness="batch-invariant", **how).close()
+        levels.append("batch-invariant")
+    except ModelError:
+        pass
+    names = ("experts", "router", "linear", "head", "attention")
+    return {
+        "grain": "expert" if drivers & {"fast", "hooked"} else "layer",
+        "native": [name for name in names if kernels[name].startswith("qllm")],
+        "exactness": levels,
+    }
+
+
 def outcome(model_type: str, arms: Sequence[str] = tuple(ARMS)) -> dict[str, Any]:
     """What became of one family: `result` is one of equal, refused, not made, WRONG, RAISED."""
     try:
@@ -109,6 +146,7 @@ def outcome(model_type: str, arms: Sequence[str] = tuple(ARMS)) -> dict[str, Any
         "result": "WRONG" if wrong else "equal",
         "reason": f"differs from generate: {', '.join(wrong)}" if wrong else "",
         "drivers": found[arms[0]][1],
+        **(support(model) if has_experts(model_type) else {}),
         "distinct_tokens": min(len(set(stream.tokens)) for stream in expected),
         "logprobs_vary_by": min(max(s.logprobs) - min(s.logprobs) for s in expected),
         "largest_logprob_difference": max(far.values()),
@@ -119,22 +157,27 @@ def main() -> None:
     """Try every family, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; all by default")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="also write the results of all to this file")
+    parser.add_argument("--experts", action="store_true", help="families with experts only")
+    parser.add_argument("--update", type=Path, help="put the results into those of this file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    table = {}
-    for model_type in args.families or model_types():
+    table: dict[str, Any] = {}
+    chosen = args.families or [x for x in model_types() if not args.experts or has_experts(x)]
+    if args.update:
+        table = json.loads(args.update.read_text())["families"]
+    for model_type in chosen:
         table[model_type] = row = outcome(model_type)
         print(f"{model_type:26} {row['result']:9} {row['reason']}", flush=True)
     report = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "counts": dict(Counter(row["result"] for row in table.values())),
-        "families": table,
+        "families": dict(sorted(table.items())),
     }
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if out := args.out or args.update:
+        out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
 
 

@@ -71,10 +71,23 @@ SIZES: dict[str, Any] = {
 """Set where a config class has the name. All differ from what the classes have by default."""
 MLA_SIZES = {"num_key_value_heads": 4}
 """For families with latents: every head has its own expanded keys."""
+MIXED = ["linear_attention", "full_attention"] * 2
+GEMMA4 = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+}
 OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": MIXED},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {"layer_types": MIXED},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": MIXED},
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},

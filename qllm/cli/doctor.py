@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -37,6 +38,7 @@ def doctor(
 
     from qllm.config import CHOICES
     from qllm.kernels import cpu
+    from qllm.models.quantised import FORMATS
 
     missing = cpu.MISSING
     kernels = "torch"
@@ -54,6 +56,7 @@ def doctor(
             "expert weights",
             ", ".join(map(str, CHOICES["expert_weights"])) if missing is None else "auto",
         ),
+        ("checkpoints", f"bfloat16, float16, float32, {', '.join(FORMATS)}, GGUF{_gguf()}"),
         ("CUDA", _cuda()),
     ]
     if missing is not None:
@@ -89,6 +92,11 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _gguf() -> str:
+    """What GGUF files still need."""
+    return "" if find_spec("gguf") else " once gguf is installed"
 
 
 def _cuda() -> str:

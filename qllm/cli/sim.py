@@ -40,7 +40,10 @@ Settings = Annotated[list[str] | None, typer.Option("--set", help="An engine set
 Seed = Annotated[int, typer.Option(help="Of the arrivals.")]
 
 
-def _machine(model: str | None, costs: Path | None, preset: str | None) -> "CostFile":
+def _machine(
+    model: str | None, costs: Path | None, preset: str | None, settings: list[str] | None
+) -> "CostFile":
+    from qllm.config import engine_config
     from qllm.sim.costs import CostFile
     from qllm.sim.presets import preset as computed
 
@@ -49,7 +52,8 @@ def _machine(model: str | None, costs: Path | None, preset: str | None) -> "Cost
             "give --costs FILE (from `qllm calibrate`) or --preset h100, h200 or cpu, and not both"
         )
     if preset is not None:
-        return computed(preset, model or "300m")
+        expert_weights = engine_config(engine_settings(settings)).expert_weights
+        return computed(preset, model or "300m", expert_weights)
     assert costs is not None
     found = CostFile.read(costs)
     if model is not None and model != found.model:
@@ -104,7 +108,7 @@ def sim(
     from .trace import print_summary
 
     variants = parse_variants(policy)
-    machine = _machine(model, costs, preset)
+    machine = _machine(model, costs, preset, setting)
     config = _config(machine, setting)
     targets = None if slo is None else parse_slo(slo)
     if (workload is None) == (requests is None):
@@ -228,7 +232,7 @@ def plan(
     variants = parse_variants(policy)
     if len(variants) == 0:
         raise ConfigError("give --policy at least one name")
-    machines = [_machine(model, costs, name) for name in _names(preset)]
+    machines = [_machine(model, costs, name, setting) for name in _names(preset)]
     question = Question(
         slo=parse_slo(slo),
         ls_rate=ls_rate,

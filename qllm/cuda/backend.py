@@ -19,7 +19,7 @@ from qllm.cuda.experts import DeviceWork
 from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
 from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
-from qllm.cuda.pages import PagedKV, Pages
+from qllm.cuda.pages import PagedKV, Pages, Spare
 from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import DeviceError
@@ -40,7 +40,7 @@ from qllm.runner.sampler import Unread
 from qllm.runner.sweep import Swept
 from qllm.scheduler.blocks import BlockTables
 from qllm.scheduler.program import Index, OpKind, Program
-from qllm.types import Driver, Grain, SamplingParams
+from qllm.types import NS_PER_MS, Driver, Grain, SamplingParams
 
 AHEAD = 2
 """Ops or stages that the host may have launched beyond the one that the device works on."""
@@ -48,6 +48,10 @@ EXPERT_RANGES = 4
 """Pieces of an EXPERTS op of a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
 """Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
+COPY_BYTES_PER_MS = 20_000_000
+"""Nominal, over PCIe 4 or 5 in one direction; not measured."""
+AHEAD_BYTES = 32 << 20
+"""KV that is copied out per step before it has to go: 1.7 ms of one direction at that rate."""
 NOTHING = SamplingParams(temperature=0)
 
 
@@ -84,6 +88,7 @@ class CudaBackend:
         graphs: How to capture; None captures on CUDA and nowhere else; False never does.
         buckets: What to capture for; None is `default_buckets`.
         layers_per_stage: Layers per captured stage.
+        spare: Room for KV beside the pages; None is none.
 
     Raises:
         ModelError: Experts of a kind that no kernel is made for.
@@ -103,6 +108,7 @@ class CudaBackend:
         graphs: GraphApi | bool | None = None,
         buckets: list[Bucket] | None = None,
         layers_per_stage: int = LAYERS_PER_STAGE,
+        spare: Spare | None = None,
     ) -> None:
         self._parts, self.shape = parts, parts.shape
         self.device = parts.lm_head.weight.device
@@ -112,7 +118,7 @@ class CudaBackend:
         config, never_cuts = base_model(model).config, float("inf")
         self.cuts, self.costs = cut_rule(parts, config, never_cuts, self.compute.stops_between_keys)
         self.kernels = kernels(kernels_name or ("triton" if self._on_cuda else "torch"))
-        self.pages = Pages(self.shape.num_layers, num_pages, page_size, self.kernels)
+        self.pages = Pages(self.shape.num_layers, num_pages, page_size, self.kernels, spare)
         self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels)
         self.drivers = self.layers.drivers
         self._block = query_block(self.layers.heads_per_group)
@@ -131,6 +137,16 @@ class CudaBackend:
 
     is_native = False
     """Our CPU kernels run nothing here."""
+    why_inexact = (
+        "on CUDA the bits of a token's KV depend on the number of rows that its step is padded to, "
+        "and a hit could change tokens"
+    )
+    shares_blocks = True
+    copy_bytes_per_ms = COPY_BYTES_PER_MS
+
+    @property
+    def move_token_ns(self) -> int:
+        return self.pages.token_bytes * NS_PER_MS // COPY_BYTES_PER_MS
 
     def enter(self) -> None:
         self.compute.enter()
@@ -146,6 +162,8 @@ class CudaBackend:
             return "not asked for" if graphs is False else f"device {self.device.type}"
         if any(driver.kind is Driver.HOOKED for driver in self.drivers):
             return "a layer is driven by hooks"
+        if any(layer.rope_kind is not None for layer in self._parts.layers):
+            return "every type of layer has position embeddings of its own"
         if switch_of(model, self._parts.rotary_emb) is None:
             return ""
         kind = getattr(self._parts.rotary_emb, "rope_type", "")
@@ -207,6 +225,11 @@ class CudaBackend:
     def new_kv(self, capacity: int) -> RequestKV:
         return PagedKV(self.pages, capacity)
 
+    def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
+        most = max(1, AHEAD_BYTES // max(1, self.pages.token_bytes * self.pages.page_size))
+        for kv in kvs:
+            most -= kv.copy_ahead(most) if isinstance(kv, PagedKV) else 0
+
     def new_tables(self) -> BlockTables:
         return BlockTables(self.pages.num_pages, self.pages.page_size)
 
@@ -249,6 +272,7 @@ class CudaBackend:
         like = self._parts.lm_head.weight
         with torch.inference_mode():
             positions = torch.arange(sizes[2] * self.pages.page_size, device=self.device)
+            assert self._parts.rotary_emb is not None
             cos, sin = self._parts.rotary_emb(like[:1, :1], positions[None])
             slots = self.pages.num_pages * self.pages.page_size
             hidden = like.new_zeros((slots + 1, self._parts.lm_head.in_features))

@@ -10,6 +10,7 @@ from qllm.errors import InvariantError
 from qllm.kernels.routing import ExpertWeights, Routing, Rule, RuleKind, Sum
 from qllm.kernels.select import Kernels
 from qllm.models.fingerprints import router_kind
+from qllm.models.heard import is_heard
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.work import Unit, Work
 
@@ -26,7 +27,7 @@ class Router(NamedTuple):
 
 
 def known_router(router: Any) -> Router | None:
-    """What `choose` needs of a router of transformers, if its kind is one that it knows."""
+    """What `choose` needs of a router of transformers, if it knows its kind and no hook listens."""
     weight, kind = getattr(router, "weight", None), router_kind(router)
     renormalised, dtype = RuleKind.RENORMALISED, getattr(weight, "dtype", torch.float32)
     rules = {"wide": Rule(renormalised), "chosen": Rule(renormalised)}
@@ -34,7 +35,7 @@ def known_router(router: Any) -> Router | None:
         rules[kind] = Rule(renormalised if router.norm_topk_prob else RuleKind.SOFTMAX)
     elif kind == "sparse_mixer":
         rules[kind] = Rule(RuleKind.SPARSE_MIXER, 2 * router.router_jitter_noise)
-    if kind not in rules or weight is None:
+    if kind not in rules or weight is None or is_heard(router):
         return None
     bias = getattr(router, "bias", None)
     wide = torch.float32 if kind == "wide" else dtype

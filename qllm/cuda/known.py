@@ -21,6 +21,7 @@ from qllm.kernels.routing import HeadNorms, Sum
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import attention_kind, is_norm, is_swiglu
+from qllm.models.heard import is_heard
 from qllm.runner.layers.drivers import FastDriver, Rope
 
 ROTATING = {"plain", "head_norm", "row_norm"}
@@ -82,8 +83,14 @@ def _laid(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def is_known(parts: LayerParts) -> bool:
-    """Whether a layer's glue and attention are known."""
-    return parts.input_layernorm is not None and attention_kind(parts.self_attn) in ROTATING
+    """Whether a layer's glue and attention are known, and no hook listens to the attention."""
+    attn = parts.self_attn
+    return (
+        parts.input_layernorm is not None
+        and attn is not None
+        and attention_kind(attn) in ROTATING
+        and not is_heard(attn)
+    )
 
 
 class KnownLayer(FastDriver):
@@ -109,7 +116,8 @@ class KnownLayer(FastDriver):
         router = None if experts is None else known_router(parts.router)
         self._known_router = router
         mlp = parts.shared if experts is not None else parts.mlp
-        self._swiglu: Any = mlp if mlp is not None and is_swiglu(mlp) else None
+        is_plain = mlp is not None and is_swiglu(mlp) and not is_heard(mlp)
+        self._swiglu: Any = mlp if is_plain else None
         self._gate_up = (
             None if self._swiglu is None else Together([mlp.gate_proj, mlp.up_proj])  # type: ignore[union-attr]
         )
@@ -171,7 +179,7 @@ class KnownLayer(FastDriver):
 
     def _add_and_norm(self, x_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor]:
         norm: Any = self._post_norm
-        if not is_norm(norm):
+        if not is_norm(norm) or is_heard(norm):
             mid = self._add(x_TD, attended_TD)
             return mid, norm(mid)
         mid, x = self._kernels.add_rms_norm(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.discover import source_digest
 from qllm.models.fingerprints import EXPANSION
+from qllm.models.heard import is_heard
 
 
 def keeps_latents(module: nn.Module) -> bool:
@@ -28,7 +29,8 @@ class Latents:
         modules: Attention modules of all layers.
 
     Raises:
-        ModelError: One expands its latents in a way that is not known.
+        ModelError: One expands its latents in a way that is not known, or has a hook that no
+            kernel would call.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -40,6 +42,11 @@ class Latents:
                 raise ModelError(
                     f"layer {module.layer_idx}: {type(module).__name__} expands its latents in a "
                     "way that is not known; no device kernel attends over them"
+                )
+            if is_heard(proj):
+                raise ModelError(
+                    f"layer {module.layer_idx}: a hook listens to kv_b_proj, which no device "
+                    "kernel calls: it is multiplied into the queries; remove the hook"
                 )
 
     def enter(self) -> None:

@@ -40,7 +40,7 @@ class DeviceLayers:
         self._kernels = kernels
         self._hits = torch.zeros(1, dtype=torch.int32, device=parts.lm_head.weight.device)
         self.experts = tuple(self._experts(layer) for layer in parts.layers)
-        self._latents = Latents([layer.self_attn for layer in parts.layers])
+        self._latents = Latents(parts.attentions)
         self.norms = Norms(model, kernels)
         config: Any = base_model(model).config
         num = config.num_attention_heads

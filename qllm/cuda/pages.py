@@ -8,13 +8,30 @@ The pages of a request are its blocks, and whose block is whose is decided in on
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from qllm.cuda.copies import Arena, Copies, Slot
+from qllm.cuda.streams import StreamApi
 from qllm.errors import InvariantError
 from qllm.kernels.select import Kernels
 from qllm.runner.kv import RequestKV
+
+
+class Spare(NamedTuple):
+    """Room for KV in page-locked memory of the host."""
+
+    api: StreamApi
+    """Moves it."""
+    num_kept: int = 0
+    """KV pages of the prefix cache,"""
+    kept_tokens: int = 64
+    """of so many tokens each."""
+    num_swapped: int = 0
+    """Blocks of requests that are swapped out."""
 
 
 class Pages:
@@ -25,17 +42,79 @@ class Pages:
         num_pages: Number of pages.
         page_size: Tokens of a page.
         kernels: Write the slots.
+        spare: What there is beside it, made with it; None is nothing.
     """
 
-    def __init__(self, num_layers: int, num_pages: int, page_size: int, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kernels: Kernels,
+        spare: Spare | None = None,
+    ) -> None:
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
-        self._kernels = kernels
+        self._kernels, self._spare = kernels, spare
         self._k: Tensor | None = None
         self._v: Tensor | None = None
+        self.copies: Copies | None = None
+        self.kept: Arena | None = None
+        """For pages of the prefix cache."""
+        self.swapped: Arena | None = None
+        """For KV that is swapped out."""
+        self._lent = WeakSet[PagedKV]()
+        """Who has copies in that room that can be lost."""
 
     def release(self) -> None:
         """Free the memory; no request may use it any more."""
-        self._k = self._v = None
+        if self.copies is not None:
+            self.copies.finish()
+        for arena in (self.kept, self.swapped):
+            if arena is not None:
+                arena.close()
+        self._k = self._v = self.copies = self.kept = self.swapped = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV in all layers; 0 until something was written."""
+        if self._k is None or self._v is None:
+            return 0
+        return (self._k.nbytes + self._v.nbytes) // (self.num_pages * self.page_size)
+
+    def lend(self, kv: "PagedKV", num: int) -> list[Slot]:
+        """Room for so many pages or fewer, until `take_swapped` needs it."""
+        arena = self.swapped
+        self._lent.add(kv)
+        taken = [] if arena is None else [arena.take() for _ in range(num)]
+        return [slot for slot in taken if slot is not None]
+
+    def keep_ahead(self, kv: "PagedKV", slots: list[Slot]) -> list[Slot]:
+        """Those of its slots that a request may go on to use, until `take_swapped` needs them."""
+        self._lent.add(kv)
+        return slots[: kv.committed // self.page_size]
+
+    def take_swapped(self, num: int) -> list[Slot]:
+        """Room for so many pages outside of the pool; none as long as no page was ever written.
+
+        Raises:
+            InvariantError: There is too little, which who counts it (`SwapSpace`) rules out.
+        """
+        if self.copies is None:
+            return []
+        while self._lent and self.swapped is not None and len(self.swapped.free) < num:
+            self._lent.pop().give_back_ahead()
+        taken = [] if self.swapped is None else [self.swapped.take() for _ in range(num)]
+        found = [slot for slot in taken if slot is not None]
+        if len(found) < num:
+            raise InvariantError(f"{num} pages are swapped out and {len(found)} have room")
+        return found
+
+    def _make_spare(self, memory: tuple[Tensor, Tensor]) -> None:
+        spare = self._spare
+        if spare is not None:
+            self.copies = Copies(spare.api, memory, self.page_size)
+            self.kept = Arena(spare.api, spare.num_kept, spare.kept_tokens, memory)
+            self.swapped = Arena(spare.api, spare.num_swapped, self.page_size, memory)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [S, G, D] and values [S, G, E] of a layer.
@@ -60,30 +139,52 @@ class Pages:
                 return like.new_zeros((self.num_layers, slots, *like.shape[1:]))
 
             self._k, self._v = make(k_TGD), make(v_TGE)
+            self._make_spare((self._k, self._v))
         return self._k[layer], self._v[layer]
 
 
 class PagedKV(RequestKV):
     """KV of one request. Checkpoints read and write through it; kernels use the slots."""
 
-    __slots__ = ("_memory", "pages")
+    __slots__ = ("__weakref__", "_ahead", "_away", "_memory", "_num_ready", "pages")
 
     def __init__(self, memory: Pages, capacity: int) -> None:
         super().__init__(capacity)
         self._memory = memory
         self.pages: list[int] = []
+        self._num_ready = 0
+        """Pages, of the first, that what computes may use."""
+        self._away: list[Slot] = []
+        """Where it lies while it is swapped out."""
+        self._ahead: list[Slot] = []
+        """Copies of its first whole pages, for when it is swapped out."""
 
     def hold(self, blocks: Sequence[int], hi: int) -> None:
-        size, held = self._memory.page_size, len(self.pages)
+        size = self._memory.page_size
         if hi > len(blocks) * size:
             raise InvariantError(f"{len(blocks)} KV blocks of {size} tokens do not hold {hi}")
-        if held and blocks[held - 1] != self.pages[-1]:
+        self._have(blocks)
+        self._compute_with(blocks)
+        self.reach(hi)
+
+    def _have(self, blocks: Sequence[int]) -> None:
+        """Take up the blocks that are new."""
+        held = len(self.pages)
+        if held and (len(blocks) < held or blocks[held - 1] != self.pages[-1]):
             raise InvariantError(f"the KV of a request moved from {self.pages} to {blocks}")
         new = blocks[held:]
         if new and not 0 <= min(new) <= max(new) < self._memory.num_pages:
             raise InvariantError(f"{blocks} are not all pages of {self._memory.num_pages}")
         self.pages += new
-        self.reach(hi)
+
+    def _compute_with(self, pages: Sequence[int]) -> None:
+        """Order what computes from now on after the copies that new pages are in."""
+        copies = self._memory.copies
+        if copies is not None:
+            whole = max(self._num_ready, self.committed // self._memory.page_size)
+            copies.ready(pages[self._num_ready : whole])  # nobody writes them: others may read
+            copies.own(pages[whole:])
+        self._num_ready = len(pages)
 
     def slot(self, position: int) -> int:
         """Where the KV of a position lies."""
@@ -108,9 +209,110 @@ class PagedKV(RequestKV):
 
     def clear(self) -> None:
         super().clear()
-        self.pages = []
+        self.pages, self._away, self._ahead, self._num_ready = [], [], [], 0
+
+    # pages that outlive the request
+
+    def refer(self, blocks: Sequence[int], num_tokens: int) -> None:
+        if self.written:
+            raise InvariantError(f"a request with {self.written} tokens of KV refers to others'")
+        self._have(blocks)
+        self.committed = self.written = num_tokens
+
+    def copy_out(self, lo: int, hi: int) -> Slot | None:
+        if hi > self.committed:
+            raise InvariantError(f"KV up to {hi} is kept and {self.committed} are committed")
+        kept, copies, size = self._memory.kept, self._memory.copies, self._memory.page_size
+        slot = None if kept is None else kept.take()
+        if slot is not None and copies is not None:
+            copies.out(self.pages[lo // size : hi // size], [slot])
+        return slot
+
+    def copy_in(self, lo: int, page: Slot) -> None:
+        copies, size = self._memory.copies, self._memory.page_size
+        if copies is None or lo != self.committed:
+            raise InvariantError(f"KV from {lo} on is taken up and {self.committed} are committed")
+        hi = lo + page.tensors()[0].shape[1]
+        copies.into(self.pages[lo // size : hi // size], [page])
+        self.committed = self.written = hi
+
+    # swap
+
+    def copy_ahead(self, most: int) -> int:
+        """Copy whole pages out before they have to go, into room that nobody needs yet.
+
+        Returns:
+            How many, at most `most`.
+        """
+        first, copies = len(self._ahead), self._memory.copies
+        pages = self.pages[first : self.committed // self._memory.page_size][:most]
+        if copies is None or not pages:
+            return 0
+        slots = self._memory.lend(self, len(pages))
+        if slots:
+            copies.out(pages[: len(slots)], slots)
+        self._ahead += slots
+        return len(slots)
+
+    def give_back_ahead(self) -> None:
+        """Others need the room of what was copied ahead."""
+        self._ahead = []
+
+    def swap_out(self) -> bool:
+        num_pages, copies = -(-self.written // self._memory.page_size), self._memory.copies
+        ahead, self._ahead = self._ahead, []
+        tail = self._memory.take_swapped(num_pages - len(ahead))
+        if tail and copies is not None:
+            copies.out(self.pages[len(ahead) : num_pages], tail)
+        self.pages, self._num_ready, self._away = [], 0, [*ahead, *tail]
+        return True
+
+    def swap_in(self, blocks: Sequence[int]) -> None:
+        copies = self._memory.copies
+        self._have(blocks)
+        if self._away and copies is not None:
+            copies.into(self.pages[: len(self._away)], self._away)
+        self._ahead = self._memory.keep_ahead(self, self._away)  # what is whole stays as it is
+        self._away = []
+        self._compute_with(self.pages)
+
+    # checkpoints
+
+    def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
+        if blocks:
+            self.hold(blocks, num_tokens)
+        else:
+            self.written = num_tokens
+
+    def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
+        if self.pages:
+            self.write(layer, k_1GSH, v_1GSH, 0)
+            return
+        k_SGD, v_SGE = (t[0].transpose(0, 1) for t in (k_1GSH, v_1GSH))
+        self._memory.of(layer, k_SGD, v_SGE)  # makes the memory, if there is none yet
+        if not self._away:
+            self._away = self._memory.take_swapped(-(-self.written // self._memory.page_size))
+            assert self._memory.copies is not None
+            self._memory.copies.finish(self._away)
+        size = self._memory.page_size
+        for i, slot in enumerate(self._away):
+            for part, new_SGD in zip(slot.tensors(), (k_SGD, v_SGE), strict=True):
+                tokens = new_SGD[i * size : (i + 1) * size]
+                part[layer, : len(tokens)].copy_(tokens)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
+        if self._away:
+            yield from self._export_away()
+            return
         for layer in range(self._memory.num_layers if self.written else 0):
             for name, t in zip("kv", self.read(layer, 0, self.written), strict=True):
                 yield f"{name}.{layer}", t
+
+    def _export_away(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._memory.copies is not None
+        self._memory.copies.finish(self._away)
+        k, v = zip(*(slot.tensors() for slot in self._away), strict=True)
+        for name, parts in (("k", k), ("v", v)):
+            whole = torch.cat(parts, 1)[:, : self.written].transpose(1, 2)
+            for layer, t in enumerate(whole.clone()):
+                yield f"{name}.{layer}", t[None]

@@ -103,8 +103,8 @@ class Body:
     def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
         parts, d = self._parts, lane.on_device
         logits = parts.lm_head(parts.norm(x_TD.index_select(0, d["last"][:rows])))
-        if parts.logits_scaling is not None:
-            logits = logits / parts.logits_scaling
+        if parts.logit_rule is not None:
+            logits = parts.logit_rule(logits)
         columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
         self._kernels.sample(
             logits, *(d[name][:rows] for name in columns), lane.tokens_R[:rows], lane.peaks_R[:rows]
@@ -190,7 +190,9 @@ class Stages:
         bucket = self._bucket(num, any(row.num_tokens > 1 for row in rows))
         if bucket is None or len(rows) > self.lanes[whole].max_rows:
             return None
-        head = can_sample and end_op < len(ops) and ops[end_op].kind is OpKind.HEAD
+        last = ops[end_op] if can_sample and end_op < len(ops) else None
+        # rows that wait at the last layer sample too: then the head is an op by itself
+        head = last is not None and last.kind is OpKind.HEAD and last.group == group
         key = Key(whole, start, end, bucket, embed, head)
         if key not in self.captured:
             return None

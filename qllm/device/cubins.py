@@ -67,7 +67,12 @@ def _key(policy: Any, capability: tuple[int, int]) -> str:
 
 
 def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
-    """Return a cubin with KERNELS and the policy's `rank` in them.
+    """Return a cubin with KERNELS and the policy's `rank` in them: see `link_verbosely`."""
+    return link_verbosely(policy, capability)[0]
+
+
+def link_verbosely(policy: Any, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Return a cubin with KERNELS and the policy's `rank` in them, and what `ptxas -v` says of it.
 
     Args:
         policy: A `RankPolicy`.
@@ -96,6 +101,9 @@ def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
     linker = Linker(
         scheduler,
         ObjectCode.from_ltoir(rank),
-        options=LinkerOptions(arch=arch, link_time_optimization=True),
+        options=LinkerOptions(
+            arch=arch, link_time_optimization=True, ptxas_options=["-v"], verbose=True
+        ),
     )
-    return bytes(linker.link("cubin").code)
+    cubin = bytes(linker.link("cubin").code)
+    return cubin, linker.get_info_log()

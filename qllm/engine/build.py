@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.cuda.pages import Spare
+from qllm.cuda.streams import StreamApi
 from qllm.engine.coming import LoadingIngress
+from qllm.engine.costs import Costs
 from qllm.engine.grammars import GrammarIngress, Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
@@ -23,6 +26,7 @@ from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.loader import LoadedModel
+from qllm.models.quantised_experts import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
@@ -73,13 +77,18 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
             kernels=config.kernels,
             expert_weights=config.expert_weights,
         )
+    from qllm.cuda.backend import CudaBackend, cuda_runner
+    from qllm.cuda.streams import TorchStreams
+
     if config.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
     if config.expert_weights != "auto":
         raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
-    if config.swap_kv_tokens:
-        raise ConfigError(f"swap_kv_tokens={config.swap_kv_tokens} is for the CPU; use 0")
-    from qllm.cuda.backend import cuda_runner
+    if config.kv_dir is not None:
+        raise ConfigError(
+            f"kv_dir={config.kv_dir!r} needs an exact prefix cache, and there is none on CUDA: "
+            f"{CudaBackend.why_inexact}; leave it out"
+        )
 
     return cuda_runner(
         model,
@@ -89,7 +98,26 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_step_tokens=config.max_step_tokens,
         max_total_tokens=config.max_kv_tokens,
         graphs=None if config.kernels == "fast" else False,
+        spare=spare_of(config, CudaBackend.why_inexact, TorchStreams),
     )
+
+
+def spare_of(
+    config: EngineConfig, why_inexact: str, streams: Callable[[], StreamApi]
+) -> Spare | None:
+    """Room for KV beside the pages of a device; None if the settings ask for none.
+
+    Args:
+        config: Settings.
+        why_inexact: See `Backend`.
+        streams: What makes copies.
+    """
+    num_kept = 0
+    if config.prefix_cache == "approximate" or (config.prefix_cache and not why_inexact):
+        num_kept = config.prefix_cache_tokens // config.page_size
+    if not (num_kept or config.num_swap_blocks):
+        return None
+    return Spare(streams(), num_kept, config.page_size, config.num_swap_blocks)
 
 
 @contextmanager
@@ -139,7 +167,7 @@ class LoadedRunner:
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
     ) -> None:
         self.config, self.threads = config, threads
-        self.weight_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters())
+        self.weight_bytes = weight_bytes(loaded.model)
         with torch_threads(threads):
             with naming_family(loaded.model, "finding its parts"):
                 self.runner = make_runner(loaded.model, config)
@@ -161,7 +189,7 @@ class LoadedRunner:
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.generation_defaults,
             drivers=tuple(str(driver) for driver in self.runner.drivers),
-            kernels={**self.runner.names, "weights": loaded.expanded or "as they were stored"},
+            kernels={**self.runner.names, "weights": loaded.weights or "as they were stored"},
             vocabulary=vocabulary_of(loaded.tokenizer),
         )
 
@@ -269,7 +297,8 @@ class EngineCore(LoadedRunner):
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
-            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns)
+            costs = Costs(self.runner.backend.move_token_ns)
+            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
             self.loading = LoadingIngress(self.grammars, prefix)
             self.loop = EngineLoop(
@@ -282,6 +311,7 @@ class EngineCore(LoadedRunner):
                 fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
                 decided=decided,
                 prefix=prefix,
+                costs=costs,
             )
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:

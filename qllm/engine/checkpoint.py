@@ -222,6 +222,7 @@ def _load_request(
         slo=Slo(*meta["slo"]),
         last_progress_ns=now_ns,
         is_paused=meta.get("is_paused", False),
+        paused_ns=now_ns,
         **meta["counters"],
     )
     if meta["frontier"] is not None:

@@ -10,13 +10,17 @@ COST_LEVELS = 9
 
 
 class Costs:
-    """Fits the cost table of the view from measured runs."""
+    """Fits the cost table of the view from measured runs.
 
-    def __init__(self) -> None:
+    Args:
+        move_token_ns: To main memory, per token; 0 on a CPU, where KV does not move.
+    """
+
+    def __init__(self, move_token_ns: int = 0) -> None:
         self._decode_ns: dict[int, int] = {}
         self._prefill_token_ns = 0
-        self._move_token_ns = [0]
-        """Per tier; to main memory KV does not move on a CPU."""
+        self._move_token_ns = [move_token_ns]
+        """Per tier."""
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
         """Learn from a program that ran from its start to its end at one go."""
@@ -38,14 +42,20 @@ class Costs:
             self._prefill_token_ns = _blend(self._prefill_token_ns, rest // tokens)
         return self.table()
 
-    def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> CostTable:
-        """Learn from KV that moved to a tier or back; the tiers before it are known."""
+    def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> None:
+        """Learn from KV that moved to a tier or back; the tiers before it are known.
+
+        The next table has it.
+        """
         seen = elapsed_ns // num_tokens
         if tier == len(self._move_token_ns):
             self._move_token_ns.append(seen)
         else:
             self._move_token_ns[tier] = _blend(self._move_token_ns[tier], seen)
-        return self.table()
+
+    def prefill_ns(self, num_tokens: int) -> int:
+        """Predicted time to compute tokens of a prompt; 0 before any were computed."""
+        return num_tokens * self._prefill_token_ns
 
     def table(self) -> CostTable:
         """The table as it is known now; unknown sizes follow from their neighbours."""

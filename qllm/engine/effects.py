@@ -1,6 +1,6 @@
 """What a decision does to the runner before its program runs, and the events that say so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qllm.engine.prefix import PrefixCache
@@ -54,18 +54,18 @@ class Effects:
 
     def _accept(self, effect: Accept) -> None:
         now, program = self._now_ns(), effect.program
-        self._load(program)
+        self._load(program, effect.tables)
         self._runner.accept(program, effect.tables)
         for old in effect.from_frames:
             self._emit(trace.Replaced(at_ns=now, frame_id=old, by_frame_id=program.frame_id))
         self._emit(trace.planned(program, effect.from_frames, now))
 
-    def _load(self, program: Program) -> None:
-        """Copy what the prefix cache has of requests that were given their first blocks."""
+    def _load(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
+        """Take up what the prefix cache has of requests that were given their first blocks."""
         if self._prefix is None:
             return
-        for request_id in program.request_ids:
-            if count := self._prefix.load(request_id):
+        for request_id, table in zip(program.request_ids, tables, strict=True):
+            if count := self._prefix.load(request_id, table):
                 now = self._now_ns()
                 self._emit(trace.Reused(at_ns=now, request_id=request_id, num_tokens=count))
 
@@ -73,7 +73,7 @@ class Effects:
         now, request_id = self._now_ns(), effect.request_id
         event: trace.Event
         if isinstance(effect, SwapIn):
-            self._runner.swap_in(request_id)
+            self._runner.swap_in(request_id, effect.table)
             self.tokens_in += effect.num_tokens
             event = trace.SwappedIn(at_ns=now, request_id=request_id, num_tokens=effect.num_tokens)
         elif isinstance(effect, SwapOut):

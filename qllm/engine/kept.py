@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qllm.config import EngineConfig
+from qllm.engine.costs import Costs
 from qllm.engine.grammars import Inbox
 from qllm.engine.kv_file import KvFile, Layout, Lock, num_slots_in, open_file
 from qllm.engine.kv_identity import layout_of, software
@@ -17,16 +18,11 @@ from qllm.engine.prefix import PrefixCache
 from qllm.engine.tier import FileTier, Kept
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import Call
-from qllm.policy import NO_COSTS
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_S, Priority
 
-COPY_BYTES_PER_MS = 4_000_000
-"""Nominal, for one thread: copies are cut by it as segments are by the costs of ops."""
-PAGE_SIZE = 64
-"""Tokens of a page, or a KV block if that is larger."""
 SETTLE_S = 60.0
 """How long a caller waits for what was deleted to be gone from the file."""
 
@@ -40,6 +36,7 @@ class KeptPages:
         weights: Digest of the weights; only a file needs it.
         ingress: Woken once an LS request has its pages.
         now_ns: The engine's clock.
+        costs: What computing takes; learns what the file takes.
     """
 
     def __init__(
@@ -49,9 +46,10 @@ class KeptPages:
         weights: str,
         ingress: Inbox,
         now_ns: Callable[[], int],
+        costs: Costs,
     ) -> None:
         self._config, self._runner, self._now_ns = config, runner, now_ns
-        self._weights, self._ingress = weights, ingress
+        self._weights, self._ingress, self._costs = weights, ingress, costs
         self._lock: Lock | None = None
         self._file: KvFile | None = None
         self.mover: Mover | None = None
@@ -70,27 +68,24 @@ class KeptPages:
             if config.kv_dir is not None:
                 raise ConfigError(f"kv_dir={config.kv_dir!r} needs the prefix cache: {reason}")
             return None
-        page_size = max(PAGE_SIZE, config.block_size)
+        page_size = config.page_size
         keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
         self._store = store = PageStore[Any](config.prefix_cache_tokens // page_size, keep_ls_ns)
         decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
         dtype = runner.parts.lm_head.weight.dtype
         identity = repr((*decides, config.exactness, str(dtype), page_size))
         segment_ms = config.max_segment_ms
-        copy_bytes = None if math.isinf(segment_ms) else int(segment_ms * COPY_BYTES_PER_MS)
+        copy_bytes = (
+            None if math.isinf(segment_ms) else int(segment_ms * runner.backend.copy_bytes_per_ms)
+        )
         if config.kv_dir is not None:
             layout = layout_of(runner, page_size)
-
-            def prefill_ns(num_pages: int) -> int:
-                costs = decider.costs
-                known = costs is not NO_COSTS
-                return known * num_pages * page_size * costs.prefill_token_ns
-
-            self._open(Path(config.kv_dir), layout, identity, keep_ls_ns, prefill_ns)
+            self._open(Path(config.kv_dir), layout, identity, keep_ls_ns, page_size)
         ttl_ns = None if config.kv_ttl_s is None else int(config.kv_ttl_s * NS_PER_S)
         return PrefixCache(
             KvPages(runner, page_size), identity, store, page_size, decider.found, self._now_ns,
             copy_bytes, self._tier, ttl_ns,
+            decider.name_pages if runner.backend.shares_blocks else None,
         )  # fmt: skip
 
     def _open(
@@ -99,7 +94,7 @@ class KeptPages:
         layout: Layout,
         identity: str,
         keep_ls_ns: int,
-        prefill_ns: Callable[[int], int],
+        page_size: int,
     ) -> None:
         """Take the folder, open its file and start to move pages."""
         config = self._config
@@ -132,7 +127,8 @@ class KeptPages:
             index.add(entry.name, kept, priority, used_ns, entry.tag, max(0, until_ns))
         free = sorted(set(range(num_slots)) - {entry.slot for entry in entries}, reverse=True)
         self.mover = Mover(self._file, self._wake, self._now_ns)
-        self._tier = FileTier(self.mover, index, free, layout.num_bytes, prefill_ns)
+        size = layout.num_bytes
+        self._tier = FileTier(self.mover, index, free, size, page_size, self._costs)
 
     def _wake(self) -> None:
         self._ingress.put(Call(_nothing, _ignore))

@@ -16,7 +16,6 @@ import mmap
 import os
 import time
 import weakref
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -30,21 +29,21 @@ from qllm.errors import ConfigError
 
 BLOCK = 4096
 """What is written is a multiple of it, and begins at one."""
-MAGIC = b"qllm-kv\x01"
+MAGIC = b"qllm-kv\x02"
 FILE, LOCK = "pages.kv", "lock"
 ENTRY = np.dtype(
     [
         ("name", "V16"),
         ("tag", "V32"),
-        ("checksum", "<u4"),
+        ("checksum", "<u8"),
         ("is_ls", "<u4"),
         ("used_s", "<f8"),
         ("until_s", "<f8"),
-        ("reserved", "V52"),
-        ("crc", "<u4"),
+        ("reserved", "V44"),
+        ("own_checksum", "<u8"),
     ]
 )
-"""Times are of the wall clock. `crc` is the CRC-32 of the rest, starting with the slot's number."""
+"""Times are of the wall clock. `own_checksum` is that of the slot's number and of the rest."""
 _ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
 
 
@@ -171,7 +170,8 @@ class KvFile:
         self._slot_bytes = _whole(layout.num_bytes)
         self._directory = mmap.mmap(-1, directory_bytes(num_slots))
         self._entries = np.frombuffer(self._directory, ENTRY, num_slots)
-        self._out = mmap.mmap(-1, self._slot_bytes)
+        # one of each for all pages: the faults of a fresh one take longer than reading it
+        self._in, self._out = (mmap.mmap(-1, self._slot_bytes) for _ in range(2))
 
     def _at(self, slot: int) -> int:
         return BLOCK + len(self._directory) + slot * self._slot_bytes
@@ -181,7 +181,7 @@ class KvFile:
         if not self.blocks.read(memoryview(self._directory), BLOCK):
             return []
         found: dict[bytes, Entry] = {}
-        for slot in np.flatnonzero(self._entries["crc"]).tolist():
+        for slot in np.flatnonzero(self._entries["own_checksum"]).tolist():
             entry = self._entry(slot)
             if entry is not None and entry.name not in found:
                 found[entry.name] = entry
@@ -189,7 +189,7 @@ class KvFile:
 
     def _entry(self, slot: int) -> Entry | None:
         row = self._entries[slot]
-        if _entry_crc(row.tobytes(), slot) != row["crc"]:
+        if _entry_checksum(row.tobytes(), slot) != row["own_checksum"]:
             return None
         return Entry(
             slot,
@@ -217,7 +217,7 @@ class KvFile:
         row["name"], row["tag"] = np.void(name), np.void(tag.ljust(32, b"\0"))
         row["checksum"], row["is_ls"] = checksum, is_ls
         row["used_s"], row["until_s"] = time.time(), until_s
-        row["crc"] = _entry_crc(row.tobytes(), slot)
+        row["own_checksum"] = _entry_checksum(row.tobytes(), slot)
         self._entries[slot] = row
         self._write_entry(slot)
         return checksum
@@ -227,15 +227,14 @@ class KvFile:
         self.blocks.write(memoryview(self._directory)[at : at + BLOCK], BLOCK + at)
 
     def read(self, slot: int, name: bytes, checksum: int) -> tuple[Any, ...] | None:
-        """Read a page; None if it is not there whole.
+        """Read a page, which is valid until the next is read; None if it is not there whole.
 
         Raises:
             OSError: The file cannot be read.
         """
-        memory = mmap.mmap(-1, self._slot_bytes)
-        if not self.blocks.read(memoryview(memory), self._at(slot)):
+        if not self.blocks.read(memoryview(self._in), self._at(slot)):
             return None
-        return self._parts(memory) if self._sum(memory, name) == checksum else None
+        return self._parts(self._in) if self._sum(self._in, name) == checksum else None
 
     def erase(self, slots: Sequence[int]) -> None:
         """Leave nothing of pages: neither entries nor KV.
@@ -251,7 +250,7 @@ class KvFile:
             self.blocks.erase(self._at(slot), self._slot_bytes)
 
     def _sum(self, memory: mmap.mmap, name: bytes) -> int:
-        return zlib.crc32(memoryview(memory)[: self.layout.num_bytes], zlib.crc32(name))
+        return checksum_of(name, memoryview(memory)[: self.layout.num_bytes])
 
     def _parts(self, memory: mmap.mmap) -> tuple[torch.Tensor, ...]:
         """The keys and values that lie in a slot's memory."""
@@ -377,9 +376,18 @@ def _whole(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK) * BLOCK
 
 
-def _entry_crc(row: bytes, slot: int) -> int:
-    """Never 0, which is that of an entry of zeros."""
-    return zlib.crc32(row[:-4], zlib.crc32(slot.to_bytes(8, "little"))) or 1
+def _entry_checksum(row: bytes, slot: int) -> int:
+    return checksum_of(slot.to_bytes(8, "little"), row[:-8])
+
+
+def checksum_of(*parts: bytes | memoryview) -> int:
+    """64 bits of what lies in a file (XXH3); never 0, which is that of nothing."""
+    from xxhash import xxh3_64  # here, because an engine without a file does without it
+
+    state = xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest() or 1
 
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate

@@ -11,6 +11,7 @@ from torch import nn
 
 from qllm import kernels
 from qllm.engine.kv_file import Layout
+from qllm.models.quantised_experts import all_quantised
 from qllm.runner.layers.native import NativeDriver
 from qllm.runner.runner import TorchRunner
 
@@ -39,9 +40,15 @@ def software() -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Digest of every byte of a model's weights, as they lie in memory."""
+    """Digest of every byte of a model's weights, as they lie in memory, and of their formats.
+
+    Raises:
+        ModelError: Quantised experts were packed by an engine before.
+    """
+    plain = [weight for weight in model.parameters() if weight.device.type != "meta"]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        sums = list(pool.map(_sum, model.parameters()))
+        sums: list[object] = list(pool.map(_sum, plain))
+    sums += [(name, experts.digest()) for name, experts in all_quantised(model).items()]
     return blake2b(repr(sums).encode(), digest_size=16).hexdigest()
 
 

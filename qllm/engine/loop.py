@@ -23,7 +23,7 @@ from qllm.runner.protocol import Runner
 from qllm.scheduler.decision import Decision
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
-from qllm.types import FinishReason, Grain, RequestId, Sampled
+from qllm.types import FinishReason, Grain, Priority, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
 """Errors of the policy that are kept for statistics: the latest."""
@@ -51,6 +51,7 @@ class EngineLoop:
         fallback: A policy for when the chosen one breaks, or None to fail its requests.
         prefix: The prefix cache, or None.
         decided: Told after every decision how many requests live, and how many of them wait.
+        costs: Learns what runs take; a new one if None.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EngineLoop:
         fallback: Any = None,
         decided: Callable[[int, int], None] | None = None,
         prefix: PrefixCache | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self.ingress = ingress
         self.scheduler = scheduler
@@ -80,7 +82,7 @@ class EngineLoop:
         self.prefix = prefix
         self.metrics = MetricsBuilder()
         self.effects = Effects(runner, prefix, self._emit, now_ns)
-        self.costs = Costs()
+        self.costs = Costs() if costs is None else costs
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
         """A heap of when requests time out, of those that have ended too."""
@@ -345,6 +347,9 @@ class EngineLoop:
                 self.prefix.keep(request_id)
             for token in sampled:
                 self.prefix.took(token.request_id, token.token_id)
+        if self.scheduler.limits.num_swap_blocks:
+            done = [self.live[i].request for i in program.request_ids if i in self.live]
+            self.runner.copy_ahead([r.request_id for r in done if r.priority > Priority.LS])
         for token in sampled:
             self._token(token, end_ns)
         self._evict_outgrown(ids)

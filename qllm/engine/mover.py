@@ -1,4 +1,10 @@
-"""Moves KV pages between RAM and a file: one thread per direction, none of them the engine's."""
+"""Moves KV pages between RAM and a file: one thread per direction, none of them the engine's.
+
+While LS requests are there, each direction takes a small share of a core (`GENTLE_SHARE`): a
+thread rests after every page. Loads of LS are never paced.
+
+    loads of LS --> loads of others, paced --> stores, paced; while a load is paced, stores go on
+"""
 
 import logging
 import threading
@@ -8,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qllm.engine.kv_file import KvFile
-from qllm.engine.tier import Kept, Load, Write, Written
+from qllm.engine.tier import GENTLE_SHARE, Kept, Load, Write, Written
+from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
 
-SHARE, GENTLE_SHARE = 0.5, 0.1
-"""Part of a core that writing may take, without and with LS requests."""
+SHARE = 0.5
+"""Part of a core that writing may take while no LS request is there."""
 LOADS_FIRST_S = 0.05
 """A page that is to be written waits at most so long for pages that are being read."""
 CLOSE_S = 5.0
@@ -36,12 +43,13 @@ class Mover:
         self._lock = threading.Condition()
         self._reads: tuple[deque[Load], ...] = (deque(), deque())
         """LS and others."""
-        self._is_reading = False
+        self._is_resting = False
+        """Whether the thread that reads leaves the machine to LS."""
         self._writes: deque[Write | tuple[int, ...]] = deque()
         """Pages to write, and slots to erase."""
         self._is_writing = False
         self._done: deque[Written] = deque()
-        self._share = SHARE
+        self._is_gentle = False
         self._in_haste = self._closing = False
         names = {"qllm-kv-read": self._serve_reads, "qllm-kv-write": self._serve_writes}
         self._threads = [
@@ -71,8 +79,11 @@ class Mover:
             self._lock.notify_all()
 
     def be_gentle(self, gentle: bool) -> None:
-        """Take a smaller share of the machine: LS requests are there."""
-        self._share = GENTLE_SHARE if gentle else SHARE
+        """Whether LS requests are there: then all but their loads takes a small share."""
+        if gentle is not self._is_gentle:
+            with self._lock:
+                self._is_gentle = gentle
+                self._lock.notify_all()
 
     def written(self) -> list[Written]:
         """The pages that were written since the last call."""
@@ -118,6 +129,7 @@ class Mover:
 
     def _serve_reads(self) -> None:
         while (load := self._next_read()) is not None:
+            start = time.thread_time()
             try:
                 self._read_one(load)
             except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
@@ -125,6 +137,19 @@ class Mover:
                 return
             if load.is_over and load.is_ls:
                 self._wake()
+            self._rest_from_reading(time.thread_time() - start)
+
+    def _rest_from_reading(self, busy_s: float) -> None:
+        """Leave the machine to LS for a while."""
+        with self._lock:
+            self._is_resting = True
+            self._lock.notify_all()
+            self._lock.wait_for(self._may_read, rest_s(busy_s))
+            self._is_resting = False
+
+    def _may_read(self) -> bool:
+        """Whether the thread that reads need not rest: LS waits for pages, or is not there."""
+        return self._closing or not self._is_gentle or bool(self._reads[0])
 
     def _next_read(self) -> Load | None:
         """The request whose next page is read now: the oldest, LS first."""
@@ -132,32 +157,30 @@ class Mover:
             for queue in self._reads:
                 if queue and queue[0].is_over:
                     queue.popleft()
-            self._is_reading = False
             self._lock.notify_all()
             while not (self._closing or any(self._reads)):
                 self._lock.wait()
-            if self._closing:
-                return None
-            self._is_reading = True
-            return (self._reads[0] or self._reads[1])[0]
+            return None if self._closing else (self._reads[0] or self._reads[1])[0]
 
     def _read_one(self, load: Load) -> None:
         """Read the next page of a load, or end it."""
         if load.num_ready < len(load.pages) and not load.is_given_up:
             name, page = load.pages[load.num_ready]
             if isinstance(page, Kept):
-                start = time.monotonic_ns()
-                page = self._file.read(page.slot, name, page.checksum)
-                load.elapsed_ns += time.monotonic_ns() - start
+                start_ns, busy_ns = time.monotonic_ns(), time.thread_time_ns()
+                self._put(load, self._file.read(page.slot, name, page.checksum), name)
+                load.elapsed_ns += time.monotonic_ns() - start_ns
+                load.busy_ns += time.thread_time_ns() - busy_ns
                 load.num_read += 1
-            if page is None:
-                load.damaged = name
             else:
-                self._put(load, page)
+                self._put(load, page, name)
         is_whole = load.num_ready == len(load.pages)
         load.is_over = is_whole or load.is_given_up or load.damaged is not None
 
-    def _put(self, load: Load, page: Any) -> None:
+    def _put(self, load: Load, page: Any, name: Name) -> None:
+        if page is None:
+            load.damaged = name
+            return
         try:
             load.into(load.num_ready, page)
             load.num_ready += 1
@@ -181,15 +204,16 @@ class Mover:
             self._lock.notify_all()
             while not self._writes and not self._closing:
                 self._lock.wait()
-            if self._is_reading or any(self._reads):
-                self._lock.wait_for(self._may_write, LOADS_FIRST_S)
+            self._lock.wait_for(self._may_write, LOADS_FIRST_S)
             if not self._writes or self._closing:
                 return None
             self._is_writing = True
             return self._writes.popleft()
 
     def _may_write(self) -> bool:
-        return self._closing or self._in_haste or not (self._is_reading or any(self._reads))
+        """Whether no page is to be read, or none before the thread that reads has rested."""
+        is_free = self._is_resting and not self._reads[0]
+        return self._closing or self._in_haste or is_free or not any(self._reads)
 
     def _write_one(self, job: Write | tuple[int, ...]) -> None:
         if not isinstance(job, Write):
@@ -205,5 +229,10 @@ class Mover:
         with self._lock:
             self._is_writing = False
             self._lock.notify_all()
-            rest_s = busy_s * (1 - self._share) / self._share
-            self._lock.wait_for(lambda: self._closing or self._in_haste, rest_s)
+            share = GENTLE_SHARE if self._is_gentle else SHARE
+            self._lock.wait_for(lambda: self._closing or self._in_haste, rest_s(busy_s, share))
+
+
+def rest_s(busy_s: float, share: float = GENTLE_SHARE) -> float:
+    """How long a thread rests that was busy, to take a share of a core."""
+    return busy_s * (1 - share) / share

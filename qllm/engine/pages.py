@@ -1,5 +1,8 @@
 """Whether an engine has a prefix cache, and how the pages of a runner are copied."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,12 +48,18 @@ class KvPages:
             request.kv = target.kv
             request.kv.committed = num_tokens
 
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Copies of the committed keys and values of tokens [lo, hi), each [L, heads, T, H]."""
+    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
+        """See `RequestKV.copy_out`."""
         with torch.inference_mode():
             return self._runner.requests[request_id].kv.copy_out(lo, hi)
 
-    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: tuple[Tensor, Tensor]) -> None:
+    def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
+        """Take all blocks of a request, unless it has them from before an error."""
+        kv = self._runner.requests[request_id].kv
+        if not kv.committed:
+            kv.refer(table, num_tokens)
+
+    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: Any) -> None:
         """Take up KV of tokens [lo, hi), unless it was before an error."""
         kv = self._runner.requests[request_id].kv
         if kv.committed < hi:
@@ -63,6 +72,9 @@ class KvPages:
         return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
 
 
+STATES = "layers carry a state, which is no KV of tokens: a request can only go on where its own is"
+
+
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     """Why an engine has no prefix cache; None if it has one.
 
@@ -72,15 +84,13 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     asked = config.prefix_cache
     if asked is False:
         return "prefix_cache=False"
-    reason, advice = None, "use 'auto' or False"
-    if runner.parts.lm_head.weight.device.type != "cpu":
-        reason = "KV is kept on the CPU only"
-    elif not runner.backend.is_native and asked != "approximate":
-        reason = (
-            "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
-            "prefill was cut and on its batch mates, and a hit could change tokens"
-        )
-        advice = "use 'approximate' to have it all the same, or 'auto'"
-    if reason is not None and asked != "auto":
-        raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {advice}")
+    if any(layer.new_state is not None for layer in runner.parts.layers):
+        reason, allowed = STATES, "use 'auto' or False"
+    else:
+        reason = runner.backend.why_inexact
+        if not reason or asked == "approximate":
+            return None
+        allowed = "use 'approximate' to have it all the same, or 'auto'"
+    if asked != "auto":
+        raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {allowed}")
     return reason

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from qllm.engine.keeper import Keeper, LoadTarget
 from qllm.engine.tier import FileTier, Load
 from qllm.errors import InvariantError
 from qllm.ingress import Submission
@@ -32,38 +33,6 @@ POLL_NS = 5 * NS_PER_MS
 """How often an idle loop looks at pages on their way to or from the file."""
 TTL_NS = NS_PER_S // 10
 """An idle loop looks for KV that is too old not more often."""
-
-
-class LoadTarget(Protocol):
-    """KV of a request that the runner does not know yet."""
-
-    def put(self, number: int, page: Any) -> None:
-        """Take up a page, by its number. Called from another thread."""
-        ...
-
-
-class Keeper(Protocol):
-    """What a runner has whose KV can be kept."""
-
-    def load_target(self, num_tokens: int) -> LoadTarget:
-        """Room for the KV of a request of at most so many tokens."""
-        ...
-
-    def adopt(self, request_id: RequestId, target: Any, num_tokens: int) -> None:
-        """Give a request without KV what was staged for it."""
-        ...
-
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
-        """A copy of the committed KV of tokens [lo, hi)."""
-        ...
-
-    def copy_in(self, request_id: RequestId, lo: int, hi: int, page: Any) -> None:
-        """Give a request KV of its tokens [lo, hi), which are its first not committed."""
-        ...
-
-    def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """What the KV of a request depends on beside its tokens, e.g. long rope factors."""
-        ...
 
 
 class Staged(NamedTuple):
@@ -117,13 +86,16 @@ class PrefixCache:
         identity: Everything that decides the bits of KV beside tokens, salt and rope.
         store: Which pages are kept.
         page_size: Tokens of a page.
-        found: Told how many tokens of a waiting request are there.
+        found: Told how many tokens of a waiting request are there, and in which pages if requests
+            share blocks.
         now_ns: The engine's clock.
         copy_bytes: Most bytes copied before an LS arrival is looked for; None is no limit. BE
             requests that wait find no more than this together, and of the pages of a step no more
             are kept at once.
         tier: Pages in a file, or None.
         ttl_ns: KV that nobody has used for so long is deleted; None keeps it.
+        named: Told the first pages of a request's blocks, and their size: others may take the
+            blocks by reference. None where every request has a copy.
     """
 
     def __init__(
@@ -132,17 +104,18 @@ class PrefixCache:
         identity: str,
         store: PageStore[Any],
         page_size: int,
-        found: Callable[[RequestId, int], None],
+        found: Callable[[RequestId, int, Sequence[Name]], None],
         now_ns: Callable[[], int],
         copy_bytes: int | None = None,
         tier: FileTier | None = None,
         ttl_ns: int | None = None,
+        named: Callable[[RequestId, Sequence[Name], int], None] | None = None,
     ) -> None:
         self.store, self.page_size, self.tier = store, page_size, tier
         self._ttl_ns = ttl_ns
         self._copy_bytes = copy_bytes
         self._runner, self._identity = runner, identity
-        self._found, self.now_ns = found, now_ns
+        self._told, self._named, self.now_ns = found, named, now_ns
         self._users: dict[RequestId, _User] = {}
         self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
         """Those that hold no KV and may read, LS and others, oldest first."""
@@ -154,6 +127,7 @@ class PrefixCache:
         """Loaded for requests that the loop takes in this turn."""
         self._num_copied_out = 0
         """Pages kept since the loop's last turn began."""
+        self._num_shared_tokens = 0
 
     @property
     def _most_pages(self) -> int:
@@ -176,6 +150,7 @@ class PrefixCache:
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
         self._users[request.request_id] = user
+        self._pace()  # before a step: its prefill runs beside the mover
         self._wait(request.request_id)
 
     def lost(self, request_id: RequestId) -> None:
@@ -202,13 +177,14 @@ class PrefixCache:
         if user is None:
             return
         self._reclass(user)
+        self._pace()
         if request_id not in self._waiting[user.is_be] or user.has_kv:
             return
         if not user.request.is_paused:
             self._seek(user)
         elif user.pinned:  # others may need the pages, and what BE requests find is bounded
             self._unpin(user)
-            self._found(request_id, user.num_staged * self.page_size)
+            self._found(user, user.num_staged)
 
     def _reclass(self, user: _User) -> None:
         request_id = user.request.request_id
@@ -259,10 +235,18 @@ class PrefixCache:
             self.store.pin(names[before:count])
             user.pinned = names[first:count]
         if count > request.num_found_tokens // self.page_size:
-            self._found(request.request_id, count * self.page_size)
+            self._found(user, count)
 
-    def load(self, request_id: RequestId) -> int:
-        """A request has its blocks: copy what was found; return how many tokens."""
+    def _found(self, user: _User, num_pages: int) -> None:
+        num_tokens = num_pages * self.page_size
+        pages = user.chain.upto(num_tokens) if self._named is not None else ()
+        self._told(user.request.request_id, num_tokens, pages)
+
+    def load(self, request_id: RequestId, table: Sequence[int]) -> int:
+        """A request has its blocks: copy what was found; return how many tokens.
+
+        What lies in blocks that it took by reference is there already.
+        """
         user, size = self._users.get(request_id), self.page_size
         if user is None:
             return 0
@@ -273,9 +257,12 @@ class PrefixCache:
         if first:
             assert user.staged is not None
             self._runner.adopt(request_id, user.staged.target, first * size)
+        num_there = self._refer(user, table) if user.pinned else 0
         for i, name in enumerate(user.pinned, first):
-            self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
+            if (i + 1) * size > num_there:
+                self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
         names = user.chain.upto((first + len(user.pinned)) * size)
+        self._name(user, names)
         del waiting[request_id]
         self._unpin(user)
         priority, now = user.request.priority, self.now_ns()
@@ -290,6 +277,19 @@ class PrefixCache:
         counts.hits += len(names) * size
         return len(names) * size
 
+    def _refer(self, user: _User, table: Sequence[int]) -> int:
+        """Tokens of a request that lie in blocks which it took by reference."""
+        if self._named is None:
+            return 0
+        num_tokens = user.request.num_shared_tokens
+        self._runner.refer(user.request.request_id, table, num_tokens)
+        self._num_shared_tokens += num_tokens
+        return num_tokens
+
+    def _name(self, user: _User, names: Sequence[Name]) -> None:
+        if self._named is not None:
+            self._named(user.request.request_id, names, self.page_size)
+
     def keep(self, request_id: RequestId) -> None:
         """Keep the pages of a request that were committed just now."""
         user = self._users.get(request_id)
@@ -301,6 +301,7 @@ class PrefixCache:
         priority, until = user.request.priority, user.until_ns(now)
         names = user.chain.upto(user.request.num_computed_tokens)
         here, user.num_kept = self._keep_pages(user, names, now)
+        self._name(user, names)
         store.unpin(here)
         store.touch([name for name in here if name in store], priority, now, until)
         if tier is not None:
@@ -334,6 +335,8 @@ class PrefixCache:
         if not has_room and (tier is None or name in tier.index or not tier.has_room()):
             return False
         page = self._runner.copy_out(request.request_id, i * size, (i + 1) * size)
+        if page is None:
+            return False
         self._page_bytes = sum(getattr(part, "nbytes", 0) for part in page)
         if has_room:
             store.add(name, page, request.priority, now, tag, user.until_ns(now))
@@ -356,8 +359,7 @@ class PrefixCache:
         now = self.now_ns()
         self._arriving.clear()
         if self.tier is not None:
-            users = self._users.values()
-            self.tier.disk.be_gentle(any(u.request.priority <= Priority.LS for u in users))
+            self._pace()
             self.tier.turn(self.store, now)
         if self._ttl_ns is not None:
             before = now - self._ttl_ns
@@ -365,6 +367,12 @@ class PrefixCache:
                 self.store.drop(name)
             if self.tier is not None:
                 self.tier.expire(before)
+
+    def _pace(self) -> None:
+        """Have the file leave the machine to LS requests, if there are any that go on."""
+        if self.tier is not None:
+            live = (user.request for user in self._users.values())
+            self.tier.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
 
     @property
     def next_turn_ns(self) -> int | None:
@@ -430,7 +438,7 @@ class PrefixCache:
             if user.pinned or user.staged:
                 self._unpin(user)
                 user.staged = None
-                self._found(request_id, 0)
+                self._found(user, 0)
         num_in_file = 0 if self.tier is None else self.tier.delete(tag, self.store)
         names = self.store.tagged(tag)
         for name in names:
@@ -450,6 +458,7 @@ class PrefixCache:
         return {
             "queried_tokens": counts.queries,
             "hit_tokens": counts.hits,
+            "shared_tokens": self._num_shared_tokens,
             "evicted_pages": counts.evictions,
             "refused_pages": counts.refused,
             "kept_tokens": len(self.store) * self.page_size,

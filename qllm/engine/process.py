@@ -369,8 +369,8 @@ def portable_error(error: Exception) -> Exception:
 
 def _absolute_model_path(model: str) -> str:
     """The name of a model for a process that may have another working directory."""
-    is_folder = model not in ("tiny", *ALIASES) and os.path.isdir(model)
-    return os.path.abspath(model) if is_folder else model
+    is_path = model not in ("tiny", *ALIASES) and os.path.exists(model)
+    return os.path.abspath(model) if is_path else model
 
 
 def _listener(path: str | None) -> socket.socket | None:

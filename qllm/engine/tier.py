@@ -14,18 +14,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from qllm.engine.costs import SAMPLES_PER_COST, Costs
 from qllm.errors import InvariantError
+from qllm.policy import Tier
 from qllm.scheduler.prefix import Name, PageStore, Tag
 from qllm.types import NS_PER_MS, Priority
 
 WRITING_BYTES = 16 << 20
 """Pages on their way to the file at once; at least two."""
-FIRST_NS_PER_BYTE = 10.0
+GENTLE_SHARE = 0.02
+"""Part of a core that each direction may take while LS requests are there, but for their loads."""
+FIRST_NS_PER_BYTE = 10
 """Until a page was read: 100 MB/s."""
+FIRST_BUSY = 0.5
+"""Part of that time in which the thread that reads computes, until a page was read."""
 SLACK_NS = 200 * NS_PER_MS
 """A load is not late before this."""
-NEW_WEIGHT = 0.25
-"""Weight of the page that was read last in the estimate."""
 LATE = 3
 """A load is late once it takes so many times its estimate."""
 
@@ -71,10 +75,12 @@ class Load:
     late_ns: int = 0
     """When the request waits no longer."""
     num_ready: int = 0
-    elapsed_ns: int = 0
-    """Time that reading took."""
     num_read: int = 0
     """Pages that came from the file."""
+    elapsed_ns: int = 0
+    """Time that those took, without what the thread rested."""
+    busy_ns: int = 0
+    """The part of it in which the thread computed: checksums, copies."""
     damaged: Name | None = None
     """The page that was not there whole."""
     is_over: bool = False
@@ -104,7 +110,7 @@ class Disk(Protocol):
         ...
 
     def be_gentle(self, gentle: bool) -> None:
-        """Take a smaller share of the machine from now on: LS requests are there."""
+        """Whether LS requests are there: then all but their loads takes `GENTLE_SHARE`."""
         ...
 
     def written(self) -> list[Written]:
@@ -136,7 +142,8 @@ class FileTier:
         index: What lies in the file; its `gone` is set.
         free: Slots with nothing in them.
         page_bytes: Bytes of a page.
-        prefill_ns: Predicted time to compute so many tokens; 0 if it is not known.
+        page_size: Tokens of a page.
+        costs: What moving and computing take; learns what loads took.
     """
 
     def __init__(
@@ -145,10 +152,14 @@ class FileTier:
         index: PageStore[Kept],
         free: Iterable[int],
         page_bytes: int,
-        prefill_ns: Callable[[int], int],
+        page_size: int,
+        costs: Costs,
     ) -> None:
         self.disk, self.index, self.page_bytes = disk, index, page_bytes
-        self.prefill_ns = prefill_ns
+        self._page_size, self._costs = page_size, costs
+        self._busy = FIRST_BUSY
+        """Part of the time of reading in which its thread computes."""
+        self._is_gentle = False
         self._free = list(free)
         index.gone = self._freed
         self.counts = TierCounts()
@@ -158,7 +169,6 @@ class FileTier:
         """On their way; None of one that was deleted meanwhile."""
         self._loads: list[Load] = []
         """Asked for and not over."""
-        self._ns_per_byte = FIRST_NS_PER_BYTE
         self._lent: set[Name] = set()
         """Pages that RAM has no room for and keeps until they are written."""
 
@@ -270,16 +280,35 @@ class FileTier:
                 num_read += 1
             else:
                 break
-        ahead = sum(len(x.pages) - x.num_ready for x in self._loads if x.is_ls or not is_ls)
-        estimate_ns = int((ahead + num_read) * self.page_bytes * self._ns_per_byte)
-        compute_ns = self.prefill_ns(num_read)
+        ahead = [x for x in self._loads if x.is_ls or not is_ls]
+        num_first = sum(len(x.pages) - x.num_ready for x in ahead if x.is_ls)
+        num_then = num_read + sum(len(x.pages) - x.num_ready for x in ahead if not x.is_ls)
+        first_ns, paced = self._read_ns(num_first), 1.0 if is_ls else self._pace
+        estimate_ns = first_ns + self._read_ns(num_then) * (paced if self._is_gentle else 1)
+        compute_ns = self._costs.prefill_ns(num_read * self._page_size)
         if not num_read or (compute_ns and estimate_ns > compute_ns):
             return None
-        late_ns = now_ns + max(SLACK_NS, LATE * estimate_ns)
+        latest_ns = LATE * int(first_ns + self._read_ns(num_then) * paced)
+        late_ns = now_ns + max(SLACK_NS, latest_ns)
         load = Load(pages, into, is_ls, tag, late_ns)
         self._loads.append(load)
         self.disk.read(load)
         return load
+
+    def be_gentle(self, gentle: bool) -> None:
+        """Whether LS requests are there."""
+        self._is_gentle = gentle
+        self.disk.be_gentle(gentle)
+
+    def _read_ns(self, num_pages: int) -> int:
+        """Predicted time to read pages at full speed."""
+        ns = self._costs.table().move(Tier.FILE, num_pages * self._page_size)
+        return num_pages * self.page_bytes * FIRST_NS_PER_BYTE if ns is None else ns
+
+    @property
+    def _pace(self) -> float:
+        """How many times as long reading takes beside LS: after each page its thread rests."""
+        return 1 + self._busy * (1 / GENTLE_SHARE - 1)
 
     @property
     def num_coming(self) -> int:
@@ -303,9 +332,10 @@ class FileTier:
 
     def _loaded(self, load: Load) -> None:
         self.counts.loaded += load.num_read
-        if load.num_read:
-            seen = load.elapsed_ns / (load.num_read * self.page_bytes)
-            self._ns_per_byte += NEW_WEIGHT * (seen - self._ns_per_byte)
+        if load.num_read and load.elapsed_ns:
+            self._costs.moved(Tier.FILE, load.num_read * self._page_size, load.elapsed_ns)
+            busy = min(1.0, load.busy_ns / load.elapsed_ns)
+            self._busy += (busy - self._busy) / SAMPLES_PER_COST
         name = load.damaged
         kept = dict(load.pages).get(name) if name is not None else None
         if name is not None and name in self.index and self.index.read(name) == kept:

@@ -37,6 +37,8 @@ class Watch:
         self._loop, self._config, self._runner = loop, config, runner
         self._lock = threading.Lock()
         """Held by who looks."""
+        self._changing = threading.Lock()
+        """Held for moments by whoever changes the lease or the loop's listeners."""
         self._new: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._until_ns = 0
         self._timeline = Timeline()
@@ -46,10 +48,14 @@ class Watch:
     def _listen(self, event: Event) -> None:
         self._new.append(event)
         if event.at_ns > self._until_ns:
-            self._leave()
+            self._leave(event.at_ns)
 
-    def _leave(self) -> None:
-        self._loop.listeners = tuple(x for x in self._loop.listeners if x != self._listen)
+    def _leave(self, at_ns: int) -> None:
+        """Stop to listen, if nobody has looked since the lease was found to be over."""
+        with self._changing:
+            if at_ns > self._until_ns:
+                listeners = self._loop.listeners
+                self._loop.listeners = tuple(x for x in listeners if x != self._listen)
 
     # -- on any thread
 
@@ -62,8 +68,10 @@ class Watch:
         """What is new, see `QLLMEngine.watch`."""
         with self._lock:
             now_ns = self._loop.now_ns()
-            self._until_ns = now_ns + LEASE_NS
-            if self.is_on:
+            with self._changing:
+                self._until_ns = now_ns + LEASE_NS
+                is_on = self.is_on  # and stays so while the lease lasts
+            if is_on:
                 self._read()
             else:
                 self._begin()
@@ -86,7 +94,8 @@ class Watch:
         loop, timeline = self._loop, self._timeline
         self._new.clear()
         timeline.forget()
-        loop.listeners = (*loop.listeners, self._listen)
+        with self._changing:
+            loop.listeners = (*loop.listeners, self._listen)
         for number, live in list(loop.live.items()):
             item, request = live
             has_token = request.first_token_ns is not None

@@ -7,13 +7,13 @@ request with stop strings, whose text decides when it ends.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from qllm.errors import InvalidRequestError, RequestFailedError, shown
 from qllm.frontend.checks import priority_class
 from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.waker import Waker
 from qllm.ingress import Update
 from qllm.record.metrics import RequestMetrics
 from qllm.types import (
@@ -206,6 +206,11 @@ class Handle:
             return tuple(s.token_id for s in self._sampled)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the engine is done with it: `result` returns at once."""
+        return self._ended
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it runs."""
         return self._reason
@@ -384,12 +389,11 @@ class Listener:
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
-        self._loop = asyncio.get_running_loop()
+        self._waker = Waker.here()
         self._event = asyncio.Event()
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # the event loop was closed: nobody waits
-            self._loop.call_soon_threadsafe(self._event.set)
+        self._waker.call(self._event.set)
 
     def __enter__(self) -> asyncio.Event:
         for handle in self._handles:

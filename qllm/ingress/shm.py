@@ -292,7 +292,8 @@ class ShmIngress:
         self.doorbell.clear()
 
     def decided(self, num_live: int, num_waiting: int) -> None:
-        """Show the front ends what the engine holds now."""
+        """Show the front ends what the engine holds now, and send what it has to say."""
+        self.flush()
         self.control.write_stats(EngineStats(self._num_steps, num_live, num_waiting))
         for port in self.ports.values():
             port.show_progress(num_waiting)
@@ -365,10 +366,9 @@ class RingSink:
         error: str | None,
         metrics: RequestMetrics | None,
     ) -> None:
-        """Write the end of a request and wake its front end."""
+        """Write the end of a request; the front end is woken before the next program."""
         port = self._ports.get(front_end_of(request_id))
         if port is not None:
             flags, body = encode_finish(request_id, reason, error, metrics)
             port.send(FINISH_KIND, flags, body)
             port.open.discard(request_id)
-            port.flush()

@@ -13,22 +13,27 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.quantised import refuse_quantised
+from qllm.models.hybrid import state_maker
+from qllm.models.quantised_experts import all_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
-EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 PACKED = "qllm_packed"
 """Attribute of experts whose weights a runner holds in a layout of its own."""
+CACHES = {"cache_params", "past_key_values"}
+"""Names of the argument that is transformers' cache."""
+LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
+STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Rope types that give a position the same values in every call."""
 MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
 
 LAYER_GLUE = {
@@ -57,7 +62,10 @@ class LayerParts:
 
     index: int
     layer: nn.Module
-    self_attn: nn.Module
+    self_attn: nn.Module | None
+    """What sees other tokens: attention, or a module with a state. None: the layer has neither."""
+    attentions: tuple[nn.Module, ...] = ()
+    """All its attention. More than one, and the layer is not cut between its parts."""
     driver: Driver
     is_moe: bool
     input_layernorm: nn.Module | None = None
@@ -74,6 +82,33 @@ class LayerParts:
     residual_multiplier: float | None = None
     window: int | None = None
     """Sliding window of the attention, if it has one."""
+    rope_kind: str | None = None
+    """Type of the layer, where every type has its own position embeddings."""
+    one_by_one: bool = False
+    """Whether `self_attn` asks the cache how long the sequence is: it runs for one request."""
+    new_state: Callable[[], Any] | None = None
+    """Makes the state of a request, if `self_attn` is no attention but carries a state."""
+
+
+class Chunk(int):
+    """In the place of a window: a query sees the keys of its own chunk of so many positions."""
+
+
+class LogitRule(NamedTuple):
+    """What becomes of the output head's logits, in this order."""
+
+    divisor: float | None = None
+    factor: float | None = None
+    cap: float | None = None
+    """Logits are cap * tanh(logits / cap)."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The logits that are sampled, of any shape."""
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.factor is not None:
+            logits = logits * self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +120,24 @@ class ModelParts:
     layers: tuple[LayerParts, ...]
     norm: nn.Module
     lm_head: nn.Linear
-    logits_scaling: float | None
-    """Divides the logits."""
-    rotary_emb: nn.Module
+    logit_rule: "LogitRule | None"
+    """What the model does to its logits; None is nothing."""
+    rotary_emb: nn.Module | None
+    """None: no layer is given position embeddings."""
     latent_kv: bool
     """The KV cache holds MLA latents."""
     shape: ModelShape
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the cache: some layers attend twice, some never."""
+        found: list[Any] = self.attentions
+        return max([len(self.layers), *(int(attn.layer_idx) + 1 for attn in found)])
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """All attention, in order."""
+        return [attn for layer in self.layers for attn in layer.attentions]
 
 
 class _Normal(ast.NodeTransformer):
@@ -134,24 +181,35 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
+def _can_drive(module: Any) -> bool:
+    """Whether our work units are made for these experts; a layer with others runs whole."""
+    return (
+        is_experts(module)
+        and bool(module.has_gate)
+        and not getattr(module, "has_post_expert_norm", False)
+    )
+
+
 def base_model(model: nn.Module) -> Any:
     """The decoder under a causal language model."""
-    return getattr(model, "base_model", model)
+    found = getattr(model, "base_model", model)
+    if found is model:  # its prefix names another attribute (Llama 4)
+        found = getattr(model, "model", model)
+    return getattr(found, "language_model", found)  # beside the parts that see images
 
 
-def _recorded(base: Any, name: str) -> type[nn.Module] | None:
-    specs = getattr(base, "_can_record_outputs", None) or {}
-    spec = specs.get(name)
-    if isinstance(spec, list | tuple):
-        spec = spec[0] if spec else None
-    found: Any = getattr(spec, "target_class", spec)
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+def _recorded(base: Any, name: str) -> tuple[type[nn.Module], ...]:
+    """The classes that the model declares under a name."""
+    specs = (getattr(base, "_can_record_outputs", None) or {}).get(name)
+    found = [
+        getattr(spec, "target_class", spec)
+        for spec in (specs if isinstance(specs, list | tuple) else [specs])
+    ]
+    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, nn.Module))
 
 
-def _child_of(module: nn.Module, kind: type[nn.Module] | None) -> nn.Module | None:
-    if kind is None:
-        return None
-    return next((m for m in module.modules() if isinstance(m, kind)), None)
+def _child_of(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module | None:
+    return next((m for m in module.modules() if isinstance(m, kinds)), None)
 
 
 def decoder_layers(base: nn.Module) -> nn.ModuleList:
@@ -160,9 +218,9 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
     Raises:
         ModelError: It declares none.
     """
-    kind = _recorded(base, "hidden_states")
+    kinds = _recorded(base, "hidden_states")
     for child in base.children():
-        if isinstance(child, nn.ModuleList) and len(child) and kind and isinstance(child[0], kind):
+        if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], kinds):
             return child
     raise ModelError(
         f"{type(base).__name__} does not declare its decoder layers in `_can_record_outputs`; "
@@ -173,10 +231,13 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
 def _window(base: Any, index: int) -> int | None:
     """The window that the model's forward puts in the mask of this layer."""
     source = inspect.getsource(inspect.unwrap(type(base).forward))
+    types = getattr(base.config, "layer_types", None)
+    if types and types[index] == "chunked_attention":
+        return Chunk(base.config.attention_chunk_size)
     if "create_sliding_window_causal_mask" not in source:
         return None
     window = getattr(base.config, "sliding_window", None) or None
-    if "layer_types" in source:
+    if '"sliding_attention"' in source:
         return window if base.config.layer_types[index] == "sliding_attention" else None
     return window
 
@@ -193,17 +254,27 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
     Raises:
         ModelError: It has no attention of the declared class.
     """
-    attn = _child_of(layer, _recorded(base, "attentions"))
+    new_state = state_maker(base, index)
+    kinds = _recorded(base, "attentions")
+    attentions = tuple(m for m in layer.modules() if isinstance(m, kinds))
+    attn = next(iter(attentions), None)
     if attn is None:
-        raise ModelError(
-            f"layer {index} of {type(base).__name__} has no attention of the declared class "
-            "(linear attention and hybrid layers are not supported)"
-        )
-    experts = next((m for m in layer.modules() if is_experts(m)), None)
+        attn = next((m for m in layer.children() if _arguments(m).keys() & CACHES), None)
+        if attn is not None and new_state is None:
+            raise ModelError(
+                f"layer {index} of {type(base).__name__} gives the cache to a "
+                f"{type(attn).__name__}, which is no attention of the declared class"
+            )
+    experts = next((m for m in layer.modules() if _can_drive(m)), None)
     parents = (m for m in layer.modules() if experts is not None and experts in m.children())
     block = next(parents, None)
     layer_glue, block_glue = _glue(layer, block)
+    source = "" if attn is None else inspect.getsource(inspect.unwrap(type(attn).forward))
+    one_by_one = "get_seq_length" in source
     known = layer_glue is not None and (experts is None or block_glue is not None)
+    known = known and len(attentions) == 1 and new_state is None and not one_by_one
+    if len(attentions) > 1:
+        experts = block = None
     driver = Driver.HOOKED
     if experts is None:
         driver = Driver.DENSE
@@ -217,6 +288,7 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
         index=index,
         layer=layer,
         self_attn=attn,
+        attentions=attentions if new_state is None else (),
         driver=driver,
         is_moe=experts is not None,
         input_layernorm=layer.get_submodule("input_layernorm") if known else None,
@@ -227,8 +299,26 @@ def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
         shared=shared,
         shared_gate=gate,
         residual_multiplier=_multiplier(layer) if layer_glue == "scaled" else None,
-        window=_window(base, index),
+        window=None if new_state is not None else _window(base, index),
+        rope_kind=_rope_kind(base, index),
+        one_by_one=one_by_one,
+        new_state=new_state,
     )
+
+
+def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
+
+
+def _rotary_child(base: Any) -> Any:
+    return getattr(base, "rotary_emb", None) or getattr(base, "pos_emb", None)
+
+
+def _rope_kind(base: Any, index: int) -> str | None:
+    rotary = _rotary_child(base)
+    if not isinstance(rotary, nn.Module) or "layer_type" not in _arguments(rotary):
+        return None
+    return str(base.config.layer_types[index])
 
 
 def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
@@ -261,37 +351,57 @@ def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:
     for parts in layers:
         if parts.router is not None and hasattr(parts.router, "top_k"):
             return int(parts.router.top_k)  # type: ignore[arg-type]
-    found = getattr(config, "num_experts_per_tok", None)
+    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     if found is None:
         raise ModelError("the model does not say how many experts a token takes")
     return int(found)
 
 
 def _norm(base: Any) -> nn.Module:
-    norm = getattr(base, "norm", None)
-    if not isinstance(norm, nn.Module):
-        raise ModelError(f"{type(base).__name__} has no `norm` before its output head")
-    return norm
+    """The norm before the output head: the last child that is one."""
+    for name in LAST_NORMS:
+        norm = getattr(base, name, None)
+        if isinstance(norm, nn.Module):
+            return norm
+    raise ModelError(
+        f"{type(base).__name__} has no norm before its output head under a name that is known: "
+        f"{', '.join(LAST_NORMS)}"
+    )
 
 
-def _rotary(base: Any, like: Tensor) -> nn.Module:
-    """The module that gives cos and sin of positions, the same for all layers."""
-    rotary = getattr(base, "rotary_emb", None)
+def _rotary(base: Any, layers: tuple[LayerParts, ...], like: Tensor) -> nn.Module | None:
+    """The module that gives embeddings of positions to the layers."""
+    rotary = _rotary_child(base)
     if not isinstance(rotary, nn.Module):
+        if any(layer.new_state is not None for layer in layers):
+            return None  # states know the order of tokens; the start-up check sees the rest
         raise ModelError(
             f"{type(base).__name__} has no `rotary_emb`: other embeddings of positions than "
-            "rotary ones that all layers share are not supported"
+            "rotary ones are not supported"
         )
+    _refuse_rope_types(rotary)
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-    what = f"{type(rotary).__name__} does not give one cos and sin for all layers"
-    try:
-        with torch.inference_mode():
-            found = rotary(like.new_empty(0), positions)
-    except Exception as error:
-        raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise ModelError(f"{what}: it returned {type(found).__name__}")
+    what = f"{type(rotary).__name__} does not give embeddings of positions"
+    for kind in {layer.rope_kind for layer in layers if layer.new_state is None}:
+        given = {} if kind is None else {"layer_type": kind}
+        try:
+            with torch.inference_mode():
+                found = rotary(like.new_empty(0), positions, **given)
+        except Exception as error:
+            raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, Tensor) and (not isinstance(found, tuple) or len(found) != 2):
+            raise ModelError(f"{what}: it returned {type(found).__name__}")
     return rotary
+
+
+def _refuse_rope_types(rotary: Any) -> None:
+    kinds = getattr(rotary, "rope_type", None)
+    for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else ():
+        if kind not in STATIC_ROPE:
+            raise ModelError(
+                f"{type(rotary).__name__} has rope type {kind!r} for {layer_type}: where every "
+                f"type of layer has its own, only {', '.join(sorted(STATIC_ROPE))} are supported"
+            )
 
 
 def _max_position(config: Any) -> int:
@@ -299,6 +409,32 @@ def _max_position(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", 1 << 30)
     rope = getattr(config, "rope_parameters", None) or {}
     return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)
+
+
+def _refuse_extras(base: Any, config: Any) -> None:
+    """What some families give their layers beside hidden states, positions and the cache."""
+    name = type(base).__name__
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise ModelError(
+            f"{name} gives every layer an embedding of its own (hidden_size_per_layer_input is "
+            f"{config.hidden_size_per_layer_input}): not supported, only 0 is"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ModelError(
+            f"{name} shares keys and values between layers (num_kv_shared_layers is "
+            f"{config.num_kv_shared_layers}): not supported, only 0 is"
+        )
+
+
+def _logit_rule(model: Any, config: Any) -> LogitRule | None:
+    """What the families that were read do: Granite divides, Cohere multiplies, Gemma caps."""
+    found = (
+        getattr(config, "logits_scaling", None),
+        getattr(model, "logit_scale", None),
+        getattr(config, "final_logit_softcapping", None),
+    )
+    values = [None if value is None else float(value) for value in found]
+    return None if values == [None] * 3 else LogitRule(*values)
 
 
 def discover(model: Any) -> ModelParts:
@@ -313,19 +449,17 @@ def discover(model: Any) -> ModelParts:
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")
     config = base.config
-    if getattr(config, "final_logit_softcapping", None):
-        raise ModelError("final_logit_softcapping is not supported")
+    _refuse_extras(base, config)
     experts = next((parts.experts for parts in layers if parts.experts is not None), None)
     multiplier = getattr(base, "embedding_multiplier", None)
-    scaling = getattr(config, "logits_scaling", None)
     return ModelParts(
         embed=model.get_input_embeddings(),
         embedding_multiplier=None if multiplier is None else float(multiplier),
         layers=layers,
         norm=_norm(base),
         lm_head=head,
-        logits_scaling=None if scaling is None else float(scaling),
-        rotary_emb=_rotary(base, head.weight),
+        logit_rule=_logit_rule(model, config),
+        rotary_emb=_rotary(base, layers, head.weight),
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
             num_layers=len(layers),
@@ -338,55 +472,6 @@ def discover(model: Any) -> ModelParts:
     )
 
 
-def _refuse_tensor(name: str, tensor: Tensor) -> None:
-    if tensor.device.type == "meta":
-        raise ModelError(
-            f"parameter {name} is on the meta device (offloaded to disk?): load the whole model"
-        )
-    if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
-        raise ModelError(f"parameter {name} is sharded (DTensor); load without tensor parallelism")
-
-
-def _refuse_experts(name: str, experts: Any) -> None:
-    if "forward" in vars(experts):
-        raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
-    if getattr(experts, "_is_expert_parallel", False):
-        raise ModelError(f"{name} is sharded over devices (expert parallelism)")
-    if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
-        raise ModelError(f"{name} has no gate, or a norm after its experts: not supported")
-    known = EXPERT_FLAGS | {"_is_expert_parallel"}
-    flags = {key for key in vars(experts) if key.startswith(("has_", "is_", "_is_"))}
-    unknown = flags - known - {"_is_full_backward_hook", "_is_hf_initialized"}
-    if unknown:
-        raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
-
-
-def refuse_unsafe(model: nn.Module) -> None:
-    """Refuse a model that the drivers would run wrongly.
-
-    Raises:
-        ModelError: Names the part and the reason.
-    """
-    if model.training:
-        raise ModelError("the model is in training mode; call model.eval()")
-    if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
-        raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
-    for name, module in model.named_modules():
-        if hasattr(module, PACKED):
-            raise ModelError(
-                f"the weights of {name} are packed for another runner; close that runner (or its "
-                "engine) first, or load the model once more"
-            )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _refuse_tensor(name, tensor)
-    refuse_quantised(model)
-    for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise ModelError(f"{name or 'the model'} has an accelerate hook (offload?)")
-        if is_experts(module):
-            _refuse_experts(name, module)
-
-
 def identity(model: nn.Module, expert_weights: str = "auto") -> str:
     """Digest of a model: its class, its settings, a sample of its weights' bytes, their format."""
     kind = type(model).__name__ + expert_weights.removeprefix("auto")
@@ -395,7 +480,13 @@ def identity(model: nn.Module, expert_weights: str = "auto") -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)
     digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
+    quantised = all_quantised(model)
+    for name, experts in quantised.items():
+        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
     for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            continue
         flat = parameter.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())

@@ -179,7 +179,9 @@ def _of_layer(parts: LayerParts) -> Iterator[tuple[str, nn.Module, str | None]]:
         if norm is not None:
             yield "norm", norm, norm_kind(norm)
     attn = parts.self_attn
-    if fingerprint(attn) in ATTENTION:
+    if attn is None:
+        pass
+    elif fingerprint(attn) in ATTENTION:
         yield "attention", attn, attention_kind(attn)
     else:
         is_known = fingerprint(attn) == LATENTS and is_latents(attn)

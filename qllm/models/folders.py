@@ -17,16 +17,17 @@ TALK = "talk-smollm2-135m-r1"
 """Name of the folder of the model `talk` in `cache_dir()`; it changes when `make talk` makes
 another model."""
 
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
-    """Turn a name into (canonical name, folder with a config.json).
+    """Turn a name into (canonical name, folder with a config.json, or a GGUF file).
 
     Args:
-        name: An alias, a folder, or a hub id.
+        name: An alias, a folder, a GGUF file, or a hub id.
         weights: Whether safetensors are needed too.
         code: Whether code that comes with the checkpoint is.
 
@@ -38,12 +39,12 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
         return name, _local(name)
     name = ALIASES.get(name, name)
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"folder {name!r} has no config.json; give one that save_pretrained wrote"
-            )
+    if folder.suffix == GGUF:
+        if not folder.is_file():
+            raise ModelError(f"there is no GGUF file {name!r}; give the path of one")
         return name, folder
+    if name and folder.is_dir():
+        return name, _gguf_in(name, folder) or folder
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"model {name!r} is no alias, no folder here and no hub id like ORG/NAME; "
@@ -73,6 +74,24 @@ def _local(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {name!r} {missing}: {folder} has no config")
     return folder
+
+
+def _gguf_in(name: str, folder: Path) -> Path | None:
+    """The GGUF file of a folder without safetensors; None if it has a config and no such file."""
+    found = sorted(folder.glob(f"*{GGUF}"))
+    has_config = (folder / "config.json").is_file()
+    if has_config and (missing_weights(folder) is None or not found):
+        return None
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelError(
+            f"folder {name!r} has {len(found)} GGUF files, {found[0].name} and others; give the "
+            "path of one"
+        )
+    raise ModelError(
+        f"folder {name!r} has no config.json and no GGUF file; give one that save_pretrained wrote"
+    )
 
 
 def _from_hub(name: str, weights: bool, code: bool) -> Path:

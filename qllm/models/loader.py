@@ -6,7 +6,8 @@ truncated shard) is found before a weight is read.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,20 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
+from qllm.models.checkpoint import Checkpoint, open_checkpoint
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
-from qllm.models.folders import first_line, locate, missing_weights, read_json, shards
+from qllm.models.folders import GGUF, first_line, locate, missing_weights, read_json, shards
+from qllm.models.formats.layout import PLAIN, Stored
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.gguf_file import checkpoint_of, config_of, open_file
 from qllm.models.quantised import (
-    Stored,
-    expansion,
+    format_of,
     method_of,
     refuse_integers,
-    refuse_unknown,
+    refuse_narrow,
     stored_tensors,
 )
+from qllm.models.streaming import stream
 from qllm.models.tokenizer import tokenizer_in
 from qllm.types import SamplingParams
 
@@ -56,8 +61,8 @@ class LoadedModel:
     and min_p if it says `do_sample`, repetition_penalty always."""
     name: str
     """Hub id, "tiny", or the folder as it was given."""
-    expanded: str | None = None
-    """What quantised weights became as they were loaded; None if they are as they were stored."""
+    weights: str | None = None
+    """What became of quantised weights; None if the checkpoint has none."""
 
 
 def load(
@@ -67,49 +72,53 @@ def load(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     load_format: str = "auto",
+    expert_weights: str = "auto",
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    Weights in block FP8 or MXFP4 are expanded, with a warning; of other quantised ones none are
-    loaded.
+    On a CPU in bf16 the quantised weights of experts stay as they are; all others are expanded,
+    which the log says (docs/weights.md).
 
     Args:
-        name_or_path: An alias, a folder as `save_pretrained` writes it, or a hub id ORG/NAME.
-        dtype: Of the weights; None or "auto" is the checkpoint's own.
+        name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
+            with one, or a hub id ORG/NAME.
+        dtype: Of the weights; None or "auto" is the checkpoint's own, but bf16 for GGUF files, and
+            in place of fp16 where it is quantised and the device a CPU.
         device: Where the weights go, without a second copy on the host.
         trust_remote_code: Run modelling code that comes with the checkpoint.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from the
             config alone.
+        expert_weights: See `EngineConfig`; "int4" and "mxfp4" round as weights are read.
 
     Raises:
         ConfigError: The name, dtype, device or load format is none that is known.
-        ModelError: The model is not there, broken, not a causal decoder, or quantised otherwise.
+        ModelError: The model is not there, broken, not a causal decoder, or quantised in a way
+            that is not read.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load_format={load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
         )
     wanted, place = _dtype(dtype), check_device(device)
-    dummy, expanded = load_format == "dummy", None
+    dummy, weights = load_format == "dummy", None
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
     if dummy:
         model = _dummy(name, config, wanted, place, trust_remote_code)
+    elif folder.suffix == GGUF:
+        model, weights = _of_gguf(name, folder, config, wanted, place)
     else:
-        tensors = check_weights(folder)
-        method = method_of(config, read_json(folder / "hf_quant_config.json"))
-        refuse_unknown(name, method, tensors)
-        model = _pretrained(name, folder, config, wanted, place, trust_remote_code)
-        if method is None:
-            refuse_integers(model, name, tensors)
-        expanded = expansion(model, method, _weight_bytes(folder))
+        rounding = expert_weights if expert_weights in ROUNDINGS else None
+        model, weights = _of_folder(
+            name, folder, config, wanted, place, rounding, trust_remote_code
+        )
     _use_grouped_mm(model)
     model.train(False)
-    if expanded is not None:
-        _log.warning("model %r: %s, which qllm computes with", name, expanded)
+    if weights is not None:
+        _log.warning("weights of model %r: %s", name, weights)
     tokenizer = tokenizer_in(name, folder, trust_remote_code)
-    generation = read_json(folder / "generation_config.json")
-    return _loaded(name, model, tokenizer, generation, expanded)
+    generation = read_json(folder / "generation_config.json")  # none in a GGUF file
+    return _loaded(name, model, tokenizer, generation, weights)
 
 
 def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -144,7 +153,7 @@ def _loaded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     generation: Mapping[str, Any],
-    expanded: str | None = None,
+    weights: str | None = None,
 ) -> LoadedModel:
     if parts := changed(model):
         _log.warning(
@@ -161,7 +170,7 @@ def _loaded(
         eos_token_ids=_eos_token_ids(generation, model, tokenizer),
         generation_defaults=_generation_defaults(name, generation),
         name=name,
-        expanded=expanded,
+        weights=weights,
     )
 
 
@@ -202,6 +211,8 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    if folder.suffix == GGUF:
+        return config_of(open_file(folder))
     raw = read_json(folder / "config.json")
     if "auto_map" in raw and not trust_remote_code and not _known_type(raw.get("model_type")):
         raise ModelError(
@@ -257,10 +268,6 @@ def check_weights(folder: Path) -> dict[str, Stored]:
     return {key: found for file in _files(folder) for key, found in stored_tensors(file).items()}
 
 
-def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in _files(folder))
-
-
 def _use_grouped_mm(model: PreTrainedModel) -> None:
     # A class without the experts decorator (a dense model, remote code) has nothing to set.
     can_set = getattr(model, "_can_set_experts_implementation", None)
@@ -278,7 +285,7 @@ def _pretrained(
 ) -> PreTrainedModel:
     auto: Any = transformers.AutoModelForCausalLM
     model: PreTrainedModel
-    try:
+    with _naming_weights(name):
         model, info = auto.from_pretrained(
             folder,
             config=config,
@@ -289,14 +296,102 @@ def _pretrained(
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )
+    _refuse_misfit(name, info)
+    return model
+
+
+def _of_folder(
+    name: str,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    rounding: str | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, str | None]:
+    """A model of safetensors, and what became of its weights if they are quantised."""
+    tensors = check_weights(folder)
+    method = method_of(config, read_json(folder / "hf_quant_config.json"))
+    if method is not None:
+        form = format_of(name, method)
+        checkpoint, rest = open_checkpoint(name, _files(folder), tensors, form)
+        refuse_narrow(name, rest, f"no scales where {form.name} has them")
+        return _streamed(name, config, checkpoint, rest, dtype, device)
+    refuse_narrow(name, tensors, "no known quantization_config to scale them")
+    if rounding is not None and _is_known(config):
+        checkpoint, rest = open_checkpoint(name, _files(folder), tensors, PLAIN)
+        return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
+    model = _pretrained(name, folder, config, dtype, device, trust_remote_code)
+    refuse_integers(model, name, tensors)
+    return model, None
+
+
+def _of_gguf(
+    name: str,
+    path: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> tuple[PreTrainedModel, str]:
+    """A model of a GGUF file, and what became of its weights."""
+    file = open_file(path)
+    model = _dummy(name, config, None, torch.device("meta"), False)
+    kind = dtype or torch.bfloat16  # the file names none
+    return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
+
+
+def _is_known(config: PreTrainedConfig) -> bool:
+    """Whether transformers has the model's code."""
+    return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _streamed(
+    name: str,
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
+    rest: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    rounding: str | None = None,
+) -> tuple[PreTrainedModel, str]:
+    """A model of an open checkpoint, and what became of its weights."""
+    if not _is_known(config):
+        raise ModelError(
+            f"model {name!r} is quantised and brings its own modelling code; load bfloat16 weights"
+        )
+    kind = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    if dtype is None and rounding is None and kind is torch.float16 and device.type == "cpu":
+        kind = torch.bfloat16
+    for part in (config, config.get_text_config(decoder=True)):
+        for key in ("quantization_config", "compression_config"):
+            vars(part).pop(key, None)
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with _naming_weights(name):
+        model, info, outcome = stream(model_class, config, checkpoint, kind, device, rounding)
+    _refuse_misfit(name, info)
+    refuse_integers(model, name, rest)
+    return model, outcome.text(rounding or checkpoint.format, kind)
+
+
+@contextmanager
+def _naming_weights(name: str) -> Iterator[None]:
+    """Turn what goes wrong in transformers into a ModelError that names the model."""
+    try:
+        yield
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"weights of model {name!r} cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
+
+
+def _refuse_misfit(name: str, info: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers would make up, or leave out."""
     for key in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         wrong = sorted(map(str, info.get(key) or ()))
-        if wrong:  # transformers would go on: with random weights, or without these
+        if wrong:
             advice = "download it again"
             if key == "unexpected_keys":
                 advice = "it is of another model, or quantised by a method that is not supported"
@@ -304,7 +399,6 @@ def _pretrained(
                 f"checkpoint of model {name!r} does not fit its config: {len(wrong)} "
                 f"{key.replace('_', ' ')}, first {wrong[0]}; {advice}"
             )
-    return model
 
 
 def _dummy(

@@ -1,13 +1,14 @@
-"""Which checkpoints are quantised, and what becomes of them.
+"""Which checkpoints are quantised, and which of them are read.
 
-transformers loads some of them without a word: float8 weights whose scales it does not know are
-cast as if they were bf16, and weights it knows are expanded. The first are errors here, found in
-the headers of the shards before a weight is read; the second are loaded, and named.
+transformers loads some without a word: float8 weights whose scales it does not know are cast as
+if they were bf16. Those are errors here, found in the headers of the shards before a weight is
+read.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qllm.errors import ModelError
+from qllm.models.formats.compressed_tensors import compressed_tensors
+from qllm.models.formats.fp8 import fp8
+from qllm.models.formats.int32 import awq, gptq
+from qllm.models.formats.layout import Format, Settings, Stored
+from qllm.models.formats.mxfp4 import mxfp4
 
-EXPANDED = ("fp8", "mxfp4")
-"""Methods of `quantization_config` that transformers expands as it loads: float8 with a scale per
-block (DeepSeek), and the 4-bit experts of gpt-oss."""
-SCALE = "_scale_inv"
-"""Ends the name of the scales of a float8 weight, in method "fp8"."""
+FORMATS: dict[str, Callable[[Settings], Format]] = {
+    "mxfp4": mxfp4,
+    "fp8": fp8,
+    "awq": awq,
+    "gptq": gptq,
+    "compressed-tensors": compressed_tensors,
+}
+"""Methods of `quantization_config` that are read."""
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 """Dtypes that the drivers compute in."""
 _NARROW = ("F8", "F6", "F4")
@@ -31,20 +40,12 @@ _INV_FREQ = r"rotary_emb\.inv_freq|(^|\.)position_ids$"
 """Buffers that old checkpoints carry and transformers ignores for every family."""
 
 
-class Stored(NamedTuple):
-    """A tensor in a file."""
-
-    dtype: str
-    """As safetensors spells it: BF16, F8_E4M3."""
-    shape: tuple[int, ...]
-
-
 class Method(NamedTuple):
     """How a checkpoint says it is quantised."""
 
     name: str
-    block: tuple[int, ...] | None = None
-    """Rows and columns that share a scale, in method "fp8"; None is all of a weight."""
+    settings: Settings = MappingProxyType({})
+    """The `quantization_config`."""
 
 
 def stored_tensors(shard: Path) -> dict[str, Stored]:
@@ -90,57 +91,49 @@ def _method(settings: Mapping[str, Any]) -> Method:
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return Method("bitsandbytes")
     found = settings.get("quant_method") or settings.get("quant_algo") or "no method named"
-    block = settings.get("weight_block_size")
-    return Method(str(getattr(found, "value", found)), None if block is None else tuple(block))
+    return Method(str(getattr(found, "value", found)), dict(settings))
 
 
-def refuse_unknown(name: str, method: Method | None, tensors: Mapping[str, Stored]) -> None:
-    """Refuse a checkpoint whose weights transformers would not expand, or expand wrongly.
+def format_of(name: str, method: Method) -> Format:
+    """How a checkpoint that says a method holds its weights.
 
     Args:
         name: Of the model.
         method: What `method_of` found.
-        tensors: All that are stored, by name.
 
     Raises:
-        ModelError: Names the method, or the first tensor that would be wrong.
+        ModelError: The method, or a setting of it, is not read; names it, and what is.
     """
     start = f"checkpoint of model {name!r}"
-    if method is not None and method.name not in EXPANDED:
+    make = FORMATS.get(method.name)
+    if make is None:
         raise ModelError(
-            f"{start} is quantised with {method.name!r}, which is not supported "
-            f"(expanded as they load: {', '.join(EXPANDED)}); {_LOAD_WHAT}"
+            f"{start} is quantised with {method.name!r}, which is not supported; read are "
+            f"{', '.join(FORMATS)} and GGUF files, or load float32, float16 or bfloat16 weights"
         )
+    try:
+        return make(method.settings)
+    except ModelError as error:
+        raise ModelError(f"{start}: {error}") from error
+
+
+def refuse_narrow(name: str, tensors: Mapping[str, Stored], why: str) -> None:
+    """Refuse weights of 8 bits that nothing scales: transformers would cast them.
+
+    Args:
+        name: Of the model.
+        tensors: Those that no format claims, by name.
+        why: What is missing.
+
+    Raises:
+        ModelError: Names the first.
+    """
     narrow = sorted(key for key, found in tensors.items() if found.dtype.startswith(_NARROW))
-    why = "no known quantization_config to scale them"
-    if method is not None and method.name == "fp8":
-        weights = [key for key in narrow if not key.endswith(SCALE)]
-        narrow = [key for key in weights if key + SCALE not in tensors]
-        why = f"no {narrow[0]}{SCALE}" if narrow else ""
-        _refuse_uneven(start, method, {key: tensors[key] for key in weights}, tensors)
     if narrow:
         raise ModelError(
-            f"{start} has {len(narrow)} tensors of 8 bits or fewer and {why}, first {narrow[0]} "
-            f"({tensors[narrow[0]].dtype}); {_LOAD_WHAT}"
+            f"checkpoint of model {name!r} has {len(narrow)} tensors of 8 bits or fewer and {why}, "
+            f"first {narrow[0]} ({tensors[narrow[0]].dtype}); {_LOAD_WHAT}"
         )
-
-
-def _refuse_uneven(
-    start: str, method: Method, weights: Mapping[str, Stored], tensors: Mapping[str, Stored]
-) -> None:
-    """Refuse float8 weights whose last block is cut: transformers 5.23 takes equal blocks."""
-    for key, weight in weights.items():
-        scale = tensors.get(key + SCALE)
-        if method.block is None or scale is None:
-            continue
-        grid = scale.shape[-2:]
-        sides = zip(weight.shape[-2:], grid, method.block, strict=False)
-        if any(num > 1 and size != num * block for size, num, block in sides):
-            raise ModelError(
-                f"{start}: {key} of shape {weight.shape} is no whole number of blocks of "
-                f"{method.block}, whose scales transformers would put to the wrong rows; "
-                f"{_LOAD_WHAT}"
-            )
 
 
 def refuse_integers(model: PreTrainedModel, name: str, tensors: Mapping[str, Stored]) -> None:
@@ -168,21 +161,6 @@ def refuse_integers(model: PreTrainedModel, name: str, tensors: Mapping[str, Sto
             f"floating point, first {first} ({tensors[first].dtype}), and no known "
             f"quantization_config; {_LOAD_WHAT}"
         )
-
-
-def expansion(model: nn.Module, method: Method | None, stored_bytes: int) -> str | None:
-    """What was expanded into what, for people; None if nothing was."""
-    if method is None:
-        return None
-    tensors = [*model.parameters(), *model.buffers()]
-    now = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    kinds = {tensor.dtype for tensor in model.parameters()}
-    dtype = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-    return f"{_size(stored_bytes)} of {method.name} expanded to {_size(now)} of {dtype}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def refuse_quantised(model: nn.Module) -> None:

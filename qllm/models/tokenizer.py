@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qllm.errors import ModelError
-from qllm.models.folders import first_line, locate, read_json
+from qllm.models.folders import GGUF, first_line, locate, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,16 +38,18 @@ def load_tokenizer(
 def tokenizer_in(
     name: str, folder: Path, trust_remote_code: bool
 ) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer in the folder of a model; None if there is none.
+    """The tokenizer in the folder of a model, or in its GGUF file; None if there is none.
 
     Raises:
         ModelError: It is broken.
     """
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+    how: dict[str, Any] = {"local_files_only": True}
+    if folder.suffix == GGUF:
+        folder, how["gguf_file"] = folder.parent, folder.name
+    elif not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         return None
     plain = read_json(folder / "tokenizer_config.json").get("tokenizer_class") in _PLAIN
-    how: dict[str, Any] = {"local_files_only": True}
-    if plain and (folder / "tokenizer.json").is_file():
+    if plain and "gguf_file" not in how and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
         make: Any = PreTrainedTokenizerFast

@@ -46,7 +46,7 @@ class Asking(Protocol):
 
 
 class Backend(Protocol):
-    """Everything that depends on the device."""
+    """Everything that depends on the device; it has many methods because nothing else does."""
 
     compute: Compute
     """Products and the head; replaced while transformers' own modules compute."""
@@ -63,6 +63,26 @@ class Backend(Protocol):
     @property
     def is_native(self) -> bool:
         """Whether our CPU kernels run every layer."""
+        ...
+
+    @property
+    def why_inexact(self) -> str:
+        """Why the bits of a token's KV depend on more than the tokens up to it; "" if not."""
+        ...
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether KV lies in blocks that several requests may hold."""
+        ...
+
+    @property
+    def copy_bytes_per_ms(self) -> int:
+        """Bytes of kept KV that are copied in a millisecond."""
+        ...
+
+    @property
+    def move_token_ns(self) -> int:
+        """Predicted time to swap the KV of one token out, or back in."""
         ...
 
     @property
@@ -89,6 +109,10 @@ class Backend(Protocol):
 
     def new_kv(self, capacity: int) -> RequestKV:
         """The KV of a request of at most so many tokens."""
+        ...
+
+    def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
+        """Copy some KV out already that may have to be swapped out, a bounded share per step."""
         ...
 
     def new_tables(self) -> BlockTables:

@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
+from qllm.models.quantised_experts import quantised_in
 from qllm.runner.invariance import find_invariance
-from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver
+from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
 from qllm.runner.layers.native import NativeDriver, is_usable
@@ -79,6 +81,7 @@ class Compute:
         covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
+            _refuse_states(parts)
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
@@ -127,6 +130,7 @@ class Compute:
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
         """Addresses of the weights that our kernels multiply."""
         weights: list[Any] = [m.weight for m in covered]
+        found: set[int] = set()
         if self._native["linears"]:
             modules = [m for layer in parts.layers for m in layer.layer.modules()]
             weights += [m.weight for m in modules if type(m) is nn.Linear]
@@ -134,9 +138,11 @@ class Compute:
             for layer in parts.layers:
                 if layer.experts is not None and is_covered(layer.experts):
                     weights += layer.experts.parameters()
+                    if quantised_in(layer.experts) is not None:
+                        found.add(0)  # see `rows.matrices`
         if self._native["head"]:
             weights.append(parts.lm_head.weight)
-        return {w.data_ptr() for w in weights if is_usable(w)}
+        return found | {w.data_ptr() for w in weights if is_usable(w)}
 
     @property
     def stops_between_keys(self) -> bool:
@@ -194,11 +200,25 @@ def _sizes(parts: ModelParts) -> dict[str, int]:
     return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
 
 
+def _refuse_states(parts: ModelParts) -> None:
+    layer = next((layer for layer in parts.layers if layer.new_state is not None), None)
+    if layer is not None:
+        raise ModelError(
+            f"layer {layer.index} carries a state ({type(layer.self_attn).__name__}), whose last "
+            "bits depend on how a prompt is cut into passes: exactness='batch-invariant' is not "
+            "possible, use 'order'"
+        )
+
+
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
     """The driver that `discover` chose for a layer; with our kernels if an arena is given.
 
     A dense layer of unknown glue is driven by hooks.
     """
+    if len(parts.attentions) > 1:
+        return WholeDriver(parts)
     if parts.input_layernorm is None:
         return HookedDriver(parts)
-    return FastDriver(parts) if arena is None else NativeDriver(parts, arena)
+    if arena is None or parts.rope_kind is not None:  # our kernels turn all layers alike
+        return FastDriver(parts)
+    return NativeDriver(parts, arena)

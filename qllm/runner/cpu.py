@@ -104,6 +104,20 @@ class CpuBackend:
         """Whether our kernels run every layer."""
         return self.sweep.num_layers == len(self.drivers)
 
+    shares_blocks = False
+    copy_bytes_per_ms = 4_000_000
+    """Nominal, for one thread."""
+    move_token_ns = 0
+
+    @property
+    def why_inexact(self) -> str:
+        if self.is_native:
+            return ""
+        return (
+            "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
+            "prefill was cut and on its batch mates, and a hit could change tokens"
+        )
+
     @property
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
@@ -132,7 +146,10 @@ class CpuBackend:
         compute.enter()
 
     def new_kv(self, capacity: int) -> RequestKV:
-        return SlabKV(len(self._parts.layers), capacity)
+        return SlabKV(self._parts.num_kv_layers, capacity)
+
+    def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
+        """KV does not move when it is swapped out."""
 
     def new_tables(self) -> BlockTables:
         return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is not short

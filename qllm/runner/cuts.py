@@ -113,17 +113,25 @@ class _Attn(NamedTuple):
     key: float
 
 
+def _heads(attn: Any, config: Any) -> int:
+    """Query heads: the module's, or those of a config in which all layers are alike."""
+    found = getattr(attn, "num_heads", None) or getattr(attn, "num_attention_heads", None)
+    return int(found or config.num_attention_heads)
+
+
 def _attn_ns(
     parts: LayerParts, config: Any, dtype: torch.dtype, width: int, in_pairs: bool
 ) -> _Attn:
     attn: Any = parts.self_attn
     weights, item = _weights(attn), dtype.itemsize
-    heads = config.num_attention_heads
+    if attn is None:
+        return _Attn(0.0, 1.0, 0.0, 0.0)
+    heads = _heads(attn, config)
     if hasattr(attn, "kv_lora_rank"):  # a key is the latent and what is rotated, a value the latent
         key, value = attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
         stored = key
     else:
-        key = value = getattr(config, "head_dim", None) or width // heads
+        key = value = getattr(attn, "head_dim", None) or width // heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         stored = 2 * groups * key
     glue = PAIRS_GLUE_NS_PER_VALUE if in_pairs else GLUE_NS_PER_VALUE

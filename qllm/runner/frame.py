@@ -87,6 +87,11 @@ class RequestState:
     """Last hidden states of the committed tokens, while `owes_prompt`."""
 
     @property
+    def output_ids(self) -> list[int]:
+        """Tokens produced so far."""
+        return self.ids[self.num_prompt_tokens :]
+
+    @property
     def owes_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are asked for and still to be reported."""
         return self.num_top is not None and len(self.ids) == self.num_prompt_tokens
@@ -109,7 +114,7 @@ class RequestState:
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and the JSON that describes them."""
-        tensors = dict(self.kv.export())
+        tensors = {**dict(self.kv.export()), **self.kv.states.export()}
         if self.kept is not None:
             tensors["hidden"] = self.kept.x_TD.clone()
         if self.hidden:
@@ -128,11 +133,12 @@ class RequestState:
     ) -> None:
         """Restore from `export`, into blocks that hold all that was written."""
         written = [t.shape[2] for name, t in tensors.items() if name.startswith("k.")]
-        self.kv.hold(blocks, max(written, default=0))
+        self.kv.begin_restore(blocks, max(written, default=0))
         for name in tensors:
             if name.startswith("k."):
                 layer = int(name[2:])
                 self.kv.restore(layer, tensors[name], tensors[f"v.{layer}"])
+        self.kv.states.restore(tensors)
         self.kv.committed = meta["committed"]
         if meta["kept"] is not None:
             lo, hi, layer = meta["kept"]
@@ -158,8 +164,9 @@ class Frame:
         self.unread: Unread | None = None
         self.slots_done = 0
         """(token, layer, expert slot) triples executed, for I1."""
-        self.rope: Rope | None = None
-        self._ropes: dict[tuple[int, int, int], Rope] = {}
+        self.rope: Mapping[str | None, Rope] = {}
+        """By `LayerParts.rope_kind`."""
+        self._ropes: dict[tuple[int, int, int, str | None], Rope] = {}
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
@@ -215,19 +222,18 @@ class Frame:
             self.group = group
         return self.x_TD
 
-    def rope_of(self, group: int, lo: int, hi: int) -> Rope:
-        """Cos and sin of tokens [lo, hi) of a group."""
-        key = (group, lo, hi)
+    def rope_of(self, group: int, lo: int, hi: int, kind: str | None = None) -> Rope:
+        """Position embeddings of tokens [lo, hi) of a group; empty where there are none."""
+        key = (group, lo, hi, kind)
         found = self._ropes.get(key)
         if found is None:
-            assert self.rope is not None
-            cos, sin = self.rope
+            found = self.rope.get(kind, ())
             index = self.tokens(group)
             if index is not None:
-                cos, sin = (t.index_select(1, index.to(t.device)) for t in (cos, sin))
-            if hi - lo != cos.shape[1]:
-                cos, sin = cos[:, lo:hi], sin[:, lo:hi]
-            found = self._ropes[key] = (cos, sin)
+                found = tuple(t.index_select(1, index.to(t.device)) for t in found)
+            if found and hi - lo != found[0].shape[1]:
+                found = tuple(t[:, lo:hi] for t in found)
+            self._ropes[key] = found
         return found
 
     def load_rows(self, requests: Mapping[RequestId, RequestState], like: Tensor) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qllm.models.discover import LogitRule
 from qllm.runner.layers.linears import HEAD_BLOCK, Head
 from qllm.runner.scores import NO_SCORES, Scores
 
@@ -39,9 +40,9 @@ class HeadState:
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
 
-    def run(self, head: Head, start: int, stop: int, scaling: float | None) -> None:
-        """Do blocks [start, stop); greedy rows see logits divided by `scaling`."""
-        alone = not self.rest and scaling is None
+    def run(self, head: Head, start: int, stop: int, rule: LogitRule | None) -> None:
+        """Do blocks [start, stop); greedy rows see logits after the rule."""
+        alone = not self.rest and rule is None
         if alone and head.best(self.x_BD, start, stop, self.peaks_G, self.ids_G):
             return
         for block in range(start, stop):
@@ -51,7 +52,7 @@ class HeadState:
                 self.blocks.append(rest)
             if self.greedy:
                 mine = logits_BV[list(self.greedy)] if self.rest else logits_BV
-                self._see(mine if scaling is None else mine / scaling, block * HEAD_BLOCK)
+                self._see(mine if rule is None else rule(mine), block * HEAD_BLOCK)
 
     def _see(self, logits_GV: Tensor, first: int) -> None:
         x_GV, peaks_G, ids_G = logits_GV.float().numpy(), self.peaks_G.numpy(), self.ids_G.numpy()

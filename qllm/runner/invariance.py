@@ -39,7 +39,7 @@ def find_invariance(
         ModelError: No rule holds on this machine, or the glue of a layer breaks it.
     """
     with torch.inference_mode():
-        rule = find_rule(w for w in matrices(model) if w.data_ptr() not in ours)
+        rule = find_rule(_filled(w) for w in matrices(model) if w.data_ptr() not in ours)
         mode = RowBlocks(rule)
         odd = any(_odd_gate(layer.experts) for layer in parts.layers)
         hooked = any(layer.driver is Driver.HOOKED for layer in parts.layers)
@@ -49,6 +49,14 @@ def find_invariance(
                     glue = _glue(parts, driver, layer.is_moe)
                     check_rows(f"layer {layer.index}", glue, parts.lm_head.in_features)
     return rule, rule is not PLAIN or mode.padded or odd or hooked
+
+
+def _filled(weight: Tensor) -> Tensor:
+    """A weight with values: those of quantised experts are made when they are multiplied."""
+    if not weight.is_meta:
+        return weight
+    made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return made.to(weight.dtype)
 
 
 def _odd_gate(experts: Any) -> bool:

@@ -13,11 +13,13 @@ On a device a block is a page (`qllm.cuda.pages`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
+from qllm.runner.states import States
 
 
 class RequestKV(ABC):
@@ -27,7 +29,7 @@ class RequestKV(ABC):
         capacity: Most tokens.
     """
 
-    __slots__ = ("capacity", "committed", "written")
+    __slots__ = ("capacity", "committed", "states", "written")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -35,6 +37,8 @@ class RequestKV(ABC):
         """Tokens whose KV exists in every layer."""
         self.written = 0
         """Tokens whose KV exists in some layer."""
+        self.states = States()
+        """What layers that carry a state left."""
 
     def reach(self, hi: int) -> None:
         """Note that positions below `hi` are written, or will be before they are read."""
@@ -44,6 +48,11 @@ class RequestKV(ABC):
     def clear(self) -> None:
         """Let go of everything; the request recomputes."""
         self.committed = self.written = 0
+        self.states.clear()
+
+    def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Have room for what `export` gave: in blocks, or without any where swapped-out KV lies."""
+        self.hold(blocks, num_tokens)
 
     def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
         """Put back what `export` gave for one layer."""
@@ -61,17 +70,36 @@ class RequestKV(ABC):
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """The keys and values of positions [lo, hi)."""
 
-    def copy_out(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and the values of positions [lo, hi), each [layers, heads, T, H].
+    @abstractmethod
+    def copy_out(self, lo: int, hi: int) -> Any:
+        """A copy of the keys and the values of positions [lo, hi), each [layers, heads, T, H].
+
+        Returns:
+            It may be under way still; None if there is no room for it.
 
         Raises:
-            InvariantError: They are not committed, or KV lies where it cannot be copied.
+            InvariantError: They are not committed.
         """
-        raise InvariantError(f"{type(self).__name__} keeps no pages")
 
-    def copy_in(self, lo: int, pages: tuple[Tensor, Tensor]) -> None:
+    @abstractmethod
+    def copy_in(self, lo: int, page: Any) -> None:
         """Take up what `copy_out` gave, from position `lo` on, as committed."""
-        raise InvariantError(f"{type(self).__name__} keeps no pages")
+
+    def refer(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Take all blocks of the request, of which the first have KV that others computed.
+
+        Raises:
+            InvariantError: KV is not in blocks here.
+        """
+        raise InvariantError(f"{type(self).__name__} shares no blocks")
+
+    @abstractmethod
+    def swap_out(self) -> bool:
+        """Move KV, committed or not, out of its blocks; whether its addresses are others then."""
+
+    @abstractmethod
+    def swap_in(self, blocks: Sequence[int]) -> None:
+        """Move it into blocks again, which are all that the request has."""
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,6 +127,8 @@ class SlabKV(RequestKV):
             self._reserve(k_1GTH, v_1GTH)
             slab = self.slabs[layer]
             assert slab is not None
+        if slab[0].shape[1] != k_1GTH.shape[1] or slab[0].shape[3] != k_1GTH.shape[3]:
+            slab = self.slabs[layer] = self._own(k_1GTH, v_1GTH)
         slab[0].narrow(2, lo, num_tokens).copy_(k_1GTH)
         slab[1].narrow(2, lo, num_tokens).copy_(v_1GTH)
         self.reach(hi)
@@ -115,12 +145,18 @@ class SlabKV(RequestKV):
         parts = [self.read(layer, lo, hi) for layer in range(len(self.slabs))]
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
-    def copy_in(self, lo: int, pages: tuple[Tensor, Tensor]) -> None:
+    def copy_in(self, lo: int, page: tuple[Tensor, Tensor]) -> None:
         if lo != self.committed:
             raise InvariantError(f"KV from {lo} on is taken up and {self.committed} are committed")
-        for layer, (k, v) in enumerate(zip(*pages, strict=True)):
+        for layer, (k, v) in enumerate(zip(*page, strict=True)):
             self.write(layer, k.unsqueeze(0), v.unsqueeze(0), lo)
-        self.committed = lo + pages[0].shape[2]
+        self.committed = lo + page[0].shape[2]
+
+    def swap_out(self) -> bool:
+        return False  # a slab is no block's, and stays
+
+    def swap_in(self, blocks: Sequence[int]) -> None:
+        """See `RequestKV`: it never left."""
 
     def base(self, slab: tuple[int, int, int], like: Tensor) -> tuple[int, int]:
         """Addresses of the keys and of the values of layer 0.
@@ -139,7 +175,7 @@ class SlabKV(RequestKV):
         return self._base
 
     def _reserve(self, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
-        """Make the slabs of all layers; they have one shape."""
+        """Make the slabs of all layers, in one shape; a layer of another shape gets its own."""
 
         def layers(like_1GTH: Tensor) -> tuple[Tensor, ...]:
             _, heads, _, width = like_1GTH.shape
@@ -147,6 +183,11 @@ class SlabKV(RequestKV):
             return like_1GTH.new_empty(shape).unbind(0)
 
         self.slabs = list(zip(layers(k_1GTH), layers(v_1GTH), strict=True))
+
+    def _own(self, k_1GTH: Tensor, v_1GTH: Tensor) -> tuple[Tensor, Tensor]:
+        """A slab of a layer whose heads or widths are not those of the first that wrote."""
+        k, v = (t.new_empty((1, t.shape[1], self.capacity, t.shape[3])) for t in (k_1GTH, v_1GTH))
+        return k, v
 
     def clear(self) -> None:
         super().clear()

@@ -94,8 +94,12 @@ class Runner(Protocol):
         """
         ...
 
-    def swap_in(self, request_id: RequestId) -> None:
-        """Take up KV that was moved out; `accept` says next which blocks it has."""
+    def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
+        """Take up KV that was moved out, in these blocks."""
+        ...
+
+    def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
+        """Copy finished KV of requests out while others compute, so that less moves in a swap."""
         ...
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:

@@ -137,7 +137,8 @@ class _Recorder:
         for part in self._parts.layers:
             self._hook(part.layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
             self._hook(part.layer.register_forward_hook(self._leave_layer))
-            self._hook(part.self_attn.register_forward_hook(self._leave_attention))
+            if part.self_attn is not None and len(part.attentions) <= 1:
+                self._hook(part.self_attn.register_forward_hook(self._leave_attention))
             if part.experts is not None:
                 self._hook_experts(part)
         self._hook(self._parts.norm.register_forward_pre_hook(self._enter_norm))

@@ -1,5 +1,8 @@
 """Position embeddings of a frame, by the model's own rotary module.
 
+A model may have one kind of embedding for all layers, one for every type of layer (sliding and
+full attention turn by other angles), or none.
+
 Static rope types give a position the same values in every call, so they are computed once into
 a table. LongRoPE and dynamic NTK choose their frequencies by the *length* of a call, the position
 of its last token + 1. Here the length of a position is that of the call in which `generate` would
@@ -14,14 +17,15 @@ crossed (`Switch.recomputes`): the engine evicts the request there, and all of i
 with the long factors. In the others cached keys keep the factors they were computed with.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qllm.models.discover import base_model, source_digest
+from qllm.models.discover import ModelParts, base_model, source_digest
 from qllm.runner.frame import RequestState
 from qllm.scheduler.program import Program
 from qllm.types import RequestId
@@ -29,8 +33,8 @@ from qllm.types import RequestId
 STATIC = {"default", "linear", "llama3", "yarn"}
 RECOMPUTES = {"5840db95a957"}
 """Digests of `prepare_inputs_for_generation` that drop the cache at the original length."""
-Tables = tuple[Tensor, Tensor]
-"""cos and sin, each [1, T, H]."""
+Tables = tuple[Tensor, ...]
+"""cos and sin, each [1, T, H]; or one tensor of complex numbers [1, T, H / 2]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,9 @@ class Switch:
 
 def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
     """How the frequencies of a model depend on the length; None if they do not."""
-    kind = getattr(rotary_emb, "rope_type", "")
+    kind = getattr(rotary_emb, "rope_type", "default")
+    if isinstance(kind, Mapping):  # by the type of the layer; discovery took static ones only
+        return None
     config = base_model(model).config
     parameters = getattr(config, "rope_parameters", None) or {}
     # Phi-3.5-MoE scales by `short_mscale` or `long_mscale` whatever the type
@@ -84,11 +90,61 @@ def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
     return Switch(int(at), is_binary, is_binary and drops)
 
 
-class RopeTable:
-    """cos and sin of positions, by the lengths that matter to the model.
+class Ropes:
+    """The tables of a model, by kind of embedding.
 
     Args:
-        rotary_emb: The model's module.
+        model: The model.
+        parts: Its parts.
+        device: Of the tables.
+        dtype: Of the tables.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: ModelParts, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        rotary = parts.rotary_emb
+        self.switch = None if rotary is None else switch_of(model, rotary)
+        self._tables: dict[str | None, RopeTable] = {}
+        attend = [layer for layer in parts.layers if layer.new_state is None]
+        for kind in {layer.rope_kind for layer in attend} if rotary is not None else ():
+            call: Any = rotary if kind is None else partial(rotary, layer_type=kind)  # type: ignore[arg-type,misc]
+            self._tables[kind] = RopeTable(call, device, dtype, self.switch)
+
+    @property
+    def recompute_above(self) -> int | None:
+        """See `ModelShape`."""
+        return self.switch.at if self.switch is not None and self.switch.recomputes else None
+
+    def rows(
+        self, program: Program, requests: Mapping[RequestId, RequestState]
+    ) -> dict[str | None, Tables]:
+        """Embeddings of the rows of a program, by kind.
+
+        They depend on each row's request alone; a row that is dead has no request.
+        """
+        ranges = [(row.lo, row.hi) for row in program.rows]
+        if self.switch is None:
+            return self.of(ranges)
+        lengths = []
+        for row in program.rows:
+            held = requests.get(row.request_id)
+            known = (0, 0) if held is None else (held.num_prompt_tokens, len(held.ids))
+            lengths.append(self.switch.length_of(*known))
+        return self.of(ranges, lengths)
+
+    def of(
+        self, ranges: Sequence[tuple[int, int]], lengths: Sequence[int] | None = None
+    ) -> dict[str | None, Tables]:
+        """`RopeTable.of`, by kind."""
+        return {kind: table.of(ranges, lengths) for kind, table in self._tables.items()}
+
+
+class RopeTable:
+    """Embeddings of positions, by the lengths that matter to the model.
+
+    Args:
+        rotary_emb: The model's module, or a call of it for one kind of layers.
         device: Of the tables.
         dtype: Of the tables.
         switch: How the frequencies depend on the length; None if they do not.
@@ -96,7 +152,7 @@ class RopeTable:
 
     def __init__(
         self,
-        rotary_emb: Any,
+        rotary_emb: Callable[..., Any],
         device: torch.device,
         dtype: torch.dtype,
         switch: Switch | None = None,
@@ -107,17 +163,12 @@ class RopeTable:
         self._tables: dict[bool, Tables] = {}
         """Tables of positions [0, n), grown by doubling, of short and long frequencies."""
 
-    @property
-    def recompute_above(self) -> int | None:
-        """See `ModelShape`."""
-        return self.switch.at if self.switch is not None and self.switch.recomputes else None
-
     def _call(self, lo: int, hi: int, length: int) -> Tables:
         """The module's values of positions [lo, hi) in a call of a length, at least `hi`."""
         positions = torch.arange(lo, hi, device=self._like.device)
         if self.switch is None:
-            cos, sin = self._module(self._like, positions.unsqueeze(0))
-            return cos, sin
+            found = self._module(self._like, positions.unsqueeze(0))
+            return found if isinstance(found, tuple) else (found,)
         # Dynamic NTK keeps the longest length that it was called with; a short call ends that.
         first, last = positions.new_zeros((1, 1)), positions.new_full((1,), length - 1)
         self._module(self._like, first)
@@ -139,26 +190,10 @@ class RopeTable:
             if switch is not None and not is_long:
                 size = min(size, switch.at)  # a longer table would be a longer call
             found = self._tables[is_long] = self._call(0, size, max(size, length if is_long else 0))
-        cos, sin = found
-        return cos[:, lo:hi], sin[:, lo:hi]
-
-    def rows(self, program: Program, requests: Mapping[RequestId, RequestState]) -> Tables:
-        """Cos and sin of the rows of a program: [1, T, H] each.
-
-        They depend on each row's request alone; a row that is dead has no request.
-        """
-        ranges = [(row.lo, row.hi) for row in program.rows]
-        if self.switch is None:
-            return self.of(ranges)
-        lengths = []
-        for row in program.rows:
-            held = requests.get(row.request_id)
-            known = (0, 0) if held is None else (held.num_prompt_tokens, len(held.ids))
-            lengths.append(self.switch.length_of(*known))
-        return self.of(ranges, lengths)
+        return tuple(table[:, lo:hi] for table in found)
 
     def of(self, ranges: Sequence[tuple[int, int]], lengths: Sequence[int] | None = None) -> Tables:
-        """Cos and sin of ranges of positions, packed: each [1, T, H].
+        """Embeddings of ranges of positions, packed: T tokens.
 
         Args:
             ranges: Positions [lo, hi) of each row.
@@ -169,7 +204,7 @@ class RopeTable:
             parts += [self._rows(*part) for part in self._split(lo, hi, length)]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([cos for cos, _ in parts], 1), torch.cat([sin for _, sin in parts], 1)
+        return tuple(torch.cat(tables, 1) for tables in zip(*parts, strict=True))
 
     def _split(self, lo: int, hi: int, length: int) -> list[tuple[int, int, int]]:
         """Ranges of one length each: lo, hi, length."""

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
-from qllm.models.discover import ModelParts, discover, identity, refuse_unsafe
+from qllm.models.discover import ModelParts, discover, identity
+from qllm.models.heard import warn_of_unheard
+from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
@@ -27,7 +29,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.native import attend_some
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Longest, Segments, Stop
-from qllm.runner.rope import RopeTable, switch_of
+from qllm.runner.rope import Ropes
 from qllm.runner.sampler import Sampler
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
@@ -61,20 +63,19 @@ class TorchRunner:
         refuse_unsafe(model)
         self.model = model
         self.parts = parts = discover(model)
+        warn_of_unheard(model, parts)
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
-        self._clock, self._bytes_read = clock, 0
-        self.sampler = Sampler()
+        self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
         self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
         with torch.inference_mode():
-            switch, dtype = switch_of(model, parts.rotary_emb), parts.lm_head.weight.dtype
-            self.rope = RopeTable(parts.rotary_emb, self._device, dtype, switch)
+            self.rope = Ropes(model, parts, self._device, parts.lm_head.weight.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)
         self.backend = make_backend(parts)
-        attention.install([p.self_attn for p in parts.layers])
+        attention.install(parts.attentions)
         try:
             self.backend.enter()  # last: the weights of experts are packed, in place
         except BaseException:
@@ -125,7 +126,7 @@ class TorchRunner:
     def close(self) -> None:
         """Give the model's modules back what they had."""
         self.backend.close()
-        attention.uninstall([p.self_attn for p in self.parts.layers])
+        attention.uninstall(self.parts.attentions)
 
     # requests
 
@@ -152,9 +153,18 @@ class TorchRunner:
     def evict(self, request_id: RequestId) -> None:
         self.requests[request_id].evict()
 
-    def swap_out(self, request_id: RequestId) -> None: ...  # a slab is no block's, and stays
+    def swap_out(self, request_id: RequestId) -> None:
+        if self.requests[request_id].kv.swap_out():
+            for frame in self.frames.values():
+                if request_id in frame.program.request_ids:
+                    frame.forget_steps()
+                    self.backend.forget(frame)
 
-    def swap_in(self, request_id: RequestId) -> None: ...
+    def swap_in(self, request_id: RequestId, table: Sequence[int] = ()) -> None:
+        self.requests[request_id].kv.swap_in(table)
+
+    def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
+        self.backend.copy_ahead([self.requests[request_id].kv for request_id in request_ids])
 
     def token_ids(self, request_id: RequestId) -> list[int]:
         """The ids of a request, prompt and output."""
@@ -281,10 +291,9 @@ class TorchRunner:
         ids: list[int] = []
         for r in program.groups[op.group]:
             row = program.rows[r]
-            if row.request_id in frame.dead:
-                ids.extend([0] * row.num_tokens)
-            else:
-                ids.extend(self.requests[row.request_id].ids[row.lo : row.hi])
+            is_dead = row.request_id in frame.dead
+            own = [] if is_dead else self.requests[row.request_id].ids
+            ids += [0] * row.num_tokens if is_dead else own[row.lo : row.hi]
         x = self.parts.embed(torch.tensor(ids, device=self._device))
         if self.parts.embedding_multiplier is not None:
             x = x * self.parts.embedding_multiplier
@@ -315,7 +324,7 @@ class TorchRunner:
         _, layer, group, lo, hi = op
         x, state = frame.activate(group), frame.layer
         step = frame.step_of(group, lo, hi, self.new_step)
-        rope = frame.rope_of(group, lo, hi)
+        rope = frame.rope_of(group, lo, hi, self.parts.layers[layer].rope_kind)
         whole, costs = hi - lo == x.shape[0], self.backend.costs
         driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
         mid, state.begun, pos = attend_some(driver, x_TD, rope, step, pos, state.begun, costs)
@@ -407,7 +416,7 @@ class TorchRunner:
             return head.scores.run(vocabulary, parts, costs, pos, dead)
         pos -= head.scores.num_units
         stop = min(num, pos + costs.head_blocks(len(members), num))
-        head.run(vocabulary, pos, stop, parts.logits_scaling)
+        head.run(vocabulary, pos, stop, parts.logit_rule)
         if stop < num:
             return head.scores.num_units + stop
         self._sample(frame, members)
@@ -417,8 +426,7 @@ class TorchRunner:
         """Rows that need no logits but the largest."""
         if self.on_logits is not None or not self.backend.compute.streams:
             return []
-        program = frame.program
-        ids, dead = [program.rows[r].request_id for r in members], frame.dead
+        ids, dead = [frame.program.rows[r].request_id for r in members], frame.dead
         return [i for i, name in enumerate(ids) if name in dead or self.sampler.is_plain(name)]
 
     def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
@@ -432,8 +440,8 @@ class TorchRunner:
         live = [j for j, i in enumerate(head.rest) if rows[i].request_id not in frame.dead]
         if live:
             logits = head.logits()[live] if len(live) < len(head.rest) else head.logits()
-            if self.parts.logits_scaling is not None:
-                logits = logits / self.parts.logits_scaling
+            if self.parts.logit_rule is not None:
+                logits = self.parts.logit_rule(logits)
             rest = [head.rest[j] for j in live]
             chosen = [rows[i] for i in rest]
             if not head.scores.num_units:
@@ -447,12 +455,8 @@ class TorchRunner:
             for i, row in enumerate(rows):
                 self.on_logits(row.request_id, row.hi, logits[i])
         requests = [self.requests[row.request_id] for row in rows]
-        return self.sampler.sample(
-            logits,
-            [row.request_id for row in rows],
-            [row.hi for row in rows],
-            [r.ids[r.num_prompt_tokens :] for r in requests],
-        )
+        ids, outputs = [row.request_id for row in rows], [r.output_ids for r in requests]
+        return self.sampler.sample(logits, ids, [row.hi for row in rows], outputs)
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
         """The tensors of a parked frame."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qllm.models.discover import ModelParts
+from qllm.models.discover import LogitRule, ModelParts
 from qllm.runner.sampler import logprobs_of
 from qllm.types import Logprobs, PromptLogprobs, Sampled
 
@@ -81,7 +81,7 @@ class Score:
         vocab = sum(x.shape[1] for x in self.blocks)
         stop = min(rows, at + costs.rows_to_read(vocab))
         for r in range(at, stop):
-            self.found.add(self._read(r, self.targets[first + r], parts.logits_scaling))
+            self.found.add(self._read(r, self.targets[first + r], parts.logit_rule))
         if stop == rows:
             self.blocks, self._normed_RD = [], None
         return unit + stop - at
@@ -95,10 +95,10 @@ class Score:
             at += len(chunk)
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _read(self, row: int, target: int, scaling: float | None) -> Logprobs:
+    def _read(self, row: int, target: int, rule: LogitRule | None) -> Logprobs:
         logits_V = torch.cat([block[row] for block in self.blocks])
-        if scaling is not None:
-            logits_V = logits_V / scaling
+        if rule is not None:
+            logits_V = rule(logits_V)
         found = logprobs_of(logits_V.float().cpu().numpy(), target, self.num_top)
         if found.chosen != found.chosen:
             raise ValueError(

@@ -79,6 +79,22 @@ def acquire(
     for request_ids, how in ((plan.drop, Evict.RECOMPUTE), (plan.swap_out, Evict.SWAP)):
         for request_id in request_ids:
             owed += evict(holder, holder.requests[request_id], request_id, how)
+    shared = _refer(holder, rows)
+    try:
+        return _give(holder, rows, shared, victims, now_ns, owed)
+    finally:
+        for request_id, blocks in shared.items():  # of rows that stay without blocks
+            holder.pool.give_back(request_id, blocks)
+
+
+def _give(
+    holder: Holder,
+    rows: Sequence[Row],
+    shared: dict[RequestId, list[int]],
+    victims: Victims,
+    now_ns: int,
+    owed: list[Effect],
+) -> list[Row]:
     gone: set[RequestId] = set()
     kept: list[Row] = []
     pool, block_size = holder.pool, holder.pool.block_size
@@ -87,6 +103,7 @@ def acquire(
             continue
         request = holder.requests[row.request_id]
         need = -(-row.hi // block_size) - len(request.block_table)
+        need -= len(shared.get(row.request_id, ()))
         if need <= 0:
             kept.append(row)
             continue
@@ -97,15 +114,36 @@ def acquire(
                 gone.add(victim)
         if need > pool.num_free:
             continue
-        _take(holder, request, need, now_ns, owed)
+        _take(holder, request, shared.pop(row.request_id, []), need, now_ns, owed)
         if request.is_decoding:
             row = row._replace(end_layer=holder.shape.num_layers)
         kept.append(row)
     return kept
 
 
-def _take(holder: Holder, request: Request, need: int, now_ns: int, owed: list[Effect]) -> None:
+def _refer(holder: Holder, rows: Sequence[Row]) -> dict[RequestId, list[int]]:
+    """Let new requests hold what they take by reference; no eviction frees it from here on."""
+    pool, found = holder.pool, dict[RequestId, list[int]]()
+    for row in rows if pool.has_names else ():
+        request = holder.requests[row.request_id]
+        if request.found_pages and not request.is_admitted:
+            found[row.request_id] = pool.find(request.found_pages)
+            pool.share(row.request_id, found[row.request_id])
+    return found
+
+
+def _take(
+    holder: Holder,
+    request: Request,
+    shared: list[int],
+    need: int,
+    now_ns: int,
+    owed: list[Effect],
+) -> None:
     is_new, was_swapped = not request.is_admitted, request.num_swapped_tokens > 0
+    if is_new:
+        request.num_shared_tokens = len(shared) * holder.pool.block_size
+        request.block_table = shared
     request.block_table += holder.pool.take(request.request_id, need)
     if not is_new:
         return
@@ -120,7 +158,7 @@ def _take(holder: Holder, request: Request, need: int, now_ns: int, owed: list[E
 def _come_back(holder: Holder, request: Request) -> Effect:
     """It has blocks again, and goes on where it was."""
     request_id = request.request_id
-    back = SwapIn(request_id, request.num_swapped_tokens)
+    back = SwapIn(request_id, request.num_swapped_tokens, tuple(request.block_table))
     holder.swap.release(request_id)
     request.num_swapped_tokens = 0
     if parked := holder.away.pop(request_id, None):
@@ -175,7 +213,7 @@ def _move_out(holder: Holder, request: Request) -> list[Effect]:
     effects = step_aside(holder, request)
     if request.frame_id is not None:
         holder.away[request.request_id] = holder.frames.pop(request.frame_id)
-    _free_blocks(holder, request)
+    _free_blocks(holder, request, moving=True)
     request.swap_out()
     return effects
 
@@ -193,6 +231,6 @@ def step_aside(holder: Frames, request: Request) -> list[Effect]:
     return [Leave(parked.program, request_id, parked.program.layer_start(parked.index))]
 
 
-def _free_blocks(holder: Holder, request: Request) -> None:
-    holder.pool.give_back(request.request_id, request.block_table)
+def _free_blocks(holder: Holder, request: Request, *, moving: bool = False) -> None:
+    holder.pool.give_back(request.request_id, request.block_table, moving=moving)
     request.block_table = []

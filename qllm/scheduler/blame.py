@@ -295,10 +295,11 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
     for request_id, request in scheduler.requests.items():
         if request_id not in ended:
             mine = copy.copy(request)
-            mine.block_table = twin.pool.take(request_id, len(request.block_table))
+            mine.block_table = list(request.block_table)
             if mine.num_swapped_tokens:
                 twin.swap.put(request_id, twin.pool.blocks_for(mine.num_swapped_tokens))
             twin.requests[request_id] = mine
+    twin.pool = scheduler.pool.only({i: r.block_table for i, r in twin.requests.items()})
     twin.paused |= scheduler.paused - ended
     for frame_id, parked in scheduler.frames.items():
         mine_parked = replace(parked, dead=parked.dead | ended)

@@ -4,27 +4,46 @@ A block is `block_size` tokens of K and V in every layer. Blocks are charged as 
 scheduled to be written, and come back whole when a request ends or is evicted.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from qllm.errors import InvariantError
 from qllm.plan import Row
 
 
 class BlockPool:
-    """All KV blocks of an engine: each is free, or held by exactly one request."""
+    """All KV blocks of an engine: each is free, or held by one request or more.
 
-    __slots__ = ("_free", "_holder", "block_size", "num_blocks")
+    Several requests hold a block that a later one took by reference: full and committed, so that
+    nobody writes to it any more. It comes free with its last holder, and counts once.
+
+    Args:
+        num_blocks: Blocks in all.
+        block_size: Tokens of a block.
+    """
+
+    __slots__ = ("_free", "_holders", "_name_of", "_named", "block_size", "num_blocks", "shared")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._holder: dict[int, int] = {}
+        self._free = deque(range(num_blocks - 1, -1, -1))
+        self._holders: dict[int, list[int]] = {}
+        self.shared: dict[int, int] = {}
+        """Holders of each block that has more than one."""
+        self._named: dict[bytes, tuple[int, ...]] = {}
+        """Blocks of KV pages that a request holds, by the name of the page."""
+        self._name_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks nobody holds."""
         return len(self._free)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether there are blocks that could be taken by reference."""
+        return bool(self._named)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of one request need."""
@@ -36,31 +55,103 @@ class BlockPool:
             raise InvariantError(f"{count} blocks asked for, {len(self._free)} free")
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
-            self._holder[block] = request_id
+            self._holders[block] = [request_id]
         return taken
 
-    def give_back(self, request_id: int, blocks: list[int]) -> None:
-        """Take back all blocks of `blocks`, which `request_id` must hold."""
-        for block in blocks:
-            if self._holder.pop(block, None) != request_id:
-                raise InvariantError(f"block {block} is not held by request {request_id}")
-            self._free.append(block)
+    def name(self, name: bytes, blocks: Sequence[int]) -> None:
+        """Say which KV page lies in blocks that are held; a name that there is keeps its blocks."""
+        if name not in self._named and not any(block in self._name_of for block in blocks):
+            self._named[name] = tuple(blocks)
+            self._name_of |= dict.fromkeys(blocks, name)
 
-    def check(self, tables: dict[int, list[int]]) -> None:
-        """Compare with the block tables of all requests: nothing leaks, nothing is shared."""
-        held = [block for table in tables.values() for block in table]
-        if len(set(held)) != len(held):
-            raise InvariantError("a block is in two block tables")
-        if len(held) + len(self._free) != self.num_blocks or len(set(self._free)) != len(
-            self._free
-        ):
-            raise InvariantError(
-                f"{len(held)} held and {len(self._free)} free blocks of {self.num_blocks}"
-            )
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks of the first of these pages that lie in blocks."""
+        found: list[int] = []
+        for name in names if self._named else ():
+            if name not in self._named:
+                break
+            found += self._named[name]
+        return found
+
+    def share(self, request_id: int, blocks: Sequence[int]) -> None:
+        """Give a request blocks that others hold."""
+        for block in blocks:
+            holders = self._holders.get(block)
+            if not holders or request_id in holders:
+                raise InvariantError(f"request {request_id} shares block {block} of {holders}")
+            holders.append(request_id)
+            self.shared[block] = len(holders)
+
+    def give_back(self, request_id: int, blocks: Sequence[int], *, moving: bool = False) -> None:
+        """Take back all blocks of `blocks`, which `request_id` must hold.
+
+        Args:
+            request_id: Who gives them back.
+            blocks: Those it holds.
+            moving: Their KV is copied out meanwhile: others are handed out before them.
+        """
+        for block in blocks:
+            holders = self._holders.get(block, [])
+            if request_id not in holders:
+                raise InvariantError(f"block {block} is not held by request {request_id}")
+            holders.remove(request_id)
+            if holders:
+                self._count(block, len(holders))
+                continue
+            del self._holders[block]
+            self._forget(block)
+            (self._free.appendleft if moving else self._free.append)(block)
+
+    def _count(self, block: int, num_holders: int) -> None:
+        if num_holders > 1:
+            self.shared[block] = num_holders
+        else:
+            del self.shared[block]
+
+    def _forget(self, block: int) -> None:
+        name = self._name_of.get(block)
+        if name is not None:
+            for other in self._named.pop(name):
+                del self._name_of[other]
+
+    def only(self, tables: Mapping[int, Sequence[int]]) -> "BlockPool":
+        """The pool as it were if these block tables were all."""
+        pool = BlockPool(self.num_blocks, self.block_size)
         for request_id, table in tables.items():
             for block in table:
-                if self._holder.get(block) != request_id:
-                    raise InvariantError(f"block {block} is not held by request {request_id}")
+                pool._holders.setdefault(block, []).append(request_id)
+        pool.shared = {b: len(who) for b, who in pool._holders.items() if len(who) > 1}
+        pool._free = deque(b for b in range(self.num_blocks - 1, -1, -1) if b not in pool._holders)
+        for name, blocks in self._named.items():
+            if all(block in pool._holders for block in blocks):
+                pool.name(name, blocks)
+        return pool
+
+    def check(self, tables: dict[int, list[int]]) -> None:
+        """Compare with the block tables of all requests: nothing leaks, what is shared counts once.
+
+        Raises:
+            InvariantError: They differ.
+        """
+        holders: dict[int, list[int]] = {}
+        for request_id, table in tables.items():
+            if len(set(table)) != len(table):
+                raise InvariantError(f"a block is twice in the table of request {request_id}")
+            for block in table:
+                holders.setdefault(block, []).append(request_id)
+        free = set(self._free)
+        if len(free) != len(self._free) or len(free) + len(holders) != self.num_blocks:
+            raise InvariantError(
+                f"{len(holders)} held and {len(self._free)} free blocks of {self.num_blocks}"
+            )
+        for block, who in holders.items():
+            if sorted(self._holders.get(block, [])) != sorted(who):
+                raise InvariantError(f"block {block} is not held by {who}")
+        if self.shared != {b: len(who) for b, who in holders.items() if len(who) > 1}:
+            raise InvariantError(f"blocks {sorted(self.shared)} count as shared")
+        named = [block for blocks in self._named.values() for block in blocks]
+        if sorted(named) != sorted(self._name_of) or not set(named) <= set(holders):
+            raise InvariantError("a name is of blocks that nobody holds")
 
 
 class SwapSpace:

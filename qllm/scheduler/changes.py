@@ -7,7 +7,7 @@ no other request; for whoever needs KV it is the first victim, whatever its clas
 from typing import Protocol
 
 from qllm.plan import CutRule, ModelShape
-from qllm.policy import CostTable, FrameView, View
+from qllm.policy import CostTable, FrameView, Freed, View
 from qllm.scheduler.acquire import step_aside
 from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.decision import Effect, Limits, Parked
@@ -46,8 +46,11 @@ def change(
     request.is_paused = paused
     if not paused:
         state.paused.discard(request.request_id)
-        request.last_progress_ns = now_ns
+        # its time stood still: whether it has run since it was given KV is as it was
+        request.last_progress_ns += now_ns - request.paused_ns
+        request.admitted_ns += now_ns - request.paused_ns
         return []
+    request.paused_ns = now_ns
     state.paused.add(request.request_id)
     return step_aside(state, request)
 
@@ -62,7 +65,8 @@ def active(state: State) -> list[Request]:
 def view_of(state: State, now_ns: int) -> View:
     """The state as policies see it: without paused requests, their KV as if it were free."""
     limits, requests, paused = state.limits, state.requests, state.paused
-    given_up = sum(len(requests[i].block_table) for i in paused)
+    pool, freed = state.pool, Freed(state.pool.shared)
+    given_up = sum(freed.add(requests[i]) for i in paused)
     frames = [
         FrameView(frame_id, parked.live_rows(), parked.parked_ns, parked.alarm_ns)
         for frame_id, parked in state.frames.items()
@@ -78,7 +82,7 @@ def view_of(state: State, now_ns: int) -> View:
         max_num_seqs=limits.max_num_seqs,
         max_step_tokens=limits.max_step_tokens,
         block_size=limits.block_size,
-        num_free_blocks=state.pool.num_free + given_up,
+        num_free_blocks=pool.num_free + given_up,
         num_blocks=limits.num_blocks,
         num_free_swap_blocks=state.swap.num_free,
         costs=state.costs,
@@ -90,4 +94,13 @@ def view_of(state: State, now_ns: int) -> View:
         capabilities=limits.capabilities,
         cuts=state.cuts if limits.batch_invariant else None,
         whole_steps=limits.whole_steps,
+        shared_blocks=pool.shared,
+        found_blocks=_found_blocks(state) if pool.has_names else {},
     )
+
+
+def _found_blocks(state: State) -> dict[RequestId, list[int]]:
+    """Blocks that requests without KV would take by reference."""
+    waiting = (r for r in state.requests.values() if r.found_pages and not r.is_admitted)
+    found = {r.request_id: state.pool.find(r.found_pages) for r in waiting}
+    return {request_id: blocks for request_id, blocks in found.items() if blocks}

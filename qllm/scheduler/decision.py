@@ -55,6 +55,7 @@ class SwapIn(NamedTuple):
 
     request_id: RequestId
     num_tokens: int
+    table: Sequence[int]
 
 
 class Split(NamedTuple):

@@ -1,7 +1,7 @@
 """Who moves its KV out for a swapped-out request that has to go on (I14)."""
 
 from qllm.plan import Row
-from qllm.policy import View
+from qllm.policy import Freed, View
 from qllm.scheduler.ranking import Ranking
 from qllm.types import RequestId
 
@@ -16,13 +16,13 @@ def make_way(view: View, ranking: Ranking, row: Row) -> tuple[RequestId, ...] | 
         Their ids, none if enough blocks are free; None if there are too few such requests.
     """
     need, room = view.blocks_needed(row) - view.num_free_blocks, view.num_free_swap_blocks
-    out: list[RequestId] = []
+    out, freed = list[RequestId](), Freed.of(view)
     for x in reversed(ranking.admitted):
         if need <= 0:
             break
         r = x.request
         size = -(-r.num_written_tokens // view.block_size)
         if r.is_admitted and r.last_progress_ns > r.admitted_ns and size <= room:
-            need, room = need - len(r.block_table), room - size
+            need, room = need - freed.add(r), room - size
             out.append(x.request_id)
     return tuple(out) if need <= 0 else None

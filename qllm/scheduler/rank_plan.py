@@ -193,8 +193,8 @@ class _Shaper:
     # -- one step
 
     def evictable(self, tier: int) -> int:
-        """Blocks that requests of worse tiers hold."""
-        return sum(len(x.request.block_table) for x in self.ranking.admitted if x.tier > tier)
+        """Blocks that requests of worse tiers would free."""
+        return self.view.blocks_freed(x.request for x in self.ranking.admitted if x.tier > tier)
 
     def prefill_tokens(self, tiers: Collection[int]) -> int:
         """Prefill tokens of a step that the decodes of these tiers share."""

@@ -8,6 +8,7 @@ everything else is prefill (also the recompute after an eviction, and the first 
 was swapped out).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qllm.errors import InvariantError
@@ -30,6 +31,10 @@ class Request:
     """Tokens whose KV exists in every layer. Moves only when the last layer is reached (I3)."""
     num_found_tokens: int = 0
     """Tokens whose KV the prefix cache has; while it holds no blocks, all its computed ones."""
+    found_pages: Sequence[bytes] = ()
+    """Names of the KV pages of those tokens, where blocks are shared."""
+    num_shared_tokens: int = 0
+    """Tokens of those whose blocks, the first of its table, it took by reference."""
     num_swapped_tokens: int = 0
     """Tokens whose KV is swapped out: all its written ones; 0 while it holds blocks."""
     block_table: list[int] = field(default_factory=list)
@@ -55,6 +60,8 @@ class Request:
     finished: bool = False
     is_paused: bool = False
     """Its caller has paused it: nobody plans it."""
+    paused_ns: int = 0
+    """When it was paused last."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -141,20 +148,22 @@ class Request:
             if self.first_token_ns is None:
                 self.first_token_ns = now_ns
 
-    def find(self, num_tokens: int) -> None:
+    def find(self, num_tokens: int, pages: Sequence[bytes] = ()) -> None:
         """The prefix cache has its first tokens; it has no KV, in blocks or swapped out."""
         self.num_found_tokens = self.num_computed_tokens = num_tokens
-        self.num_swapped_tokens = 0
+        self.found_pages, self.num_swapped_tokens = pages, 0
 
     def swap_out(self) -> None:
         """Its KV moved out, that of the row under way too, which it keeps."""
         self.frame_id = None
+        self.found_pages, self.num_shared_tokens = (), 0
         self.num_swapped_tokens = self.num_written_tokens
 
     def reset(self) -> None:
         """Everything computed is lost: it starts again from its first token."""
         self.frame_id = self.frontier = None
         self.num_computed_tokens = self.num_found_tokens = self.num_swapped_tokens = 0
+        self.found_pages, self.num_shared_tokens = (), 0
 
     def abort_row(self) -> None:
         """The row under way is lost; committed tokens stay."""

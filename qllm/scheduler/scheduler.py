@@ -130,11 +130,23 @@ class Scheduler:
         """Take a request's blocks: its KV moves out, or, for want of room, it starts over."""
         return evict(self, self.requests[request_id], for_request, how)
 
-    def found(self, request_id: RequestId, num_tokens: int) -> None:
-        """The prefix cache has the first tokens of a request without KV of its own."""
+    def found(self, request_id: RequestId, num_tokens: int, pages: Sequence[bytes]) -> None:
+        """The prefix cache has the first tokens of a request without KV of its own.
+
+        Args:
+            request_id: Whose.
+            num_tokens: How many.
+            pages: Names of their pages.
+        """
         self.swap.release(request_id)
-        self.requests[request_id].find(num_tokens)
+        self.requests[request_id].find(num_tokens, pages)
         self.touch(self.requests[request_id])
+
+    def name_pages(self, request_id: RequestId, names: Sequence[bytes], page_size: int) -> None:
+        """The first blocks of a request hold whole pages, committed: others may refer to them."""
+        table, each = self.requests[request_id].block_table, page_size // self.pool.block_size
+        for i, name in enumerate(names):
+            self.pool.name(name, table[i * each : (i + 1) * each])
 
     def adopt(self, request: Request, *, swapped: bool = False) -> None:
         """Take over a request of a checkpoint, swapped out if it was or if blocks are short.
@@ -312,7 +324,8 @@ class Scheduler:
     ) -> list[tuple[RequestId, Evict]]:
         try:
             ranking = self._ranked(view.now_ns)
-            return victims_for(self.policy, ranking, view, self.requests, request, need, keep)
+            policy, shared = self.policy, self.pool.shared
+            return victims_for(policy, ranking, view, self.requests, request, need, keep, shared)
         except BadVictimError as error:
             raise self._broken(str(error)) from error
         except Exception as error:

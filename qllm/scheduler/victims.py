@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qllm.errors import shown
-from qllm.policy import RequestView, View
+from qllm.policy import Freed, RequestView, View
 from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
 from qllm.types import Evict, RequestId
@@ -22,6 +22,7 @@ def victims_for(
     request: Request,
     num_blocks: int,
     keep: frozenset[RequestId],
+    shared: Mapping[int, int],
 ) -> list[tuple[RequestId, Evict]]:
     """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody; and how.
 
@@ -41,6 +42,7 @@ def victims_for(
         request: Who needs the blocks.
         num_blocks: How many it needs beyond the free ones.
         keep: Requests planned at or above its rank.
+        shared: Holders of each block that has more than one.
 
     Raises:
         BadVictimError: The policy named somebody it must not.
@@ -56,12 +58,13 @@ def victims_for(
         order = [(r.request_id, Evict.SWAP) for r in others]
     paused = [(i, Evict.SWAP) for i, r in requests.items() if r.is_paused and r.is_admitted]
     chosen: list[tuple[RequestId, Evict]] = []
+    freed = Freed(shared)
     for victim, how in (*paused, *order):
         if num_blocks <= 0:
             break
         if victim not in keep:
             chosen.append((victim, how))
-            num_blocks -= len(requests[victim].block_table)
+            num_blocks -= freed.add(requests[victim])
     return chosen if num_blocks <= 0 else []
 
 

@@ -308,19 +308,26 @@ class EventStream(StreamingResponse):
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
     """Run `work`, but cancel it when the client disconnects; None then."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
 
     async def gone() -> None:
+        nonlocal is_gone
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        is_gone = True
+        task.cancel()
 
-    tasks: tuple[asyncio.Task[_T], asyncio.Task[None]]
-    tasks = (asyncio.create_task(work), asyncio.create_task(gone()))
+    watcher = asyncio.create_task(gone())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            return None
+        raise
     finally:
-        for task in tasks:
-            task.cancel()
+        watcher.cancel()
 
 
 def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priority | None:

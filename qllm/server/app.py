@@ -30,6 +30,7 @@ from .front import Front
 from .guard import Guard, Keys, Limits
 from .metrics import Metrics
 from .response_store import ResponseStore
+from .shortcut import Shortcut
 from .store import Store
 from .supervisor import Supervisor
 from .worker import Worker
@@ -108,15 +109,19 @@ def create_app(
     )
     app.state.front = front
     errors.install(app)
-    for part in (chat, completions, messages, requests, tools, probes, ui):
+    makes_answers = [part.routes(front) for part in (chat, completions, messages)]
+    makes_answers.append(responses.routes(front, None if state is None else state.responses))
+    for router in makes_answers:
+        app.include_router(router)
+    for part in (requests, tools, probes, ui):
         app.include_router(part.routes(front))
     app.include_router(docs.routes())
-    app.include_router(responses.routes(front, None if state is None else state.responses))
     if state is not None:
         for router in state.routers():
             app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
+    app.add_middleware(Shortcut, routers=makes_answers)
     app.add_middleware(Guard, config=config, keys=keys, limits=limits, metrics=metrics)
     if config.cors_origins:
         app.add_middleware(

@@ -7,6 +7,9 @@ from typing import Any
 
 from qllm.types import Priority, Slo
 
+SHORT = 2048
+"""Characters, or ids, from which on a text is not short."""
+
 
 def name_of(value: str) -> str:
     """Return what a client calls its request: a header and a line of the log must hold it.
@@ -49,6 +52,17 @@ class Ask:
     """What the caller calls it beside `answer_id`."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether making tokens of its text takes about as long as to hand it to a thread.
+
+        A form of the answer is built from a schema or words first, which takes its time.
+        """
+        if self.template or not {"structured_outputs", "bad_words"}.isdisjoint(self.sampling):
+            return False
+        texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
+        return sum(len(x) if isinstance(x, str | list) else SHORT for x in texts) < SHORT
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,12 +25,11 @@ from .ask import Ask, Served
 from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
+from .text_work import TextWork
 
 PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
 """For which a comment waits for the engine to say where a request is."""
-TEXT_THREADS = 2
-"""Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
 
 _log = logging.getLogger("qllm.server")
 
@@ -162,7 +160,10 @@ def _refuse_unfinished(reason: FinishReason) -> FinishReason:
 
 
 class Front:
-    """Hands requests to the engine and keeps track of them. Lives on one event loop."""
+    """Hands requests to the engine and keeps track of them. Lives on one event loop.
+
+    One class because every way of a request in and out of the server counts in the same places.
+    """
 
     def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
         self.engine = engine
@@ -184,10 +185,8 @@ class Front:
         self.leaving = False
         """The server will drain soon: /ready says so, and requests are still served."""
         self._settling: set[asyncio.Task[None]] = set()
-        self._pools = {
-            priority: ThreadPoolExecutor(TEXT_THREADS, f"qllm-text-{priority.name}")
-            for priority in Priority
-        }
+        self._text = {priority: TextWork(priority.name) for priority in Priority}
+        """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
         self._num_ls = 0
 
     @property
@@ -213,7 +212,7 @@ class Front:
     async def in_thread(self, priority: Priority, function: Callable[..., Any], *args: Any) -> Any:
         """Run text work off the event loop."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pools[priority], function, *args)
+        return await loop.run_in_executor(self._text[priority].pool, function, *args)
 
     async def open(self, ask: Ask, wanted: Priority) -> Answer:
         """Admit a request and submit its choices.
@@ -232,14 +231,12 @@ class Front:
         served = self._admit(wanted, count)
         self._num_ls += count * (served.priority is Priority.LS)
         engine = self.engine
-        work: Future[list[Handle]] = Future()
+        submit = partial(self._submit, engine, ask, served.priority)
+        text = self._text[served.priority]
         try:
-            work = self._pools[served.priority].submit(self._submit, engine, ask, served.priority)
-            handles = await asyncio.wrap_future(work)
+            handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= count * (served.priority is Priority.LS)
-            if isinstance(error, asyncio.CancelledError):
-                work.add_done_callback(_abandon)
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
@@ -349,8 +346,7 @@ class Front:
                         self.log.keep(handles[-1])
                     first = handles[-1].prompt_token_ids
         except BaseException:
-            for handle in handles:
-                handle.cancel()
+            _cancel_all(handles)
             raise
         return handles
 
@@ -389,20 +385,30 @@ class Front:
         return render_chat(messages, self.engine.tokenizer, variables=variables, **how)
 
     def _closed(self, answer: Answer) -> None:
-        for handle in answer.handles:
-            handle.cancel()
+        _cancel_all(answer.handles)
         self.answers.discard(answer)
-        task = asyncio.create_task(self._settle(answer))
+        if all(handle.has_ended for handle in answer.handles):
+            self._settle(answer)
+            return
+        task = asyncio.create_task(self._settle_later(answer))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    async def _settle(self, answer: Answer) -> None:
+    async def _settle_later(self, answer: Answer) -> None:
         """Once the engine is done with the choices, count them."""
+        with Listener(answer.handles) as changed:
+            while not all(handle.has_ended for handle in answer.handles):
+                await changed.wait()
+                changed.clear()
+        self._settle(answer)
+
+    def _settle(self, answer: Answer) -> None:
+        """The engine is done with the choices: count them."""
         results: list[Result] = []
         try:
             for handle in answer.handles:
                 try:
-                    results.append(await handle)
+                    results.append(handle.result(timeout=0))
                     self._count(results[-1], answer.exchange)
                 except RequestFailedError:
                     self.metrics.failed(answer.served.priority)
@@ -422,8 +428,7 @@ class Front:
     def cancel(self) -> None:
         """End every open answer; its client is told."""
         for answer in self.answers:
-            for handle in answer.handles:
-                handle.cancel()
+            _cancel_all(answer.handles)
 
     async def close(self) -> None:
         """Cancel every open answer and wait for the engine to be done with them."""
@@ -432,12 +437,10 @@ class Front:
         self.log.end_all("the server is shutting down")
         if self._settling:
             await asyncio.wait(self._settling, timeout=30)
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for text in self._text.values():
+            text.close()
 
 
-def _abandon(work: "Future[list[Handle]]") -> None:
-    """The client went away while its prompt was tokenised."""
-    if not work.cancelled() and work.exception() is None:
-        for handle in work.result():
-            handle.cancel()
+def _cancel_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.cancel()

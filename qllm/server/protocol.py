@@ -158,7 +158,7 @@ class Generation(Body):
     @model_validator(mode="before")
     @classmethod
     def _no_ops(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or NO_OPS.keys().isdisjoint(data):
             return data
         for name in (NO_OPS.keys() & data.keys()) - cls.model_fields.keys():
             if data[name] not in NO_OPS[name]:

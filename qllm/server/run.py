@@ -11,14 +11,27 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .config import ServerConfig
+from .connection import make_protocol
 from .front import Front
 from .tls import ssl_context
 
 GOODBYE_S = 5
 """For telling the clients that the drain is over."""
+
+
+class _TextLines(logging.Formatter):
+    """One line each; the second is written out once for all lines of it."""
+
+    _second = -1
+    _shown = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        if int(record.created) != self._second:
+            self._second = int(record.created)
+            self._shown = time.strftime(self.default_time_format, time.localtime(self._second))
+        return f"{self._shown},{int(record.msecs):03d}"
 
 
 class _JsonLines(logging.Formatter):
@@ -35,21 +48,6 @@ class _JsonLines(logging.Formatter):
         if record.exc_info:
             found["traceback"] = self.formatException(record.exc_info)
         return json.dumps(found)
-
-
-def _protocol(header_timeout_s: float) -> type[H11Protocol]:
-    """Uvicorn's HTTP, which also closes a connection that sends no whole header in time."""
-
-    class Protocol(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(header_timeout_s, self._check_header)
-
-        def _check_header(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol
 
 
 class Server(uvicorn.Server):
@@ -99,7 +97,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             app,
             host=config.host,
             port=config.port,
-            http=_protocol(config.header_timeout_s),
+            http=make_protocol(config.header_timeout_s, config.max_header_bytes),
             ws="none",
             h11_max_incomplete_event_size=config.max_header_bytes,
             timeout_keep_alive=config.keep_alive_s,
@@ -116,7 +114,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
 def log_config(log_format: str) -> dict[str, Any]:
     """The logging of the process, on stderr."""
     formatters = {
-        "text": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"},
+        "text": {"()": _TextLines, "fmt": "%(asctime)s %(levelname)s %(name)s: %(message)s"},
         "json": {"()": _JsonLines},
     }
     return {

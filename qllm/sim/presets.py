@@ -38,6 +38,8 @@ class ModelSpec:
     max_position_embeddings: int
     shared_intermediate_size: int = 0
     """Width of experts that every token takes."""
+    expert_bits: float = 16
+    """Bits of a weight of the routed experts, in memory; all others are bf16."""
 
     @property
     def attn_weights(self) -> int:
@@ -61,10 +63,22 @@ class ModelSpec:
         return self.hidden_size * self.vocab_size
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in memory."""
+        return int(self.expert_weights * self.expert_bits / 8)
+
+    @property
     def weights(self) -> int:
         """All of them; embedding and output matrix apart."""
         layer = self.attn_weights + self.route_weights + self.num_experts * self.expert_weights
         return self.num_hidden_layers * layer + 2 * self.head_weights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        num_experts = self.num_hidden_layers * self.num_experts
+        others = self.weights - num_experts * self.expert_weights
+        return others * _ITEM_BYTES + num_experts * self.expert_bytes
 
     @property
     def kv_values(self) -> int:
@@ -113,6 +127,19 @@ KNOWN: dict[str, ModelSpec] = {
         vocab_size=50304,
         max_position_embeddings=4096,
     ),
+    "gpt-oss-20b": ModelSpec(
+        num_hidden_layers=24,
+        hidden_size=2880,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        moe_intermediate_size=2880,
+        num_experts=32,
+        num_experts_per_tok=4,
+        vocab_size=201088,
+        max_position_embeddings=131072,
+        expert_bits=4.5,
+    ),
 }
 """Models known without a download, by the last part of their hub id in small letters. Source:
 their config.json; `qllm.measure.random_moe` for the sizes of random weights."""
@@ -136,6 +163,8 @@ def model_spec(name: str) -> ModelSpec:
     known = KNOWN.get(hub_id.rsplit("/", 1)[-1].lower())
     if known is not None and not Path(name).exists():
         return known
+    if name.endswith(".gguf"):
+        return _spec_of_gguf(Path(name))
     from transformers import AutoConfig
 
     try:
@@ -160,6 +189,8 @@ def spec_of(config: Any, name: str) -> ModelSpec:
         raise ConfigError(f"{name}: presets do not know latent attention (MLA); calibrate")
     found: dict[str, int] = {}
     for field in fields(ModelSpec):
+        if field.name == "expert_bits":
+            continue
         aliases = _NAMES.get(field.name, (field.name,))
         values = [getattr(config, alias, None) for alias in aliases]
         value = next((v for v in values if v is not None), None)
@@ -170,7 +201,22 @@ def spec_of(config: Any, name: str) -> ModelSpec:
         if value is None:
             raise ConfigError(f"{name}: its config has no {' or '.join(aliases)}")
         found[field.name] = int(value)
-    return ModelSpec(**found)
+    return ModelSpec(**found, expert_bits=_bits_of(config, name))
+
+
+def _spec_of_gguf(path: Path) -> ModelSpec:
+    from qllm.models.gguf_file import config_of, expert_bits, open_file
+
+    file = open_file(path)
+    return replace(spec_of(config_of(file), str(path)), expert_bits=expert_bits(file))
+
+
+def _bits_of(config: Any, name: str) -> float:
+    """Bits of an expert's weight in memory, as the checkpoint is quantised."""
+    from qllm.models.quantised import format_of, method_of
+
+    method = method_of(config, {})
+    return 16 if method is None else format_of(name, method).bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,15 +367,29 @@ def hardware_of(name: str) -> Hardware:
     )
 
 
-def preset(hardware: str, model: str) -> CostFile:
+def preset(hardware: str, model: str, expert_weights: str = "auto") -> CostFile:
     """The costs of a model on a machine of `HARDWARE`, or of a data sheet.
+
+    Args:
+        hardware: Name, or path of a data sheet.
+        model: Alias, hub id or folder.
+        expert_weights: As in `EngineConfig`.
 
     Raises:
         ConfigError: The machine is unknown, or the model does not fit into its memory.
         ModelError: The model is unknown.
     """
+    from qllm.models.formats.rounding import BITS
+
     machine, spec = hardware_of(hardware), model_spec(model)
-    weight_bytes = spec.weights * _ITEM_BYTES
+    if expert_weights != "auto":
+        if spec.expert_bits != 16:
+            raise ConfigError(
+                f"expert_weights={expert_weights!r} rounds bfloat16 weights, and those of {model} "
+                "are quantised already; use 'auto'"
+            )
+        spec = replace(spec, expert_bits=BITS[expert_weights])
+    weight_bytes = spec.weight_bytes
     room = machine.memory_bytes * (1 - _SPARE_PART) - weight_bytes
     kv_bytes = spec.kv_values * spec.num_hidden_layers * _ITEM_BYTES
     max_kv_tokens = int(room / kv_bytes)
@@ -356,7 +416,7 @@ def preset(hardware: str, model: str) -> CostFile:
         ),
         costs=asdict(_roofline(machine, spec)),
         max_kv_tokens=min(max_kv_tokens, 1 << 20),
-        expert_bytes=spec.expert_weights * _ITEM_BYTES,
+        expert_bytes=spec.expert_bytes,
     )
 
 
@@ -384,7 +444,7 @@ def _roofline(machine: Hardware, spec: ModelSpec) -> SimCosts:
         route_ns=read(spec.route_weights),
         route_token_ns=compute(spec.route_weights, machine.dense_part) + glue(4),
         experts_ns=0.0,
-        expert_ns=read(spec.expert_weights),
+        expert_ns=spec.expert_bytes / (machine.bytes_per_ns * machine.read_part),
         expert_token_ns=compute(spec.expert_weights, machine.expert_part) + glue(2),
         combine_ns=0.0,
         combine_token_ns=glue(spec.num_experts_per_tok + 2),

@@ -96,7 +96,7 @@ class SimRunner:
         """Called at every boundary that a program's grain allows; then none is jumped."""
         self.requests: dict[RequestId, _SimRequest] = {}
         self.frames: dict[int, _SimFrame] = {}
-        self._holders: dict[int, RequestId] = {}
+        self._holders: dict[int, set[RequestId]] = {}
         """Who holds a KV block."""
         self.expert_loads = 0
         """Experts read so far: one per distinct expert of an EXPERTS op."""
@@ -114,20 +114,42 @@ class SimRunner:
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
-        self._let_go(self.requests.pop(request_id))
+        self._let_go(request_id, self.requests.pop(request_id))
 
     def evict(self, request_id: RequestId) -> None:
         """Lose what it computed."""
         request = self.requests[request_id]
         request.num_computed = request.layer_work = 0
-        self._let_go(request)
+        self._let_go(request_id, request)
 
     def swap_out(self, request_id: RequestId) -> None:
         """Keep what was computed, and no block. Takes no time, as on a CPU."""
-        self._let_go(self.requests[request_id])
+        self._let_go(request_id, self.requests[request_id])
 
-    def swap_in(self, request_id: RequestId) -> None:
+    def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
         """Take up what was moved out."""
+        self._hold(request_id, table)
+
+    def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
+        """Swapping takes no time."""
+
+    def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
+        """Take up KV that lies in blocks of others."""
+        request = self.requests[request_id]
+        if request.blocks or request.num_computed:
+            raise InvariantError(f"request {request_id} has KV and refers to that of others")
+        for i, block in enumerate(table):
+            holders = self._holders.setdefault(block, set())
+            if holders and (
+                not num_tokens or any(self.requests[x].blocks[i] != block for x in holders)
+            ):
+                raise InvariantError(
+                    f"block {block} of {sorted(holders)} is not that of {request_id}"
+                )
+            holders.add(request_id)
+        request.blocks = list(table)
+        request.num_computed = num_tokens
+        request.layer_work = num_tokens * self.shape.num_layers
 
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[int, int]:
         """What stands for the KV of tokens [lo, hi)."""
@@ -147,9 +169,9 @@ class SimRunner:
         """Nothing but tokens decides KV here."""
         return ""
 
-    def _let_go(self, request: _SimRequest) -> None:
+    def _let_go(self, request_id: RequestId, request: _SimRequest) -> None:
         for block in request.blocks:
-            del self._holders[block]
+            self._holders[block].discard(request_id)
         request.blocks.clear()
 
     def _hold(self, request_id: RequestId, blocks: Sequence[int]) -> None:
@@ -158,8 +180,10 @@ class SimRunner:
         if len(blocks) < len(held) or (held and blocks[len(held) - 1] != held[-1]):
             raise InvariantError(f"the KV of request {request_id} moved from {held} to {blocks}")
         for block in blocks[len(held) :]:
-            if self._holders.setdefault(block, request_id) != request_id:
-                raise InvariantError(f"requests {request_id} and {self._holders[block]} share KV")
+            holders = self._holders.setdefault(block, set())
+            holders.add(request_id)
+            if len(holders) > 1:
+                raise InvariantError(f"requests {sorted(holders)} share a block that is written")
             held.append(block)
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:

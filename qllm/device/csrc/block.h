@@ -54,6 +54,14 @@ struct Share {
   QLLM_HD bool has(i64 number) const { return number % threads == thread; }
 };
 
+// The rows of a frame.
+struct Rows {
+  Row *first, *last;
+
+  QLLM_HD Row* begin() const { return first; }
+  QLLM_HD Row* end() const { return last; }
+};
+
 struct Block {
   State* s;
   RankFunction rank_function;
@@ -123,6 +131,10 @@ struct Block {
       row.hi = low < s->num_marks ? least(marks[low], from) : from;
   }
   QLLM_HD Row* rows_of(i32 frame) const { return frame_rows + i64(frame) * s->seats; }
+  QLLM_HD Rows all_rows(i32 frame) const {
+    Rows rows = {rows_of(frame), rows_of(frame) + frames[frame].num_rows};
+    return rows;
+  }
   // First layer that a row of a frame still owes.
   QLLM_HD i32 frontier_layer(const Frame& f, const Row& row) const {
     return least(most(f.layer, row.start), row.end);

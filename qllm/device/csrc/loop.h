@@ -1,6 +1,8 @@
 // The whole loop as turns, with nobody beside it: what the device does between two stages.
 //
-//   turn     book the stage that ran; between two frames claim what has come; choose the next stage
+//   open     book the stage that ran; between two frames claim what has come
+//   (read)   Server::read_fetch, then `go_on`, for each request that is in a ring
+//   close    choose the next stage
 //   (send)   Sender::send, then Sender::show: what front ends get
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
 //
@@ -25,17 +27,13 @@ struct Loop {
   i64* latencies;
 
   QLLM_D Loop(ServerState* serves, State* state, RankFunction rank, Lanes* lanes)
-      : server(serves, state, rank), turns(server, state, serves, lanes), v(serves), s(state),
+      : server(serves, state, rank), turns(server, server.scheduler, serves, lanes), v(serves), s(state),
         now(lanes), latencies((i64*)((u8*)lanes + lanes->at_latencies)) {
     server.holds = true;
   }
 
   // A turn in three parts: `open`; while `waits`, all threads `Server::read_fetch` and one calls
-  // `go_on`; `close`. The branch of the next stage, or NOTHING; then a `Sender` sends.
-  QLLM_D i32 turn(i64 now_ns) {
-    open(now_ns);
-    return close(now_ns);
-  }
+  // `go_on`; `close`, which gives the branch of the next stage, or NOTHING. Then a `Sender` sends.
   QLLM_D bool waits() const { return v->fetch.waits; }
   QLLM_D_CALL void go_on(i64 now_ns) {
     server.fetched();
@@ -110,7 +108,7 @@ struct Loop {
   QLLM_D void rerun(i64 now_ns) {
     i32 count = server.failed(now->start_ns, now_ns);
     for (i32 i = 0; i < count; i++)
-      fail(turns.stages.chosen[i], "its step is larger than every captured stage", now_ns);
+      fail(server.scheduler.chosen[i], "its step is larger than every captured stage", now_ns);
   }
   QLLM_D static Text why(i32 failure) {
     switch (failure) {

@@ -25,7 +25,9 @@ struct Meter {
     if (x.planned_ns == kNone) x.planned_ns = now_ns;
     if (x.last_ran_ns == kNone) x.last_ran_ns = now_ns;
     if (row.lo < (row.start < x.depth ? x.hi : x.lo)) lose(PREEMPTED, row.lo, x.hi);
-    for (i32 i = 0; i < kCauses; i++) {
+    i32 lost = 0;  // mostly nothing is: then nothing is computed again
+    for (i32 i = 0; i < kCauses; i++) lost |= x.lost_to[i];
+    for (i32 i = 0; lost && i < kCauses; i++) {
       i32 again = least(row.hi, x.lost_to[i]) - most(row.lo, x.lost_from[i]);
       if (again <= 0) continue;
       x.recomputed[i] += again;

@@ -112,7 +112,7 @@ struct OwnTurns {
   Turns<Scheduler> turns;
   explicit OwnTurns(const i64* n)
       : scheduler((State*)n[0], (RankFunction)n[1]),
-        turns(scheduler, (State*)n[0], (ServerState*)n[2], (Lanes*)n[3]) {}
+        turns(scheduler, scheduler, (ServerState*)n[2], (Lanes*)n[3]) {}
 };
 
 // (..., now_ns): the branch of the next stage, NOTHING or CANNOT.

@@ -102,7 +102,7 @@ struct Publisher {
     v->num_held++;
     front_ends[serving[slot].front_end].held++;
   }
-  QLLM_D_CALL void let_go(i32 slot) {
+  QLLM_D_RARE void let_go(i32 slot) {
     Serving& x = serving[slot];
     i32* link = bucket(requests[slot].id);
     while (*link != slot) link = &serving[*link].next;
@@ -130,18 +130,28 @@ struct Publisher {
     return true;
   }
   QLLM_D bool write_token(FrontEnd& f, i32 slot, i32 number) {
-    const i64 at = slot * v->max_total_tokens + requests[slot].num_prompt + number;
-    const i64 place = i64(f.token.at), seq = i64(f.token.seq) + 1;
-    const Send send = {place,        seq,        requests[slot].id,
-                       token_ns[at], tokens[at], serving[slot].front_end};
-    if (holds && v->num_sends < v->capacity) {
-      if (RingWriter(&f.token).reserve(kTokenBody) != 1) return false;
-      sends[v->num_sends++] = send;
-      f.num_written++;
-      return true;
-    }
+    if (!holds || v->num_sends >= v->capacity) return write_token_now(f, slot, number);
+    const i64 place = i64(f.token.at);
+    if (RingWriter(&f.token).reserve(kTokenBody) != 1) return false;
+    say_token(sends[v->num_sends++], place, f, slot, number);
+    f.num_written++;
+    return true;
+  }
+  QLLM_D_RARE bool write_token_now(FrontEnd& f, i32 slot, i32 number) {
+    Send send;
+    say_token(send, 0, f, slot, number);
     TokenRecord token = record_of(send);
     return write(f, kTokenKind, 0, (const u8*)&token, sizeof token);
+  }
+  // What a `Sender` writes into a place that was reserved last.
+  QLLM_D void say_token(Send& send, i64 place, const FrontEnd& f, i32 slot, i32 number) const {
+    const i64 at = slot * v->max_total_tokens + requests[slot].num_prompt + number;
+    send.place = place;
+    send.seq = i64(f.token.seq);
+    send.request_id = requests[slot].id;
+    send.at_ns = token_ns[at];
+    send.token = tokens[at];
+    send.front_end = serving[slot].front_end;
   }
   QLLM_D_CALL bool write_end(FrontEnd& f, const Ending& ending) {
     const FinishRecord& r = ending.record;
@@ -172,7 +182,7 @@ struct Publisher {
     e.record.preempt_recomputed_tokens = u32(x.recomputed[PREEMPTED]);
     if (x.num_text) e.say(x.text, x.num_text);
   }
-  QLLM_D_CALL bool write_end_of(FrontEnd& f, i32 slot) {
+  QLLM_D_RARE bool write_end_of(FrontEnd& f, i32 slot) {
     Ending ending;
     say_ending(slot, ending);
     return write_end(f, ending);
@@ -192,14 +202,16 @@ struct Publisher {
     Serving& x = serving[slot];
     const Request& r = requests[slot];
     FrontEnd& f = front_ends[x.front_end];
-    i32 ready = least(r.num_tokens - r.num_prompt, x.num_published + kMostPublished);
-    while (x.num_published < ready && write_token(f, slot, x.num_published)) x.num_published++;
-    bool all = x.num_published == r.num_tokens - r.num_prompt;
+    const i32 all_of = r.num_tokens - r.num_prompt;
+    i32 at = x.num_published, ready = least(all_of, at + kMostPublished);
+    while (at < ready && write_token(f, slot, at)) at++;
+    x.num_published = at;
+    bool all = at == all_of;
     if (!all || (x.phase == ENDED && !write_end_of(f, slot)))
       owe(slot);
     else if (x.phase == ENDED)
       let_go(slot);
-    else
+    else if (x.owes)
       settle(slot);
   }
   QLLM_D void owe(i32 slot) {

@@ -15,9 +15,11 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define QLLM_D __device__
 #define QLLM_D_CALL __device__ __noinline__  // large, or called from several places
+#define QLLM_D_RARE __device__ __noinline__  // seldom called: it takes no registers of who calls it
 #else
 #define QLLM_D
 #define QLLM_D_CALL
+#define QLLM_D_RARE __attribute__((noinline, cold))
 #endif
 
 namespace qllm {

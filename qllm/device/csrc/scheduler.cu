@@ -1,5 +1,5 @@
-// The device build: one thread does what a launch asks for, except where a block fills a lane; the
-// policy's rank is linked in.
+// The device build: one thread does what a launch asks for, except where a block reads requests, writes
+// token records or fills a lane; the policy's rank is linked in.
 #include "calls.h"
 #include "loop.h"
 
@@ -52,7 +52,7 @@ extern "C" __global__ void qllm_server_call(qllm::ServerState* server, qllm::Sta
 extern "C" __global__ void qllm_before(qllm::State* state, qllm::ServerState* server,
                                        qllm::Lanes* lanes, qllm::i64 now_ns, qllm::i64* branch) {
   qllm::Scheduler scheduler(state, nullptr);
-  qllm::Turns<qllm::Scheduler> turns(scheduler, state, server, lanes);
+  qllm::Turns<qllm::Scheduler> turns(scheduler, scheduler, server, lanes);
   if (threadIdx.x == 0) *branch = turns.before(now_ns);
   __syncthreads();
   if (!lanes->fill) return;
@@ -67,7 +67,7 @@ extern "C" __global__ void qllm_after(qllm::State* state, qllm::ServerState* ser
                                       qllm::Lanes* lanes, qllm::i64 now_ns, qllm::i64 stop, qllm::i64* became) {
   if (threadIdx.x || blockIdx.x) return;
   qllm::Scheduler scheduler(state, nullptr);
-  qllm::Turns<qllm::Scheduler> turns(scheduler, state, server, lanes);
+  qllm::Turns<qllm::Scheduler> turns(scheduler, scheduler, server, lanes);
   *became = turns.after(now_ns, stop);
 }
 
@@ -112,7 +112,8 @@ __device__ __noinline__ void share_turn(qllm::ServerState* server, qllm::State* 
   __syncthreads();
   if (threadIdx.x == 0) sender.show();
   if (!lanes->fill) return;
-  qllm::Stages stages(state, server, lanes);
+  qllm::Block block(state, nullptr);
+  qllm::Stages stages(block, server, lanes);
   stages.clear(mine);
   __syncthreads();
   stages.write(mine);

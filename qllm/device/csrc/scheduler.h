@@ -110,8 +110,7 @@ struct Scheduler : Ranking {
     if (frame < 0) return;
     Frame& f = frames[frame];
     bool held = false;
-    for (i32 i = 0; i < f.num_rows; i++) {
-      Row& row = rows_of(frame)[i];
+    for (Row& row : all_rows(frame)) {
       if (row.slot == slot && row.request_id == requests[slot].id) row.flags |= DEAD;
       held |= !(row.flags & DEAD);
     }
@@ -172,14 +171,13 @@ struct Scheduler : Ranking {
       i32 frame = parked[p];
       Frame& f = frames[frame];
       bool live = false;
-      for (i32 i = 0; i < f.num_rows; i++) live |= is_live(f, rows_of(frame)[i]);
+      for (const Row& row : all_rows(frame)) live |= is_live(f, row);
       if (live) {
         p++;
         continue;
       }
       // the work in this layer was of cancelled rows; live rows left the sweep at its start
-      for (i32 i = 0; i < f.num_rows; i++) {
-        const Row& row = rows_of(frame)[i];
+      for (const Row& row : all_rows(frame)) {
         if (row.flags & DEAD) continue;
         requests[row.slot].frame = -1;
         set_frontier(row, frontier_layer(f, row));
@@ -218,7 +216,6 @@ struct Scheduler : Ranking {
       go_on_with(plan);
       return OK;
     }
-    for (i32 i = 0; i < plan.num_rows; i++) align(plan.rows[i]);
     i64 stuck = plan.rows[0].slot;
     acquire(plan, now_ns);
     if (plan.num_rows) {
@@ -259,14 +256,16 @@ struct Scheduler : Ranking {
     }
     return plan;
   }
-  // Give every row its blocks, evicting lower ranks where they are short.
+  // Give every row its end and its blocks, evicting lower ranks where they are short.
   QLLM_HD_CALL void acquire(Plan& plan, i64 now_ns) {
     i64 stamp = ++s->epoch;
-    i32 kept = 0;
-    for (i32 i = 0; i < plan.num_rows; i++) {
-      Row row = plan.rows[i];
+    Row* kept = plan.rows;
+    for (Row *at = plan.rows, *end = at + plan.num_rows; at < end; at++) {
+      Row& row = *at;
       Request& r = requests[row.slot];
       if (r.gone == stamp) continue;
+      align(row);
+      row.flags = row.hi == r.num_tokens ? SAMPLES : 0;
       i64 need = blocks_for(row.hi) - r.num_blocks;
       if (need > 0) {
         if (need > s->num_free) make_room(row.slot, need - s->num_free, stamp, now_ns);
@@ -279,9 +278,10 @@ struct Scheduler : Ranking {
         }
       }
       r.mark = stamp;
-      plan.rows[kept++] = row;
+      if (kept < at) *kept = row;
+      kept++;
     }
-    plan.num_rows = kept;
+    plan.num_rows = i32(kept - plan.rows);
   }
   // Evict the shortest list of worse ranks that frees so many blocks, or nobody (I6).
   QLLM_HD void make_room(i32 slot, i64 num_blocks, i64 stamp, i64 now_ns) {
@@ -311,21 +311,18 @@ struct Scheduler : Ranking {
     f.layer = i32(s->num_layers);
     f.inside = 0;
     f.parked_ns = now_ns;
+    Row* to = rows_of(frame);
     for (i32 i = 0; i < plan.num_rows; i++) {
-      Row row = plan.rows[i];
-      row.flags = row.hi == requests[row.slot].num_tokens ? SAMPLES : 0;
-      f.layer = least(f.layer, row.start);
-      rows_of(frame)[i] = row;
+      to[i] = plan.rows[i];
+      f.layer = least(f.layer, to[i].start);
     }
     s->kind = START;
     run(frame, plan);
   }
   QLLM_HD void go_on_with(const Plan& plan) {
     unpark(plan.frame);
-    for (i32 i = 0; i < frames[plan.frame].num_rows; i++) {
-      const Row& row = rows_of(plan.frame)[i];
+    for (const Row& row : all_rows(plan.frame))
       if (has_request(row) && requests[row.slot].frame == plan.frame) requests[row.slot].frame = -1;
-    }
     s->kind = RESUME;
     run(plan.frame, plan);
   }
@@ -346,11 +343,10 @@ struct Scheduler : Ranking {
   }
   // Count the run for the requests whose rows took part in it: up to an op of layer `high`.
   QLLM_HD_CALL void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
-    const Frame& f = frames[frame];
-    for (i32 i = 0; i < f.num_rows; i++) {
-      const Row& row = rows_of(frame)[i];
-      bool last = (row.flags & SAMPLES) && row.end == f.layer;
-      if (!has_live_request(row) || row.start > high || !(row.end > f.layer || last)) continue;
+    const i32 layer = frames[frame].layer;
+    for (const Row& row : all_rows(frame)) {
+      bool last = (row.flags & SAMPLES) && row.end == layer;
+      if (!has_live_request(row) || row.start > high || !(row.end > layer || last)) continue;
       requests[row.slot].served_ns += end_ns - start_ns;
       requests[row.slot].last_progress_ns = end_ns;
     }
@@ -371,8 +367,7 @@ struct Scheduler : Ranking {
     i64 best = best_tier(), tpot_ns = kNone;
     i32 count = 0;
     bool decoding = true;
-    for (i32 i = 0; i < f.num_rows; i++) {
-      const Row& row = rows_of(frame)[i];
+    for (const Row& row : all_rows(frame)) {
       const Request& r = requests[row.slot];
       if (!has_request(row) || r.place != ADMITTED || r.tier != best) continue;
       count++;
@@ -406,8 +401,7 @@ struct Scheduler : Ranking {
   QLLM_HD_CALL i32 done(i32 high, i64 start_ns, i64 end_ns) {
     i32 frame = take_running(), num_sampled = 0;
     progress(frame, high, true, start_ns, end_ns);
-    for (i32 i = 0; i < frames[frame].num_rows; i++) {
-      const Row& row = rows_of(frame)[i];
+    for (const Row& row : all_rows(frame)) {
       if (!has_live_request(row)) continue;
       Request& r = requests[row.slot];
       r.frame = -1;
@@ -440,8 +434,7 @@ struct Scheduler : Ranking {
     f.layer = layer;
     f.inside = inside;
     f.parked_ns = end_ns;
-    for (i32 i = 0; i < f.num_rows; i++) {
-      const Row& row = rows_of(frame)[i];
+    for (const Row& row : all_rows(frame)) {
       if (!has_live_request(row)) continue;
       Request& r = requests[row.slot];
       r.frame = frame;
@@ -454,8 +447,7 @@ struct Scheduler : Ranking {
   // left in `chosen`; return how many.
   QLLM_HD_CALL i32 failed() {
     i32 frame = take_running(), hopeless = 0;
-    for (i32 i = 0; i < frames[frame].num_rows; i++) {
-      const Row& row = rows_of(frame)[i];
+    for (const Row& row : all_rows(frame)) {
       if (!has_live_request(row)) continue;
       Request& r = requests[row.slot];
       r.frame = r.front_layer = -1;

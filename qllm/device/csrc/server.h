@@ -1,9 +1,11 @@
 // The loop's half of the native scheduler: what the engine loop (qllm/engine/loop.py) does between two
 // programs. Requests come out of rings and tokens go into rings with no object made for either.
 //
-// Work per call is bounded by the capacity of the block, and by `kMostClaims` records per ring and
-// `kMostPublished` tokens per request. Whoever calls has one thread do it, passes the time in,
-// and takes `effects` and `events`.
+// Work per call is bounded by the capacity of the block, by `kMostPublished` tokens per request, and
+// by what a call takes out of rings: of each at most `kMostClaims` records. Where a block of threads
+// reads requests (`shares`), a claim ends at each of them and `claim_requests` goes on with it, so
+// there a turn takes fewer than `kMostFetches` (loop.h), of whatever rings. Whoever calls has one
+// thread do it, passes the time in, and takes `effects` and `events`.
 #pragma once
 #include "claim.h"
 
@@ -99,12 +101,12 @@ struct Server : Claimer {
     i32 answer = scheduler.decide(now_ns);
     for (i64 i = first; i < s->num_effects; i++) count(scheduler.effects[i], now_ns);
     if (answer || s->kind != START) return answer;
-    const Frame& f = scheduler.frames[s->decided_frame];
-    for (i32 i = 0; i < f.num_rows; i++) {
-      const Row& row = scheduler.rows_of(i32(s->decided_frame))[i];
-      v->most_layers = most<i64>(v->most_layers, row.end);
+    i64 most_layers = v->most_layers;
+    for (const Row& row : scheduler.all_rows(i32(s->decided_frame))) {
+      most_layers = most<i64>(most_layers, row.end);
       Meter(serving[row.slot]).planned(row, now_ns);
     }
+    v->most_layers = most_layers;
     return answer;
   }
   QLLM_D void count(const Effect& effect, i64 now_ns) {
@@ -128,26 +130,21 @@ struct Server : Claimer {
   QLLM_D void stopped(i32 high, i32 layer, i32 inside, i64 start_ns, i64 end_ns, i32 preempted) {
     i32 frame = worked(start_ns, end_ns, layer);
     scheduler.stopped(high, layer, inside, start_ns, end_ns, preempted);
-    const Frame& f = scheduler.frames[frame];
-    for (i32 i = 0; i < f.num_rows; i++) {
-      const Row& row = scheduler.rows_of(frame)[i];
-      if (scheduler.has_live_request(row)) Meter(serving[row.slot]).park(f.id, end_ns);
-    }
+    const i64 id = scheduler.frames[frame].id;
+    for (const Row& row : scheduler.all_rows(frame))
+      if (scheduler.has_live_request(row)) Meter(serving[row.slot]).park(id, end_ns);
   }
   // The running frame raised; those that failed alone are left in `chosen`, return how many.
   QLLM_D i32 failed(i64 start_ns, i64 end_ns) {
     i32 frame = worked(start_ns, end_ns, 0);
-    for (i32 i = 0; i < scheduler.frames[frame].num_rows; i++) {
-      const Row& row = scheduler.rows_of(frame)[i];
+    for (const Row& row : scheduler.all_rows(frame))
       if (scheduler.has_live_request(row)) Meter(serving[row.slot]).lose(RETRIED, row.lo, row.hi);
-    }
     return scheduler.failed();
   }
   // The rows of the running frame went through the layers below `layer`; return that frame.
   QLLM_D_CALL i32 worked(i64 start_ns, i64 end_ns, i32 layer) {
     i32 frame = i32(scheduler.s->running);
-    for (i32 i = 0; i < scheduler.frames[frame].num_rows; i++) {
-      const Row& row = scheduler.rows_of(frame)[i];
+    for (const Row& row : scheduler.all_rows(frame)) {
       if (!scheduler.has_live_request(row)) continue;
       Meter meter(serving[row.slot]);
       meter.worked(start_ns, end_ns);

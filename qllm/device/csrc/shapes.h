@@ -315,8 +315,7 @@ struct Shapes : Ranking {
   QLLM_HD i32 live_rows(i32 frame, Row* rows) const {
     const Frame& f = frames[frame];
     i32 count = 0;
-    for (i32 i = 0; i < f.num_rows; i++) {
-      Row row = rows_of(frame)[i];
+    for (Row row : all_rows(frame)) {
       if (!is_live(f, row)) continue;
       row.start = frontier_layer(f, row);
       rows[count++] = row;
@@ -332,8 +331,7 @@ struct Shapes : Ranking {
       const Frame& f = frames[parked[i]];
       i64 best = kMost;
       bool any = false;
-      for (i32 r = 0; r < f.num_rows; r++) {
-        const Row& row = rows_of(parked[i])[r];
+      for (const Row& row : all_rows(parked[i])) {
         if (!is_live(f, row)) continue;
         i64 own = requests[row.slot].tier;
         best = any ? least(best, own) : own;
@@ -349,10 +347,8 @@ struct Shapes : Ranking {
   QLLM_HD_CALL bool goes_before(i32 frame, const Tier& t) const {
     const Frame& f = frames[frame];
     bool joined = false;
-    for (i32 r = 0; r < f.num_rows; r++) {
-      const Row& row = rows_of(frame)[r];
+    for (const Row& row : all_rows(frame))
       if (is_live(f, row) && requests[row.slot].tier > t.tier) joined = true;
-    }
     if (!joined) return false;
     for (i32 w = t.waiting; w < t.waiting_end; w++)
       if (requests[waiting[w]].arrival_ns <= f.parked_ns) return true;
@@ -361,16 +357,19 @@ struct Shapes : Ranking {
 
   // -- the stall bound
 
-  QLLM_HD bool is_due(const Request& r) const {
-    return is_bounded(r) && r.last_progress_ns + bound_ns() - margin_ns() <= now_ns;
+  // Who made no progress since then is due.
+  QLLM_HD i64 due_since_ns() const { return now_ns - (bound_ns() - margin_ns()); }
+  QLLM_HD bool is_due(const Request& r, i64 since_ns) const {
+    return r.last_progress_ns <= since_ns && is_bounded(r);
   }
   // A guaranteed slice for whoever is due; it needs no seat and nobody stops it.
   QLLM_HD Plan stalled() {
     if (!s->max_be_stall_ms) return no_plan();
     i32 first = -1;
+    const i64 since_ns = due_since_ns();
     for (i32 i = 0; i < s->num_admitted; i++) {
       const Request& r = requests[admitted[i]];
-      if (!is_due(r)) continue;
+      if (!is_due(r, since_ns)) continue;
       if (first < 0 || r.last_progress_ns < requests[first].last_progress_ns ||
           (r.last_progress_ns == requests[first].last_progress_ns && r.id < requests[first].id))
         first = admitted[i];
@@ -394,19 +393,21 @@ struct Shapes : Ranking {
   }
   QLLM_HD Batch due_decodes() {
     Batch out = empty_batch(best_rows, 0);
+    const i64 since_ns = due_since_ns();
     for (i32 i = 0; i < s->num_admitted && out.seats; i++) {
       const Request& r = requests[admitted[i]];
-      if (!is_due(r) || !is_decoding(r) || r.frame >= 0) continue;
+      if (!is_due(r, since_ns) || !is_decoding(r) || r.frame >= 0) continue;
       Row row = next_row(admitted[i]);
       if (!out.num_rows || need(row) <= out.free_blocks) take(out, row);
     }
     return out;
   }
   QLLM_HD Batch due_cohorts() {
+    const i64 since_ns = due_since_ns();
     for (i32 t = 0, i = 0; t < num_tiers; t++)
       for (; i < tiers[t].admitted_end; i++) {
         const Request& r = requests[admitted[i]];
-        if (is_due(r) && is_between_groups(r) && !is_decoding(r)) tiers[t].cohort = 1;
+        if (is_due(r, since_ns) && is_between_groups(r) && !is_decoding(r)) tiers[t].cohort = 1;
       }
     i32 count = 0;
     for (i32 wanted = 1; wanted >= 0; wanted--)

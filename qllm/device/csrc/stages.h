@@ -10,19 +10,21 @@
 
 namespace qllm {
 
-struct Stages : Block {
+struct Stages {
+  const Block& scheduler;  // its requests, frames and rows
+  State* s;
   ServerState* server;
   Lanes* now;
+  Serving* serving;
+  i32* tokens;
 #define X(type, name) type* name;
-  QLLM_SERVER_SECTIONS(X)
   QLLM_LANES_SECTIONS(X)
 #undef X
 
-  QLLM_HD Stages(State* state, ServerState* serves, Lanes* has)
-      : Block(state, nullptr), server(serves), now(has) {
-#define X(type, name) name = (type*)((char*)serves + serves->at_##name);
-    QLLM_SERVER_SECTIONS(X)
-#undef X
+  QLLM_HD Stages(const Block& decides, ServerState* serves, Lanes* has)
+      : scheduler(decides), s(decides.s), server(serves), now(has),
+        serving((Serving*)((char*)serves + serves->at_serving)),
+        tokens((i32*)((char*)serves + serves->at_tokens)) {
 #define X(type, name) name = (type*)((char*)has + has->at_##name);
     QLLM_LANES_SECTIONS(X)
 #undef X
@@ -30,7 +32,7 @@ struct Stages : Block {
 
   // -- which stage is next
 
-  QLLM_HD const Frame& running() const { return frames[s->running]; }
+  QLLM_HD const Frame& running() const { return scheduler.frames[s->running]; }
   QLLM_HD static bool crosses(const Row& row, i32 layer) {
     return row.start <= layer && layer < row.end;
   }
@@ -52,18 +54,18 @@ struct Stages : Block {
   }
   QLLM_HD_CALL void find_group(i32 layer) {
     const Frame& f = running();
-    const Row* rows = rows_of(i32(s->running));
+    const Row* rows = scheduler.rows_of(i32(s->running));
     i32 end = i32(s->num_layers);
     Group g = {f.id, s->num_gone, layer, 0, end, end, 0, 0, 0, 0};
-    for (i32 i = 0; i < f.num_rows; i++)
-      if (rows[i].end > layer && has_live_request(rows[i]))
+    for (i32 i = 0; i < f.num_rows && g.from > layer; i++)
+      if (rows[i].end > layer && scheduler.has_live_request(rows[i]))
         g.from = least(g.from, most(layer, rows[i].start));
     for (i32 i = 0; i < f.num_rows; i++) {
       const Row& row = rows[i];
       bound(g, row.start);
       bound(g, row.end);
       if (!crosses(row, g.from)) continue;
-      bool live = has_live_request(row);
+      bool live = scheduler.has_live_request(row);
       g.num_tokens += row.hi - row.lo;
       g.prefill |= row.hi - row.lo > 1;
       g.num_live += live;
@@ -76,7 +78,7 @@ struct Stages : Block {
     return (row.flags & SAMPLES) && row.end == s->num_layers;
   }
   QLLM_HD bool fits(const Stage& stage, const Group& g) const {
-    if (stage.end > g.until || stage.tokens < g.num_tokens) return false;
+    if (stage.tokens < g.num_tokens || stage.end > g.until) return false;
     if (g.prefill && !stage.prefill) return false;
     return stage.head || !g.samples || stage.end < s->num_layers;
   }
@@ -130,30 +132,30 @@ struct Stages : Block {
     if (stage.prefill)
       clear_tiles(lane.at_prefill, lane.prefill_tiles, num / lane.block + lane.max_rows, mine);
     for (i64 i = mine.thread; i < rows; i += mine.threads) write_head(lane, i, nullptr, 0);
-    const Row* row = rows_of(i32(s->running));
+    const Row* row = scheduler.rows_of(i32(s->running));
     for (i32 i = 0, seq = 0; i < running().num_rows; i++) {
       if (!crosses(row[i], stage.start)) continue;
-      if (mine.has(seq) && has_live_request(row[i])) write_table(lane, seq, row[i]);
+      if (mine.has(seq) && scheduler.has_live_request(row[i])) write_table(lane, seq, row[i]);
       seq++;
     }
   }
   QLLM_HD void write_table(const Lane& lane, i32 seq, const Row& row) const {
     i64* table = ints(lane.at_tables) + i64(seq) * lane.max_pages;
-    i32 block = requests[row.slot].first_block;
-    for (i64 i = 0, count = blocks_for(row.hi); i < count; i++, block = next_block[block])
+    i32 block = scheduler.requests[row.slot].first_block;
+    for (i64 i = 0, count = scheduler.blocks_for(row.hi); i < count; i++, block = scheduler.next_block[block])
       table[i] = block;
   }
   // Second half: tokens, tiles, and the rows that sample.
   QLLM_HD_CALL void write(Share mine) const {
     const Stage& stage = stages[now->branch];
     const Lane& lane = lanes[stage.whole];
-    const Row* rows = rows_of(i32(s->running));
+    const Row* rows = scheduler.rows_of(i32(s->running));
     i32 seq = 0, at = 0, decodes = 0, prefills = 0, heads = 0;
     for (i32 i = 0; i < running().num_rows; i++) {
       const Row& row = rows[i];
       i32 last = 0, num = row.hi - row.lo;
       if (crosses(row, stage.start)) {
-        bool live = has_live_request(row);
+        bool live = scheduler.has_live_request(row);
         write_tokens(lane, seq, at, row, live, mine);
         if (live && num == 1)
           write_tile(lane.at_decode, lane.max_rows, decodes++, seq, at, row, 0, 1, mine);
@@ -196,7 +198,7 @@ struct Stages : Block {
   }
   // Fill the sampling parameters of row `head`; dead rows sample greedily.
   QLLM_HD void write_head(const Lane& lane, i64 head, const Row* row, i32 last) const {
-    bool live = row && has_live_request(*row);
+    bool live = row && scheduler.has_live_request(*row);
     const Serving* as = live ? serving + row->slot : nullptr;
     ints(lane.at_last)[head] = last;
     ints(lane.at_positions)[head] = row ? row->hi : 0;
@@ -213,22 +215,24 @@ struct Stages : Block {
   // their requests. A row without a finite logit is dead from here on: whoever called ends it.
   QLLM_HD_CALL void collect() {
     const Lane& lane = lanes[stages[now->branch].whole];
-    Row* rows = rows_of(i32(s->running));
-    i32 count = 0;
-    for (i32 i = 0, head = 0; i < running().num_rows; i++) {
-      if (!samples(rows[i])) continue;
-      float peak = ((const float*)lane.at_peaks)[head];
-      i32 token = i32(ints(lane.at_tokens)[head++]);
-      if (!has_live_request(rows[i])) continue;
+    const float* peaks = (const float*)lane.at_peaks;
+    const i64 *found = ints(lane.at_tokens), longest = server->max_total_tokens;
+    Sampled* out = sampled;
+    i32 head = 0;
+    for (Row& row : scheduler.all_rows(i32(s->running))) {
+      if (!samples(row)) continue;
+      float peak = peaks[head];
+      i32 token = i32(found[head++]);
+      if (!scheduler.has_live_request(row)) continue;
       bool finite = peak - peak == 0;
       if (finite)
-        tokens[rows[i].slot * server->max_total_tokens + rows[i].hi] = token;
+        tokens[row.slot * longest + row.hi] = token;
       else
-        rows[i].flags |= DEAD;
-      Sampled found = {rows[i].slot, finite ? token : kBroken};
-      sampled[count++] = found;
+        row.flags |= DEAD;
+      out->slot = row.slot;
+      out++->token = finite ? token : kBroken;
     }
-    now->num_sampled = count;
+    now->num_sampled = out - sampled;
   }
 };
 

@@ -19,8 +19,8 @@ struct Turns {
   State* s;
   Lanes* now;
 
-  QLLM_HD Turns(Decider& decides, State* state, ServerState* server, Lanes* lanes)
-      : decider(decides), stages(state, server, lanes), s(state), now(lanes) {}
+  QLLM_HD Turns(Decider& decides, const Block& block, ServerState* server, Lanes* lanes)
+      : decider(decides), stages(block, server, lanes), s(block.s), now(lanes) {}
 
   // The branch of the next stage. NOTHING: none can run now, see `failure` and the scheduler's
   // `kind`. CANNOT: the running frame fits no stage; `Scheduler::failed` reruns its rows alone.
@@ -28,9 +28,12 @@ struct Turns {
     now->branch = NOTHING;
     now->fill = 0;
     s->num_effects = 0;  // they are for a host that mirrors frames; hidden states lie by KV slot
+    const Group& g = now->group;
     if (s->running >= 0 && is_over()) decider.done(i32(now->layer), now->start_ns, now_ns);
-    if (s->running < 0 && !begins(now_ns)) return NOTHING;
-    const Group& g = stages.group_at(i32(now->layer));
+    if (s->running < 0) {
+      if (!begins(now_ns)) return NOTHING;
+      stages.group_at(i32(now->layer));
+    }
     i32 branch = stages.next(g);
     now->branch = branch;
     now->fill = branch >= 0 && stages.take_lane(stages.stages[branch], g);
@@ -56,15 +59,16 @@ struct Turns {
     i32 end = stages.stages[now->branch].end;
     now->layer = end;
     now->num_sampled = 0;
-    const Group& g = stages.group_at(end);
-    if (g.from >= s->num_layers) {
+    // At the end of the sweep nobody owes a layer, so nobody is looked for.
+    const i32 from = end < s->num_layers ? stages.group_at(end).from : end;
+    if (from >= s->num_layers) {
       stages.collect();
       decider.done(end, now->start_ns, now_ns);
       return OVER;
     }
     if (f.grain == kGrainStep || !(stop < f.stop_below || is_late(now_ns))) return GOES_ON;
     now->preempted = stop < f.stop_below && stop != kControl;
-    decider.stopped(end - 1, g.from, 0, now->start_ns, now_ns, i32(now->preempted));
+    decider.stopped(end - 1, from, 0, now->start_ns, now_ns, i32(now->preempted));
     return PARKED;
   }
   QLLM_HD bool is_late(i64 now_ns) const {

@@ -47,7 +47,13 @@ ARENA_NUMEL = 8 << 20
 class MatrixStruct(ctypes.Structure):
     """`Matrix` of kernels.h."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("format", c_void_p),
+    )
 
 
 def choose(module: Any) -> str:
@@ -170,17 +176,29 @@ class Matrix:
         arena: Arena | None = None,
     ) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        self.num_out, self.num_in = weight.shape
         numel = packed_numel(*weight.shape)
-        self.packed = weight.new_empty(numel) if arena is None else arena.take(numel)
-        pack(weight, self.packed)
+        packed = weight.new_empty(numel) if arena is None else arena.take(numel)
+        pack(weight, packed)
+        self._hold(packed, *weight.shape, biases)
+
+    def _hold(
+        self,
+        packed: Tensor,
+        num_out: int,
+        num_in: int,
+        biases: Sequence[Tensor | None],
+        format: ctypes.Structure | None = None,
+    ) -> None:
         given = [b for b in biases if b is not None]
+        self.packed, self.num_out, self.num_in = packed, num_out, num_in
         self.bias = torch.cat(given) if given else None
+        self._format = format
         self.struct = MatrixStruct(
-            self.packed.data_ptr(),
+            packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
-            self.num_out,
-            self.num_in,
+            num_out,
+            num_in,
+            None if format is None else ctypes.addressof(format),
         )
         self.address = ctypes.addressof(self.struct)
 

@@ -1,7 +1,8 @@
 """Experts of one layer: packed weights, the kernel over ranges of units, and `Mlp` for all rows.
 
-Weights are bf16 as the model has them, or int8 with one fp32 scale for every output and group of
-inputs (symmetric: a weight is value * scale). Activations and sums are the same for both.
+Weights are bf16 as the model has them, or as a quantised checkpoint has them (`QuantisedStack`), or
+int8 with one fp32 scale for every output and group of inputs (symmetric: a weight is value *
+scale). Activations and sums are the same for all.
 """
 
 import ctypes
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qllm.kernels import cpu
+from qllm.kernels.cpu.quantised import QuantisedStack, inputs_of, matrix_of, stacked
+from qllm.kernels.quantised import Quantised
 
 INT8_MAX = 127
 LEAST_SCALE = 1e-30
@@ -31,6 +34,8 @@ class _Experts(ctypes.Structure):
         ("width", c_int64),
         ("hidden", c_int64),
         ("group", c_int64),
+        ("up_format", c_void_p),
+        ("down_format", c_void_p),
         ("alpha", c_float),
         ("limit", c_float),
     )
@@ -112,6 +117,37 @@ class _Mlp(ctypes.Structure):
     _fields_ = (("weights", c_void_p), ("gate", c_void_p))
 
 
+class Formats(NamedTuple):
+    """Quantised weights whose formats those of the experts have; None is bf16."""
+
+    up: Quantised | None
+    down: Quantised | None
+
+
+BF16 = Formats(None, None)
+"""Formats of weights that are not quantised."""
+
+
+AnyStack = Stack | Int8Stack | QuantisedStack
+
+
+def _stack(num: int, n: int, k: int, like: Quantised | None) -> Stack | QuantisedStack:
+    return Stack(num, n, k) if like is None else QuantisedStack(num, n, k, like)
+
+
+def _format_of(stack: AnyStack) -> int | None:
+    """Address of its format; None for bf16."""
+    return ctypes.addressof(stack.format) if isinstance(stack, QuantisedStack) else None
+
+
+def _pack(stack: AnyStack, expert: int, weight: Tensor | Quantised) -> None:
+    if isinstance(stack, QuantisedStack) != isinstance(weight, Quantised):
+        raise ValueError(
+            f"a {type(weight).__name__} cannot be packed into a {type(stack).__name__}"
+        )
+    stack.pack(expert, weight)  # type: ignore[arg-type]
+
+
 class Experts:
     """The experts of one layer.
 
@@ -123,6 +159,7 @@ class Experts:
             number; 0 is all inputs.
         biases: bf16 [E, 2F] (gate first) and [E, D].
         clamp: The gate; None is SwiGLU.
+        formats: Of weights that are quantised, with a group of None.
     """
 
     def __init__(
@@ -133,15 +170,16 @@ class Experts:
         group: int | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
         clamp: Clamp | None = None,
+        formats: Formats = BF16,
     ) -> None:
         up, down = (num, 2 * width, hidden), (num, hidden, width)
         self._biases = biases
         no: tuple[int | None, int | None] = (None, None)
         scaled, biased = no, no
-        self._up: Stack | Int8Stack
-        self._down: Stack | Int8Stack
+        self._up: AnyStack
+        self._down: AnyStack
         if group is None:
-            self._up, self._down = Stack(*up), Stack(*down)
+            self._up, self._down = _stack(*up, formats.up), _stack(*down, formats.down)
         else:
             group = group or max(width, hidden)
             self._up, self._down = Int8Stack(*up, group), Int8Stack(*down, group)
@@ -152,17 +190,21 @@ class Experts:
         """Bytes of one expert."""
         weights = self._up.packed.data_ptr(), self._down.packed.data_ptr()
         shape = num, width, hidden
+        formed = _format_of(self._up), _format_of(self._down)
         gate = clamp or Clamp(0.0, 0.0)
-        self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *gate)
+        self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *formed, *gate)
         self.address = ctypes.addressof(self._struct)
 
-    def pack(self, expert: int, up: Tensor, down: Tensor) -> None:
-        """Take one expert's weights, bf16 [2F, D] (gate first) and [D, F] of any strides."""
-        self._up.pack(expert, up)
-        self._down.pack(expert, down)
+    def pack(self, expert: int, up: Tensor | Quantised, down: Tensor | Quantised) -> None:
+        """Take one expert's weights, [2F, D] (gate first) and [D, F].
+
+        bf16 of any strides, or quantised as `formats` has it.
+        """
+        _pack(self._up, expert, up)
+        _pack(self._down, expert, down)
 
     def unpack(self, expert: int, up: Tensor, down: Tensor) -> None:
-        """Write one expert's weights: bf16 as `pack` was given them, int8 rounded."""
+        """Write one expert's weights: bf16 as `pack` was given them, others as bf16 has them."""
         self._up.unpack(expert, up)
         self._down.unpack(expert, down)
 
@@ -180,22 +222,43 @@ class Experts:
         )
 
 
+def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
+    return weight.shape if isinstance(weight, Tensor) else (len(weight.codes), inputs_of(weight))
+
+
+def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
+    """Both in one, quantised if it can be."""
+    whole = None
+    if isinstance(gate, Quantised) and isinstance(up, Quantised):
+        whole = stacked([gate, up])
+    if whole is not None:
+        return whole
+    return torch.cat([w.dequantised() if isinstance(w, Quantised) else w for w in (gate, up)])
+
+
 class Mlp:
     """SwiGLU that every row goes through: shared experts, or a dense layer.
 
     Args:
-        gate_FD: bf16 weights [F, D].
-        up_FD: bf16 weights [F, D].
-        down_DF: bf16 weights [D, F].
+        gate_FD: Weights [F, D], in bf16 or quantised.
+        up_FD: The same.
+        down_DF: Weights [D, F].
         share_1D: Its product with a row scales the row's output by a sigmoid.
     """
 
     def __init__(
-        self, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, share_1D: Tensor | None = None
+        self,
+        gate_FD: Tensor | Quantised,
+        up_FD: Tensor | Quantised,
+        down_DF: Tensor | Quantised,
+        share_1D: Tensor | Quantised | None = None,
     ) -> None:
-        self._experts = Experts(1, *gate_FD.shape)
-        self._experts.pack(0, torch.cat([gate_FD, up_FD]), down_DF)
-        self._share = None if share_1D is None else cpu.Matrix([share_1D])
+        both, formats = _on_top(gate_FD, up_FD), []
+        for weight in (both, down_DF):
+            formats.append(weight if isinstance(weight, Quantised) else None)
+        self._experts = Experts(1, *_shape(gate_FD), formats=Formats(*formats))
+        self._experts.pack(0, both, down_DF)
+        self._share = None if share_1D is None else matrix_of([share_1D])
         share = None if self._share is None else self._share.address
         self._struct = _Mlp(self._experts.address, share)
         self.address = ctypes.addressof(self._struct)

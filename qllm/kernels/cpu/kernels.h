@@ -8,12 +8,29 @@
 
 namespace qllm {
 
+enum Code : int64_t { kU4 = 1, kE2m1, kI8, kE4m3 };
+enum Worth : int64_t { kNone, kFp32, kFp16, kBf16 };
+enum Products : int64_t {  // of scales and codes
+  kRounded,                // to fp32
+  kExact,                  // they are fp32 numbers
+  kPowers,                 // scales are powers of two, there are no offsets, values are normal numbers
+};
+
+// How a weight of 4 or 8 bits is packed: see quantised.inc. A value is bf16(scale * code + offset).
+struct Format {
+  int64_t code;
+  int64_t group;          // inputs that share a scale: a multiple of 8, or at least k
+  int64_t scale, offset;  // how they are stored; kNone is an offset of zero
+  int64_t products;
+};
+
 // A weight [n, k] in panels of 64 outputs: panel p holds [k / 2][outputs][2], outputs filled up
-// with zeros to a multiple of 16. k is even.
+// with zeros to a multiple of 16. k is even. With a format, `packed` is in it.
 struct Matrix {
   const uint16_t* packed;
   const uint16_t* bias;  // [n] or null
   int64_t n, k;
+  const Format* format;
 };
 
 // The same of int8: columns [g * group, (g + 1) * group) of output i are worth
@@ -108,7 +125,8 @@ struct Experts {
   const float *up_scale, *down_scale;  // of int8, see Matrix8
   const uint16_t *up_bias, *down_bias; // [E, 2F] and [E, D], or null
   int64_t num, width, hidden;          // E, F, D
-  int64_t group;                       // of int8; 0: the weights are bf16
+  int64_t group;                       // of int8; 0: the weights are bf16, or have formats
+  const Format *up_format, *down_format;
   float alpha, limit;
 };
 
@@ -133,6 +151,8 @@ struct Kernels {
                 int64_t col_stride);
   void (*unpack8)(int8_t* weight, const int8_t* packed, int64_t n, int64_t k,
                   int64_t row_stride, int64_t col_stride);
+  // The bf16 values of a weight that has a format, packed as those without
+  void (*dequantise)(uint16_t* packed, const Matrix& weight);
   void (*linear)(uint16_t* y, const uint16_t* x, const Matrix& weight, int64_t rows);
   void (*norm)(uint16_t* y, const uint16_t* x, const Norm& norm, int64_t rows, int64_t width);
   // q [T, N * H]; keys and values go to their slabs

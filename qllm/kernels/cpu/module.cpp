@@ -155,6 +155,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(unpack),
     QLLM_KERNEL(pack8),
     QLLM_KERNEL(unpack8),
+    QLLM_KERNEL(dequantise),
     QLLM_KERNEL(linear),
     QLLM_KERNEL(norm),
     QLLM_KERNEL(attend_in),

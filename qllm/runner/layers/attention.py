@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qllm.kernels.cpu.attention import KEY_BLOCK
+from qllm.models.discover import Chunk
 from qllm.runner.kv import RequestKV
 
 NAME = "qllm"
@@ -114,6 +115,10 @@ class Step:
             self._addresses = SpanAddresses(self.spans, slab, like)
         return self._addresses
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the first of the step, for modules that are called for one span."""
+        return self.spans[0].lo if self.spans else 0
+
     def reach(self) -> None:
         """The positions of the spans are written, or will be before they are read."""
         if not self._reached:
@@ -142,7 +147,11 @@ class Step:
     def keys(self, layer_idx: int, k_1GTH: Tensor, v_1GTH: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per span, the keys and values of positions [0, hi)."""
         if not self.latent:
-            return [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
+            pairs = [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
+            tiles = k_1GTH.shape[1] // pairs[0][0].shape[1] if pairs else 1
+            if tiles > 1:  # the module repeats the heads, one after the other (JetMoE)
+                pairs = [(k.repeat(1, tiles, 1, 1), v.repeat(1, tiles, 1, 1)) for k, v in pairs]
+            return pairs
         start, at = {}, 0
         for kv, hi in self.sequences():
             start[id(kv)] = at
@@ -155,16 +164,23 @@ class Step:
 
     def mask(self, q_TH: Tensor, first: int, lo: int, hi: int, window: int | None) -> Tensor:
         """Additive mask of queries [lo, hi) over keys [first, hi); made once per step."""
-        key = (first, lo, hi, window or 0)
+        key = (first, lo, hi, -window if isinstance(window, Chunk) else window or 0)
         mask = self.masks.get(key)
         if mask is None:
             q = torch.arange(lo, hi, device=q_TH.device)[:, None]
             k = torch.arange(first, hi, device=q_TH.device)[None, :]
-            hidden = k > q if window is None else (k > q) | (k <= q - window)
+            hidden = k > q
+            if window is not None:
+                hidden |= k < _first_seen(q, window)
             mask = torch.zeros(hidden.shape, dtype=q_TH.dtype, device=q_TH.device)
             mask.masked_fill_(hidden, float("-inf"))
             self.masks[key] = mask
         return mask
+
+
+def _first_seen(q: Any, window: int) -> Any:
+    """First position that a query at position q sees."""
+    return q // window * window if isinstance(window, Chunk) else q - window + 1
 
 
 class OwnStep(Protocol):
@@ -195,7 +211,7 @@ def _visible(span: Span, kv: KV, window: int | None) -> tuple[int, KV, int | Non
     """First key in sight, the keys and values from there, and the window if it still hides some."""
     if window is None or span.hi <= window:
         return 0, kv, None
-    first = max(0, span.lo - window + 1)
+    first = max(0, _first_seen(span.lo, window))
     if first:
         kv = (kv[0][:, :, first:], kv[1][:, :, first:])
     return first, kv, window
@@ -210,6 +226,7 @@ def _one(
     scaling: float | None,
     window: int | None,
     eager: Attend | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of one span: out[1, T, N, H]."""
     lo, hi = span.lo, span.hi
@@ -217,7 +234,8 @@ def _one(
     if eager is not None:
         first, (k, v), window = _visible(span, kv, window)
         mask = None if one_query else step.mask(q_1NTH, first, lo, hi, window)
-        out: Tensor = eager(module, q_1NTH, k, v, mask, scaling=scaling)[0]
+        how = {} if softcap is None else {"softcap": softcap}
+        out: Tensor = eager(module, q_1NTH, k, v, mask, scaling=scaling, **how)[0]
         return out
     return _attend_span(q_1NTH, kv, span, step, scaling, window)
 
@@ -273,11 +291,13 @@ def attend(
     step, window = qllm_step, qllm_window
     if not isinstance(step, Step):
         return step.attend(module, query, scaling, window, kwargs.get("s_aux")), None
-    eager = _family_eager(module) if kwargs.get("s_aux") is not None else None
+    softcap = kwargs.get("softcap")
+    is_plain = softcap is None and kwargs.get("s_aux") is None
+    eager = None if is_plain else _family_eager(module)
     pairs = step.keys(module.layer_idx, key, value)  # type: ignore[arg-type]
     if len(pairs) == 1 and step.spans[0].hi - step.spans[0].lo == step.num_tokens:
         span = step.spans[0]
-        return _one(module, step, query, pairs[0], span, scaling, window, eager), None
+        return _one(module, step, query, pairs[0], span, scaling, window, eager, softcap), None
     outs = []
     at = 0
     for span, pair in zip(step.spans, pairs, strict=True):
@@ -285,7 +305,7 @@ def attend(
             outs.append(_dead(query, value, span.at - at))
         at = span.at + span.hi - span.lo
         q = query[:, :, span.at : at]
-        outs.append(_one(module, step, q, pair, span, scaling, window, eager))
+        outs.append(_one(module, step, q, pair, span, scaling, window, eager, softcap))
     if at < step.num_tokens:
         outs.append(_dead(query, value, step.num_tokens - at))
     return torch.cat(outs, 1), None

@@ -17,15 +17,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qllm.errors import ModelError
+from qllm.errors import InvariantError, ModelError
 from qllm.models.discover import LayerParts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.hooked import HookedLayer
+from qllm.runner.layers.recurrent import OneByOne, RecurrentMixer
 from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
-Rope = tuple[Tensor, Tensor]
-"""cos and sin of the op's positions, each [1, T, H]."""
+Rope = tuple[Tensor, ...]
+"""Embeddings of the op's positions: cos and sin, each [1, T, H]; one tensor of complex numbers
+[1, T, H / 2]; or nothing."""
 
 
 class Routed(NamedTuple):
@@ -62,15 +64,21 @@ class LayerDriver(Protocol):
 
 
 def _attention(parts: LayerParts, x_1TD: Tensor, rope: Rope, step: Step) -> Tensor:
-    out: Tensor = parts.self_attn(
+    attention: Any = parts.self_attn
+    out: Tensor = attention(
         hidden_states=x_1TD,
-        position_embeddings=rope,
+        position_embeddings=as_given(rope),
         attention_mask=None,
         past_key_values=step,
         qllm_step=step,
         qllm_window=parts.window,
     )[0]
     return out
+
+
+def as_given(rope: Rope) -> Rope | Tensor | None:
+    """Embeddings as the model's forward gives them to its layers."""
+    return rope if len(rope) > 1 else next(iter(rope), None)
 
 
 class FastDriver:
@@ -124,13 +132,16 @@ class HookedDriver:
 
     def __init__(self, parts: LayerParts) -> None:
         self.kind = parts.driver
-        self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts)
+        mixer: RecurrentMixer | OneByOne | None = OneByOne() if parts.one_by_one else None
+        if parts.new_state is not None:
+            mixer = RecurrentMixer(parts.self_attn, parts.new_state)
+        self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts, mixer)
         self._window = parts.window
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         return self._layer.attend(
             x_TD,
-            position_embeddings=rope,
+            position_embeddings=as_given(rope),
             attention_mask=None,
             past_key_values=step,
             qllm_step=step,
@@ -150,3 +161,32 @@ class HookedDriver:
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
         return self._layer.combine(x_TD, mid_TD, position_embeddings=None, attention_mask=None)
+
+
+class WholeDriver:
+    """A layer that attends more than once: all of it runs where others attend."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        self.kind = parts.driver
+        self._layer, self._window = parts.layer, parts.window
+
+    def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
+        out = self._layer(
+            x_TD[None],
+            position_embeddings=as_given(rope),
+            attention_mask=None,
+            past_key_values=step,
+            qllm_step=step,
+            qllm_window=self._window,
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found[0]
+
+    def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
+        raise InvariantError("a layer that runs whole has no experts of its own")
+
+    def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
+        raise InvariantError("a layer that runs whole has no experts of its own")
+
+    def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
+        return mid_TD

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.quantised_experts import WEIGHTS, quantised_in, round_experts
 from qllm.runner.layers.native_experts import NativeBank, is_covered
+from qllm.runner.layers.quantised_bank import Dequantising, QuantisedBank
 from qllm.runner.layers.rows import PLAIN, RowRule
 from qllm.runner.layers.work import Bank, Unit, Work
 
@@ -26,8 +29,13 @@ class TorchBank:
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        self.up = gate_up.unbind(0)
-        self.down = down.unbind(0)
+        held = quantised_in(module)
+        self.up: Sequence[Tensor] = gate_up.unbind(0)
+        self.down: Sequence[Tensor] = down.unbind(0)
+        if held is not None:
+            self.up, self.down = (
+                Dequantising(held, name, len(self.up), module.is_transposed) for name in WEIGHTS
+            )
         self.up_bias = module.gate_up_proj_bias.detach().unbind(0) if module.has_bias else None
         self.down_bias = module.down_proj_bias.detach().unbind(0) if module.has_bias else None
         self.gate = module._apply_gate
@@ -42,8 +50,10 @@ class TorchBank:
         self._rule = rule
         self._in_place = in_place and rule is PLAIN
         """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
-        self.kernel = "torch mm"
+        self.kernel = "torch mm" if held is None else f"torch mm, dequantised {held.kind}"
         self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
+        if held is not None:
+            self.unit_bytes = held.num_bytes // self.num_experts
 
     def _matmul(
         self,
@@ -112,15 +122,24 @@ def expert_banks(
     in_place = bool(weights) and weights[0].dtype is torch.bfloat16
 
     def bank(module: nn.Module) -> Bank:
-        if native and is_covered(module):
-            return NativeBank(module, expert_weights)
-        return TorchBank(module, rule, in_place=in_place)
+        held = quantised_in(module)
+        if held is None and expert_weights in ROUNDINGS:
+            held = round_experts(module, expert_weights)
+        if not native or not is_covered(module):
+            return TorchBank(module, rule, in_place=in_place)
+        return NativeBank(module, expert_weights) if held is None else QuantisedBank(held, module)
 
     return tuple(None if m is None else bank(m) for m in modules)
 
 
 def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_weights: str) -> None:
     for layer, module in enumerate(modules):
+        held = quantised_in(module)
+        if held is not None and held.rounding != expert_weights:
+            raise ConfigError(
+                f"expert_weights={expert_weights!r} rounds bfloat16 weights, and the experts of "
+                f"layer {layer} are quantised already ({held.kind}); use 'auto'"
+            )
         if module is None or (native and is_covered(module)):
             continue
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ calls there are only tensors, and the rows of any frame may come next.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -52,19 +53,22 @@ class HookedLayer:
 
     Args:
         layer: Takes x_1TD first and returns it, or a tuple that starts with it.
-        attention: Inside the layer; returns its output, or a tuple that starts with it.
+        attention: Inside the layer; returns its output, or a tuple that starts with it. None: the
+            layer has none, and `attend` gives nothing, [T, 0].
         router: Inside the layer; None if there is none, or it is not known.
         experts: Inside the layer; None in a dense layer.
+        mixer: Called in place of the attention's forward, which it is given first.
     """
 
     def __init__(
         self,
         layer: nn.Module,
-        attention: nn.Module,
+        attention: nn.Module | None,
         router: nn.Module | None = None,
         experts: nn.Module | None = None,
+        mixer: Stub | None = None,
     ) -> None:
-        self._layer = layer
+        self._layer, self._mixer = layer, mixer
         self._attention = attention
         # Attention modules of transformers return (output, weights); else as seen by `attend`.
         self._attention_len = 2
@@ -80,7 +84,11 @@ class HookedLayer:
         Raises:
             ModelError: The layer did not call its attention.
         """
-        real = self._attention.forward
+        if self._attention is None:
+            return x_TD[:, :0]
+        real: Stub = self._attention.forward
+        if self._mixer is not None:
+            real = partial(self._mixer, real)
         found: list[Tensor] = []
 
         def attention(*args: object, **given: object) -> None:
@@ -109,13 +117,13 @@ class HookedLayer:
             raise _Unwind
 
         assert self._experts is not None
-        stubs = {self._attention: self._stored_attention(calls, attn_TD), self._experts: experts}
+        stubs = {**self._stored_attention(calls, attn_TD), self._experts: experts}
         for name, module in self._siblings.items():
             stubs[module] = calls.keeping(name, module.forward, outs)
         self._call(x_TD, stubs, kwargs)
         if not taken:
             raise self._error("did not reach its experts")
-        self._check(calls, "attention", *outs)
+        self._check(calls, *self._attention_name, *outs)
         hidden, ids, weights = (t.reshape(-1, t.shape[-1]) for t in taken)
         return RoutedRows(hidden, ids, weights, outs)
 
@@ -133,8 +141,8 @@ class HookedLayer:
             ModelError: The layer did not call each stored part exactly once.
         """
         calls = _Calls()
-        names = ["attention"]
-        stubs = {self._attention: self._stored_attention(calls, attn_TD)}
+        names = self._attention_name
+        stubs = self._stored_attention(calls, attn_TD)
         if self._experts is not None:
             names.append("experts")
             stubs[self._experts] = calls.returning("experts", experts_TD)
@@ -150,10 +158,16 @@ class HookedLayer:
             raise self._error(f"returned {type(out).__name__}, no hidden states")
         return out[0]
 
-    def _stored_attention(self, calls: "_Calls", attn_TD: Tensor) -> Stub:
+    @property
+    def _attention_name(self) -> list[str]:
+        return [] if self._attention is None else ["attention"]
+
+    def _stored_attention(self, calls: "_Calls", attn_TD: Tensor) -> dict[nn.Module, Stub]:
+        if self._attention is None:
+            return {}
         n = self._attention_len
         out = (attn_TD[None], *([None] * (n - 1))) if n else attn_TD[None]
-        return calls.returning("attention", out)
+        return {self._attention: calls.returning("attention", out)}
 
     def _call(
         self, x_TD: Tensor, stubs: Mapping[nn.Module, Stub], kwargs: Mapping[str, object]

@@ -1,8 +1,8 @@
 """The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
 
-A part that is not in the tables of `qllm.models.fingerprints`, or whose shape the kernels are not
-made for, stays with torch. Results round where the modules round and differ from theirs only by
-the order of fp32 sums.
+A part that is not in the tables of `qllm.models.fingerprints`, that a hook listens to, or whose
+shape the kernels are not made for, stays with torch. Results round where the modules round and
+differ from theirs only by the order of fp32 sums.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,6 +25,7 @@ from qllm.models.fingerprints import (
     norm_kind,
     router_kind,
 )
+from qllm.models.heard import is_heard
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, RouterExtras
@@ -38,7 +39,7 @@ def is_usable(tensor: Tensor) -> bool:
 
 def _is_norm(module: Any) -> bool:
     """Whether the kernels know a norm; one that rounds once may have a weight in fp32."""
-    kind = norm_kind(module)
+    kind = None if module is None or is_heard(module) else norm_kind(module)
     weight = None if kind is None else module.weight
     return weight is not None and is_usable(weight.bfloat16() if kind == "rms_wide" else weight)
 
@@ -129,6 +130,7 @@ class NativeDriver(FastDriver):
         kind = attention_kind(attn)
         return (
             kind is not None
+            and not is_heard(attn)
             and attn.head_dim % HEAD_MULTIPLE == 0
             and all(is_usable(getattr(attn, f"{x}_proj").weight) for x in "qkvo")
             and _is_norm(self._norm)
@@ -138,6 +140,7 @@ class NativeDriver(FastDriver):
     def _knows_latents(self, attn: Any) -> bool:
         return (
             is_latents(attn)
+            and not is_heard(attn)
             and attn.kv_lora_rank % HEAD_MULTIPLE == 0
             and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
             and attn.qk_rope_head_dim <= MAX_ROTATED
@@ -151,6 +154,7 @@ class NativeDriver(FastDriver):
         kind = router_kind(router)
         return (
             kind is not None
+            and not is_heard(router)
             and is_usable(router.weight)
             and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
             and _is_norm(self._post_norm)
@@ -159,6 +163,8 @@ class NativeDriver(FastDriver):
     def _knows_mlp(self, mlp: Any, gate: Any) -> bool:
         return (
             is_swiglu(mlp)
+            and not is_heard(mlp)
+            and (gate is None or not is_heard(gate))
             and all(is_usable(getattr(mlp, f"{x}_proj").weight) for x in ("gate", "up", "down"))
             and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
             and (gate is None or is_usable(gate.weight))
@@ -291,7 +297,8 @@ class NativeDriver(FastDriver):
         begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
         stop = begin + num_keys
         if pos == 0:
-            q = kernel.enter(x_TD, *rope, self._index, spans.address, len(step.spans))
+            cos, sin = rope
+            q = kernel.enter(x_TD, cos, sin, self._index, spans.address, len(step.spans))
             if stop < end:
                 begun = kernel.begin(q)
         if begun is not None and stop < end:

@@ -20,10 +20,10 @@ from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Clamp, Experts
 from qllm.models.discover import PACKED, source_digest
+from qllm.models.quantised_experts import WEIGHTS, quantised_in
 from qllm.runner.layers.native import is_usable
 from qllm.runner.layers.work import Work
 
-WEIGHTS = ("gate_up_proj", "down_proj")
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
 """Format of expert weights -> inputs per scale: None is bf16, 0 all inputs."""
 CLAMPED = "7bcc81175575"
@@ -33,9 +33,11 @@ CLAMPED = "7bcc81175575"
 def is_covered(experts: Any) -> bool:
     """Whether our kernels are made for experts: SwiGLU, or gpt_oss's clamped gate."""
     weights = [getattr(experts, name) for name in WEIGHTS]
+    in_memory = quantised_in(experts) is not None or all(map(is_usable, weights))
     return (
         (_is_swiglu(experts) or _is_clamped(experts))
-        and all(is_usable(w) and w.shape[1] % 2 == 0 for w in weights)
+        and in_memory
+        and all(size % 2 == 0 for w in weights for size in w.shape[1:])
         and (not experts.has_bias or is_usable(experts.gate_up_proj_bias))
     )
 
@@ -103,12 +105,10 @@ class NativeBank:
             up, down = (_memory_of(module._parameters[name]) for name in WEIGHTS)
             for e in range(self.num_experts):
                 gates, out = self._outputs(up[e]), self._outputs(down[e])
-                if module.is_concatenated:
-                    packed.unpack(e, gates, out)
-                else:
-                    first = torch.empty(gates.shape, dtype=gates.dtype)
-                    packed.unpack(e, first, out)
-                    gates[0::2], gates[1::2] = first.chunk(2)
+                first = gates if module.is_concatenated else torch.empty_like(gates)
+                packed.unpack(e, first, out)
+                if not module.is_concatenated:
+                    gates.copy_(self._module_order(first))
             for name, weight in zip(WEIGHTS, (up, down), strict=True):
                 own = self._parameters.pop(name)
                 own.data = weight
@@ -123,6 +123,12 @@ class NativeBank:
     def _gate_first(self, rows: Tensor) -> Tensor:
         """[2F, ...] with the gate's rows before those of up."""
         return rows if self._module.is_concatenated else torch.cat([rows[0::2], rows[1::2]])
+
+    def _module_order(self, rows: Tensor) -> Tensor:
+        """[2F, ...] with the gate's rows first, as the module has them."""
+        if self._module.is_concatenated:
+            return rows
+        return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
     def _biases(self) -> tuple[Tensor, Tensor] | None:
         module = self._module

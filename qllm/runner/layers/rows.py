@@ -111,7 +111,10 @@ def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
 
 
 def matrices(model: nn.Module) -> Iterator[Tensor]:
-    """Every matrix of a model in [out, in] form; of stacked experts the first."""
+    """Every matrix of a model in [out, in] form; of stacked experts the first.
+
+    Those of experts that are quantised are on the meta device, at address 0.
+    """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             weight = parameter.detach()

@@ -1,0 +1,37 @@
+"""What the rows of `bench.kv` share."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench.common import MODEL, SPECIAL
+from qllm import QLLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+PAGE = 64
+
+
+def make_engine(model: str, **settings: Any) -> QLLMEngine:
+    """An engine of two threads."""
+    return QLLMEngine.from_pretrained(model, threads=2, conformance=False, **settings)
+
+
+def make_ids(rng: np.random.Generator | int, count: int) -> list[int]:
+    """Random tokens; a number is a seed."""
+    rng = np.random.default_rng(rng)
+    return [int(i) for i in rng.integers(SPECIAL, MODEL["vocab_size"], count)]
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 600) -> None:
+    """Wait for something.
+
+    Raises:
+        TimeoutError: It did not come.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.002)

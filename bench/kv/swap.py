@@ -1,0 +1,172 @@
+"""Rows of `bench.kv` about KV that is short: swap over recomputing, and requests that rotate."""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.kv.parts import GREEDY, make_engine, make_ids
+from qllm import QLLMEngine
+from qllm.types import Slo
+
+
+def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict[str, Any]:
+    """BE requests of 640 tokens at once, and an LS chat of 300 now and then until they end."""
+    rng = np.random.default_rng(seed)
+    prompts = [make_ids(rng, 512) for _ in range(num_be)]
+    start, due = time.perf_counter(), every_s / 6
+    batch = [engine.submit(ids, "BE", 128, sampling=GREEDY) for ids in prompts]
+    chats = []
+    while any(h.finish_reason is None for h in batch):
+        time.sleep(0.005)
+        if time.perf_counter() - start >= due:
+            due += every_s
+            chats.append(engine.submit(make_ids(rng, 284), "LS", 16, sampling=GREEDY))
+    done = [h.result(300) for h in batch]
+    seconds = time.perf_counter() - start
+    answers = [h.result(300) for h in chats]
+    ttft = [r.metrics.ttft_ms or 0.0 for r in answers]
+    return {
+        "be_tokens_per_s": num_be * 640 / seconds,
+        "ls_ttft_p99_ms": float(np.percentile(ttft, 99)),
+        "evictions": sum(r.metrics.evictions for r in done),
+        "recomputed": sum(r.metrics.evict_recomputed_tokens for r in done + answers),
+        "swapped_tokens": engine.stats()["swap"]["out_tokens"],
+        "tokens": [r.token_ids for r in done],
+    }
+
+
+def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any]:
+    """KV for a quarter of the BE work; three arms in turns.
+
+    Args:
+        model: Its folder.
+        rounds: Runs of each arm.
+        num_be: BE requests.
+        load: Part of the engine's time that LS would take alone.
+    """
+    pool = num_be * 640 // 4
+    arms = {
+        "swap": {"prefix_cache": True, "swap_kv_tokens": num_be * 640},
+        "recompute": {"prefix_cache": False},
+        "recompute_cache": {"prefix_cache": True},
+    }
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for i in range(rounds):
+        every_s = _chat_s(model) / load
+        for name in arms if i % 2 else reversed(arms):
+            with make_engine(model, max_kv_tokens=pool, **arms[name]) as engine:  # type: ignore[arg-type]
+                _flood_one(engine)
+                found[name].append(_contend(engine, 200 + i, num_be, every_s))
+
+    def over(name: str, what: str) -> float:
+        pairs = zip(found["swap"], found[name], strict=True)
+        return statistics.median([a[what] / b[what] for a, b in pairs])
+
+    swap, plain = found["swap"], found["recompute"]
+    return {
+        "ls_load": load,
+        "recomputed": sum(x["recomputed"] for x in swap),
+        "recomputed_without": [sum(x["recomputed"] for x in found[n]) for n in list(arms)[1:]],
+        "evictions_without": [sum(x["evictions"] for x in found[n]) for n in list(arms)[1:]],
+        "swapped_tokens": sum(x["swapped_tokens"] for x in swap),
+        "be_tokens_per_s": statistics.median(x["be_tokens_per_s"] for x in swap),
+        "be_over_recompute": over("recompute", "be_tokens_per_s"),
+        "be_over_recompute_cache": over("recompute_cache", "be_tokens_per_s"),
+        "be_asked": 1.5,
+        "ls_ttft_p99_ms": statistics.median(x["ls_ttft_p99_ms"] for x in swap),
+        "ls_ttft_p99_over_recompute": over("recompute", "ls_ttft_p99_ms"),
+        "ls_ttft_p99_over_recompute_cache": over("recompute_cache", "ls_ttft_p99_ms"),
+        "ls_asked": 1.1,
+        "same_tokens": [x["tokens"] for x in swap] == [x["tokens"] for x in plain],
+        "hits_due": sum(x["evictions"] for x in plain) > 0
+        and sum(x["swapped_tokens"] for x in swap) > 0
+        and sum(x["recomputed"] for x in swap) == 0,
+    }
+
+
+def _chat_s(model: str) -> float:
+    """How long an LS chat of `_contend` takes alone, on this machine as it is now."""
+    with make_engine(model, prefix_cache=False) as engine:
+        _flood_one(engine)
+        ids = make_ids(np.random.default_rng(2), 284)
+        times = [engine.submit(ids, "LS", 16, sampling=GREEDY).result(120) for _ in range(3)]
+    return statistics.median(r.metrics.e2e_ms or 0.0 for r in times) / 1e3
+
+
+def _flood_one(engine: QLLMEngine) -> None:
+    engine.submit(make_ids(np.random.default_rng(1), 256), "BE", 8, sampling=GREEDY).result(120)
+
+
+ROTA: dict[str, Any] = {"max_kv_tokens": 2 * 352}
+"""KV for two requests of 256 + 96 tokens."""
+
+
+def rota_row(model: str, num: int) -> dict[str, Any]:
+    """Arrivals at random, at 0.87 of what the engine can do; the policy knows the targets."""
+    pair_s = _pair_s(model)
+    rng = np.random.default_rng(1)
+    at_s = np.cumsum(rng.exponential(pair_s / 2 / 0.87, num)).tolist()
+    return _rota_arms(model, at_s, _targets(pair_s, 0.7), points_asked=30, pair_s=pair_s)
+
+
+def rota_burst(model: str, num: int) -> dict[str, Any]:
+    """All at once, with a target that half of them meet in the order of arrival."""
+    pair_s = _pair_s(model)
+    return _rota_arms(model, [0.0] * num, _targets(pair_s, 1.4), points_asked=0, pair_s=pair_s)
+
+
+def _pair_s(model: str) -> float:
+    """How long two requests take beside each other, on this machine as it is now."""
+    with make_engine(model, prefix_cache=False, policy="fcfs", **ROTA) as engine:
+        _flood_one(engine)
+        return max(r.metrics.e2e_ms or 0.0 for r in _served(engine, [0.0] * 2, Slo())) / 1e3
+
+
+def _targets(pair_s: float, share: float) -> Slo:
+    """A first token after a share of the time of a pair."""
+    return Slo(ttft_ms=1e3 * share * pair_s, tpot_ms=1e3 * pair_s / 7)
+
+
+def _served(engine: QLLMEngine, at_s: list[float], slo: Slo) -> list[Any]:
+    """Requests that arrive at these times."""
+    start, handles = time.perf_counter(), []
+    for i, due_s in enumerate(at_s):
+        time.sleep(max(0.0, start + due_s - time.perf_counter()))
+        ids = make_ids(np.random.default_rng(300 + i), 256)
+        handles.append(engine.submit(ids, "BE", 96, sampling=GREEDY, slo=slo))
+    return [h.result(600) for h in handles]
+
+
+def _rota_arms(
+    model: str, at_s: list[float], slo: Slo, *, points_asked: int, pair_s: float
+) -> dict[str, Any]:
+    arms: dict[str, list[Any]] = {}
+    for name, more in (("fcfs", {}), ("rota", {"swap_kv_tokens": len(at_s) * 352})):
+        with make_engine(model, prefix_cache=False, policy=name, **ROTA, **more) as engine:
+            _flood_one(engine)
+            arms[name] = _served(engine, at_s, slo)
+
+    def met(name: str, what: str) -> float:
+        limit = getattr(slo, what)
+        return sum((getattr(r.metrics, what) or 0) <= limit for r in arms[name]) / len(at_s)
+
+    tpot = {
+        name: statistics.median(r.metrics.tpot_ms or 0 for r in arm) for name, arm in arms.items()
+    }
+    return {
+        "num": len(at_s),
+        "pair_s": pair_s,
+        "ttft_target_ms": slo.ttft_ms,
+        "tpot_target_ms": slo.tpot_ms,
+        "met_ttft": {name: met(name, "ttft_ms") for name in arms},
+        "met_tpot": {name: met(name, "tpot_ms") for name in arms},
+        "points": 100 * (met("rota", "ttft_ms") - met("fcfs", "ttft_ms")),
+        "points_asked": points_asked,
+        "tpot_p50_ms": tpot,
+        "tpot_p50_rota_over_fcfs": tpot["rota"] / tpot["fcfs"],
+        "tpot_asked": 1.1,
+        "same_tokens": [r.token_ids for r in arms["fcfs"]] == [r.token_ids for r in arms["rota"]],
+        "hits_due": sum(r.metrics.evict_recomputed_tokens for r in arms["rota"]) == 0,
+    }

@@ -1,0 +1,60 @@
+"""The support matrix of docs/families.md, from bench/results/families.json.
+
+python -m bench.models.matrix            prints it
+python -m bench.models.matrix --write    puts it into the page
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.models.families import has_experts
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "families.md"
+RESULTS = ROOT / "bench" / "results" / "families.json"
+BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
+DRIVERS = {"fast": "fast", "hooked": "hooks", "dense": "whole layers"}
+
+
+def _row(name: str, found: dict[str, Any]) -> str:
+    if found["result"] != "equal":
+        reason = found["reason"].split("cannot be driven: ")[-1].split(". Report")[0]
+        said = " ".join(reason.split()).replace("|", "/")[:160]
+        return f"| `{name}` | {found['result']} | {said} | | |"
+    drivers = ", ".join(DRIVERS[driver] for driver in found["drivers"])
+    native = ", ".join(found["native"]) or "none"
+    return (
+        f"| `{name}` | {drivers} | {found['grain']} | {native} | {', '.join(found['exactness'])} |"
+    )
+
+
+def matrix() -> str:
+    """The table, one row per model type whose file defines experts."""
+    families = json.loads(RESULTS.read_text())["families"]
+    rows = {name: found for name, found in families.items() if has_experts(name)}
+    num = sum(found["result"] == "equal" for found in rows.values())
+    lines = [
+        f"{num} of {len(rows)} model types with experts run.",
+        "",
+        "| model type | driver | stops after an | our kernels (bf16, CPU) | exactness |",
+        "|---|---|---|---|---|",
+        *(_row(name, found) for name, found in rows.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the matrix, or put it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    if not parser.parse_args().write:
+        print(matrix(), end="")
+        return
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + matrix() + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

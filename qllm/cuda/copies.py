@@ -1,0 +1,167 @@
+"""KV that moves between pages on the device and page-locked memory, beside the computing.
+
+    out   page -> slot    on one stream      a page of a request is kept, or its KV is swapped out
+    in    slot -> page    on another         KV comes back into pages that the request has now
+
+Nothing here waits on the host. Who uses memory next waits on the device, for an event:
+
+    a page is written (computed, copied in)   after the copies that read it, and those that fill it
+    a page is read (computed, copied out)     after the copies that fill it
+    a slot is used                            after the copy that used it last
+
+So pages and slots are free, as far as counts go, as soon as nobody names them any more.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qllm.cuda.streams import StreamApi
+from qllm.errors import InvariantError
+
+
+class Slot:
+    """Room for the KV of some tokens in page-locked memory; free again when it is forgotten.
+
+    As a pair it is keys and values, each [layers, heads, tokens, width].
+    """
+
+    __slots__ = ("_arena", "number")
+
+    def __init__(self, arena: "Arena", number: int) -> None:
+        self._arena, self.number = arena, number
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Return keys and values as others keep them."""
+        return (t.transpose(1, 2) for t in self.tensors())
+
+    def __del__(self) -> None:
+        """Give the room back."""
+        self._arena.free.append(self.number)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [layers, tokens, heads, width]."""
+        return self._arena.tensors(self.number)
+
+    @property
+    def after(self) -> Any:
+        """The copy that used it last, as an event; None if none did."""
+        return self._arena.after.get(self.number)
+
+    @after.setter
+    def after(self, event: Any) -> None:
+        self._arena.after[self.number] = event
+
+
+class Arena:
+    """Slots of so many tokens each.
+
+    Args:
+        api: Locks the memory.
+        num_slots: How many.
+        tokens: Tokens of a slot.
+        pages: Keys and values on the device, each [layers, slots, heads, width].
+    """
+
+    def __init__(
+        self, api: StreamApi, num_slots: int, tokens: int, pages: tuple[Tensor, Tensor]
+    ) -> None:
+        self._api, self.num_slots, self.tokens = api, num_slots, tokens
+        self.free: list[int] = list(range(num_slots - 1, -1, -1))
+        """Appended to from any thread."""
+        self.after: dict[int, Any] = {}
+        shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in pages]
+        sizes = [torch.Size(shape).numel() * pages[0].itemsize for shape in shapes]
+        self._memory = api.lock(max(1, num_slots) * sum(sizes))
+        slots = self._memory.view(max(1, num_slots), sum(sizes))
+        k, v = (
+            part.view(pages[0].dtype).view(-1, *shape)
+            for part, shape in zip(
+                (slots[:, : sizes[0]], slots[:, sizes[0] :]), shapes, strict=True
+            )
+        )
+        self._k, self._v = k, v
+
+    def tensors(self, number: int) -> tuple[Tensor, Tensor]:
+        """See `Slot.tensors`."""
+        return self._k[number], self._v[number]
+
+    def take(self) -> Slot | None:
+        """A free slot; None if there is none."""
+        return Slot(self, self.free.pop()) if self.free else None
+
+    def close(self) -> None:
+        """Give the memory back; no copy is under way."""
+        self._api.unlock(self._memory)
+
+
+class Copies:
+    """Starts copies and orders them with what computes.
+
+    Args:
+        api: Streams and events.
+        pages: Keys and values on the device, each [layers, slots, heads, width].
+        page_size: Tokens of a page.
+    """
+
+    def __init__(self, api: StreamApi, pages: tuple[Tensor, Tensor], page_size: int) -> None:
+        self._api, self.page_size = api, page_size
+        self._k, self._v = pages
+        self._out, self._in = api.new_stream(), api.new_stream()
+        self._reads: dict[int, Any] = {}
+        """The last copy that reads a page, as an event."""
+        self._fills: dict[int, Any] = {}
+        """The last copy that fills a page which nothing has computed with since."""
+
+    def out(self, pages: Sequence[int], slots: Sequence[Slot]) -> None:
+        """Copy pages, as they are once all that was launched is over, into slots in order."""
+        events = [self._fills.get(page) for page in pages]
+        event = self._copy(self._out, pages, slots, events, is_out=True)
+        self._reads |= dict.fromkeys(pages, event)
+
+    def into(self, pages: Sequence[int], slots: Sequence[Slot]) -> None:
+        """Fill pages, which nobody uses before `ready` or `own`, from slots in order."""
+        events = [of.get(page) for of in (self._reads, self._fills) for page in pages]
+        event = self._copy(self._in, pages, slots, events, is_out=False)
+        self._fills |= dict.fromkeys(pages, event)
+
+    def _copy(
+        self, stream: Any, pages: Sequence[int], slots: Sequence[Slot], events: list[Any],
+        *, is_out: bool,
+    ) -> Any:  # fmt: skip
+        api, size = self._api, self.page_size
+        self._wait(stream, [api.record(None), *events, *(slot.after for slot in slots)])
+        at = [(slot, lo) for slot in slots for lo in range(0, slot.tensors()[0].shape[1], size)]
+        if len(at) < len(pages):
+            raise InvariantError(f"{len(pages)} pages are copied and {len(at)} have room")
+        for page, (slot, lo) in zip(pages, at, strict=False):
+            for there, here in zip((self._k, self._v), slot.tensors(), strict=True):
+                device, host = there[:, page * size :][:, :size], here[:, lo : lo + size]
+                api.copy(*((host, device) if is_out else (device, host)), stream)
+        event = api.record(stream)
+        for slot in slots:
+            slot.after = event
+        return event
+
+    def ready(self, pages: Iterable[int]) -> None:
+        """Let what computes from now on read pages."""
+        self._wait(None, [self._fills.pop(page, None) for page in pages])
+
+    def own(self, pages: Iterable[int]) -> None:
+        """Let what computes from now on write pages that are a request's alone."""
+        pages = list(pages)
+        self._wait(
+            None, [of.pop(page, None) for of in (self._fills, self._reads) for page in pages]
+        )
+
+    def _wait(self, stream: Any, events: Iterable[Any]) -> None:
+        for event in {id(event): event for event in events if event is not None}.values():
+            self._api.wait(stream, event)
+
+    def finish(self, slots: Iterable[Slot] = ()) -> None:
+        """Wait until slots are there; without any, until nothing moves. Not while serving."""
+        events = [slot.after for slot in slots if slot.after is not None]
+        for event in events or [self._api.record(s) for s in (self._out, self._in)]:
+            self._api.finish(event)

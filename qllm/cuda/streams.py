@@ -1,0 +1,105 @@
+"""Streams, events and copies: what moving KV needs of CUDA. None of these calls waits.
+
+`None` is the stream that computes. Never run on a GPU yet.
+"""
+
+import mmap
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qllm.errors import DeviceError
+
+
+class StreamApi(Protocol):
+    """What `qllm.cuda.copies` needs of CUDA."""
+
+    def new_stream(self) -> Any:
+        """A stream beside the one that computes."""
+        ...
+
+    def record(self, stream: Any) -> Any:
+        """An event that is over once all that was launched on a stream so far is."""
+        ...
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let whatever is launched on a stream from now on run after an event."""
+        ...
+
+    def finish(self, event: Any) -> None:
+        """Wait for an event. For checkpoints and the end of the engine alone."""
+        ...
+
+    def copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
+        """Copy on a stream between the device and page-locked memory.
+
+        Args:
+            to: [L, T, G, D], each layer contiguous.
+            source: The same shape, each layer contiguous.
+            stream: One of `new_stream`.
+        """
+        ...
+
+    def lock(self, num_bytes: int) -> Tensor:
+        """Page-locked memory of the host, in bytes. May wait for the device: made at the start.
+
+        Raises:
+            DeviceError: There is too little.
+        """
+        ...
+
+    def unlock(self, memory: Tensor) -> None:
+        """Give it back; nothing copies from or to it any more."""
+        ...
+
+
+class TorchStreams:
+    """Torch's streams and events, and cuda-bindings where torch has no call."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import runtime
+
+        self._runtime: Any = runtime
+
+    def new_stream(self) -> Any:
+        cuda: Any = torch.cuda
+        return cuda.Stream()
+
+    def record(self, stream: Any) -> Any:
+        cuda: Any = torch.cuda
+        event = cuda.Event()
+        event.record(cuda.current_stream() if stream is None else stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        cuda: Any = torch.cuda
+        (cuda.current_stream() if stream is None else stream).wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        event.synchronize()
+
+    def copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
+        # one call of a copy engine for all layers: a row is a layer's tokens, a pitch its stride
+        to_pitch, pitch = (x.stride(0) * x.itemsize for x in (to, source))
+        width = source[0].nbytes
+        (error,) = self._runtime.cudaMemcpy2DAsync(
+            to.data_ptr(), to_pitch, source.data_ptr(), pitch, width, len(source),
+            self._runtime.cudaMemcpyKind.cudaMemcpyDefault, stream.cuda_stream,
+        )  # fmt: skip
+        if int(error):
+            raise DeviceError(f"CUDA answered {error!r} to a copy of KV")
+
+    def lock(self, num_bytes: int) -> Tensor:
+        # registered rather than taken from torch, which rounds up to a power of two
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        (error,) = self._runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+        if int(error):
+            raise DeviceError(
+                f"{num_bytes} bytes of RAM for KV cannot be page-locked (CUDA answered {error!r}); "
+                "lower swap_kv_tokens or prefix_cache_tokens"
+            )
+        return memory
+
+    def unlock(self, memory: Tensor) -> None:
+        self._runtime.cudaHostUnregister(memory.data_ptr())

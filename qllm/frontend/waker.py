@@ -1,0 +1,41 @@
+"""From other threads onto an event loop."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
+
+
+class Waker:
+    """Calls functions on one event loop; many of one moment wake it once."""
+
+    _all: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Waker"]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._due: deque[Callable[[], object]] = deque()
+        self._will_wake = False
+
+    @classmethod
+    def here(cls) -> "Waker":
+        """That of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if (found := cls._all.get(loop)) is None:
+            found = cls._all[loop] = cls(loop)
+        return found
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call it on the loop, soon, in order; never if the loop is closed. From any thread."""
+        self._due.append(function)  # before the look: who clears the mark then finds it
+        if self._will_wake or (loop := self._loop()) is None:
+            return
+        self._will_wake = True
+        with suppress(RuntimeError):  # the event loop was closed: nobody waits
+            loop.call_soon_threadsafe(self._call_all)
+
+    def _call_all(self) -> None:
+        self._will_wake = False
+        for _ in range(len(self._due)):  # what comes meanwhile wakes the loop again
+            self._due.popleft()()

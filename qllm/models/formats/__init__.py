@@ -1,0 +1,1 @@
+"""How published checkpoints hold quantised weights: one module per method."""

@@ -1,0 +1,155 @@
+"""compressed-tensors, as llm-compressor writes it: int4 and int8 in words, int8, and FP8.
+
+    pack-quantized     weight_packed int32 [n, k * bits / 32]: inputs that follow each other, the
+                       first lowest, each code plus half of the range; weight_shape [n, k]
+                       weight_zero_point int32 [n * bits / 32, groups], packed alike, may be there
+    int-quantized      weight int8 [n, k], weight_zero_point int8 [n, groups] may be there
+    float-quantized    weight float8_e4m3fn [n, k]
+    naive-quantized    the same as the last two
+
+    weight_scale       [n, groups], [n, 1], one, or [n / rows, k / columns] of blocks
+
+A value is scale * (code - zero), rounded to bf16 once; the library rounds to the dtype of the
+scales, which is the same where that is bf16. With act-order (weight_g_idx that is not ascending)
+weights are read as their bf16 values. Source: the package compressed-tensors.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qllm.kernels.quantised import Quantised
+from qllm.models.formats.fp8 import FP8, per_output
+from qllm.models.formats.layout import (
+    Format,
+    Layout,
+    Parts,
+    Settings,
+    Weight,
+    check,
+    nibbles,
+    shifted,
+    signed,
+)
+
+READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+SCALE, ZERO, ORDER, SHAPE = (f".weight_{end}" for end in ("scale", "zero_point", "g_idx", "shape"))
+WORD = 32
+Block = tuple[int, int] | None
+
+
+def read_packed(parts: Parts) -> Weight:
+    """One weight of pack-quantized."""
+    words, scale = parts[".weight_packed"], parts[SCALE]
+    n, k = parts[SHAPE].tolist()
+    bits = WORD * words.shape[1] // k
+    check(bits in (4, 8), f"pack-quantized weights of {bits} bits; 4 and 8 are read")
+    codes = words.contiguous().view(torch.uint8)[:, : k * bits // 8]
+    zero: Tensor | int = 1 << bits - 1
+    scale = _per_group(scale, n, k, None)
+    if ZERO in parts:
+        packed = parts[ZERO].t().contiguous().view(torch.uint8)
+        zero = (nibbles(packed) if bits == 4 else packed)[:, :n].t()
+    group = k // scale.shape[1]
+    if ORDER in parts and not torch.equal(parts[ORDER].long(), torch.arange(k) // group):
+        of_input = parts[ORDER].long()
+        plain = (nibbles(codes) if bits == 4 else codes).float()
+        plain -= zero[:, of_input] if isinstance(zero, Tensor) else zero
+        return (plain * scale[:, of_input].float()).bfloat16()
+    if bits == 4:
+        return shifted("u4", codes, scale, zero, group)
+    zero = zero.float() - 128 if isinstance(zero, Tensor) else 0
+    return _int8(signed(codes), scale, zero, group)
+
+
+def read_plain(parts: Parts, block: Block) -> Quantised:
+    """One weight of int-quantized or float-quantized."""
+    codes, scale = parts[".weight"], parts[SCALE]
+    n, k = codes.shape
+    in_blocks = block is not None and scale.numel() > 1 and scale.shape[0] != n
+    scale = _per_group(scale, n, k, block)
+    group = min(block[1], k) if block is not None and in_blocks else k // scale.shape[1]
+    if codes.dtype is torch.int8:
+        return _int8(codes, scale, parts[ZERO].float() if ZERO in parts else 0, group)
+    zero = parts.get(ZERO)
+    check(zero is None or not bool(zero.float().any()), "FP8 weights with a zero point")
+    return Quantised("e4m3", codes, scale, None, group)
+
+
+def _int8(codes: Tensor, scale: Tensor, zero: Tensor | int, group: int) -> Quantised:
+    if isinstance(zero, int) or not bool(zero.any()):
+        return Quantised("i8", codes, scale, None, group)
+    return shifted("i8", codes, scale, zero, group)
+
+
+def _per_group(scale: Tensor, n: int, k: int, block: Block) -> Tensor:
+    """Scales as [n, groups]."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(n, 1).contiguous()
+    if block is not None and scale.shape[0] != n:
+        return per_output(scale, n, k, block)
+    check(
+        scale.dim() == 2 and scale.shape[0] == n and k % scale.shape[1] == 0,
+        f"weight_scale of shape {tuple(scale.shape)} does not fit a weight of {n} x {k}",
+    )
+    return scale
+
+
+def _block(settings: Settings) -> Block:
+    """The blocks that a config group names; None if none does."""
+    for group in dict(settings.get("config_groups") or {}).values():
+        found = dict(dict(group).get("weights") or {}).get("block_structure")
+        if found is not None:
+            return int(found[0]), int(found[1])
+    return None
+
+
+def _bits(settings: Settings) -> float:
+    """Bits of the widest group: a scale in bf16, and an offset where codes have 4 bits."""
+    found = []
+    for group in dict(settings.get("config_groups") or {}).values():
+        weights = dict(dict(group).get("weights") or {})
+        bits, inputs = int(weights.get("num_bits") or 8), weights.get("group_size") or 0
+        worth = 32 if bits == 4 else 16
+        found.append(bits + (worth / inputs if inputs > 0 else 0))
+    return max(found, default=8.0)
+
+
+def compressed_tensors(settings: Settings) -> Format:
+    """The format with the settings of a checkpoint.
+
+    Raises:
+        ModelError: Something in it has a layout that is not read.
+    """
+    groups = dict(settings.get("config_groups") or {}).values()
+    found = [settings.get("format") or "pack-quantized"]
+    found += [dict(group).get("format") or found[0] for group in groups]
+    odd = sorted({name for name in found if name not in READ})
+    check(not odd, f"compressed-tensors with format={', '.join(odd)}; read are {', '.join(READ)}")
+    check(
+        not settings.get("kv_cache_scheme"),
+        "compressed-tensors with a kv_cache_scheme: KV is kept in bf16 here",
+    )
+    sparse = dict(settings.get("sparsity_config") or {}).get("format", "dense")
+    check(sparse == "dense", f"compressed-tensors with sparsity {sparse!r}; 'dense' is read")
+    packed = Layout(
+        codes=".weight_packed",
+        needs=(SCALE, SHAPE),
+        may_have=(ZERO, ORDER),
+        dtypes=("I32",),
+        read=read_packed,
+    )
+    plain = Layout(
+        codes=".weight",
+        needs=(SCALE,),
+        may_have=(ZERO,),
+        dtypes=("I8", FP8),
+        read=partial(read_plain, block=_block(settings)),
+    )
+    return Format(
+        name="compressed-tensors",
+        layouts=(packed, plain),
+        bits=_bits(settings),
+        unused=(".input_scale", ".input_zero_point"),
+    )

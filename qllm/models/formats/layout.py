@@ -1,0 +1,129 @@
+"""What a format says: which tensors of a checkpoint are one weight, and how they are read."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.errors import ModelError
+from qllm.kernels.quantised import Code, Quantised
+
+Settings = Mapping[str, Any]
+"""The `quantization_config` of a checkpoint."""
+Parts = Mapping[str, Tensor]
+"""The tensors of one weight, by the end of their names."""
+Weight = Quantised | Tensor
+"""A weight [n, k] or a stack [E, n, k] of them; bf16 where its codes have no group of inputs."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str
+    """As safetensors spells it: BF16, F8_E4M3."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The tensors of one weight: their names are the weight's stem and an end."""
+
+    codes: str
+    """End of the name of the codes."""
+    needs: tuple[str, ...]
+    """Ends of the names of what belongs to them."""
+    may_have: tuple[str, ...] = ()
+    dtypes: tuple[str, ...]
+    """Dtypes of the codes: a tensor of another dtype is a plain weight."""
+    weight: str = ".weight"
+    """End of the name that the weight has where it is not quantised."""
+    read: Callable[[Parts], Weight]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How the checkpoints of one method hold their weights."""
+
+    name: str
+    layouts: tuple[Layout, ...]
+    bits: float
+    """Bits of a weight in memory, with its part of scales and offsets."""
+    unused: tuple[str, ...] = ()
+    """Ends of the names of tensors that say how activations are quantised: ours are not."""
+
+    def weights(
+        self, tensors: Mapping[str, Stored]
+    ) -> Iterator[tuple[str, Layout, dict[str, str]]]:
+        """Name, layout, and tensors by the end of their names, of every quantised weight.
+
+        Raises:
+            ModelError: Codes lack a tensor that belongs to them.
+        """
+        for layout in self.layouts:
+            for key, stored in tensors.items():
+                if not key.endswith(layout.codes) or stored.dtype not in layout.dtypes:
+                    continue
+                stem = key.removesuffix(layout.codes)
+                if stem.endswith(layout.needs) or key.endswith(self.unused):
+                    continue
+                missing = [end for end in layout.needs if stem + end not in tensors]
+                if missing:
+                    raise ModelError(
+                        f"{key} ({stored.dtype}) is there without {stem}{missing[0]}, which "
+                        f"{self.name} has beside it; download the checkpoint again"
+                    )
+                ends = (layout.codes, *layout.needs, *layout.may_have)
+                parts = {end: stem + end for end in ends if stem + end in tensors}
+                yield stem + layout.weight, layout, parts
+
+
+PLAIN = Format(name="plain", layouts=(), bits=16)
+"""The format of checkpoints without quantised weights."""
+
+
+def check(is_right: bool, what: str) -> None:
+    """Raise a ModelError that says what is wrong with a checkpoint."""
+    if not is_right:
+        raise ModelError(what)
+
+
+def cdiv(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(biased: Tensor) -> Tensor:
+    """bf16 2^(exponent - 127), exactly, of exponents 0 to 254 of any integer dtype."""
+    bits = biased.to(torch.int16) << 7
+    return torch.where(bits == 0, 1 << 6, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def blocked(tensor: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several."""
+    return tensor.reshape(*tensor.shape[:-1], *sizes)
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Halves of bytes, the low one first: [..., m] -> uint8 [..., 2m]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def pairs(codes: Tensor) -> Tensor:
+    """Pack codes below 16, uint8 [..., k], into bytes [..., k / 2], the low half first."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def shifted(code: Code, codes: Tensor, scale: Tensor, zero: Tensor | int, group: int) -> Quantised:
+    """A weight of scale * (code - zero), exactly: in fp32 where the product needs more bits."""
+    offset = -scale.float() * zero
+    narrow = offset.to(scale.dtype)
+    if not torch.equal(narrow.float(), offset):
+        scale, narrow = scale.float(), offset
+    return Quantised(code, codes, scale.contiguous(), narrow.contiguous(), group)
+
+
+def signed(unsigned: Tensor) -> Tensor:
+    """Codes 0 to 255 less 128, as int8."""
+    return (unsigned ^ 128).view(torch.int8)

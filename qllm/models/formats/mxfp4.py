@@ -1,0 +1,32 @@
+"""MXFP4, as gpt-oss is published: 4-bit floats, and a power of two for 32 inputs.
+
+    <stem>_blocks   uint8 [E, n, k / 32, 16]: a byte is two inputs, the low half the first
+    <stem>_scales   uint8 [E, n, k / 32]: exponent + 127
+
+Source: the OCP microscaling specification 1.0; transformers, `integrations/mxfp4.py`. Every value
+is a bf16 number: nothing is rounded.
+"""
+
+from qllm.kernels.quantised import Quantised
+from qllm.models.formats.layout import Format, Layout, Parts, Settings, check, power_of_two
+
+GROUP = 32
+NOT_A_NUMBER = 255
+"""The exponent that stands for NaN."""
+
+
+def read(parts: Parts) -> Quantised:
+    """A stack of weights; rows are outputs in the order of the checkpoint."""
+    blocks, scales = parts["_blocks"], parts["_scales"]
+    check(
+        blocks.shape[-1] == GROUP // 2 and blocks.shape[:-1] == scales.shape,
+        f"MXFP4 blocks of shape {tuple(blocks.shape)} do not fit scales of {tuple(scales.shape)}",
+    )
+    check(not bool((scales == NOT_A_NUMBER).any()), "MXFP4 scales have a NaN (exponent 255)")
+    return Quantised("e2m1", blocks.flatten(-2), power_of_two(scales), None, GROUP)
+
+
+def mxfp4(_: Settings) -> Format:
+    """The format; it has no settings."""
+    layout = Layout(codes="_blocks", needs=("_scales",), dtypes=("U8",), weight="", read=read)
+    return Format(name="mxfp4", layouts=(layout,), bits=4 + 16 / GROUP)

@@ -1,0 +1,81 @@
+"""Weights in bf16 rounded to 4 bits as they are loaded: to the nearest value, nothing calibrated.
+
+int4    64 inputs have a bf16 scale and offset: 16 values from the smallest weight to the largest
+mxfp4   32 inputs have a power of two, 4-bit floats: the conversion of the OCP microscaling
+        specification 1.0 (section 6.3)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qllm.errors import ModelError
+from qllm.kernels.quantised import E2M1, Quantised
+from qllm.models.formats.layout import blocked, pairs, power_of_two
+
+INT4_GROUP, MXFP4_GROUP = 64, 32
+INT4_MAX = 15
+E2M1_EXPONENT = 2
+"""Exponent of the largest 4-bit float."""
+BIAS = 127
+LEAST_EXPONENT = -100
+"""Exponent of the power of two of a group of zeros, or nearly."""
+
+
+def int4(weight_NK: Tensor) -> Quantised:
+    """Round bf16 [..., n, k]."""
+    k = weight_NK.shape[-1]
+    group = min(INT4_GROUP, k)
+    grouped = _grouped(weight_NK, group, "replicate")
+    least, most = grouped.amin(-1), grouped.amax(-1)
+    scale, offset = ((most - least) / INT4_MAX).bfloat16(), least.bfloat16()
+    step = torch.where(scale == 0, 1.0, scale.float()).unsqueeze(-1)
+    codes = ((grouped - offset.float().unsqueeze(-1)) / step).round().clamp(0, INT4_MAX)
+    return Quantised("u4", _packed(codes, k), scale, offset, group)
+
+
+def mxfp4(weight_NK: Tensor) -> Quantised:
+    """Round bf16 [..., n, k]; what is larger than the largest 4-bit float becomes it."""
+    k = weight_NK.shape[-1]
+    group = min(MXFP4_GROUP, k)
+    grouped = _grouped(weight_NK, group, "zero")
+    exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 1 - E2M1_EXPONENT
+    scale = power_of_two(exponent.clamp(min=LEAST_EXPONENT) + BIAS)
+    size = (grouped.abs() / scale.float().unsqueeze(-1)).contiguous()
+    codes = _nearest(size) + 8 * (grouped < 0)
+    return Quantised("e2m1", _packed(codes, k), scale, None, group)
+
+
+ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mxfp4}
+"""Values of `expert_weights` that round as a model is loaded."""
+
+
+BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
+"""Bits of a weight in memory, by value of `expert_weights`."""
+
+
+def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
+    """fp32 [..., n, groups, group]; a shorter last group is filled up."""
+    if not weight_NK.isfinite().all():
+        raise ModelError("weights that are not finite cannot be rounded to 4 bits")
+    more = -weight_NK.shape[-1] % group
+    if more and fill == "replicate":
+        last = weight_NK[..., -1:].expand(*weight_NK.shape[:-1], more)
+        weight_NK = torch.cat((weight_NK, last), dim=-1)
+    elif more:
+        weight_NK = F.pad(weight_NK, (0, more))
+    return blocked(weight_NK.float(), -1, group)
+
+
+def _packed(codes: Tensor, k: int) -> Tensor:
+    return pairs(codes.flatten(-2)[..., :k].to(torch.uint8))
+
+
+def _nearest(size: Tensor) -> Tensor:
+    """The nearest of the eight sizes; between two the one with an even code."""
+    sizes = torch.tensor(E2M1[:8])
+    middles = (sizes[1:] + sizes[:-1]) / 2
+    low, high = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
+    return torch.where(low % 2 == 0, low, high)

@@ -1,0 +1,150 @@
+"""GGUF files: found, opened, and named as the family's safetensors are.
+
+Config, tokenizer and names of tensors are transformers' (`modeling_gguf_pytorch_utils`), blocks are
+read by `formats.gguf`. Stacks of experts get the name of each expert's weight in a checkpoint of
+safetensors, so that they are loaded as those are.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from qllm.errors import ModelError
+from qllm.models.checkpoint import Checkpoint
+from qllm.models.folders import first_line
+from qllm.models.formats import gguf as blocks
+from qllm.models.formats.layout import Weight
+
+ARCHITECTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""`general.architecture` -> model type, of those that are read."""
+STACKS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+"""Tensors `ffn_<key>_exps` -> what an expert's weight is called."""
+_WIDTHS = {
+    "ffn_gate_exps.weight": "moe_intermediate_size",
+    "ffn_gate_shexp.weight": "shared_expert_intermediate_size",
+}
+_ROW = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufFile(NamedTuple):
+    """An open file: its tensors as the package gguf has them."""
+
+    path: Path
+    architecture: str
+    tensors: Mapping[str, Any]
+
+
+def open_file(path: Path) -> GgufFile:
+    """Open a file and see that it is read.
+
+    Raises:
+        ModelError: The package gguf is missing, the file is broken, or its architecture or a type
+            of its tensors is not read.
+    """
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{path} is a GGUF file, and the package gguf is not installed: pip install gguf"
+        ) from error
+    try:
+        open_reader: Any = GGUFReader
+        reader = open_reader(path)
+        architecture = str(reader.fields["general.architecture"].contents())
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ModelError(
+            f"{path} is truncated or no GGUF file ({type(error).__name__}: {first_line(error)}); "
+            "download it again"
+        ) from error
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{path} is a GGUF file of architecture {architecture!r}; read are "
+            f"{', '.join(ARCHITECTURES)}: load the model's safetensors instead"
+        )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    known = (*blocks.READERS, *blocks.PLAIN)
+    odd = {t.tensor_type.name for t in tensors.values() if t.tensor_type.name not in known}
+    if odd:
+        raise ModelError(
+            f"{path} has tensors of type {', '.join(sorted(odd))}; read are {', '.join(known)}: "
+            "take a file of another quantisation (Q4_K_M, Q8_0)"
+        )
+    return GgufFile(path, architecture, tensors)
+
+
+def config_of(file: GgufFile) -> PreTrainedConfig:
+    """The config of a model; widths of experts, which transformers leaves at a default, by tensors.
+
+    Raises:
+        ModelError: transformers makes none of it.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            file.path.parent, gguf_file=file.path.name
+        )
+    except Exception as error:
+        raise ModelError(f"{file.path} gives no config: {first_line(error)}") from error
+    for name, attribute in _WIDTHS.items():
+        found = next((t for key, t in file.tensors.items() if key.endswith(name)), None)
+        if found is not None:
+            setattr(config, attribute, len(found.data[0] if "exps" in name else found.data))
+    return config
+
+
+def expert_bits(file: GgufFile) -> float:
+    """Bits of a weight of the experts in memory, on average."""
+    stacks = [t for name, t in file.tensors.items() if name.endswith("_exps.weight")]
+    sizes = [int(tensor.n_elements) for tensor in stacks]
+    bits = [blocks.BITS.get(tensor.tensor_type.name, 16.0) for tensor in stacks]
+    return float(sum(map(mul, sizes, bits)) / sum(sizes))
+
+
+def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
+    """The weights of a file by their names in safetensors.
+
+    Args:
+        file: An open file.
+        model: Of its config, on the meta device.
+
+    Raises:
+        ModelError: A tensor has no place in the model.
+    """
+    from transformers import modeling_gguf_pytorch_utils
+
+    theirs: Any = modeling_gguf_pytorch_utils
+    processor = theirs.TENSOR_PROCESSORS[file.architecture](config=model.config.to_dict())
+    names = theirs.get_gguf_hf_weights_map(model, processor)
+    shapes = model.state_dict()
+    plain: dict[str, Callable[[], Tensor]] = {}
+    quantised: dict[str, Callable[[], Weight]] = {}
+    for name, tensor in file.tensors.items():
+        target = names.get(name) or names.get(name.removesuffix(".weight"))
+        if target is None:
+            raise ModelError(f"{file.path}: the tensor {name} has no place in the model")
+        is_plain = tensor.tensor_type.name in blocks.PLAIN
+        into: dict[str, Callable[[], Any]] = plain if is_plain else quantised
+        kind = name.removesuffix("_exps.weight").rpartition("_")[2]
+        if name.endswith("_exps.weight") and kind in STACKS:
+            start = target.rpartition(".")[0]
+            for expert in range(len(tensor.data)):
+                into[f"{start}.{expert}.{STACKS[kind]}.weight"] = partial(_read, tensor, expert)
+        else:
+            into[target] = partial(_read, tensor, None, tuple(shapes[target].shape))
+    kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
+
+
+def _read(tensor: Any, expert: int | None, shape: tuple[int, ...] | None = None) -> Weight:
+    """One weight, or a vector in the shape that the model has."""
+    data, kind = tensor.data if expert is None else tensor.data[expert], tensor.tensor_type.name
+    raw = torch.from_numpy(data.copy())
+    if kind in blocks.READERS:
+        return blocks.read(kind, raw)
+    plain = raw if raw.is_floating_point() else raw.view(_ROW[kind])
+    return plain if shape is None else plain.reshape(shape)

@@ -1,0 +1,53 @@
+"""Forward hooks that a user registered: which modules have them, and which of those are called.
+
+Layers are run part by part, and kernels compute several parts at once from their weights. A part
+with a hook, on itself or inside, is computed by its own modules instead, so the hook is called as
+in `model.forward`, with the rows of an op. Modules that no part is (a layer, a block of experts,
+experts, the head) are called by nobody; a hook there is named in a warning.
+"""
+
+import logging
+from collections.abc import Iterator
+
+from torch import nn
+
+from qllm.models.discover import ModelParts
+
+_log = logging.getLogger(__name__)
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether a module, or one inside it, has a forward hook or a forward pre-hook."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def never_called(model: nn.Module, parts: ModelParts) -> list[str]:
+    """Names of modules with hooks that serving never calls, in the order of the model."""
+    called = set(_called(parts))
+    return [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if (module._forward_hooks or module._forward_pre_hooks) and module not in called
+    ]
+
+
+def warn_of_unheard(model: nn.Module, parts: ModelParts) -> None:
+    """Warn of hooks that serving never calls."""
+    if names := never_called(model, parts):
+        _log.warning(
+            "hooks on %s are never called: layers are run part by part, and experts and head are "
+            "read as weights; hooks of attention, norms, routers and MLPs are called",
+            ", ".join(names),
+        )
+
+
+def _called(parts: ModelParts) -> Iterator[nn.Module]:
+    """Modules that compute when their part is computed by its own modules."""
+    yield from parts.embed.modules()
+    yield from parts.norm.modules()
+    for layer in parts.layers:
+        mlp = None if layer.is_moe else layer.mlp
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        for part in (*norms, layer.self_attn, layer.router, layer.shared, layer.shared_gate, mlp):
+            if part is not None:
+                yield from part.modules()

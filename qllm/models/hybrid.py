@@ -1,0 +1,69 @@
+"""Which layers carry a state, by what transformers declares: the cache that `generate` makes."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from qllm.errors import ModelError
+
+KNOWN = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DummyLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+"""Kinds of layers in transformers' cache that are driven, or refused for another reason."""
+
+
+class LightningState:
+    """State of MiniMax's lightning attention: one tensor, in a cache of its own kind."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
+def state_maker(base: Any, index: int) -> Callable[[], Any] | None:
+    """Makes the state of one layer of a request without tokens; None if the layer attends.
+
+    Raises:
+        ModelError: The layer carries a state and attends, too.
+    """
+    if _is_lightning(base, index):
+        return LightningState
+    layers = DynamicCache(config=base.config).layers
+    if index < len(layers) and type(layers[index]) not in KNOWN:
+        raise ModelError(
+            f"layer {index} of {type(base).__name__} keeps a {type(layers[index]).__name__} in its "
+            "cache, which is neither keys and values nor a state: not supported"
+        )
+    if index >= len(layers) or not isinstance(layers[index], LinearAttentionCacheLayerMixin):
+        return None
+    fresh = layers[index]
+    if isinstance(fresh, CacheLayerMixin):
+        raise ModelError(
+            f"layer {index} of {type(base).__name__} carries a state and attends side by side: "
+            "not supported"
+        )
+    return lambda: copy.deepcopy(fresh)
+
+
+def _is_lightning(base: Any, index: int) -> bool:
+    types = getattr(base.config, "layer_types", None) or ()
+    if index >= len(types) or types[index] != "linear_attention":
+        return False
+    return "MiniMaxCache" in inspect.getsource(inspect.unwrap(type(base).forward))

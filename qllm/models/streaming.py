@@ -1,0 +1,354 @@
+"""Load a checkpoint whose weights are quantised, tensor by tensor.
+
+    experts     stay quantised, where all of a layer's are alike and the device is a CPU that
+                computes in bf16: `QuantisedExperts` on their module
+    the rest    becomes bf16 (or the dtype asked for) as it is read, and transformers puts it into
+                the model
+
+Names of tensors are turned into names of parameters by transformers' own tables, so a family that
+transformers loads is loaded here. Nothing is read before it is needed: in memory are the weights
+that were read so far and what one of them takes on its way.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qllm.errors import ModelError
+from qllm.kernels.quantised import FOUR_BIT, Quantised
+from qllm.models.checkpoint import Checkpoint
+from qllm.models.formats.layout import Weight
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
+
+OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
+"""Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
+KEPT = "qllm_kept"
+"""Name of our method among transformers' quantisers: it leaves parameters out."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the quantised weights."""
+
+    kept: list[str] = field(default_factory=list)
+    """Codes and groups of every layer whose experts stay quantised."""
+    expanded: int = 0
+    """Weights that became plain numbers."""
+
+    def text(self, format_name: str, dtype: torch.dtype) -> str:
+        """The outcome for people: "fp8: experts of 24 layers as e4m3 g128, 97 others ..."."""
+        kinds = sorted(set(self.kept))
+        parts = [f"experts of {self.kept.count(kind)} layers kept as {kind}" for kind in kinds]
+        if self.expanded:
+            kind = str(dtype).removeprefix("torch.")
+            parts.append(f"{self.expanded} {'other ' * bool(parts)}weights expanded to {kind}")
+        return f"{format_name}: {', '.join(parts) or 'nothing is quantised'}"
+
+
+class Place(NamedTuple):
+    """Where a weight of an expert belongs."""
+
+    module: str
+    parameter: str
+    part: int
+    """Which of the outputs: gate is 0 and up 1 where they are stored apart."""
+    expert: int | None
+    """None is a stack of all of them."""
+
+
+@register_quantization_config(KEPT)
+class _KeptConfig(QuantizationConfigMixin):
+    """Names the parameters that transformers shall not load."""
+
+    def __init__(self, names: Sequence[str] = (), **_: Any) -> None:
+        self.quant_method: Any = KEPT
+        self.names = list(names)
+
+
+@register_quantizer(KEPT)
+class _Kept(HfQuantizer):
+    """Takes parameters out of a model before transformers loads its weights."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        chosen: Any = self.quantization_config
+        for name in chosen.names:
+            module, _, parameter = name.rpartition(".")
+            experts = model.get_submodule(module)
+            del experts._parameters[parameter]
+            experts._is_hf_initialized = True  # nothing is left in it to be made up
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def is_serializable(self, **_: Any) -> bool:
+        return False
+
+
+class _Lazy:
+    """A tensor that transformers reads when it comes to it."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self._read()
+
+
+def stream(
+    model_class: Any,
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: str | None = None,
+) -> tuple[PreTrainedModel, dict[str, Any], Outcome]:
+    """Load a model.
+
+    Args:
+        model_class: Of transformers, for causal generation.
+        config: Of the model, without a quantization_config.
+        checkpoint: Its weights.
+        dtype: Of the weights that do not stay quantised.
+        device: Where they go.
+        rounding: Key of `ROUNDINGS`: plain weights of experts are rounded as they are read.
+
+    Returns:
+        The model, transformers' account of missing and unexpected keys, and what became of the
+        quantised weights.
+
+    Raises:
+        ModelError: Weights do not fit the model.
+    """
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
+    outcome, kept = Outcome(), dict[str, dict[str, Sequence[Quantised]]]()
+    keeps = device.type == "cpu" and dtype is torch.bfloat16
+    if rounding is not None and keeps:
+        checkpoint = _rounded(skeleton, checkpoint, rounding)
+    rest = dict(checkpoint.quantised)
+    places = _places(skeleton, checkpoint.quantised)
+    turned = {name for name, place in places.items() if _is_turned(skeleton, place)}
+    if turned and checkpoint.format not in OUTPUTS_FIRST:
+        raise ModelError(
+            f"{min(turned)} is a stack of {checkpoint.format} for a parameter that has inputs "
+            "first: how it is laid out is not known; load bfloat16 weights"
+        )
+    if keeps:
+        for module, names in _by_module(places).items():
+            found = _gathered(skeleton.get_submodule(module), names, places, checkpoint)
+            if found is not None:
+                kept[module] = found
+                for name in names:
+                    del rest[name]
+    lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
+    lazies |= {
+        name: _Lazy(partial(_expanded, read, outcome, name in turned))
+        for name, read in rest.items()
+    }
+    taken = [f"{module}.{name}" for module in kept for name in WEIGHTS]
+    model, info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=lazies,
+        dtype=dtype,
+        device_map=None if device.type == "cpu" else {"": device},
+        quantization_config=_KeptConfig(taken),
+        output_loading_info=True,
+    )
+    for module in kept:
+        empty = skeleton.get_submodule(module)._parameters
+        experts = model.get_submodule(module)
+        experts._parameters.update({name: empty[name] for name in WEIGHTS})
+    for module in list(kept):
+        held = QuantisedExperts(model.get_submodule(module), kept.pop(module), rounding)
+        outcome.kept.append(held.kind)
+    _forget_method(model)
+    return model, info, outcome
+
+
+def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> Checkpoint:
+    """A checkpoint of which the weights of experts are rounded as they are read."""
+    plain, quantised = dict(checkpoint.plain), dict(checkpoint.quantised)
+    for name, place in _places(model, checkpoint.plain).items():
+        turned = _is_turned(model, place)
+        quantised[name] = partial(_round, plain.pop(name), ROUNDINGS[rounding], turned)
+    return checkpoint._replace(format=rounding, plain=plain, quantised=quantised)
+
+
+def _round(
+    read: Callable[[], Tensor], rounding: Callable[[Tensor], Quantised], turned: bool
+) -> Quantised:
+    weight = read().bfloat16()
+    return rounding(weight.transpose(-1, -2) if turned else weight)
+
+
+def _expanded(read: Callable[[], Weight], outcome: Outcome, turned: bool) -> Tensor:
+    """A quantised weight in bf16, as the parameter of the model is."""
+    outcome.expanded += 1
+    found = read()
+    value = found.dequantised() if isinstance(found, Quantised) else found
+    return value.transpose(-1, -2) if turned else value
+
+
+def _is_turned(model: nn.Module, place: Place) -> bool:
+    """Whether a stack of weights [n, k] is for a parameter [E, k, n]."""
+    experts: Any = model.get_submodule(place.module)
+    return place.expert is None and bool(experts.is_transposed)
+
+
+def _forget_method(model: Any) -> None:
+    """The model is as one that was never quantised: what is, is on its experts."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if name in vars(model):
+            delattr(model, name)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        vars(config).pop("quantization_config", None)
+
+
+# -- names
+
+
+def _places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
+    """Where the weights of experts belong, by the names in the checkpoint; others are not in it."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    shapes, found = model.state_dict(), {}
+    for name in names:
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, shapes
+        )
+        module, _, parameter = target.rpartition(".")
+        if target not in shapes or parameter not in WEIGHTS or shapes[target].dim() != 3:
+            continue
+        if pattern is None:
+            found[name] = Place(module, parameter, 0, None)
+        elif (place := _in_list(name, pattern, of_pattern[pattern])) is not None:
+            found[name] = Place(module, parameter, *place)
+    return found
+
+
+def _in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
+    """Part and expert of a weight of a list, if experts are stacked and parts joined, no more."""
+    operations = [type(operation) for operation in converter.operations]
+    if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+        return None
+    number = re.escape(pattern).replace(r"\*", r"(\d+)")
+    match = re.search(number, name)
+    return None if match is None else (converter.source_patterns.index(pattern), int(match[1]))
+
+
+def _by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, place in places.items():
+        found.setdefault(place.module, []).append(name)
+    return found
+
+
+# -- the experts of one layer
+
+
+def _gathered(
+    module: nn.Module, names: Sequence[str], places: Mapping[str, Place], checkpoint: Checkpoint
+) -> dict[str, Sequence[Quantised]] | None:
+    """Every expert's weights by parameter; None if they are not all there, or not alike."""
+    found: dict[str, Sequence[Quantised]] = {}
+    for parameter in WEIGHTS:
+        own = [name for name in names if places[name].parameter == parameter]
+        experts = _of_parameter(own, places, checkpoint)
+        shape = getattr(module, parameter).shape
+        if experts is None or len(experts) != shape[0]:
+            return None
+        n, k = shape[:0:-1] if module.is_transposed else shape[1:]
+        packed = k // 2 if experts[0].code in FOUR_BIT else k
+        if any(one.codes.shape != (n, packed) for one in experts):
+            return None
+        found[parameter] = experts
+    return found
+
+
+def _of_parameter(
+    names: Sequence[str], places: Mapping[str, Place], checkpoint: Checkpoint
+) -> list[Quantised] | None:
+    """One weight per expert; None if some are missing, or they are not alike."""
+    by_place = {places[name][2:]: name for name in names}
+    if list(by_place) == [(0, None)]:
+        stack = checkpoint.quantised[names[0]]()
+        if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
+            return None
+        return [_one_of(stack, expert) for expert in range(len(stack.codes))]
+    num_parts = 1 + max((place.part for place in map(places.get, names) if place), default=0)
+    num_experts = len(by_place) // num_parts
+    wanted = [(part, expert) for expert in range(num_experts) for part in range(num_parts)]
+    if set(wanted) != set(by_place):
+        return None
+    read = alike([checkpoint.quantised[by_place[place]]() for place in wanted])
+    if read is None or num_parts == 1:
+        return read
+    starts = range(0, len(read), num_parts)
+    return [_joined(read[start : start + num_parts]) for start in starts]
+
+
+def _one_of(stack: Quantised, expert: int) -> Quantised:
+    offset = None if stack.offset_NG is None else stack.offset_NG[expert]
+    return stack._replace(
+        codes=stack.codes[expert], scale_NG=stack.scale_NG[expert], offset_NG=offset
+    )
+
+
+def _joined(parts: Sequence[Quantised]) -> Quantised:
+    """Weights under each other."""
+    offsets = [part.offset_NG for part in parts if part.offset_NG is not None]
+    return parts[0]._replace(
+        codes=torch.cat([part.codes for part in parts]),
+        scale_NG=torch.cat([part.scale_NG for part in parts]),
+        offset_NG=torch.cat(offsets) if offsets else None,
+    )
+
+
+def alike(weights: Sequence[Weight]) -> list[Quantised] | None:
+    """Weights with scales and offsets of one dtype; None if codes, groups or inputs differ.
+
+    No value changes: scales become fp32 where some are, and an offset that was not there is zero.
+    """
+    found = [one for one in weights if isinstance(one, Quantised)]
+    kinds = {(one.code, one.group, one.codes.shape[-1]) for one in found}
+    if len(found) != len(weights) or len(kinds) != 1:
+        return None
+    both = [t for one in found for t in (one.scale_NG, one.offset_NG) if t is not None]
+    dtypes, has_offset = {t.dtype for t in both}, any(one.offset_NG is not None for one in found)
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return [_with_dtype(one, dtype, has_offset) for one in found]
+
+
+def _with_dtype(one: Quantised, dtype: torch.dtype, has_offset: bool) -> Quantised:
+    offset = one.offset_NG
+    if offset is None and has_offset:
+        offset = torch.zeros_like(one.scale_NG)
+    return one._replace(
+        scale_NG=one.scale_NG.to(dtype), offset_NG=None if offset is None else offset.to(dtype)
+    )

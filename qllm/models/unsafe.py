@@ -1,0 +1,61 @@
+"""Models that the drivers would run wrongly, refused by name."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+from qllm.models.discover import PACKED, is_experts
+from qllm.models.quantised import refuse_quantised
+from qllm.models.quantised_experts import WEIGHTS, all_quantised, quantised_in
+
+EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
+
+
+def _refuse_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ModelError(
+            f"parameter {name} is on the meta device (offloaded to disk?): load the whole model"
+        )
+    if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
+        raise ModelError(f"parameter {name} is sharded (DTensor); load without tensor parallelism")
+
+
+def _refuse_experts(name: str, experts: Any) -> None:
+    if "forward" in vars(experts) and quantised_in(experts) is None:
+        raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
+    if getattr(experts, "_is_expert_parallel", False):
+        raise ModelError(f"{name} is sharded over devices (expert parallelism)")
+    known = EXPERT_FLAGS | {"_is_expert_parallel"}
+    flags = {key for key in vars(experts) if key.startswith(("has_", "is_", "_is_"))}
+    unknown = flags - known - {"_is_full_backward_hook", "_is_hf_initialized"}
+    if unknown:
+        raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
+
+
+def refuse_unsafe(model: nn.Module) -> None:
+    """Refuse a model that the drivers would run wrongly.
+
+    Raises:
+        ModelError: Names the part and the reason.
+    """
+    if model.training:
+        raise ModelError("the model is in training mode; call model.eval()")
+    if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
+        raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
+    for name, module in model.named_modules():
+        if hasattr(module, PACKED):
+            raise ModelError(
+                f"the weights of {name} are packed for another runner; close that runner (or its "
+                "engine) first, or load the model once more"
+            )
+    quantised = {f"{module}.{name}" for module in all_quantised(model) for name in WEIGHTS}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in quantised:
+            _refuse_tensor(name, tensor)
+    refuse_quantised(model)
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise ModelError(f"{name or 'the model'} has an accelerate hook (offload?)")
+        if is_experts(module):
+            _refuse_experts(name, module)

@@ -1,0 +1,162 @@
+"""Mixers that run for one request after the other.
+
+Layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short convolutions.
+
+The model's own module computes, one request after the other, with a state of one request in the
+place of transformers' cache (`runner.states`). And attention that asks the cache for the length.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.states import NewState
+
+_TRIED = 5
+"""Tokens per call when it is tried whether calls go on from each other."""
+_CLOSE = 0.05
+"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+
+
+class _OneState(Cache):
+    """What a module takes for transformers' cache: one layer of one request."""
+
+    def __init__(self, state: Any) -> None:
+        self.layers = _Always(state)
+        self._state = state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        found: Tensor | None = self._state.value
+        return found
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self._state.value = linear_cache
+
+
+class _Always(list[Any]):
+    """Has one value at every index."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__([value])
+
+
+def over_spans(
+    x_1TD: Tensor, spans: Sequence[Span], run: Callable[[Tensor, Span], Tensor]
+) -> Tensor:
+    """[1, T, width]: what `run` gives for the tokens of each span, zeros for dead ones."""
+    outs: list[Tensor | int] = []
+    at = 0
+    for span in spans:
+        if span.at > at:
+            outs.append(span.at - at)
+        at = span.at + span.hi - span.lo
+        outs.append(run(x_1TD[:, span.at : at], span))
+    if at < x_1TD.shape[1]:
+        outs.append(x_1TD.shape[1] - at)
+    width = next((out.shape[2] for out in outs if isinstance(out, Tensor)), x_1TD.shape[2])
+    made = [x_1TD.new_zeros((1, out, width)) if isinstance(out, int) else out for out in outs]
+    return made[0] if len(made) == 1 else torch.cat(made, 1)
+
+
+class OneByOne:
+    """Runs an attention for one span after the other: it asks the cache where the sequence is."""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Call the module's forward as its layer does.
+
+        Args:
+            forward: Of the module.
+            args: x, [1, T, D], first or by name.
+            given: The rest; the same `Step` as cache and as "qllm_step".
+        """
+        step: Step = given["qllm_step"]
+        x_1TD = args[0] if args else given.pop("hidden_states")
+        rope = given.pop("position_embeddings", None)
+
+        def run(x: Tensor, span: Span) -> Tensor:
+            one = Step([span._replace(at=0)], span.hi - span.lo, step.latent)
+            at = slice(span.at, span.at + one.num_tokens)
+            here = rope[:, at] if isinstance(rope, Tensor) else tuple(t[:, at] for t in rope or ())
+            how = {**given, "qllm_step": one, "past_key_values": one}
+            found: Tensor = forward(x, position_embeddings=here, **how)[0]
+            return found
+
+        return over_spans(x_1TD, step.spans, run), None
+
+
+class RecurrentMixer:
+    """Runs the mixer of one layer over the spans of a step.
+
+    Args:
+        module: The model's.
+        new_state: Of this layer.
+    """
+
+    def __init__(self, module: Any, new_state: NewState) -> None:
+        self._new_state = new_state
+        self._index: int = module.layer_idx
+        names = inspect.signature(type(module).forward).parameters
+        self._cache = next(n for n in ("cache_params", "past_key_values") if n in names)
+        self._takes_positions = "position_embeddings" in names
+        self._is_tuple, self._num_beside = False, 0
+        self._goes_on_in_chunks: bool | None = None
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Call the module's forward as its layer does, with a `Step` where the cache would be.
+
+        Args:
+            forward: Of the module.
+            args: x, [1, T, D], first or by name.
+            given: The rest.
+        """
+        x_1TD = args[0] if args else given["hidden_states"]
+
+        def run(x: Tensor, span: Span) -> Tensor:
+            return self._span(forward, x, span)
+
+        out = over_spans(x_1TD, given[self._cache].spans, run)
+        return (out, *[None] * self._num_beside) if self._is_tuple else out
+
+    def _can_go_on(self, forward: Callable[..., Any], like: Tensor) -> bool:
+        """Whether a call with several tokens goes on from a state; some begin anew (Jamba)."""
+        made = torch.Generator().manual_seed(0)
+        x_1TD = torch.randn((1, 2 * _TRIED, like.shape[2]), generator=made).to(like)
+        outs, state = [], self._new_state()
+        for part in torch.split(x_1TD, _TRIED, 1):
+            outs.append(self._call(forward, part, state))
+        state = self._new_state()
+        ones = [self._call(forward, x, state) for x in torch.split(x_1TD, 1, 1)]
+        chunks, tokens = torch.cat(outs, 1).float(), torch.cat(ones, 1).float()
+        return bool((chunks - tokens).norm() <= _CLOSE * tokens.norm())
+
+    def _span(self, forward: Callable[..., Any], x_1TD: Tensor, span: Span) -> Tensor:
+        states, committed = span.kv.states, span.kv.committed
+        state = states.take(self._index, span.lo, committed, self._new_state)
+        parts = [x_1TD]
+        if span.lo > 0 and x_1TD.shape[1] > 1:
+            if self._goes_on_in_chunks is None:
+                self._goes_on_in_chunks = self._can_go_on(forward, x_1TD)
+            if not self._goes_on_in_chunks:
+                parts = list(torch.split(x_1TD, 1, 1))
+        outs = [self._call(forward, part, state) for part in parts]
+        states.put(self._index, span.hi, state, committed)
+        span.kv.reach(span.hi)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _call(self, forward: Callable[..., Any], x_1TD: Tensor, state: Any) -> Tensor:
+        how = {self._cache: _OneState(state), "attention_mask": None}
+        if self._takes_positions:
+            how["position_embeddings"] = None
+        out = forward(x_1TD, **how)
+        self._is_tuple = isinstance(out, tuple)
+        self._num_beside = len(out) - 1 if self._is_tuple else 0
+        found: Tensor = out[0] if self._is_tuple else out
+        return found

@@ -1,0 +1,106 @@
+"""Recurrent states of requests, by layer and position.
+
+A layer with a state does not attend to the keys of all positions: it carries a state from one token
+to the next, and cannot go back. So a request holds, for every such layer, states by the position at
+which the next token goes on:
+
+    states of a layer   {committed: s, hi: s'}     a pass over [committed, hi) reads s and leaves s'
+
+What a pass left is not committed before all layers have it; until then both are kept, so that a
+pass that is forgotten, stopped in between or run in another way finds where it began.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from qllm.errors import InvariantError
+from qllm.models.hybrid import LightningState
+
+NewState = Callable[[], Any]
+"""Makes the state of one layer of a request that has no token yet."""
+
+
+class States:
+    """States of one request, by layer and position. Empty without recurrent layers."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[int, Any]] = {}
+
+    def take(self, layer: int, position: int, committed: int, new_state: NewState) -> Any:
+        """The state with which a token at a position goes on, for `put` to hold when it went on.
+
+        Raises:
+            InvariantError: The layer was not run up to there, or has forgotten it.
+        """
+        if position == 0:
+            return new_state()
+        held = self._held.get(layer, {})
+        if position not in held:
+            raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
+        return copy.deepcopy(held[position]) if position == committed else held.pop(position)
+
+    def put(self, layer: int, position: int, state: Any, committed: int) -> None:
+        """Hold a state, and that of the committed tokens; the others go."""
+        held = self._held.setdefault(layer, {})
+        self._held[layer] = {p: s for p, s in held.items() if p == committed} | {position: state}
+
+    def clear(self) -> None:
+        """The request computes again from its first token."""
+        self._held.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states."""
+        held = [state for by_position in self._held.values() for state in by_position.values()]
+        return sum(t.nbytes for state in held for t in tensors_of(state).values())
+
+    def export(self) -> dict[str, Tensor]:
+        """Copies by name: "state.LAYER.POSITION.NAME"."""
+        return {
+            f"state.{layer}.{position}.{name}": tensor.clone()
+            for layer, by_position in self._held.items()
+            for position, state in by_position.items()
+            for name, tensor in tensors_of(state).items()
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `export` gave; other names are passed over."""
+        found: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("state."):
+                _, layer, position, which = name.split(".", 3)
+                found.setdefault((int(layer), int(position)), {})[which] = tensor
+        for (index, at), named in found.items():
+            self._held.setdefault(index, {})[at] = _restored(named)
+
+
+def tensors_of(state: Any) -> dict[str, Tensor]:
+    """Tensors of one state, by name."""
+    if isinstance(state, LightningState):
+        return {} if state.value is None else {"value": state.value}
+    found = {}
+    for kind in ("conv", "recurrent"):
+        for which, tensor in getattr(state, f"{kind}_states").items():
+            if tensor is not None:
+                found[f"{kind}.{which}"] = tensor
+    return found
+
+
+def _restored(tensors: Mapping[str, Tensor]) -> Any:
+    """The state that had these tensors."""
+    if "value" in tensors:
+        state = LightningState()
+        state.value = tensors["value"]
+        return state
+    numbers = {name: int(name.split(".")[1]) for name in tensors}
+    layer = LinearAttentionLayer(number_of_states=max(numbers.values()) + 1)
+    for name, which in numbers.items():
+        kind = f"{name.split('.')[0]}_states"
+        layer.lazy_initialization(**{kind: tensors[name], "state_idx": which})  # type: ignore[arg-type]
+        getattr(layer, kind)[which].copy_(tensors[name])
+        layer.has_previous_state[which] = True
+    return layer

@@ -1,0 +1,54 @@
+"""Every family with experts under a storm: its tokens are those of the replay of its schedule.
+
+Tiny random models. Requests are parked at every kind of boundary, evicted and moved out; streams of
+layers that carry a state are among them.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from replay_schedule import replay
+from test_all_families import MOE
+from test_equality import CUTS, Chaos, Storm, fine, show
+
+from bench.models import tiny_configs
+from qllm import QLLMEngine
+from qllm.runner.cpu import cpu_runner
+
+POLICIES = ("chaos", "qllm2")
+
+
+def settings_of(policy: str, seed: int) -> dict[str, Any]:
+    swap = {"swap_kv_tokens": 4096} if seed % 3 == 0 else {}
+    made = Chaos(seed) if policy == "chaos" else policy
+    return {"policy": made, "max_kv_tokens": 160, "max_step_tokens": 96, **swap}
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", MOE)
+def test_a_storm_equals_the_replay_of_its_schedule(family: str, policy: str) -> None:
+    seed = 1 + MOE.index(family) * len(POLICIES) + POLICIES.index(policy)
+    model = tiny_configs.tiny_model(family)
+    fresh = copy.deepcopy(model)
+    settings = settings_of(policy, seed)
+    with QLLMEngine.from_model(
+        model, threads=1, conformance=False, record=True, kernels="reference", **settings
+    ) as engine:
+        fine(engine)
+        storm = Storm(engine, seed, vocab=tiny_configs.VOCAB)
+        results = storm.run()
+        events = list(engine.trace.events)
+    runner = cpu_runner(fresh, kernels="reference")
+    runner.backend.cuts = CUTS
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
+    torch.set_num_threads(1)
+    found = replay(events, runner)
+    show(found._replace(sampled={}))
+    for (handle, _), result in zip(storm.handles, results, strict=True):
+        sampled = found.sampled[handle.number][: len(result.token_ids)]
+        assert tuple(s.token_id for s in sampled) == result.token_ids
+        assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
+    assert found.num_stops > 0

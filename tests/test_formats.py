@@ -1,0 +1,314 @@
+"""Readers of quantised weights: the values that the library of each format gives, bit for bit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import published
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from qllm.errors import ModelError
+from qllm.kernels.quantised import E2M1, Quantised
+from qllm.models.formats import gguf as gguf_blocks
+from qllm.models.formats import rounding
+from qllm.models.formats.compressed_tensors import compressed_tensors
+from qllm.models.formats.fp8 import fp8
+from qllm.models.formats.int32 import awq, gptq
+from qllm.models.formats.layout import Format, Stored
+from qllm.models.formats.mxfp4 import mxfp4
+from qllm.models.quantised import FORMATS
+
+N, K = 48, 64
+
+
+def made(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def stored(tensor: Tensor) -> Stored:
+    names = {torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", published.FP8: "F8_E4M3"}
+    return Stored(names.get(tensor.dtype, "F32"), tuple(tensor.shape))
+
+
+def read(form: Format, parts: dict[str, Tensor], weight: str = "x.weight") -> Any:
+    """The one weight that the tensors `x<end>` are."""
+    tensors = {f"x{end}": part.contiguous() for end, part in parts.items()}
+    ((name, layout, ends),) = form.weights({key: stored(t) for key, t in tensors.items()})
+    assert name == weight
+    assert set(ends.values()) == set(tensors)
+    return layout.read({end: tensors[key] for end, key in ends.items()})
+
+
+def values_of(found: Quantised | Tensor) -> Tensor:
+    return found.dequantised() if isinstance(found, Quantised) else found
+
+
+# -- safetensors
+
+
+@pytest.mark.parametrize("form", published.FORMATS)
+def test_a_weight_has_the_values_of_its_formula(form: str) -> None:
+    write, settings, code = published.FORMATS[form]
+    parts, values = write(N, K, made())
+    found = read(FORMATS[settings["quant_method"]](settings), parts)
+    assert torch.equal(values_of(found), values)
+    assert values.unique().numel() > 50
+    if code:
+        assert found.code == code
+    else:
+        assert found.dtype is torch.bfloat16  # groups of inputs that do not follow each other
+
+
+def test_zeros_that_wrap_are_zeros() -> None:
+    """GPTQ stores zero - 1, so 15 stands for 0; and a symmetric weight needs no fp32."""
+    parts, _ = published.gptq(N, K, made())
+    parts[".qzeros"] = torch.full_like(parts[".qzeros"], -1)
+    found = read(gptq({"group_size": published.GROUP}), parts)
+    assert not found.offset_NG.any()
+    parts[".qzeros"] = torch.full_like(parts[".qzeros"], 0x77777777)
+    found = read(gptq({"group_size": published.GROUP}), parts)
+    assert found.scale_NG.dtype is found.offset_NG.dtype is torch.float16
+    assert torch.equal(found.offset_NG, -8 * found.scale_NG)
+
+
+def test_one_group_of_all_inputs() -> None:
+    parts, _ = published.gptq(N, K, made())
+    parts[".scales"], parts[".qzeros"] = parts[".scales"][:1], parts[".qzeros"][:1]
+    parts[".g_idx"] = torch.zeros(K, dtype=torch.int32)
+    found = read(gptq({"group_size": -1}), parts)
+    assert found.group == K
+    assert found.scale_NG.shape == (N, 1)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (256, 384)])
+def test_block_fp8_is_what_transformers_dequantises(shape: tuple[int, int]) -> None:
+    codes = (torch.randn(shape, generator=made()) * 30).to(published.FP8)
+    block = shape[0] // 2, shape[1] // 4
+    scale = torch.rand((2, 4), generator=made(1)) * 0.01
+    found = read(fp8({"weight_block_size": block}), {"": codes, "_scale_inv": scale}, weight="x")
+    oracle = Fp8Dequantize(SimpleNamespace())._dequantize_one(codes, scale, torch.bfloat16)
+    assert torch.equal(found.dequantised(), oracle)
+
+
+def test_the_last_block_of_fp8_may_be_cut() -> None:
+    n, k = 50, 60
+    assert n % published.BLOCK
+    assert k % published.BLOCK
+    parts, values = published.blocks(n, k, made())
+    form = fp8({"weight_block_size": [published.BLOCK, published.BLOCK]})
+    assert torch.equal(read(form, parts, "x.weight").dequantised(), values)
+
+
+def test_fp8_with_one_scale() -> None:
+    codes = (torch.randn((N, K), generator=made()) * 30).to(published.FP8)
+    scale = torch.tensor(0.0137)
+    found = read(fp8({"weight_block_size": None}), {"": codes, "_scale_inv": scale}, weight="x")
+    oracle = Fp8Dequantize(SimpleNamespace())._dequantize_one(codes, scale, torch.bfloat16)
+    assert torch.equal(found.dequantised(), oracle)
+
+
+def test_mxfp4_is_what_transformers_dequantises() -> None:
+    blocks = torch.randint(256, (3, N, K // 32, 16), generator=made(), dtype=torch.uint8)
+    scales = torch.randint(30, 220, (3, N, K // 32), generator=made(1), dtype=torch.uint8)
+    found = read(mxfp4({}), {"_blocks": blocks, "_scales": scales}, weight="x")
+    oracle = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    assert torch.equal(found.dequantised(), oracle)
+    with pytest.raises(ModelError, match=r"NaN \(exponent 255\)"):
+        read(mxfp4({}), {"_blocks": blocks, "_scales": scales.fill_(255)}, weight="x")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("form", "weights"),
+    [
+        ("pack-quantized", {"num_bits": 4, "group_size": 16, "strategy": "group"}),
+        (
+            "pack-quantized",
+            {"num_bits": 4, "group_size": 16, "strategy": "group", "symmetric": False},
+        ),
+        ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+        ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+        ("naive-quantized", {"num_bits": 8, "group_size": 16, "strategy": "group"}),
+        ("float-quantized", {"num_bits": 8, "strategy": "channel", "type": "float"}),
+        ("float-quantized", {"num_bits": 8, "strategy": "tensor", "type": "float"}),
+    ],
+)
+def test_compressed_tensors_are_what_the_library_decompresses(
+    form: str, weights: dict[str, Any], dtype: torch.dtype
+) -> None:
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    columns = {"group": K // 16, "channel": 1, "tensor": 1}[weights["strategy"]]
+    rows = 1 if weights["strategy"] == "tensor" else N
+    most = 1.2 if form == "float-quantized" else 0.02
+    scale = (torch.rand((rows, columns), generator=made()) * most / 10 + 0.001).to(dtype)
+    weight = torch.randn((N, K), generator=made(1)).to(dtype)
+    given = {"weight": weight, "weight_scale": scale}
+    if not weights.get("symmetric", True):
+        given["weight_zero_point"] = torch.randint(
+            -8, 8, (N, columns), generator=made(2), dtype=torch.int8
+        )
+    compressor = BaseCompressor.get_value_from_registry(form)
+    parts = {f".{end}": t for end, t in compressor.compress(given, scheme).items()}
+    library = compressor.decompress({end[1:]: t for end, t in parts.items()}, scheme)["weight"]
+    found = read(compressed_tensors({"format": form}), parts).dequantised()
+    if dtype is torch.bfloat16:
+        assert torch.equal(found, library)
+    else:  # the library rounds to fp16 and then to bf16
+        wide = compressor.decompress(
+            {end[1:]: t.float() if t is parts[".weight_scale"] else t for end, t in parts.items()},
+            scheme,
+        )["weight"]
+        assert wide.dtype is torch.float32
+        assert torch.equal(found, wide.bfloat16())
+
+
+def test_fp8_in_blocks_of_compressed_tensors() -> None:
+    codes = (torch.randn((48, 64), generator=made()) * 30).to(published.FP8)
+    scale = torch.rand((2, 4), generator=made(1)) * 0.01
+    group = {"weights": {"block_structure": [24, 16], "strategy": "block"}}
+    form = compressed_tensors({"format": "float-quantized", "config_groups": {"a": group}})
+    found = read(form, {".weight": codes, ".weight_scale": scale})
+    oracle = Fp8Dequantize(SimpleNamespace())._dequantize_one(codes, scale, torch.bfloat16)
+    assert torch.equal(found.dequantised(), oracle)
+
+
+def test_codes_without_their_scales_are_refused() -> None:
+    parts, _ = published.awq(N, K, made())
+    del parts[".scales"]
+    with pytest.raises(ModelError, match=r"x\.qweight \(I32\) is there without x\.scales"):
+        read(awq({"group_size": published.GROUP}), parts)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "reason"),
+    [
+        ("awq", {"bits": 3}, "AWQ with bits=3; 4 is read"),
+        ("awq", {"version": "gemv"}, "AWQ with version='gemv'; 'gemm' is read"),
+        ("gptq", {"bits": 3}, "GPTQ with bits=3; 4 and 8 are read"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'; read are gptq"),
+        (
+            "compressed-tensors",
+            {"format": "nvfp4-pack-quantized"},
+            "format=nvfp4-pack-quantized; read are pack-quantized",
+        ),
+        ("compressed-tensors", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("compressed-tensors", {"sparsity_config": {"format": "sparse-24"}}, "sparsity"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two numbers"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused(
+    method: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        FORMATS[method](settings)
+
+
+@pytest.mark.parametrize(
+    ("form", "end"),
+    [
+        ("awq", ".scales"),
+        ("gptq", ".qzeros"),
+        ("packed", ".weight_scale"),
+        ("fp8", ".weight_scale_inv"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(form: str, end: str) -> None:
+    write, settings, _ = published.FORMATS[form]
+    parts, _ = write(N, K, made())
+    parts[end] = parts[end][:, :-1] if end != ".weight_scale" else parts[end][:-1]
+    with pytest.raises(ModelError, match="fit"):
+        read(FORMATS[settings["quant_method"]](settings), parts)
+
+
+# -- GGUF
+
+
+def raw_blocks(kind: str, rows: int, blocks: int) -> Tensor:
+    """Random blocks with finite numbers, uint8 [rows, bytes]."""
+    size, _ = gguf_blocks.READERS[kind]
+    raw = torch.randint(256, (rows, blocks, size), generator=made(), dtype=torch.uint8)
+    places = {"Q4_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(kind, (0, 2))
+    for at in places:
+        scale = torch.randn((rows, blocks, 1), generator=made(at)) * 0.01
+        raw[..., at : at + 2] = scale.half().view(torch.uint8)
+    return raw.flatten(1)
+
+
+@pytest.mark.parametrize("kind", gguf_blocks.READERS)
+def test_gguf_blocks_are_what_the_package_dequantises(kind: str) -> None:
+    raw = raw_blocks(kind, 6, 4)
+    oracle = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind])
+    found = gguf_blocks.read(kind, raw)
+    assert torch.equal(found.dequantised(), torch.from_numpy(oracle).bfloat16())
+    stack = gguf_blocks.read(kind, raw.view(2, 3, -1))
+    assert torch.equal(stack.dequantised().flatten(0, 1), found.dequantised())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf_blocks_that_the_package_quantised(kind: str) -> None:
+    weight = torch.randn((5, 96), generator=made())
+    raw = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+    found = gguf_blocks.read(kind, torch.from_numpy(raw)).dequantised()
+    error = (found.float() - weight).abs().max()
+    assert error < (0.05 if kind == "Q8_0" else 0.4)
+    oracle = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert torch.equal(found, torch.from_numpy(np.ascontiguousarray(oracle)).bfloat16())
+
+
+# -- rounding
+
+
+@pytest.mark.parametrize("k", [64, 96, 200, 30])
+def test_int4_takes_the_nearest_of_sixteen_values(k: int) -> None:
+    weight = (torch.randn((N, k), generator=made()) * 0.05).bfloat16()
+    weight[3] = 0.5
+    found = rounding.int4(weight)
+    values = found.dequantised().float()
+    step = found.scale_NG.float().repeat_interleave(found.group, 1)[:, :k]
+    # half a step, the rounding of the scale over 15 steps, and that of the value
+    slack = step * (0.5 + 15 / 256) + weight.float().abs() / 128
+    assert ((values - weight.float()).abs() <= slack).all()
+    assert (values[3] == 0.5).all()
+    grid = torch.arange(16) * step.unsqueeze(2)
+    offset = found.offset_NG
+    assert offset is not None
+    grid += offset.float().repeat_interleave(found.group, 1)[:, :k, None]
+    nearest = (grid - weight.float().unsqueeze(2)).abs().amin(2)
+    chosen = (values - weight.float()).abs()
+    assert (chosen <= nearest + weight.float().abs() / 128 + 1e-6).all()
+
+
+@pytest.mark.parametrize("k", [64, 96, 40])
+def test_mxfp4_takes_the_nearest_float(k: int) -> None:
+    weight = (torch.randn((N, k), generator=made()) * 0.05).bfloat16()
+    weight[3] = 0
+    weight[4, ::2], weight[5] = 2.5, 5.0  # ties go to the even code
+    found = rounding.mxfp4(weight)
+    values = found.dequantised().float()
+    scale = found.scale_NG.float().repeat_interleave(found.group, 1)[:, :k]
+    assert ((torch.log2(scale) % 1) == 0).all()
+    grid = torch.tensor(E2M1[:8] + E2M1[8:]) * scale.unsqueeze(2)
+    nearest = (grid - weight.float().unsqueeze(2)).abs().amin(2)
+    assert torch.equal((values - weight.float()).abs(), nearest)
+    top = weight.float().abs().view(N, -1).amax(1)
+    assert (values[3] == 0).all()
+    assert (values.abs().view(N, -1).amax(1) <= top * 1.35).all()
+    assert (values[4, ::2] == 2.0).all()
+    assert (values[5] == 4.0).all()
+
+
+@pytest.mark.parametrize("how", rounding.ROUNDINGS)
+def test_values_on_the_grid_are_not_moved_again(how: str) -> None:
+    weight = torch.randn((N, K), generator=made()).bfloat16()
+    once = rounding.ROUNDINGS[how](weight).dequantised()
+    if how == "mxfp4":
+        assert torch.equal(rounding.ROUNDINGS[how](once).dequantised(), once)
+    with pytest.raises(ModelError, match="not finite"):
+        rounding.ROUNDINGS[how](weight.fill_(torch.inf))

@@ -1,0 +1,454 @@
+"""Quantised checkpoints as they are published: loaded, kept packed, and computed with exactly.
+
+The other side of every comparison is a checkpoint in bf16 that holds the values of the quantised
+one (`tests/published.py`): it takes the path that was there before.
+"""
+
+import logging
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import published
+import pytest
+import torch
+from families import make_model
+from safetensors.torch import load_file, save_file
+from test_runner import add, forward, prompt_of, serve
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.engine.kv_identity import weights_digest
+from qllm.errors import ConfigError, ModelError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.experts import Experts
+from qllm.models.loader import load
+from qllm.models.quantised_experts import QuantisedExperts, all_quantised, weight_bytes
+from qllm.runner import conformance
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.runner import TorchRunner
+from qllm.sim.presets import model_spec, preset, spec_of
+
+assert cpu.MISSING is None, cpu.MISSING
+FAMILY = {"mxfp4": "gpt_oss", "fp8": "deepseek_v3", "awq": "mixtral", "gptq": "qwen2_moe"}
+"""Format -> family that is published so; the others here are Qwen3."""
+ALL = ("mxfp4", *published.FORMATS)
+Folders = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Makes the two folders of a format, once."""
+    found: dict[str, tuple[Path, Path]] = {}
+
+    def both(form: str) -> tuple[Path, Path]:
+        if form not in found:
+            place = tmp_path_factory.mktemp(form)
+            family = FAMILY.get(form, "qwen3_moe")
+            make_model(family, torch.bfloat16).save_pretrained(place / "plain")
+            found[form] = published.publish(place / "plain", form, place)
+        return found[form]
+
+    return both
+
+
+def logits_of(runner: TorchRunner, ids: list[int]) -> list[Tensor]:
+    found: list[Tensor] = []
+    runner.on_logits = lambda request, position, x: found.append(x.clone())
+    add(runner, 1, ids)
+    serve(runner, 1)
+    runner.close()
+    return found
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    assert len(found) == len(wanted) > 1
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# -- the law
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_packed_weights_compute_the_bits_of_bf16(folders: Folders, form: str) -> None:
+    quantised, values = folders(form)
+    runner = cpu_runner(load(quantised).model)
+    conformance.check(runner.model, runner)
+    kind = published.FORMATS[form][2] if form != "mxfp4" else "e2m1"
+    assert (f" {kind} g" in runner.names["experts"]) == (kind != "")
+    assert runner.names["sweep"].startswith("3 of 3")
+    plain = cpu_runner(load(values).model)
+    ids = prompt_of(9)
+    assert same(logits_of(runner, ids), logits_of(plain, ids))
+
+
+@pytest.mark.parametrize("form", [form for form in ALL if form != "gptq-act-order"])
+def test_the_models_own_forward_computes_the_bits_of_bf16(folders: Folders, form: str) -> None:
+    quantised, values = (load(folder).model for folder in folders(form))
+    ids = prompt_of(9)
+    wanted = forward(values, ids)
+    assert same(forward(quantised, ids), wanted)
+    runner = cpu_runner(quantised)  # packs them; afterwards they are read from there
+    assert same(forward(quantised, ids), wanted)
+    runner.close()
+    assert same(forward(quantised, ids), wanted)
+    again = cpu_runner(quantised)
+    plain = cpu_runner(values)
+    assert same(logits_of(again, ids), logits_of(plain, ids))
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8", "awq"])
+@pytest.mark.parametrize("settings", [{"kernels": "reference"}, {"batch_invariant": True}])
+def test_other_ways_to_compute_have_their_bits(
+    folders: Folders, form: str, settings: dict[str, Any]
+) -> None:
+    quantised, values = (load(folder).model for folder in folders(form))
+    runner = cpu_runner(quantised, **settings)
+    if "kernels" in settings:
+        assert runner.names["experts"].startswith("torch mm, dequantised")
+    ids = prompt_of(9)
+    assert same(logits_of(runner, ids), logits_of(cpu_runner(values, **settings), ids))
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_values_are_those_of_transformers(folders: Folders, form: str, tmp_path: Path) -> None:
+    quantised, _ = folders(form)
+    if form == "fp8":  # transformers wants whole blocks: 24 x 24 has none here
+        published_block = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+        quantised = Path(shutil.copytree(quantised, tmp_path / "model"))
+        tensors = load_file(quantised / "model.safetensors")
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            n, k = tensors[name.removesuffix("_scale_inv")].shape
+            tensors[name] = torch.rand(n // 8, k // 8) * 0.002 + 0.0001
+        save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+        published.configure(quantised, quantization_config=published_block)
+    theirs = dict(
+        AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16).named_parameters()
+    )
+    ours = load(quantised).model
+    held = all_quantised(ours)
+    assert held
+    for name, parameter in ours.named_parameters():
+        module, _, which = name.rpartition(".")
+        if module in held and parameter.is_meta:
+            found = [held[module].as_parameter(which, e) for e in range(len(parameter))]
+            assert torch.equal(torch.stack(found), theirs[name]), name
+        else:
+            assert torch.equal(parameter, theirs[name]), name
+
+
+def test_an_engine_serves_a_published_checkpoint(
+    folders: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantised, values = folders("mxfp4")
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    tokens = []
+    with caplog.at_level(logging.WARNING, "qllm"):
+        for folder in (quantised, values):
+            with QLLMEngine.from_pretrained(folder, run_in="thread", threads=1) as engine:
+                tokens.append(engine.submit([1, 2, 3], sampling=greedy, max_tokens=6).result(60))
+                if folder == quantised:
+                    assert (
+                        engine.kernels["weights"] == "mxfp4: experts of 3 layers kept as e2m1 g32"
+                    )
+                    assert engine.kernels["weights"] in caplog.text
+                    assert engine.stats()["weight_bytes"] < weight_bytes(load(values).model)
+                else:
+                    assert engine.kernels["weights"] == "as they were stored"
+    assert tokens[0].token_ids == tokens[1].token_ids
+
+
+def test_what_is_expanded_is_said(folders: Folders) -> None:
+    assert load(folders("fp8")[0]).weights == (
+        "fp8: experts of 2 layers kept as e4m3 g24, 24 other weights expanded to bfloat16"
+    )
+    expanded = load(folders("fp8")[0], dtype="float32")
+    assert expanded.weights == "fp8: 72 weights expanded to float32"
+    assert all_quantised(expanded.model) == {}
+    assert load(folders("gptq-act-order")[0]).weights.startswith("gptq: ")
+    assert "kept" not in load(folders("gptq-act-order")[0]).weights
+
+
+def test_experts_with_inputs_first_are_expanded_so(folders: Folders, tmp_path: Path) -> None:
+    """gpt-oss: its square matrices would fit either way."""
+    quantised, values = folders("mxfp4")
+    expanded = dict(load(quantised, dtype="float32").model.named_parameters())
+    wanted = dict(load(values, dtype="float32").model.named_parameters())
+    down = "model.layers.0.mlp.experts.down_proj"
+    assert wanted[down].shape[1] == wanted[down].shape[2]
+    assert all(torch.equal(expanded[name], weight) for name, weight in wanted.items())
+    folder = Path(shutil.copytree(values, tmp_path / "model"))
+
+    def to_fp8(tensors: dict[str, Tensor]) -> None:
+        tensors[down] = tensors[down].to(published.FP8)
+        tensors[f"{down}_scale_inv"] = torch.ones(8, 1, 1)
+
+    change(folder, to_fp8)
+    published.configure(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match=r"down_proj is a stack of fp8 .* inputs first"):
+        load(folder)
+
+
+def test_fp16_checkpoints_are_bf16_on_a_cpu(folders: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders("awq")[0], tmp_path / "model"))
+    published.configure(folder, dtype="float16")
+    assert load(folder).model.dtype is torch.bfloat16
+    assert load(folder, dtype="float16").model.dtype is torch.float16
+
+
+# -- layers that cannot stay quantised
+
+
+def change(folder: Path, change_tensors: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change_tensors(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_layer_with_one_plain_expert_is_expanded(folders: Folders, tmp_path: Path) -> None:
+    quantised, values = (
+        Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in folders("packed")
+    )
+    stem = "model.layers.0.mlp.experts.3.up_proj"
+    plain = load_file(values / "model.safetensors")[f"{stem}.weight"]
+
+    def restore(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(stem)]:
+            del tensors[name]
+        tensors[f"{stem}.weight"] = plain
+
+    change(quantised, restore)
+    loaded = load(quantised)
+    assert loaded.weights is not None
+    assert "experts of 1 layers kept" in loaded.weights  # of two; the third is dense
+    ids = prompt_of(9)
+    assert same(
+        logits_of(cpu_runner(loaded.model), ids), logits_of(cpu_runner(load(values).model), ids)
+    )
+
+
+def test_experts_with_scales_of_two_dtypes_stay_quantised(folders: Folders, tmp_path: Path) -> None:
+    """A zero of 8 needs no fp32, another one does: they are alike all the same."""
+    folder = Path(shutil.copytree(folders("gptq")[0], tmp_path / "model"))
+
+    def make_symmetric(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if ".experts.2." in name and name.endswith("qzeros"):
+                tensors[name] = torch.full_like(tensors[name], 0x77777777)
+
+    change(folder, make_symmetric)
+    loaded = load(folder)
+    assert loaded.weights is not None
+    assert "experts of 2 layers kept as u4 g16" in loaded.weights
+
+
+def test_codes_that_lost_their_scales_are_refused(folders: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders("fp8")[0], tmp_path / "model"))
+    gone = "model.layers.0.self_attn.o_proj.weight"
+    change(folder, lambda tensors: tensors.pop(f"{gone}_scale_inv"))
+    with pytest.raises(ModelError, match=rf"{gone} \(F8_E4M3\) is there without {gone}_scale_inv"):
+        load(folder)
+
+
+def test_a_missing_expert_is_refused(folders: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders("awq")[0], tmp_path / "model"))
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "layers.1." in name and ".experts.7." in name]:
+            del tensors[name]
+
+    change(folder, drop)
+    with pytest.raises(ModelError, match=r"weights of model|does not fit its config"):
+        load(folder)
+
+
+# -- memory
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, and the most that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> _Live:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a mode sees the operators of its thread
+    return _Live()
+
+
+def bytes_of_layer(model: Any) -> int:
+    """One layer of experts in bf16, the largest there is."""
+    found = {name: m for name, m in model.named_modules() if name.endswith(".experts")}
+    sizes = [sum(2 * p.numel() for p in m.parameters()) for m in found.values()]
+    assert len(sizes) > 1
+    return max(sizes)
+
+
+def bytes_of_codes(experts: QuantisedExperts) -> int:
+    """Bytes of those that are not packed yet."""
+    left = [one for found in experts._codes.values() for one in found if one is not None]
+    tensors = [t for one in left for t in (one.codes, one.scale_NG, one.offset_NG)]
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8", "awq", "packed"])
+def test_no_more_is_in_memory_than_the_packed_model_and_a_layer(
+    folders: Folders, live: _Live, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live:
+        model = load(folders(form)[0]).model
+        assert live.now > 0
+        assert live.most <= weight_bytes(model) + bytes_of_layer(model)
+        codes = sum(bytes_of_codes(e) for e in all_quantised(model).values())
+        assert 0 < codes < weight_bytes(model)
+    held, kept = list(all_quantised(model).values()), list[int]()
+    own = Experts.pack
+
+    def pack(self: Experts, *args: Any) -> None:
+        own(self, *args)
+        codes = sum(bytes_of_codes(experts) for experts in held)
+        whole = {id(self): self, **{id(h.packed): h.packed for h in held}}
+        packed = [one.num_bytes * held[0].num_experts for one in whole.values() if one]
+        kept.append(codes + sum(packed))
+
+    monkeypatch.setattr(Experts, "pack", pack)
+    runner = cpu_runner(model, max_packed_bytes=0)
+    assert all(bytes_of_codes(experts) == 0 for experts in held)
+    packed = sum(experts.num_bytes for experts in held)
+    assert max(kept) <= max(packed, codes) + max(experts.num_bytes for experts in held)
+    runner.close()
+    assert weight_bytes(load(folders(form)[1]).model) > weight_bytes(model) + 0.4 * packed
+
+
+# -- rounded as they are loaded
+
+
+@pytest.mark.parametrize("how", ["int4", "mxfp4"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe"])
+def test_a_bf16_checkpoint_is_rounded_as_it_is_read(tmp_path: Path, family: str, how: str) -> None:
+    make_model(family, torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load(tmp_path, expert_weights=how)
+    kind = {"int4": "u4 g", "mxfp4": "e2m1 g32"}[how]
+    assert loaded.weights is not None
+    assert loaded.weights.startswith(f"{how}: experts of ")
+    assert kind in loaded.weights
+    runner = cpu_runner(loaded.model, expert_weights=how)
+    conformance.check(runner.model, runner)
+    assert runner.names["experts"].startswith(f"qllm {cpu.kind()} {kind}")
+    ids = prompt_of(9)
+    from_file = logits_of(runner, ids)
+    in_memory = cpu_runner(load(tmp_path).model, expert_weights=how)
+    assert same(logits_of(in_memory, ids), from_file)
+    exact = logits_of(cpu_runner(load(tmp_path).model), ids)
+    assert not torch.equal(from_file[0], exact[0])
+    assert (from_file[0] - exact[0]).abs().max() < 0.6 * exact[0].abs().max()
+
+
+def test_rounding_what_is_quantised_already_is_refused(folders: Folders) -> None:
+    model = load(folders("awq")[0], expert_weights="int4").model
+    with pytest.raises(ConfigError, match=r"quantised already \(u4 g16\); use 'auto'"):
+        cpu_runner(model, expert_weights="int4")
+
+
+def test_an_engine_rounds(tmp_path: Path) -> None:
+    make_model("mixtral", torch.bfloat16).save_pretrained(tmp_path)
+    with QLLMEngine.from_pretrained(
+        tmp_path, run_in="thread", threads=1, expert_weights="int4"
+    ) as engine:
+        assert "u4 g" in engine.kernels["experts"]
+        assert engine.kernels["weights"].startswith("int4: experts of 3 layers kept as u4 g64")
+
+
+# -- names of kept KV, and of models
+
+
+def test_a_format_and_its_codes_are_part_of_a_models_name(folders: Folders, tmp_path: Path) -> None:
+    quantised, values = folders("fp8")
+    names, digests = set(), set()
+    changed = Path(shutil.copytree(quantised, tmp_path / "model"))
+    first = "model.layers.1.mlp.experts.0.up_proj.weight"
+
+    def flip(tensors: dict[str, Tensor]) -> None:
+        codes = tensors[first].view(torch.uint8).clone()
+        codes[0, 0] ^= 1
+        tensors[first] = codes.view(published.FP8)
+
+    change(changed, flip)
+    for folder in (quantised, values, changed):
+        model = load(folder).model
+        digests.add(weights_digest(model))
+        runner = cpu_runner(model)
+        names.add(runner.fingerprint())
+        runner.close()
+    assert len(digests) == len(names) == 3
+    model = load(quantised).model
+    assert weights_digest(model) in digests
+    runner = cpu_runner(model)
+    assert runner.fingerprint() in names
+    runner.close()
+    assert weights_digest(model) in digests  # it was asked for before
+    packed = load(quantised).model
+    cpu_runner(packed).close()
+    with pytest.raises(ModelError, match="load the model once more"):
+        weights_digest(packed)
+
+
+# -- what `qllm plan` expects
+
+
+def test_packed_experts_take_the_bytes_of_their_format() -> None:
+    """gpt-oss is published in 13.8 GB: in memory scales are bf16, which makes 0.6 GB more."""
+    assert model_spec("gpt-oss").weights == pytest.approx(20.9e9, rel=0.01)
+    assert model_spec("gpt-oss").weight_bytes == pytest.approx(14.3e9, rel=0.01)
+    plain, rounded = preset("h200", "mixtral"), preset("h200", "mixtral", "int4")
+    assert rounded.expert_bytes / plain.expert_bytes == pytest.approx(4.5 / 16)
+    assert rounded.max_kv_tokens > plain.max_kv_tokens
+    assert rounded.step_ns(16, 0, 1000) < 0.5 * plain.step_ns(16, 0, 1000)
+    assert preset("h100", "mixtral", "mxfp4").expert_bytes == rounded.expert_bytes
+    with pytest.raises(ConfigError, match="quantised already"):
+        preset("h100", "gpt-oss", "int4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [
+        ({"quant_method": "mxfp4"}, 4.5),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.25),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.5),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8),
+    ],
+)
+def test_a_config_says_the_bits_of_its_experts(settings: dict[str, Any], bits: float) -> None:
+    config = MixtralConfig(quantization_config=settings)
+    assert spec_of(config, "mine").expert_bits == bits
+    config.quantization_config = {"quant_method": "hqq"}
+    with pytest.raises(ModelError, match="quantised with 'hqq'"):
+        spec_of(config, "mine")
