@@ -22,10 +22,8 @@ from qllm.cores import Threads, num_threads
 from qllm.errors import (
     ConfigError,
     EngineClosedError,
-    InvalidRequestError,
     QueueFullError,
     RequestFailedError,
-    shown,
 )
 from qllm.frontend.checks import (
     check_request_id,
@@ -44,9 +42,8 @@ from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
 from qllm.frontend.prompts import (
     asked_sampling,
-    check_limits,
+    check_sampling,
     for_one,
-    refuse_unserved,
     to_sampling,
     to_token_ids,
 )
@@ -303,25 +300,13 @@ class QLLMEngine(Offline, KeptKv):
         token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
         asked = asked_sampling(sampling, options, self.sampling_defaults)
         params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
-        ids = (*params.stop_token_ids, *params.logit_bias, *(params.allowed_token_ids or ()))
-        wrong = [i for i in ids if i >= shape.vocab_size]
-        if wrong:
-            raise InvalidRequestError(
-                f"token id {shown(wrong[0])} in sampling must be in [0, {shape.vocab_size})"
-            )
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
         level = priority_class(priority)
         most = most_tokens(len(token_ids), max_tokens, self.config, shape.max_position)
         targets = slo_of(slo, self.config.default_slo(level))
         check_timeout("timeout_s", timeout_s)
         check_timeout("cache_ttl_s", cache_ttl_s)
         salt = salt_digest(cache_salt, cache_owner)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self._client.info.eos_token_ids
-        refuse_unserved(self.config.loop, params, len(stop_ids))
-        check_limits(params, self.vocabulary, most)
+        stop_ids = check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
         with self._client.admission_lock:
             self._client.raise_if_closed()
             if self.num_waiting >= self.config.max_waiting:
@@ -349,6 +334,18 @@ class QLLMEngine(Offline, KeptKv):
             )
             self._client.submit(submission, handle)
         return handle
+
+    def check(
+        self, token_ids: Sequence[int], max_tokens: int | str, params: SamplingParams
+    ) -> None:
+        """Refuse a prompt with its sampling as `submit` would, and submit nothing.
+
+        Raises:
+            InvalidRequestError: Something about them is wrong.
+        """
+        longest = self._client.info.shape.max_position
+        most = most_tokens(len(token_ids), max_tokens, self.config, longest)
+        check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
 
     def replay(self, request: Open) -> None:
         """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
@@ -436,8 +433,7 @@ class QLLMEngine(Offline, KeptKv):
     def checkpoint(self, path: str | os.PathLike[str]) -> int:
         """Write every unfinished request, mid-pass and KV included, to one safetensors file.
 
-        The requests go on. Returns how many were written: not those whose grammar is being built
-        or whose KV is read from the file.
+        The requests go on. Returns how many were written.
         """
         return self._client.checkpoint(path)
 

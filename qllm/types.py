@@ -318,7 +318,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the answer must have. It is held from its first token, and EOS ends it."""
+    """The form that the answer must have. It is held from its first token, or where the prompt ends
+    with `<think>` from the end of that reasoning, and EOS ends it."""
     allowed_token_ids: tuple[int, ...] | None = None
     """No other id is produced; ids that end the answer only if they are among them."""
     bad_words: tuple[str, ...] = ()
@@ -416,9 +417,6 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"{given[0]} and {given[1]} together may leave no token; give one of them"
             )
-        if form is not None and budget is not None:
-            text = "thinking_token_budget and structured_outputs exclude each other: a form begins"
-            raise InvalidRequestError(f"{text} with the first token and leaves no room to reason")
         if form is not None and self.ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos and structured_outputs exclude each other: EOS ends what has its form"

@@ -13,12 +13,19 @@ from test_api import byte_tokenizer
 from qllm import QLLMEngine, SamplingParams
 from qllm.plan import Plan
 from qllm.policy import View, next_row
-from qllm.types import Cap
+from qllm.scheduler import decision
+from qllm.types import NS_PER_S, Cap
 from qllm_policies.qllm2 import Qllm2
 
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
 LONG = SamplingParams(temperature=0, ignore_eos=True)
 POISON = 77
+
+
+def wait_for_file(view: View) -> Plan:
+    """Nothing, for as long as a test takes: a policy that waits for 10 s counts as broken."""
+    decision.MAX_IDLE_NS = 3600 * NS_PER_S  # of the engine's own process
+    return Plan(wait_until_ns=view.now_ns + 2_000_000)
 
 
 class FileGate:
@@ -35,7 +42,18 @@ class FileGate:
                 row = next_row(r, view, view.max_step_tokens)
                 if view.blocks_needed(row) <= view.num_free_blocks:
                     return Plan(rows=(row,))
-        return Plan(wait_until_ns=view.now_ns + 2_000_000)
+        return wait_for_file(view)
+
+
+class Holds(FileGate):
+    """Plans a request up to its 20th token; further once the file exists."""
+
+    def plan(self, view: View) -> Plan:
+        is_open = os.path.exists(self.path)
+        for r in view.requests:
+            if is_open or r.num_output_tokens < 20:
+                return Plan(rows=(next_row(r, view, view.max_step_tokens),))
+        return wait_for_file(view)
 
 
 class Crash(FileGate):

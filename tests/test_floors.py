@@ -81,7 +81,8 @@ FLOORS = {
     "engine.keeper": Floor(BASE, PURE),
     "engine.prefix": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
     "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
-    "engine.coming": Floor(f"{BASE} engine.prefix engine.tier ingress scheduler", PURE),
+    "engine.coming": Floor(f"{BASE} engine.holding engine.prefix engine.tier ingress", PURE),
+    "engine.holding": Floor("types ingress", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.loop": Floor(
         f"{BASE} engine.costs engine.effects engine.prefix engine.protocol ingress record "

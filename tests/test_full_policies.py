@@ -242,7 +242,7 @@ def test_flow_gives_a_prefill_what_time_the_decodes_can_spare() -> None:
     while not world.tokens[0]:
         world.step()
     world.submit(BE, 400, 1)
-    world.loop._take()
+    world.loop.take()
     world.scheduler.costs = CostTable((30 * NS_PER_MS,), NS_PER_MS)
     told_ns = world.clock.at_ns
     plan = world.scheduler.policy.plan(world.scheduler.view(told_ns + 10 * NS_PER_MS))
@@ -300,7 +300,7 @@ def test_mlfq_joins_the_level_whose_quantum_covers_the_prefill(tokens: int, expe
     world = world_of(Mlfq())
     world.scheduler.costs = COSTS
     world.submit(BE, tokens, 2)
-    world.loop._take()
+    world.loop.take()
     assert level(world, 0) == expected
 
 
@@ -476,7 +476,7 @@ def some_view(blocks: int, requests: list[tuple[int, int, bool]]) -> View:
     world = world_of(Mlfq(), num_blocks=blocks, max_step_tokens=4096)
     for priority, tokens, _ in requests:
         world.submit(priority, tokens, 4)
-    world.loop._take()
+    world.loop.take()
     for request, (_, tokens, is_done) in zip(
         world.scheduler.requests.values(), requests, strict=True
     ):
@@ -530,7 +530,7 @@ def short_of_kv(policy: Any) -> World:
         world.step()
     world.submit(BE, 60, 2)
     world.clock.at_ns += 10**11
-    world.loop._take()
+    world.loop.take()
     return world
 
 

@@ -150,7 +150,7 @@ def test_a_checkpoint_is_taken_over_alike(native: Any) -> None:
     for effect in world.scheduler.evict(victim, victim):
         world.loop.effects.apply(effect)
     world.submit(LS, 50, 3)
-    world.loop._take()
+    world.loop.take()
     old = world.scheduler
     twin = Twin(load_policy("qllm2"), SHAPE, NO_CUTS, LIMITS, native)
     for request in old.requests.values():

@@ -99,7 +99,7 @@ def same_products(weight: Quantised, rows: tuple[int, ...] = ROWS, scale: float 
         x = rand(num, plain.num_in, seed=num) * scale
         found = ours.linear(x)
         assert torch.equal(bits(found), bits(plain.linear(x))), num
-        assert found.unique().numel() > 1
+        assert found.unique().numel() > 1 or found.numel() == 1
 
 
 @pytest.mark.sampled(60)

@@ -5,10 +5,12 @@ import json
 import logging
 import re
 import signal
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -171,11 +173,40 @@ def test_a_request_is_one_line_with_class_ttft_and_tokens(
     assert (first["class"], first["output_tokens"], first["finish"]) == ("BE", 6, "length")
     assert first["ttft_ms"] > 0
     assert first["key"] == hashlib.sha256(b"secret").hexdigest()[:16]
-    assert first["x_request_id"] == "mine\\t1"
+    assert first["x_request_id"] == "mine%091"
     assert good[stream.headers["x-request-id"]]["class"] == "LS"
     assert good[demoted.json()["id"]]["demoted"] is True
     assert sorted(line["status"] for line in lines) == [200, 200, 200, 400, 401]
     assert "secret" not in caplog.text
+
+
+@pytest.mark.usefixtures("heard")
+def test_no_name_of_a_caller_looks_like_a_field(
+    engine: QLLMEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ['a status=200 key="x"', "b\t200", "d\xe9'", "ok-1._~:/+=@", 'c"\\u0020']
+    with serving(engine) as served:
+        for name in names:
+            headers = {b"x-request-id": name.encode("latin-1")}
+            answer = served.post("/v1/completions", ASK, headers=headers)
+            assert answer.headers["x-request-id"] == name
+        named = served.post("/v1/completions", {**ASK, "request_id": 'x"status=404'})
+        assert named.status_code == 200
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as sock:
+            sock.sendall(b'GET /q"200 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n')
+            while sock.recv(4096):
+                pass
+        until(lambda: len(access_lines(caplog)) == len(names) + 2)
+    said = [r.getMessage() for r in caplog.records if r.name == "qllm.server.access"]
+    given = re.compile(r'"[A-Z]+ [-.~:/+=@%\w]+" \d+( \w+=[-.~:/+=@%\w]+)+', re.ASCII)
+    for line in said:
+        assert given.fullmatch(line), line
+    for line, name in zip(said, names, strict=False):
+        fields = [part.partition("=") for part in line.split()[3:]]
+        assert unquote(next(x for key, _, x in fields if key == "x_request_id")) == name
+        assert len({key for key, _, _ in fields}) == len(fields), "no field twice"
+    assert '"GET /q%22200" 404' in said[-1]
 
 
 @pytest.mark.usefixtures("heard")
@@ -229,7 +260,14 @@ def test_keys_have_counters_by_their_digest(engine: QLLMEngine) -> None:
         )
         assert served.metric("qllm:key_requests_total", **alpha, status="200") == 2
         prompt = served.metric("qllm:key_prompt_tokens_total", **alpha, **{"class": "BE"})
-        assert prompt == 2 * len(engine.tokenizer("a").input_ids)
+        num_prompt = len(engine.tokenizer("a").input_ids)
+        assert prompt == 2 * num_prompt
+        beta = {"key": hashlib.sha256(b"beta").hexdigest()[:16], "class": "LS"}
+        body = {**ASK, "prompt": ["a", "a a"], "n": 3}
+        served.post("/v1/completions", body, headers={"Authorization": "Bearer beta"})
+        until(lambda: served.metric("qllm:key_generation_tokens_total", **beta) == 18)
+        want = num_prompt + len(engine.tokenizer("a a").input_ids)
+        assert served.metric("qllm:key_prompt_tokens_total", **beta) == want, "not per choice"
         text = served.get("/metrics").text
     assert "alpha" not in text
     assert "beta" not in text

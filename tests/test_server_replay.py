@@ -25,10 +25,11 @@ SETTINGS: dict[str, Any] = {
     "max_kv_tokens": 16384, "conformance": False, "exactness": "batch-invariant",
 }  # fmt: skip
 make = partial(tiny_engine, **SETTINGS)
-NUM = 160
-"""Tokens of an answer: some seconds for all of them together."""
+NUM = 400
+"""Tokens of an answer: many more than are made between its first event and a kill."""
+HOUR_NS = 3600 * 10**9
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
-WORDS = {"guided_regex": "([a-z]{1,6} ){160,300}"}
+WORDS = {"guided_regex": "([a-z]{1,6} ){400,600}"}
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 
 
@@ -122,7 +123,7 @@ class Client(threading.Thread):
 
     @property
     def has_begun(self) -> bool:
-        return not self.asked.get("stream") or len(self.events) >= 3
+        return not self.asked.get("stream") or bool(self.events)
 
 
 def kill(served: Serving) -> None:
@@ -254,7 +255,7 @@ def test_while_there_is_no_engine() -> None:
         assert go_on.wait(60)
         return make()
 
-    with serving(make(), later, restart_backoff_s=0, request_timeout_s=5) as served:
+    with serving(make(), later, restart_backoff_s=0) as served:
         stays = Client(served, COMPLETIONS, body(0, stream=True, max_tokens=1500))
         with httpx.Client(timeout=60) as http:
             asked = body(1, stream=True, max_tokens=1500, service_tier="flex")
@@ -271,6 +272,8 @@ def test_while_there_is_no_engine() -> None:
                 assert int(refused.headers["retry-after"]) >= 1
                 assert stays.is_alive()
             until(lambda: len(served.front.log._waiting) == 1)
+        (late,) = served.front.log._waiting.values()
+        late.shift(-HOUR_NS)
         assert stays.error()["code"] == "timeout"
         label = {"class": "BE", "finished_reason": "cancelled"}
         until(lambda: served.metric("qllm:request_success_total", **label) == 1)
@@ -287,10 +290,13 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
     log = RequestLog(3, lambda: replayed.append(1))
     sampling = SamplingParams(**SAMPLED, ignore_eos=True, logprobs=1, **PENALTIES)
     with make() as first:
-        expected = first.submit("abc", "BE", 60, sampling=sampling).result(60)
-        slow = first.submit("abc", "BE", 60, sampling=sampling)
+        expected = first.submit("abc", "BE", NUM, sampling=sampling).result(120)
+        asked_s = time.monotonic()
+        slow = first.submit("abc", "BE", NUM, sampling=sampling)
         plain = first.submit("abc", "BE", 1000, sampling=sampling)
         log.keep(slow)
+        until(lambda: slow.token_ids)
+        first_ms = 1e3 * (time.monotonic() - asked_s)
         until(lambda: len(slow.token_ids) >= 5)
         os.kill(pid_of(first), signal.SIGKILL)
         until(lambda: plain.finish_reason is not None)
@@ -302,18 +308,18 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
     with make() as second:
         load_ms = 1e3 * (time.monotonic() - ended_s)
         log.go_on(second.replay)
-        found = slow.result(60)
+        found = slow.result(120)
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         assert found.logprobs == expected.logprobs
         assert found.finish_reason is FinishReason.LENGTH
         metrics = found.metrics
         assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (
-            len(found.prompt_token_ids), 60,
+            len(found.prompt_token_ids), NUM,
         )  # fmt: skip
         gaps = metrics.itl_ms
         assert metrics.queue_ms is None
         assert max(gaps) == gaps[num_before - 1] > load_ms, "the new engine's load"
         assert metrics.ttft_ms is not None
-        assert 0 < metrics.ttft_ms < min(1000, max(gaps))
+        assert 0 < metrics.ttft_ms < first_ms, "of the first engine"
         assert metrics.e2e_ms == pytest.approx(metrics.ttft_ms + sum(gaps))
         assert replayed == [1]

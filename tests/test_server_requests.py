@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,14 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import FileGate
+from engines import Holds
 from pydantic import ValidationError
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
-from qllm.plan import Plan
-from qllm.policy import View, next_row
 from qllm.server.ask import Served
 from qllm.server.config import ServerConfig
 from qllm.server.front import STATUS_S, Answer, Comment
@@ -51,17 +48,6 @@ def patch(served: Serving, name: str, key: str = "alpha", **body: Any) -> httpx.
 
 def see(served: Serving, name: str = "", key: str = "alpha") -> httpx.Response:
     return served.get(f"/v1/requests/{name}".rstrip("/"), headers=bearer(key))
-
-
-class Holds(FileGate):
-    """Plans a request up to its 20th token; further once the file exists."""
-
-    def plan(self, view: View) -> Plan:
-        is_open = os.path.exists(self.path)
-        for r in view.requests:
-            if is_open or r.num_output_tokens < 20:
-                return Plan(rows=(next_row(r, view, view.max_step_tokens),))
-        return Plan(wait_until_ns=view.now_ns + 2_000_000)
 
 
 @pytest.fixture

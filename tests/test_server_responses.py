@@ -31,6 +31,7 @@ TOOL: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
+WRONG = {"type": "json_schema", "name": "x", "schema": {"type": "foo"}}
 ASKED: dict[str, Any] = {"model": "tiny", "input": "What does json.dumps do?"}
 GREEDY: dict[str, Any] = {**ASKED, "temperature": 0, "max_output_tokens": 40}
 LONG = "Tell me about the json module and what it can do for me. " * 8
@@ -352,9 +353,11 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
         ({"tool_choice": "required"}, "needs tools", "tool_choice"),
         ({"truncation": "auto"}, "'disabled'", "truncation"),
         ({"conversation": "c"}, "None", "conversation"),
-        ({"background": True, "stream": True}, "exclude each other", None),
         ({"background": True, "store": False}, "needs store", None),
         ({"background": True, "temperature": -1}, "temperature=-1", "temperature"),
+        ({"background": True, "text": {"format": WRONG}}, "Invalid type: foo", None),
+        ({"background": True, "min_tokens": 9, "max_output_tokens": 3}, "min_tokens=9", None),
+        ({"background": True, "max_output_tokens": 10**6}, "max_tokens", None),
         (
             {"text": {"format": {"type": "json_schema", "name": "x"}}},
             "schema must be given",

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,22 @@ def is_ready(served: Serving) -> bool:
 
 @pytest.mark.slow
 def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
-    num_lines = 80
+    num_lines, go_on = 80, threading.Event()
+
+    def later() -> QLLMEngine:
+        assert go_on.wait(120)
+        return make()
+
     with (
-        serving(make(), make, state_dir=tmp_path, restart_backoff_s=0.5, max_replays=0) as served,
+        serving(make(), later, state_dir=tmp_path, restart_backoff_s=0, max_replays=0) as served,
         served.client() as client,
     ):
-        lines = [line(n, max_tokens=30, ignore_eos=True) for n in range(num_lines)]
+        lengths = [30 if n < 8 else 120 for n in range(num_lines)]
+        lines = [line(n, max_tokens=x, ignore_eos=True) for n, x in enumerate(lengths)]
         batch_id = start(client, lines).id
         streams = [
             client.completions.create(
-                model="tiny", prompt="x", max_tokens=1500, stream=True,
+                model="tiny", prompt="x", max_tokens=4000, stream=True,
                 extra_body={"ignore_eos": True},
             )
             for _ in range(3)
@@ -72,6 +79,7 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         before = client.batches.retrieve(batch_id)
         assert before.status == "in_progress"
         assert 4 <= before.request_counts.completed < num_lines
+        go_on.set()
         until(lambda: is_ready(served), 60)
         answer = whole.post(f"{served.url}{COMPLETIONS}", json={"prompt": "a", "max_tokens": 2})
         assert answer.status_code == 200
@@ -81,7 +89,7 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         }  # fmt: skip
         found = records(client, batch.output_file_id)
         assert [r["custom_id"] for r in found] == [f"line-{n}" for n in range(num_lines)]
-        assert {r["response"]["body"]["usage"]["completion_tokens"] for r in found} == {30}
+        assert [r["response"]["body"]["usage"]["completion_tokens"] for r in found] == lengths
         assert served.metric("qllm:engine_restarts_total") == 1
         assert served.metric("qllm:requests_replayed_total") == 0
         assert served.metric("qllm:engine_up") == 1
@@ -117,7 +125,7 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
     with serving(make(), make, **settings) as served, served.client() as client:
         pid = pid_of(served.front.engine)
         stream = client.completions.create(
-            model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+            model="tiny", prompt="x", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
         os.kill(pid, signal.SIGSTOP)

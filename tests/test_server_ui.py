@@ -1,9 +1,10 @@
 import json
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from html.parser import HTMLParser
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from serving import Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError
 from qllm.llm import QLLMEngine
-from qllm.server.feed import PERIOD_S
+from qllm.server.feed import Feed
+from qllm.server.front import Front
 from qllm.server.ui import TYPES
 
 STATIC = files("qllm.server") / "static"
@@ -100,19 +102,22 @@ def test_the_library_has_its_licence() -> None:
     assert "v1.6.32" in (STATIC / "uPlot.min.js").read_text()[:200]
 
 
-def look(served: Serving, number: int = 1, since: int = 0) -> list[dict[str, Any]]:
+def messages(served: Serving, since: int = 0) -> Iterator[dict[str, Any]]:
+    """What a page is sent, as it comes."""
     url = f"{served.url}/ui/events?since={since}"
     with httpx.stream("GET", url, timeout=60) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
-        found: list[dict[str, Any]] = []
+        number = 0
         for line in stream.iter_lines():
             if line.startswith("id: "):
-                found.append({"id": int(line.removeprefix("id: "))})
+                number = int(line.removeprefix("id: "))
             elif line:
-                found[-1].update(json.loads(line.removeprefix("data: ")))
-                if len(found) == number:
-                    break
-    return found
+                yield {"id": number, **json.loads(line.removeprefix("data: "))}
+
+
+def look(served: Serving, number: int = 1, since: int = 0) -> list[dict[str, Any]]:
+    with closing(messages(served, since)) as found:
+        return list(islice(found, number))
 
 
 def whole(served: Serving) -> dict[str, Any]:
@@ -130,9 +135,9 @@ def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
         texts = stream.iter_text()
         next(texts)
-        messages = look(served, 12)
+        told = look(served, 12)
         texts.close()
-    now = next(message for message in messages if "counts" in message)
+    now = next(message for message in told if "counts" in message)
     assert now["counts"]["BE"]["running"] + now["counts"]["BE"]["parked"] == 1
     assert sum(now["counts"]["LS"].values()) == 0
     ttft = now["ttft_ms"]["LS"]
@@ -145,18 +150,31 @@ def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None
     assert set(now["ring_use"]) == {"LS", "BE"}
     assert now["expert_bytes"] > 0
     assert (now["model"], now["policy"]) == ("tiny", "qllm2")
-    runs = [e for message in messages for e in message["entries"] if e[0] == "run"]
+    runs = [e for message in told for e in message["entries"] if e[0] == "run"]
     assert {run[3] for run in runs} == {"BE"}
     assert all(0 <= run[4] <= run[5] <= now["num_layers"] for run in runs)
     assert sum(run[6] for run in runs) > len(runs)  # small passes are drawn together
-    assert messages[-1]["output_tokens"]["BE"] > messages[1]["output_tokens"]["BE"]
+    assert told[-1]["output_tokens"]["BE"] > told[1]["output_tokens"]["BE"]
     until(lambda: not whole(served)["requests"])
+
+
+def preempted(seen: list[dict[str, Any]]) -> list[Any]:
+    entries = [entry for message in seen for entry in message["entries"]]
+    return [entry for entry in entries if entry[0] == "preempted" and entry[3] == "BE"]
 
 
 def test_preemptions_are_shown_as_they_happen(served: Serving) -> None:
     ids = list(range(100, 3000))
     seen: list[dict[str, Any]] = []
-    reader = threading.Thread(target=lambda: seen.extend(look(served, 24)))
+
+    def read() -> None:
+        with closing(messages(served)) as found:
+            for message in found:
+                seen.append(message)
+                if len(seen) >= 24 and preempted(seen) and "num_preemptions" in message:
+                    return
+
+    reader = threading.Thread(target=read)
     reader.start()
     with httpx.Client(base_url=served.url, timeout=60) as client:
         while reader.is_alive():
@@ -168,9 +186,7 @@ def test_preemptions_are_shown_as_they_happen(served: Serving) -> None:
                 client.post("/v1/completions", json=short)
             ask.join()
     entries = [entry for message in seen for entry in message["entries"]]
-    stops = [entry for entry in entries if entry[0] == "preempted" and entry[3] == "BE"]
-    assert stops
-    for _, _, latency, _, layer, rows, names, of, name in stops:
+    for _, _, latency, _, layer, rows, names, of, name in preempted(seen):
         assert latency > 0
         assert 0 <= layer <= seen[0]["num_layers"]
         assert (rows, of) == (1, "LS")
@@ -209,9 +225,15 @@ def test_a_page_tells_a_server_that_was_started_again(
     assert [len(set(x)) for x in (names, others, names + others)] == [1, 1, 2]
 
 
-def test_nobody_looks_nothing_is_asked(
-    served: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_looks_nothing_is_asked(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    feeds: list[Feed] = []
+    make = Feed.__init__
+
+    def noting(feed: Feed, front: Front) -> None:
+        feeds.append(feed)
+        make(feed, front)
+
+    monkeypatch.setattr(Feed, "__init__", noting)
     asked: list[int] = []
     watch = engine.watch
 
@@ -220,20 +242,18 @@ def test_nobody_looks_nothing_is_asked(
         return watch(since, whole)
 
     monkeypatch.setattr(engine, "watch", counting)
-    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as one:
-        lines = one.iter_lines()
-        next(lines)
-        look(served, 6)
-    until(lambda: _is_still(asked))
-    before = len(asked)
-    served.post("/v1/completions", {"prompt": "a", "max_tokens": 4})
-    assert len(asked) == before
-
-
-def _is_still(asked: list[int]) -> bool:
-    before = len(asked)
-    time.sleep(4 * PERIOD_S)
-    return len(asked) == before
+    with serving(engine) as served:
+        (feed,) = feeds
+        with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as one:
+            lines = one.iter_lines()
+            next(lines)
+            look(served, 6)
+            assert feed._task is not None
+            assert len(asked) >= 6
+        until(lambda: feed._task is None)
+        before = len(asked)
+        served.post("/v1/completions", {"prompt": "a", "max_tokens": 4})
+        assert len(asked) == before
 
 
 def test_one_look_serves_all_pages(
@@ -242,15 +262,21 @@ def test_one_look_serves_all_pages(
     with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as one:
         lines = one.iter_lines()
         next(lines)
-        seen: list[list[dict[str, Any]]] = [[], [], []]
-        pages = [threading.Thread(target=lambda s=s: s.extend(look(served, 6))) for s in seen]
+        by_id: list[dict[int, Any]] = [{}, {}, {}]
+
+        def read(mine: dict[int, Any]) -> None:
+            with closing(messages(served)) as found:
+                for message in found:
+                    mine[message["id"]] = message
+                    if len(set.intersection(*map(set, by_id))) >= 3:
+                        return
+
+        pages = [threading.Thread(target=read, args=(mine,)) for mine in by_id]
         for page in pages:
             page.start()
         for page in pages:
             page.join()
-    by_id = [{message["id"]: message for message in messages} for messages in seen]
     common = set.intersection(*map(set, by_id))
-    assert len(common) >= 3
     for number in common:
         assert by_id[0][number] == by_id[1][number] == by_id[2][number]
 
@@ -273,12 +299,12 @@ def test_no_prompt_and_no_answer_is_shown(served: Serving) -> None:
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
         texts = stream.iter_text()
         next(texts)
-        messages = look(served, 6)
+        told = look(served, 6)
         texts.close()
-    assert any(message.get("requests") for message in messages)
-    shown = json.dumps(messages)
+    assert any(message.get("requests") for message in told)
+    shown = json.dumps(told)
     assert "secret" not in shown
-    assert not {"text", "prompt", "token_ids", "content"} & set(_keys(messages))
+    assert not {"text", "prompt", "token_ids", "content"} & set(_keys(told))
 
 
 def _keys(value: Any) -> Iterator[str]:

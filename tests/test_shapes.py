@@ -88,7 +88,7 @@ def test_the_chunk_of_edf_is_what_the_tightest_decode_can_wait_for() -> None:
     world.submit(BE, 4, 9)
     world.step()
     world.submit(BE, 1000, 1)
-    world.loop._take()
+    world.loop.take()
     scheduler, now = world.scheduler, world.clock()
     scheduler.costs = CostTable((2 * NS_PER_MS, 4 * NS_PER_MS), 100_000)
 
@@ -102,7 +102,7 @@ def test_the_chunk_of_edf_is_what_the_tightest_decode_can_wait_for() -> None:
     assert chunk(19) == 8
     assert chunk(500) == 8
     world.cancel(0)
-    world.loop._take()
+    world.loop.take()
     now = scheduler.requests[1].last_token_ns or 0
     plan = shape_plan(scheduler.view(now), scheduler.policy)
     assert plan.rows[-1].num_tokens == 400, "50 ms are enough for the token budget"

@@ -10,7 +10,7 @@ from qllm.errors import InvalidRequestError
 from qllm.grammar import Vocabulary
 from qllm.llm import QLLMEngine
 from qllm.runner.thinking import Thinking
-from qllm.types import FinishReason, SamplingParams, StructuredOutputs
+from qllm.types import FinishReason, SamplingParams
 
 PROMPT = "What does json.dumps do?<think>"
 BUDGET = 7
@@ -110,8 +110,6 @@ def test_refusals() -> None:
         Vocabulary(None, 9, frozenset()).encode("</think>")
     with pytest.raises(InvalidRequestError, match="has no token for '</think>'"):
         Vocabulary(Letters(), ord("t"), frozenset()).encode("</think>")
-    with pytest.raises(InvalidRequestError, match="leaves no room to reason"):
-        SamplingParams(thinking_token_budget=1, structured_outputs=StructuredOutputs(regex="a"))
 
 
 # -- the state

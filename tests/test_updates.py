@@ -177,7 +177,7 @@ def test_who_goes_on_has_not_stalled() -> None:
         world.step()
     before = world.scheduler.requests[one].last_progress_ns
     ask(world, one, paused=False)
-    world.loop._take()
+    world.loop.take()
     assert world.scheduler.requests[one].last_progress_ns == world.clock.at_ns > before
 
 

@@ -13,7 +13,8 @@ from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
 from qllm.engine.coming import LoadingIngress
 from qllm.engine.costs import Costs
-from qllm.engine.grammars import GrammarIngress, Inbox
+from qllm.engine.grammars import GrammarIngress
+from qllm.engine.holding import Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
 from qllm.engine.limits import limits_of
@@ -344,7 +345,7 @@ class EngineCore(LoadedRunner):
     @property
     def held(self) -> tuple[Submission, ...]:
         """Requests that the loop does not know yet: of their grammar or KV something is missing."""
-        return *self.grammars.held, *self.loading.held
+        return tuple(held.submission for held in self.loading.held)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far. Callable from any thread."""

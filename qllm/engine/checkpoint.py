@@ -8,12 +8,14 @@ Both functions run on the engine's thread, between two programs.
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from qllm.engine import archive
+from qllm.engine.holding import Held, HoldingIngress
 from qllm.engine.loop import EngineLoop, Live
 from qllm.errors import CheckpointError
-from qllm.ingress import Submission
+from qllm.ingress import Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.plan import Row
 from qllm.record import trace
@@ -41,15 +43,20 @@ class Adopted(Protocol):
 
 
 H = TypeVar("H", bound=Adopted)
-Adopt = Callable[[str, tuple[int, ...], SamplingParams], H]
+Adopt = Callable[[str, tuple[int, ...], SamplingParams, int], H]
+"""Called with name, prompt, sampling and class of a request."""
 
 
 def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
     """Write every unfinished request to `path`; they go on here too.
 
+    Those that are held back (`HoldingIngress`) are written as not begun: what each waits for is
+    made again where they are restored.
+
     Raises:
         CheckpointError: The file cannot be written.
     """
+    loop.take()  # what was submitted before the checkpoint was asked for
     tensors: dict[str, Any] = {}
     requests, frames = [], []
     for number, live in loop.live.items():
@@ -68,11 +75,11 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     document = {
         "model": runner.fingerprint(),
         "settings": _settings(loop, runner),
-        "requests": requests,
+        "requests": requests + [_held_meta(held, loop.now_ns()) for held in _transport(loop).held],
         "frames": frames,
     }
     archive.write(os.fspath(path), document, tensors)
-    return len(requests)
+    return len(document["requests"])
 
 
 def load(
@@ -114,7 +121,9 @@ def _load(
             f"the checkpoint was made with settings {document['settings']}, this engine has "
             f"{settings}; use the same exactness and max_segment_ms"
         )
-    need = sum(pool.blocks_for(_reach(meta)) for meta in document["requests"])
+    held = [meta for meta in document["requests"] if "held" in meta]
+    begun = [meta for meta in document["requests"] if "held" not in meta]
+    need = sum(pool.blocks_for(_reach(meta)) for meta in begun)
     if need > pool.num_free + loop.scheduler.swap.num_free:
         raise CheckpointError(
             f"the checkpoint needs {need} KV blocks, {pool.num_free} are free; raise "
@@ -123,12 +132,15 @@ def _load(
     handles: list[H] = []
     number_of: dict[RequestId, RequestId] = {}
 
-    def adopt_and_keep(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> H:
-        handles.append(adopt(name, prompt, sampling))
+    def adopt_and_keep(
+        name: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int
+    ) -> H:
+        handles.append(adopt(name, prompt, sampling, priority))
         return handles[-1]
 
     try:
-        for meta in document["requests"]:
+        waiting = [_load_held(loop, runner, meta, adopt_and_keep, now_ns) for meta in held]
+        for meta in begun:
             handle = _load_request(loop, runner, meta, tensors, adopt_and_keep, now_ns)
             number_of[meta["number"]] = handle.number
         for meta in document["frames"]:
@@ -137,7 +149,14 @@ def _load(
         for handle in handles:
             loop.disown(handle.number)
         raise
+    for item in chain.from_iterable(waiting):
+        _transport(loop).put(item)
     return handles
+
+
+def _transport(loop: EngineLoop) -> HoldingIngress[Any]:
+    assert isinstance(loop.ingress, HoldingIngress)
+    return loop.ingress
 
 
 def _settings(loop: EngineLoop, runner: TorchRunner) -> dict[str, Any]:
@@ -159,20 +178,41 @@ def _unprefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
 
 def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
     submission, request = live
-    deadline_ns = submission.deadline_ns
     return {
-        "number": submission.request_id,
-        "name": submission.name,
+        **_submission_meta(submission, now_ns),
         "priority": request.priority,
         "is_paused": request.is_paused,
-        "sampling": trace.sampling_to_dict(submission.sampling),
-        "stop_ids": sorted(submission.stop_ids),
-        "max_tokens": submission.max_tokens,
-        "slo": list(submission.slo),
-        "time_left_ns": None if deadline_ns is None else max(1, deadline_ns - now_ns),
         "counters": {name: getattr(request, name) for name in COUNTERS},
         "frontier": request.frontier,
         "swapped": bool(request.num_swapped_tokens),
+    }
+
+
+def _held_meta(held: Held, now_ns: int) -> dict[str, Any]:
+    item = held.submission
+    return {
+        **_submission_meta(item, now_ns),
+        "held": {
+            "token_ids": item.token_ids,
+            "num_output_tokens": item.num_output_tokens,
+            "cache_salt": item.cache_salt.hex(),
+            "cache_ttl_s": item.cache_ttl_s,
+            "updates": [update[1:] for update in held.updates],
+        },
+    }
+
+
+def _submission_meta(item: Submission, now_ns: int) -> dict[str, Any]:
+    deadline_ns = item.deadline_ns
+    return {
+        "number": item.request_id,
+        "name": item.name,
+        "priority": item.priority,
+        "sampling": trace.sampling_to_dict(item.sampling),
+        "stop_ids": sorted(item.stop_ids),
+        "max_tokens": item.max_tokens,
+        "slo": list(item.slo),
+        "time_left_ns": None if deadline_ns is None else max(1, deadline_ns - now_ns),
     }
 
 
@@ -210,8 +250,8 @@ def _load_request(
     asked = trace.sampling_from_dict(meta["sampling"])
     sampling = replace(asked, logprobs=None)
     ids = tuple(meta["runner"]["token_ids"])
-    num_prompt, time_left_ns = meta["runner"]["num_prompt_tokens"], meta.get("time_left_ns")
-    handle = adopt(meta["name"], ids[:num_prompt], sampling)
+    num_prompt = meta["runner"]["num_prompt_tokens"]
+    handle = adopt(meta["name"], ids[:num_prompt], sampling, meta["priority"])
     number = handle.number
     request = Request(
         request_id=number,
@@ -227,28 +267,64 @@ def _load_request(
     )
     if meta["frontier"] is not None:
         request.frontier = Frontier(*meta["frontier"])
-    submission = Submission(
-        request_id=number,
-        name=meta["name"],
-        priority=meta["priority"],
-        token_ids=ids[:num_prompt],
-        sampling=sampling,
-        stop_ids=frozenset(meta["stop_ids"]),
-        max_tokens=meta["max_tokens"],
-        slo=request.slo,
-        arrival_ns=now_ns,
-        deadline_ns=None if time_left_ns is None else now_ns + time_left_ns,
-    )
-    limits = loop.scheduler.limits
-    refused = refusal(submission, runner.shape, limits.num_blocks * limits.block_size)
-    if refused is not None:
-        raise CheckpointError(f"request {meta['name']!r}: {refused}; raise max_kv_tokens")
+    submission = _submission(loop, runner, meta, number, ids[:num_prompt], sampling, now_ns)
     state = _unprefixed(f"request.{meta['number']}.", tensors)
     loop.restored(submission, request, swapped=meta.get("swapped", False))
     runner.import_request(number, sampling, state, dict(meta["runner"]), request.block_table)
     for token in ids[num_prompt:]:
         handle.on_token(Sampled(number, token))
     return handle
+
+
+def _load_held(
+    loop: EngineLoop, runner: TorchRunner, meta: Mapping[str, Any], adopt: Adopt[H], now_ns: int
+) -> list[Submission | Update]:
+    """What arrives here of a request that was held back there."""
+    held, ids = meta["held"], tuple(meta["held"]["token_ids"])
+    sampling, num_output = trace.sampling_from_dict(meta["sampling"]), held["num_output_tokens"]
+    if num_output:
+        sampling = replace(sampling, logprobs=None)
+    num_prompt = len(ids) - num_output
+    handle = adopt(meta["name"], ids[:num_prompt], sampling, meta["priority"])
+    item = replace(
+        _submission(loop, runner, meta, handle.number, ids, sampling, now_ns, num_output),
+        cache_salt=bytes.fromhex(held["cache_salt"]),
+        cache_ttl_s=held["cache_ttl_s"],
+    )
+    for token in ids[num_prompt:]:
+        handle.on_token(Sampled(handle.number, token))
+    return [item, *(Update(handle.number, *asked) for asked in held["updates"])]
+
+
+def _submission(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    meta: Mapping[str, Any],
+    number: RequestId,
+    token_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    now_ns: int,
+    num_output_tokens: int = 0,
+) -> Submission:
+    time_left_ns = meta.get("time_left_ns")
+    item = Submission(
+        request_id=number,
+        name=meta["name"],
+        priority=meta["priority"],
+        token_ids=token_ids,
+        sampling=sampling,
+        stop_ids=frozenset(meta["stop_ids"]),
+        max_tokens=meta["max_tokens"],
+        slo=Slo(*meta["slo"]),
+        arrival_ns=now_ns,
+        deadline_ns=None if time_left_ns is None else now_ns + time_left_ns,
+        num_output_tokens=num_output_tokens,
+    )
+    limits = loop.scheduler.limits
+    refused = refusal(item, runner.shape, limits.num_blocks * limits.block_size)
+    if refused is not None:
+        raise CheckpointError(f"request {meta['name']!r}: {refused}; raise max_kv_tokens")
+    return item
 
 
 def _load_frame(

@@ -9,7 +9,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.engine.costs import Costs
-from qllm.engine.grammars import Inbox
+from qllm.engine.holding import Inbox
 from qllm.engine.kv_file import KvFile, Layout, Lock, num_slots_in, open_file
 from qllm.engine.kv_identity import layout_of, software
 from qllm.engine.mover import CLOSE_S, Mover

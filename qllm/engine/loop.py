@@ -104,7 +104,7 @@ class EngineLoop:
 
     def step(self) -> bool:
         """Take what arrived, run one program; return whether anything ran."""
-        self._take()
+        self.take()
         now = self.now_ns()
         self._expire(now)
         if self.closing:
@@ -142,7 +142,8 @@ class EngineLoop:
             self._finish(request_id, FinishReason.CANCELLED)
         self._emit(trace.EngineClosed(at_ns=self.now_ns()))
 
-    def _take(self) -> None:
+    def take(self) -> None:
+        """Take in all that has arrived. Called between two programs, by a `Call` of these too."""
         self.pending.extend(self.ingress.drain())
         while self.pending:
             item = self.pending.popleft()

@@ -272,16 +272,14 @@ class LoopEngine(ServedEngine):
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         core, numbers = self._core, itertools.count(first)
 
-        def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Restored:
-            return Restored(next(numbers), name, prompt, sampling)
+        def adopt(
+            name: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int
+        ) -> Restored:
+            return Restored(next(numbers), name, prompt, sampling, priority)
 
-        def restore() -> list[Restored]:
-            found = checkpoint.load(core.loop, core.runner, path, adopt, self._now_ns())
-            for request in found:
-                request.priority = core.loop.live[request.number].request.priority
-            return found
-
-        restored: list[Restored] = self.on_loop(restore)
+        restored: list[Restored] = self.on_loop(
+            lambda: checkpoint.load(core.loop, core.runner, path, adopt, self._now_ns())
+        )
         return restored
 
 

@@ -55,6 +55,18 @@ class Result:
     metrics: RequestMetrics
 
 
+class Asked(NamedTuple):
+    """The class that `Handle.update` gave a request, and whether it is paused.
+
+    Told to every engine that has the request. Each call makes one of its own, so that `is` says
+    whether anything was asked since.
+    """
+
+    priority: int | None = None
+    """None: as it was submitted."""
+    paused: bool | None = None
+
+
 class Keeps(Protocol):
     """Keeps requests whose engine has died; `qllm.frontend.request_log.RequestLog` does.
 
@@ -98,6 +110,8 @@ class Handle:
         self._cancel = cancel
         self._status = status
         self._update = update
+        self.asked = Asked()
+        """What `update` asked for, all calls together."""
         self.log: Keeps | None = None
         """Where the request goes when its engine dies; None ends it in `error` then."""
         self._changed = threading.Condition()
@@ -158,10 +172,32 @@ class Handle:
         status: Callable[[RequestId], RequestStatus],
         update: Callable[[Update], None],
     ) -> None:
-        """Give the request to another engine; a cancel before this has not reached that one."""
+        """Give the request to another engine; a cancel before this has not reached that one.
+
+        What was `asked` of it may not have either: `tell` sees to it.
+        """
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
             self._update = update
+
+    def tell(self, told: Asked) -> None:
+        """Tell the engine that has the request what is asked of it, if it does not know.
+
+        Calls may overlap with each other, with `update` and with `move`: the last thing that an
+        engine is told is what was asked last.
+
+        Args:
+            told: What the caller told an engine last. Who moves the request tells the next one.
+
+        Raises:
+            QueueFullError: The engine has not taken many earlier updates.
+        """
+        while True:
+            with self._changed:
+                if told is self.asked or self._reason is not None:
+                    return
+                told, number, update = self.asked, self.number, self._update
+            update(Update(number, told.priority, told.paused))
 
     def disown(self, error: str) -> None:
         """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
@@ -260,8 +296,20 @@ class Handle:
         with self._changed:
             if self._reason is not None:
                 return
+            before = self.asked
+            self.asked = asked = Asked(
+                before.priority if level is None else level,
+                before.paused if paused is None else paused,
+            )
             update, number = self._update, self.number
-        update(Update(number, level, paused))
+        try:
+            update(Update(number, level, paused))
+        except BaseException:
+            with self._changed:
+                if self.asked is asked:
+                    self.asked = before
+            raise
+        self.tell(asked)
 
     def pause(self) -> None:
         """Stop working on the request until `resume`; see `update`."""

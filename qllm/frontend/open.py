@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from qllm.frontend.handle import Handle
-from qllm.ingress import Submission, Update
+from qllm.ingress import Submission
 from qllm.ingress.codec import EngineMetrics
 from qllm.types import FinishReason, RequestId
 
@@ -30,12 +30,22 @@ class Open:
         self.ended: End | None = None
         """Set once its text ended it, before the engine knew."""
         self.num_replays = 0
-        self.is_paused = False
 
     @property
     def rank(self) -> tuple[int, int]:
         """Smallest first."""
-        return self.unknown.priority, self.unknown.arrival_ns
+        return self.priority, self.unknown.arrival_ns
+
+    @property
+    def priority(self) -> int:
+        """Its class now."""
+        asked = self.handle.asked.priority
+        return self.unknown.priority if asked is None else asked
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is to stand still."""
+        return bool(self.handle.asked.paused)
 
     def shift(self, by_ns: int) -> None:
         """Move its times to another clock."""
@@ -46,22 +56,17 @@ class Open:
             arrival_ns = item.arrival_ns + by_ns
             self.submission = replace(item, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
 
-    def change(self, item: Update) -> None:
-        """Remember its class, and whether it is paused: a further engine is told so."""
-        if item.priority is not None:
-            self.unknown = replace(self.unknown, priority=item.priority)
-            if self.submission is not None:
-                self.submission = replace(self.submission, priority=item.priority)
-        if item.paused is not None:
-            self.is_paused = item.paused
-
     def rest(self, number: RequestId) -> Submission:
         """What is left to do, as a request of its own."""
         assert self.submission is not None
         done = self.handle.token_ids
         token_ids = (*self.submission.token_ids, *done)
         return replace(
-            self.submission, request_id=number, token_ids=token_ids, num_output_tokens=len(done)
+            self.submission,
+            request_id=number,
+            priority=self.priority,
+            token_ids=token_ids,
+            num_output_tokens=len(done),
         )
 
     def is_late(self, now_ns: int) -> bool:
@@ -82,7 +87,7 @@ class Open:
 
     def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
         """Tell who waits, with what the engine said of it if it could."""
-        known = known or self.unknown
+        known = known or replace(self.unknown, priority=self.priority)
         if self.num_replays:  # the engine that planned it first took that along
             known = replace(known, queue_ms=None)
         metrics = known.complete(number, self.handle.request_id, end[0], self.token_ns)

@@ -19,6 +19,40 @@ MOST_STOP_IDS = 8
 """Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
 
 
+def check_sampling(
+    sampling: SamplingParams, vocabulary: Vocabulary, tokenizer: Any, loop: str, max_tokens: int
+) -> frozenset[int]:
+    """Check settings against a model and its engine.
+
+    Args:
+        sampling: For one choice.
+        vocabulary: Of the model.
+        tokenizer: Of the model, or None.
+        loop: The engine's setting.
+        max_tokens: Most tokens that are produced.
+
+    Returns:
+        The ids that end the answer.
+
+    Raises:
+        InvalidRequestError: They cannot be served; says why.
+    """
+    ids = (*sampling.stop_token_ids, *sampling.logit_bias, *(sampling.allowed_token_ids or ()))
+    wrong = [i for i in ids if i >= vocabulary.vocab_size]
+    if wrong:
+        raise InvalidRequestError(
+            f"token id {shown(wrong[0])} in sampling must be in [0, {vocabulary.vocab_size})"
+        )
+    if sampling.stop and tokenizer is None:
+        raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
+    stop_ids = frozenset(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stop_ids |= frozenset(vocabulary.eos_token_ids)
+    refuse_unserved(loop, sampling, len(stop_ids))
+    check_limits(sampling, vocabulary, max_tokens)
+    return stop_ids
+
+
 def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> None:
     """Return if an engine with this loop samples as asked (`EngineConfig.loop`).
 

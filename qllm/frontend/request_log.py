@@ -17,7 +17,6 @@ from collections.abc import Callable
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import End, Open
-from qllm.ingress import Update
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 
@@ -76,11 +75,15 @@ class RequestLog:
             number = next(self._numbers)
             if end is None:
                 self._waiting[number] = entry
-                entry.handle.move(number, self.cancel, _status_of(entry), self.update)
+                self._move_here(number, entry)
         if end is not None:
             entry.finish(number, end)
         elif entry.handle.finish_reason is not None:  # cancelled before it was moved
             self.cancel(number)
+
+    def _move_here(self, number: RequestId, entry: Open) -> None:
+        """Updates need no place here: the handle knows what it asked, and tells the next engine."""
+        entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None)
 
     def _hopeless(self, entry: Open, was_trial: bool, why: str) -> End | None:
         if self._over is not None or entry.submission is None:
@@ -133,6 +136,7 @@ class RequestLog:
             self._trial = None
             entry.num_replays -= 1
             self._waiting = {number: entry, **self._waiting}
+            self._move_here(number, entry)
         if entry.handle.finish_reason is not None:
             self.cancel(number)
 
@@ -150,13 +154,6 @@ class RequestLog:
     def cancel(self, number: RequestId) -> None:
         """End a request that its caller gave up."""
         self._end(number, FinishReason.CANCELLED, None)
-
-    def update(self, item: Update) -> None:
-        """Note another class, a pause or its end for a request that waits here."""
-        with self._lock:
-            entry = self._waiting.get(item.request_id)
-            if entry is not None:
-                entry.change(item)
 
     def end_all(self, why: str) -> None:
         """There is no further engine: what waits ends in `error`, and what is taken from now on."""

@@ -9,7 +9,7 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.errors import CRASHED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
-from qllm.frontend.handle import Handle
+from qllm.frontend.handle import Asked, Handle
 from qllm.frontend.open import Open
 from qllm.ingress import Cancel, Submission, Update
 from qllm.ingress.codec import End, PromptPart
@@ -143,26 +143,36 @@ class RingClient(Client):
             self.raise_if_closed()
             by_ns = self.now_ns() - time.monotonic_ns()
             entry.shift(by_ns)
-            number = self.new_number()
+            number, asked = self.new_number(), entry.handle.asked
             try:
                 self._put(entry, entry.rest(number))
-                if entry.is_paused:
-                    self._pause(number)
+                self._hand_over(entry, number, asked)
             except BaseException:
                 entry.shift(-by_ns)
                 raise
-        entry.handle.move(number, self.cancel, self.status, self.update)
         if entry.handle.finish_reason is not None:  # cancelled before it was moved
             self.cancel(number)
 
-    def _pause(self, number: RequestId) -> None:
-        """Pause a request that was put just now, or take it back."""
+    def _hand_over(self, entry: Open, number: RequestId, asked: Asked) -> None:
+        """Give the handle of a request that was put just now, or take the request back.
+
+        Args:
+            entry: The request.
+            number: Of the request here.
+            asked: What it was put with.
+        """
+        handle = entry.handle
         try:
-            self._front_end.update(Update(number, paused=True))
+            if asked.paused:
+                self._front_end.update(Update(number, paused=True))
+            handle.move(number, self.cancel, self.status, self.update)
+            handle.tell(asked)
         except BaseException:
             self._forget(number)
             self._front_end.cancel(Cancel(number))
             raise
+        if asked.paused and handle.log is not None:
+            handle.log.heard_of(entry)  # it may have been paused after it was put on trial
 
     def _put(self, entry: Open, submission: Submission) -> None:
         if len(self._open) >= MAX_OPEN:
@@ -188,7 +198,6 @@ class RingClient(Client):
         entry = self._open.get(item.request_id)
         if entry is not None and self._over is None:
             self._front_end.update(item)
-            entry.change(item)
             if entry.is_paused and entry.handle.log is not None:
                 entry.handle.log.heard_of(entry)  # it gets no token for now
 

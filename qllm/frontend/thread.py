@@ -197,7 +197,9 @@ class ThreadClient(Client):
         return count
 
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
-        def adopt(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Handle:
+        def adopt(
+            name: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int
+        ) -> Handle:
             with self.admission_lock:
                 number = self.new_number()
                 handle = make(number, name, prompt, sampling)

@@ -82,7 +82,7 @@ class Restored:
     name: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0
+    priority: int
     sampled: list[Sampled] = field(default_factory=list)
 
     def on_token(self, sampled: Sampled) -> bool:

@@ -10,7 +10,7 @@ import torch
 from qllm.errors import InvariantError
 from qllm.grammar import Matcher, Vocabulary
 from qllm.kernels.cpu.masks import keep_allowed
-from qllm.runner.thinking import Thinking
+from qllm.runner.thinking import Thinking, starts_inside
 from qllm.types import SamplingParams
 
 Ids = npt.NDArray[np.int64]
@@ -42,9 +42,7 @@ class Limits:
         self._allowed = _ids(sampling.allowed_token_ids or ())
         self._bad = vocabulary.split(sampling.bad_words)
         self._min_tokens = sampling.min_tokens
-        self._thinking: Thinking | None = None
-        if (budget := sampling.thinking_token_budget) is not None:
-            self._thinking = Thinking(budget, vocabulary, prompt_ids)
+        self._thinking = _thinking(sampling, vocabulary, prompt_ids)
         ends = () if sampling.ignore_eos else vocabulary.eos_token_ids
         self._end_ids = frozenset({*ends, *sampling.stop_token_ids})
         self._ends = _ids(sorted(self._end_ids))
@@ -67,9 +65,8 @@ class Limits:
             x_V[end] = 0
             return None
         if self._matcher is not None:
-            if (why := self._matcher.allow(outputs)) is not None:
+            if (why := self._keep_form(self._matcher, x_V, outputs)) is not None:
                 return why
-            keep_allowed(torch.from_numpy(x_V), torch.from_numpy(self._matcher.words))
             if len(outputs) >= self._min_tokens:
                 return None
         if self._allowed.size:
@@ -88,6 +85,18 @@ class Limits:
                 x_V[self._ends] = kept
         return None if x_V.max() > -np.inf else "its bad_words allow no further token"
 
+    def _keep_form(
+        self, matcher: Matcher, x_V: npt.NDArray[np.float64], outputs: Sequence[int]
+    ) -> str | None:
+        """Forbid what the form does not allow; behind reasoning, if there is any."""
+        if (said := self._of_form(outputs)) is None:
+            x_V[self._ends] = -np.inf  # what has a form does not end before it
+            return None
+        why = None if self._thinking is None else self._thinking.wrong
+        if (why := why or matcher.allow(said)) is None:
+            keep_allowed(torch.from_numpy(x_V), torch.from_numpy(matcher.words))
+        return why
+
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
         """Begin with what the next `forbid` needs, if `outputs` do not end the answer.
 
@@ -96,7 +105,28 @@ class Limits:
             outputs: The tokens of the answer, with the one that was chosen just now.
         """
         if self._matcher is not None and outputs[-1] not in self._end_ids:
-            self._matcher.go_ahead(builder, outputs)
+            if self._thinking is not None:
+                self._thinking.forced(outputs)  # reads them
+            if (said := self._of_form(outputs)) is not None:
+                self._matcher.go_ahead(builder, said)
+
+    def _of_form(self, outputs: Sequence[int]) -> Sequence[int] | None:
+        """The tokens that the form holds: those behind the reasoning; None while that goes on."""
+        if self._thinking is None:
+            return outputs
+        return None if self._thinking.ended is None else outputs[self._thinking.ended :]
+
+
+def _thinking(
+    sampling: SamplingParams, vocabulary: Vocabulary, prompt_ids: Sequence[int]
+) -> Thinking | None:
+    """What follows the reasoning: for a budget, and for a form that begins behind it."""
+    budget = sampling.thinking_token_budget
+    if sampling.structured_outputs is None:
+        return None if budget is None else Thinking(budget, vocabulary, prompt_ids)
+    if not starts_inside(vocabulary, prompt_ids):
+        return None
+    return Thinking(budget, vocabulary, prompt_ids, once=True)
 
 
 def _ids(ids: Sequence[int]) -> Ids:

@@ -5,6 +5,7 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import Scope
 
@@ -18,7 +19,15 @@ ANYBODY = "anybody"
 CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=None)
 """The exchange that this task answers."""
 
+PLAIN = "-._~:/+=@%"
+"""With letters and digits of ASCII: what names and paths are made of in a line."""
+
 _log = logging.getLogger("qllm.server.access")
+
+
+def plain(text: str) -> str:
+    """A name that a caller gave: no blank, quote or line break of it can look like a field."""
+    return quote(text, safe=PLAIN, errors="backslashreplace")
 
 
 @dataclass(slots=True)
@@ -52,14 +61,14 @@ class Exchange:
         client = scope.get("client") or ("-", 0)
         return cls(
             caller=caller,
-            line=f"{scope['method']} {path.decode('ascii', 'backslashreplace'):.200}",
+            line=f"{scope['method']} {plain(path.decode('latin-1')):.200}",
             client=str(client[0]),
         )
 
     def opened(self, answer_id: str, class_name: str, demoted: bool) -> None:
         """The engine has taken a request."""
         self.num_open += 1
-        self.answers.append((answer_id, class_name, demoted))
+        self.answers.append((plain(answer_id), class_name, demoted))
 
     def settled(self, results: list[Result]) -> None:
         """The engine is done with a request; one that failed has no result."""
@@ -88,8 +97,9 @@ class Exchange:
         found |= {"client": self.client, "ms": round(1e3 * (self.ended_s - self.start_s))}
         if self.caller:
             found["key"] = self.caller
-        if self.request_id and self.request_id not in (answer[0] for answer in self.answers):
-            found["x_request_id"] = ascii(self.request_id)[1:-1][:80]
+        asked = plain(self.request_id)
+        if asked and asked not in (answer[0] for answer in self.answers):
+            found["x_request_id"] = asked[:80]
         if self.answers:
             found["id"], found["class"], demoted = self.answers[0]
             if demoted:

@@ -40,7 +40,7 @@ class _State:
     """What outlives the server: batches and responses, and who works on them."""
 
     def __init__(self, front: Front, folder: Path) -> None:
-        self.store = Store(folder)
+        self._front, self.store = front, Store(folder)
         best_effort = BestEffort(front)
         self._worker = Worker(front, self.store, best_effort)
         kept = ResponseStore(self.store)
@@ -50,7 +50,7 @@ class _State:
         return [
             batches.file_routes(self.store),
             batches.batch_routes(self.store, self._worker),
-            responses.state_routes(self.responses),
+            responses.state_routes(self._front, self.responses),
         ]
 
     async def start(self) -> None:

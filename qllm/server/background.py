@@ -2,12 +2,18 @@
 
 queued -> in_progress -> completed, incomplete, failed
    `----------`--------> cancelled
+
+The events of one that is a stream are kept with it as they come, and read from there: by whoever
+asked for it, and by who comes back after some number. Such a response goes on with the next engine
+where the last one ended, since what was said cannot be taken back; for the same reason a server
+that finds one in the middle, begun by the server before it, ends it as failed.
 """
 
 import asyncio
 import json
 import logging
 import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +22,21 @@ from qllm.errors import QllmError
 from . import access, chat
 from .answers import owner_of
 from .best_effort import BestEffort, EngineGoneError
+from .blocks import named_event
 from .errors import ApiError, from_engine, parse, unexpected
-from .front import Front
-from .response_store import ResponseStore
-from .response_writer import ResponseWriter, failed
+from .front import Answer, Front
+from .response_store import UNFINISHED, ResponseStore
+from .response_writer import OPENING, ResponseWriter, failed
 from .responses_protocol import ResponsesRequest
 from .store import Row
 
 STORAGE_RETRY_S = 5.0
 """Until a response is tried again that could not be written."""
+
+CUT_OFF = (
+    "this stream was cut off in the middle (its server, engine or disk failed), and what was said "
+    "cannot go on; ask again"
+)
 
 _log = logging.getLogger("qllm.server.background")
 
@@ -36,6 +48,8 @@ class Background:
         self._front, self._kept, self._best_effort = front, kept, best_effort
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopper: asyncio.Task[None] | None = None
+        self._news: dict[str, asyncio.Event] = {}
+        """By response, where somebody waits for its next event."""
 
     async def start(self) -> None:
         """Go on with what the server before this one has not finished."""
@@ -47,6 +61,8 @@ class Background:
         await self._front.draining.wait()
         for task in self._tasks.values():
             task.cancel()
+        for response_id in list(self._news):
+            self._tell(response_id)
 
     async def close(self) -> None:
         """Stop at once. Unfinished responses stay for the next server."""
@@ -63,15 +79,38 @@ class Background:
             task.add_done_callback(lambda _: self._tasks.pop(response_id, None))
 
     def stop(self, response_id: str) -> None:
-        """Work on it no more."""
+        """Work on it no more: it was cancelled or deleted."""
         if (task := self._tasks.get(response_id)) is not None:
             task.cancel()
+        self._tell(response_id)
 
     async def cancel(self, response_id: str, response: dict[str, Any]) -> None:
         """End a response as cancelled, unless it has ended."""
         done = {**response, "status": "cancelled"}
         if await asyncio.to_thread(self._kept.change, response_id, done):
             self.stop(response_id)
+
+    def _tell(self, response_id: str) -> None:
+        """There is something new to read."""
+        if (news := self._news.pop(response_id, None)) is not None:
+            news.set()
+
+    async def follow(self, response_id: str, after: int) -> AsyncIterator[str]:
+        """The events of a response behind a number, as they come, until its end or the drain."""
+        while not self._front.draining.is_set():
+            news = self._news.setdefault(response_id, asyncio.Event())  # before it looks
+            found, is_over = await asyncio.to_thread(self._kept.events, response_id, after)
+            for text in found:
+                yield text
+            after += len(found)
+            if is_over:
+                return
+            if not found:
+                try:
+                    async with asyncio.timeout(self._front.config.comment_s):
+                        await news.wait()
+                except TimeoutError:
+                    yield ": alive\n\n"
 
     async def _run(self, response_id: str) -> None:
         try:
@@ -99,17 +138,23 @@ class Background:
         try:
             await self._answer(row, begun)
         except ApiError as error:
-            await asyncio.to_thread(self._kept.change, response_id, failed(begun, error))
+            await self._fail(begun, error)
         except QllmError as error:
-            done = failed(begun, from_engine(error))
-            await asyncio.to_thread(self._kept.change, response_id, done)
+            await self._fail(begun, from_engine(error))
         except (EngineGoneError, OSError, sqlite3.Error):
             raise
         except Exception as error:  # noqa: BLE001 - logged; the client does not ask for ever
             _log.exception("response %s failed", response_id)
-            done = failed(begun, unexpected(error))
-            await asyncio.to_thread(self._kept.change, response_id, done)
+            await self._fail(begun, unexpected(error))
         self._best_effort.forget(response_id)
+
+    async def _fail(self, begun: dict[str, Any], error: ApiError) -> None:
+        response_id, done = begun["id"], failed(begun, error)
+        number = await asyncio.to_thread(self._kept.num_events, response_id)
+        said = {"sequence_number": number, "response": done}
+        events = [named_event("response.failed", said)] if number else []
+        await asyncio.to_thread(self._kept.change, response_id, done, *events)
+        self._tell(response_id)
 
     async def _answer(self, row: Row, begun: dict[str, Any]) -> None:
         body: ResponsesRequest = parse(ResponsesRequest, json.loads(row["asked"]))
@@ -122,7 +167,37 @@ class Background:
         async def keep(response: dict[str, Any]) -> None:
             await asyncio.to_thread(self._kept.change, row["id"], response)
 
-        writer = ResponseWriter(self._front, body, asked, keep, begun)
         ask = chat.ask_of(asked, row["id"], None)
         ask = replace(ask, cache_owner=owner_of(row["owner"]))
-        await self._best_effort.answer(row["id"], ask, writer)
+        if not body.stream:
+            writer = ResponseWriter(self._front, body, asked, keep, begun)
+            await self._best_effort.answer(row["id"], ask, writer)
+            return
+        count = await asyncio.to_thread(self._kept.num_events, row["id"])
+        if count > len(OPENING):
+            raise ApiError(500, CUT_OFF, code="stream_cut_off")
+        recorder = Recorder(self._front, body, asked, None, begun, count)
+        recorder.record = self._record
+        await self._best_effort.answer(row["id"], ask, recorder, replay=True)
+
+    async def _record(self, response: dict[str, Any], event: str) -> None:
+        """Keep an event, with the response if it is the last."""
+        kept, response_id = self._kept, response["id"]
+        if response["status"] in UNFINISHED:
+            await asyncio.to_thread(kept.add_event, response_id, event)
+        else:
+            await asyncio.to_thread(kept.change, response_id, response, event)
+        self._tell(response_id)
+
+
+class Recorder(ResponseWriter):
+    """Writes the events of a response for whoever reads them, now or later."""
+
+    record: Callable[[dict[str, Any], str], Awaitable[None]]
+    """Called with the response and each of its events."""
+
+    async def body(self, answer: Answer) -> dict[str, Any]:
+        """Wait for the answer, and record its events as they come."""
+        async for event in self.events(answer, None, None):
+            await self.record(self.response, event)
+        return self.response

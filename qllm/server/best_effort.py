@@ -72,15 +72,23 @@ class BestEffort:
         finally:
             self.give_back(permits)
 
-    async def answer(self, name: Hashable, ask: Ask, renderer: Renderer) -> dict[str, Any]:
+    async def answer(
+        self, name: Hashable, ask: Ask, renderer: Renderer, *, replay: bool = False
+    ) -> dict[str, Any]:
         """Wait for an answer.
+
+        Args:
+            name: Whose it is.
+            ask: What is asked.
+            renderer: Makes it.
+            replay: It goes on with the next engine where this one ended; else it is asked again.
 
         Raises:
             ApiError: There is none, and will be none.
             EngineGoneError: The engine ended.
         """
         try:
-            return await self._answer(name, replace(ask, replay=False), renderer)
+            return await self._answer(name, replace(ask, replay=replay), renderer)
         except ApiError as error:
             if error.status_code != 503:
                 raise

@@ -343,16 +343,17 @@ def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form:
         tokenizer: Of the model, or None.
         prompt: Token ids of the prompt.
         choice: What may be called.
-        has_form: Whether a grammar holds the answer from its first token.
+        has_form: Whether a grammar holds the answer, from its first token or behind its reasoning.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if tokenizer is not None and not has_form and getattr(tokenizer, "response_template", None):
         return TemplateReader(tokenizer, prompt, choice.tools)
-    thinks = THINK in template and not has_form
-    if not thinks and not choice.tools:
-        return PlainReader()
+    thinks = THINK in template
     end = str(tokenizer.decode(list(prompt[-16:]))) if thinks else ""
     is_thinking = end.rstrip().endswith(THINK)
+    thinks = thinks and not has_form  # a form may hold the tag in a string
+    if not thinks and not is_thinking and not choice.tools:
+        return PlainReader()
     return HermesReader(thinks=thinks, is_thinking=is_thinking, calls=bool(choice.tools))
 
 

@@ -120,6 +120,8 @@ class ServerConfig(BaseSettings):
     """After that: for requests in flight to end by themselves."""
     batch_concurrency: int = Field(8, ge=1)
     """Most batch lines and responses in the background that are in the engine at once."""
+    max_background: int = Field(1000, ge=1)
+    """Most responses in the background of one API key that are not finished; else 429."""
     max_restarts: int = Field(5, ge=0)
     """Most engines made within `restart_window_s` after one that ended; then the server ends."""
     restart_window_s: float = Field(600, gt=0)

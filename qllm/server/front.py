@@ -316,7 +316,7 @@ class Front:
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
         """Tokenise and submit; on a thread of the class."""
-        defaults = {"temperature": 1.0, **engine.sampling_defaults}
+        defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
         try:
@@ -332,7 +332,7 @@ class Front:
                         engine.submit(
                             first,
                             priority,
-                            FIT if ask.max_tokens is None else max(1, ask.max_tokens),
+                            _most(ask),
                             sampling=SamplingParams(**keywords),
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,
@@ -364,8 +364,9 @@ class Front:
             ApiError: A message is wrong.
             InvalidRequestError: A setting is, or the chat template refuses the messages.
         """
-        SamplingParams(**ask.sampling)
-        self.render(ask)
+        engine = self.engine
+        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        engine.check(self.render(ask), _most(ask), params)
 
     def render(self, ask: Ask) -> list[int]:
         """The token ids of a chat.
@@ -405,11 +406,14 @@ class Front:
     def _settle(self, answer: Answer) -> None:
         """The engine is done with the choices: count them."""
         results: list[Result] = []
+        prompts: set[int] = set()
         try:
-            for handle in answer.handles:
+            for index, handle in enumerate(answer.handles):
                 try:
                     results.append(handle.result(timeout=0))
-                    self._count(results[-1], answer.exchange)
+                    is_first = index // answer.n not in prompts
+                    prompts.add(index // answer.n)
+                    self._count(results[-1], answer.exchange, is_first)
                 except RequestFailedError:
                     self.metrics.failed(answer.served.priority)
                 except Exception:  # noqa: BLE001 - its text fails (a tokenizer), not the server
@@ -420,10 +424,10 @@ class Front:
             if answer.exchange is not None:
                 answer.exchange.settled(results)
 
-    def _count(self, result: Result, exchange: access.Exchange | None) -> None:
+    def _count(self, result: Result, exchange: access.Exchange | None, is_first: bool) -> None:
         self.metrics.finished(result)
         if exchange is not None and exchange.caller:
-            self.metrics.tokens_of_key(exchange.caller, result)
+            self.metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
 
     def cancel(self) -> None:
         """End every open answer; its client is told."""
@@ -444,3 +448,11 @@ class Front:
 def _cancel_all(handles: list[Handle]) -> None:
     for handle in handles:
         handle.cancel()
+
+
+def _defaults(engine: QLLMEngine) -> dict[str, Any]:
+    return {"temperature": 1.0, **engine.sampling_defaults}
+
+
+def _most(ask: Ask) -> int | str:
+    return FIT if ask.max_tokens is None else max(1, ask.max_tokens)

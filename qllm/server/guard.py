@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from . import access
 from .access import ANYBODY
 from .config import ServerConfig
-from .errors import ApiError, unexpected
+from .errors import ANTHROPIC, ApiError, unexpected
 from .metrics import Metrics
 
 OPEN_PATHS = frozenset(
@@ -171,10 +171,10 @@ class Guard:
                 if status >= 400:
                     self._metrics.refuse(status)
                 told = MutableHeaders(scope=message)
-                if known_as is None:
-                    told.setdefault("x-request-id", f"req-{secrets.token_hex(8)}")
-                else:
-                    told["x-request-id"] = known_as
+                ours = told.get("x-request-id") or f"req-{secrets.token_hex(8)}"
+                told["x-request-id"] = known_as or ours
+                if scope["path"].startswith(ANTHROPIC):
+                    told.setdefault("request-id", ours)
                 told.update(self._limits.headers(exchange.caller or ANYBODY))
                 exchange.request_id = told["x-request-id"]
             await send(message)

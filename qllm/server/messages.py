@@ -153,9 +153,7 @@ def routes(front: Front) -> APIRouter:
         asked = body.chat()
         writer = MessageWriter(front, asked)
         ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
-        answer = await respond(request, front, writer, body, ask)
-        answer.headers["request-id"] = writer.answer_id
-        return answer
+        return await respond(request, front, writer, body, ask)
 
     @router.post(f"{ENDPOINT}/count_tokens", responses=ANTHROPIC_RESPONSES)
     async def count_tokens(body: CountRequest) -> dict[str, int]:

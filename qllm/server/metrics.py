@@ -254,11 +254,17 @@ class Metrics:
         """Count an HTTP request of an API key, given as its digest."""
         self._key_requests.labels(self._model, key, str(status)).inc()
 
-    def tokens_of_key(self, key: str, result: Result) -> None:
-        """Count what a choice has cost an API key, given as its digest."""
+    def tokens_of_key(self, key: str, result: Result, *, is_first: bool = True) -> None:
+        """Count what a choice has cost an API key.
+
+        Args:
+            key: Its digest.
+            result: The choice.
+            is_first: Whether its prompt was not counted yet, with another choice of it.
+        """
         m = result.metrics
         label = class_name(m.priority)
-        self._key_prompt.labels(self._model, key, label).inc(m.num_prompt_tokens)
+        self._key_prompt.labels(self._model, key, label).inc(m.num_prompt_tokens * is_first)
         self._key_output.labels(self._model, key, label).inc(m.num_output_tokens)
 
     def failed(self, priority: Priority) -> None:

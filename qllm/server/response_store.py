@@ -1,6 +1,7 @@
 """Responses that are kept, and the conversations that they go on with."""
 
 import json
+import sqlite3
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from .store import Row, Store
 UNFINISHED = ("queued", "in_progress")
 KEPT_S = 30 * 24 * 3600
 """For which a response is kept, as OpenAI does."""
+BUSY_S = 10
+"""After which one with too many unfinished responses may try again."""
+EVENTS_AT_ONCE = 256
 _CHAIN = """
 WITH RECURSIVE chain(id, previous, status, input, response, depth) AS (
     SELECT id, previous, status, input, response, 0 FROM responses WHERE id = ? AND owner = ?
@@ -38,6 +42,8 @@ class ResponseStore:
         items: Sequence[Row],
         response: Row,
         *,
+        events: Sequence[str] = (),
+        most_unfinished: int | None = None,
         now_s: int | None = None,
     ) -> None:
         """Keep a response, and forget those that are too old.
@@ -47,7 +53,12 @@ class ResponseStore:
             asked: The body of its request.
             items: Its own input, without that of the responses before it.
             response: As the API shows it.
+            events: The first of its stream, if it is one.
+            most_unfinished: That this owner may have with this one.
             now_s: Seconds since 1970.
+
+        Raises:
+            ApiError: 429, the owner has too many that are not finished.
         """
         at = int(time.time()) if now_s is None else now_s
         values = (
@@ -55,11 +66,13 @@ class ResponseStore:
             json.dumps(asked), json.dumps(list(items)), json.dumps(response),
         )  # fmt: skip
         with self._store.change() as db:
-            db.execute(
-                "DELETE FROM responses WHERE created_at < ? AND status NOT IN (?, ?)",
-                (at - KEPT_S, *UNFINISHED),
-            )
+            _refuse_more(db, owner, most_unfinished)
+            old = "SELECT id FROM responses WHERE created_at < ? AND status NOT IN (?, ?)"
+            for name, column in (("response_events", "response_id"), ("responses", "id")):
+                sql = f"DELETE FROM {name} WHERE {column} IN ({old})"
+                db.execute(sql, (at - KEPT_S, *UNFINISHED))
             db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+            _append(db, response["id"], events)
 
     def get(self, response_id: str, owner: str) -> Row:
         """One response as the API shows it.
@@ -115,6 +128,7 @@ class ResponseStore:
         self._row(response_id, owner)
         with self._store.change() as db:
             db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
+            db.execute("DELETE FROM response_events WHERE response_id = ?", (response_id,))
 
     # -- in the background
 
@@ -129,11 +143,62 @@ class ResponseStore:
         rows = self._store.rows(sql, response_id, *UNFINISHED)
         return rows[0] if rows else None
 
-    def change(self, response_id: str, response: dict[str, Any]) -> bool:
-        """Replace what the API shows of an unfinished response; False if it has ended."""
+    def change(self, response_id: str, response: dict[str, Any], *events: str) -> bool:
+        """Replace what the API shows of an unfinished response, and add to its events.
+
+        False if it has ended: then nothing is changed.
+        """
         with self._store.change() as db:
             done = db.execute(
                 "UPDATE responses SET status = ?, response = ? WHERE id = ? AND status IN (?, ?)",
                 (response["status"], json.dumps(response), response_id, *UNFINISHED),
             )
+            if done.rowcount == 1:
+                _append(db, response_id, events)
             return done.rowcount == 1
+
+    # -- events of a stream
+
+    def add_event(self, response_id: str, event: str) -> bool:
+        """Add an event to an unfinished response; False if it has ended."""
+        with self._store.change() as db:
+            sql = "SELECT 1 FROM responses WHERE id = ? AND status IN (?, ?)"
+            is_open = db.execute(sql, (response_id, *UNFINISHED)).fetchone() is not None
+            if is_open:
+                _append(db, response_id, (event,))
+            return is_open
+
+    def num_events(self, response_id: str) -> int:
+        """How many it has; they are numbered from 0."""
+        sql = "SELECT COUNT(*) AS n FROM response_events WHERE response_id = ?"
+        return int(self._store.rows(sql, response_id)[0]["n"])
+
+    def events(self, response_id: str, after: int) -> tuple[list[str], bool]:
+        """Events behind a number, the first few hundred, and whether there will be no more."""
+        is_over = self.work(response_id) is None  # first: the last event comes with the end
+        sql = (
+            "SELECT event FROM response_events WHERE response_id = ? AND number > ? "
+            "ORDER BY number LIMIT ?"
+        )
+        found = [r["event"] for r in self._store.rows(sql, response_id, after, EVENTS_AT_ONCE)]
+        return found, is_over and len(found) < EVENTS_AT_ONCE
+
+
+def _append(db: sqlite3.Connection, response_id: str, events: Sequence[str]) -> None:
+    sql = "SELECT COUNT(*) FROM response_events WHERE response_id = ?"
+    (first,) = db.execute(sql, (response_id,)).fetchone()
+    rows = [(response_id, number, event) for number, event in enumerate(events, first)]
+    db.executemany("INSERT INTO response_events VALUES (?, ?, ?)", rows)
+
+
+def _refuse_more(db: sqlite3.Connection, owner: str, most: int | None) -> None:
+    if most is None:
+        return
+    sql = "SELECT COUNT(*) FROM responses WHERE owner = ? AND status IN ('queued', 'in_progress')"
+    (count,) = db.execute(sql, (owner,)).fetchone()
+    if count >= most:
+        text = (
+            f"{count} responses of this API key are in the background and not finished "
+            f"(max_background={most}); try again when one has ended"
+        )
+        raise ApiError(429, text, code="background_limit", retry_after_s=BUSY_S)

@@ -17,6 +17,8 @@ from .protocol import ChatRequest
 from .responses_protocol import ResponsesRequest
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
+OPENING = ("created", "queued", "in_progress")
+"""The first events of a stream in the background, before anything is said."""
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
@@ -29,6 +31,7 @@ class ResponseWriter:
         chat: The same as a chat.
         keep: Called with the whole response before anybody sees it; None keeps none.
         begun: The response so far, if it was shown before.
+        num_events: Events of its stream that were sent before.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class ResponseWriter:
         chat: ChatRequest,
         keep: Keep | None,
         begun: dict[str, Any] | None = None,
+        num_events: int = 0,
     ) -> None:
         self._front, self._asked, self._chat, self._keep = front, asked, chat, keep
         if begun is None:
@@ -49,7 +53,8 @@ class ResponseWriter:
         self._ids: dict[int, str] = {}
         """Ids of the output items by their place."""
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
-        self._numbers = count()
+        self._num_before = num_events
+        self._numbers = count(num_events)
 
     def serve(self, answer: Answer, asked: str | None) -> None:
         """Remember the class that the request was given."""
@@ -67,10 +72,20 @@ class ResponseWriter:
                 await self._end(answer, blocks, item)
         return self.response
 
-    async def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
+    def queued(self) -> tuple[str, str]:
+        """The first events of a response that waits in the background."""
+        created, queued = (
+            self._event(f"response.{name}", response=self.response) for name in OPENING[:2]
+        )
+        return created, queued
+
+    async def events(
+        self, answer: Answer, body: Any, silence_s: float | None
+    ) -> AsyncIterator[str]:
         """Yield the events of the response as it comes."""
         blocks = self._blocks(answer)
-        for name in ("created", "in_progress"):
+        opening = OPENING[self._num_before :] if self._num_before else ("created", "in_progress")
+        for name in opening:
             yield self._event(f"response.{name}", response=self.response)
         async for item in changes(answer, blocks, silence_s):
             if isinstance(item, Change):

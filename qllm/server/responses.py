@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from qllm.types import Priority
 
 from . import chat
-from .answers import respond
+from .answers import EventStream, respond
 from .background import Background
 from .errors import RESPONSES, ApiError
 from .front import Front
@@ -18,6 +18,10 @@ from .response_store import ResponseStore
 from .response_writer import ResponseWriter
 from .responses_protocol import ENDPOINT, ResponsesRequest
 
+NO_COMPACTION = (
+    "compaction is not served: a summary that only its server can read needs a model made for it; "
+    "go on with previous_response_id, or send a shorter input"
+)
 NO_STATE = "responses are kept only by a server with --state-dir, and this one has none"
 
 
@@ -61,33 +65,65 @@ def routes(front: Front, state: State | None) -> APIRouter:
         asked = body.chat(before)
         if state is not None and body.store is not False:
             raw = body.model_dump(by_alias=True, exclude_unset=True)
-            keep = partial(asyncio.to_thread, partial(state.kept.add, owner, raw, body.items()))
+            add = partial(state.kept.add, owner, raw, body.items())
+            keep = partial(asyncio.to_thread, add)
         writer = ResponseWriter(front, body, asked, keep)
         ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
         if not body.background:
             return await respond(request, front, writer, body, ask)
         assert state is not None
-        assert keep is not None
         writer.response |= {"status": "queued", "service_tier": "flex"}
         await front.in_thread(Priority.BE, front.check, ask)
-        await keep(writer.response)
+        begin = partial(add, events=writer.queued() if body.stream else ())
+        most = front.config.max_background
+        await asyncio.to_thread(partial(begin, writer.response, most_unfinished=most))
         state.background.begin(writer.answer_id)
+        if body.stream:
+            return _followed(front, state.background, writer.answer_id, -1)
         return JSONResponse(writer.response, headers={"x-request-id": writer.answer_id})
+
+    @router.post(f"{ENDPOINT}/compact", responses=RESPONSES)
+    async def compact() -> None:
+        """Not served."""
+        raise ApiError(400, NO_COMPACTION, code="not_served")
 
     return router
 
 
-def state_routes(state: State) -> APIRouter:
+def _followed(front: Front, background: Background, response_id: str, after: int) -> EventStream:
+    events = background.follow(response_id, after)
+    headers = {"x-request-id": response_id}
+    return EventStream(events, lambda: None, headers, front.config.stalled_client_s)
+
+
+def state_routes(front: Front, state: State) -> APIRouter:
     """The routes of responses that are kept."""
     router = APIRouter(tags=["responses"])
     kept, background = state
 
     @router.get(f"{ENDPOINT}/{{response_id}}", responses=RESPONSES)
     async def get(
-        request: Request, response_id: str, stream: Annotated[Literal["false"], Query()] = "false"
-    ) -> dict[str, Any]:
-        """One response."""
-        return await asyncio.to_thread(kept.get, response_id, _caller(request))
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """One response; or the events of one that is a stream in the background."""
+        found = await asyncio.to_thread(kept.get, response_id, _caller(request))
+        if not stream:
+            if starting_after is not None:
+                text = "starting_after is the number of an event; give it with stream=true"
+                raise ApiError(400, text, param="starting_after")
+            return JSONResponse(found)
+        after = -1 if starting_after is None else starting_after
+        last = await asyncio.to_thread(kept.num_events, response_id) - 1
+        if last < 0:
+            text = "this response has no events; ask for it with background=true and stream=true"
+            raise ApiError(400, text, param="stream")
+        if after > last:
+            text = f"starting_after={after}: the last event of this response so far is {last}"
+            raise ApiError(400, text, param="starting_after")
+        return _followed(front, background, response_id, after)
 
     @router.get(f"{ENDPOINT}/{{response_id}}/input_items", responses=RESPONSES)
     async def input_items(

@@ -174,8 +174,6 @@ class ResponsesRequest(Body):
 
     @model_validator(mode="after")
     def _can_wait(self) -> "ResponsesRequest":
-        if self.background and self.stream:
-            raise ValueError("background and stream exclude each other; ask GET until it has ended")
         if self.background and self.store is False:
             raise ValueError("background needs store: the response is asked for later")
         return self

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from qllm.errors import ConfigError
 
-VERSION = 2
+VERSION = 3
 """Version of the tables. A database of a later version is refused."""
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 TABLES = """
@@ -53,6 +53,15 @@ CREATE TABLE responses (
 CREATE INDEX responses_by_age ON responses (created_at);
 """
 """Came with version 2."""
+EVENTS = """
+CREATE TABLE response_events (
+    response_id TEXT NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL,
+    PRIMARY KEY (response_id, number)
+) WITHOUT ROWID;
+CREATE INDEX responses_unfinished ON responses (owner)
+    WHERE status IN ('queued', 'in_progress');
+"""
+"""Came with version 3."""
 Row = dict[str, Any]
 
 
@@ -91,8 +100,10 @@ class Store:
         self._db.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives the power
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version < VERSION:
-            tables = RESPONSES if version else TABLES + RESPONSES
-            self._db.executescript(f"BEGIN; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
+            tables = (TABLES, RESPONSES, EVENTS)[version:]
+            self._db.executescript(
+                f"BEGIN; {''.join(tables)} PRAGMA user_version = {VERSION}; COMMIT;"
+            )
         elif version > VERSION:
             self.close()
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Anthropic's client, unchanged."""
 
 import asyncio
+import json
 from typing import Any
 
 import anthropic
@@ -81,11 +82,11 @@ def test_a_tool_is_called_and_answered(client: anthropic.Anthropic) -> None:
     assert client.messages.create(**{**ASKED, "messages": chat}, tools=TOOLS).usage.output_tokens
 
 
-def test_a_streamed_call_comes_in_pieces(client: anthropic.Anthropic) -> None:
+def test_a_streamed_call_is_whole(client: anthropic.Anthropic) -> None:
     with client.messages.stream(**ASKED, tools=TOOLS, tool_choice=ONE) as stream:
         parts = [e.partial_json for e in stream if e.type == "input_json"]
         final = stream.get_final_message()
-    assert len(parts) > 1
+    assert json.loads("".join(parts)) == final.content[0].input
     assert final.content[0].input["zone"] in ("CET", "UTC")
     assert final.stop_reason == "tool_use"
 
@@ -149,3 +150,16 @@ def test_refusals(client: anthropic.Anthropic, more: Any, kind: Any, says: str) 
     with pytest.raises(kind, match=says) as caught:
         client.messages.create(**{**ASKED, **more})
     assert caught.value.body["type"] == "error"
+    assert caught.value.request_id
+
+
+def test_a_stream_has_an_id(client: anthropic.Anthropic) -> None:
+    asked = {**ASKED, "max_tokens": 4}
+    with client.messages.with_streaming_response.create(**asked, stream=True) as answer:
+        assert answer.headers["request-id"]
+        assert answer.request_id == answer.headers["request-id"]
+    with client.messages.with_streaming_response.create(
+        **asked, extra_headers={"x-request-id": "mine"}
+    ) as answer:
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.request_id == answer.parse().id

@@ -37,7 +37,6 @@ def test_a_chat_and_its_stream(asked: dict[str, Any]) -> None:
     whole = litellm.completion(**how).choices[0].message.content
     parts = [x.choices[0].delta.content or "" for x in litellm.completion(**how, stream=True)]
     assert "".join(parts) == whole != ""
-    assert len(parts) > 3
 
 
 def test_a_form_and_a_call(asked: dict[str, Any]) -> None:

@@ -179,7 +179,8 @@ class Matrix:
         numel = packed_numel(*weight.shape)
         packed = weight.new_empty(numel) if arena is None else arena.take(numel)
         pack(weight, packed)
-        self._hold(packed, *weight.shape, biases)
+        num_out, num_in = weight.shape
+        self._hold(packed, num_out, num_in, biases)
 
     def _hold(
         self,

@@ -223,7 +223,9 @@ class Experts:
 
 
 def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
-    return weight.shape if isinstance(weight, Tensor) else (len(weight.codes), inputs_of(weight))
+    if isinstance(weight, Tensor):
+        return weight.shape[0], weight.shape[1]
+    return len(weight.codes), inputs_of(weight)
 
 
 def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
