@@ -7,7 +7,7 @@ READY := .venv/.ready
 CLIENTS := .venv/clients
 BROWSER := .venv/browser
 
-.PHONY: demo talk test test-all test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
+.PHONY: demo talk test test-all test-peers test-talk check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -25,6 +25,9 @@ test-all: $(CLIENTS)/.ready $(BROWSER)/.ready  # every case of what `make test` 
 
 test-peers: $(READY)  # after `make bench-peers`
 	scripts/test -m peers -n 0
+
+test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`
+	scripts/test -m talk -n 0
 
 check: $(CLIENTS)/.ready $(BROWSER)/.ready
 	scripts/check

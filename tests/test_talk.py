@@ -15,13 +15,9 @@ from dense import folded
 from serving import Serving, serving
 
 from qllm import QLLMEngine
-from qllm.models.folders import best_local
 from qllm.models.loader import load
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(best_local() != "talk", reason="`make talk` was not run on this machine"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.talk]
 QUESTION = "What is the capital of France?"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -56,7 +52,9 @@ def test_the_openai_client_gets_an_answer_behind_the_system_prompt(
     engine: QLLMEngine, served: Serving
 ) -> None:
     asked: Any = [{"role": "user", "content": QUESTION}]
-    answer = served.client().chat.completions.create(model="talk", messages=asked, max_tokens=60)
+    answer = served.client().chat.completions.create(
+        model="talk", messages=asked, max_tokens=60, temperature=0
+    )
     assert "Paris" in str(answer.choices[0].message.content)
     assert answer.choices[0].finish_reason == "stop"
     tokenizer: Any = engine.tokenizer
@@ -66,7 +64,6 @@ def test_the_openai_client_gets_an_answer_behind_the_system_prompt(
     assert answer.usage.prompt_tokens == len(tokenizer(prompt)["input_ids"])
 
 
-@pytest.mark.skipif(browser_path() is None, reason="no Chromium; scripts/browser installs one")
 def test_the_live_page_shows_an_answer(served: Serving) -> None:
     from playwright.sync_api import expect, sync_playwright
 

@@ -106,7 +106,7 @@ def _gates(model: Any, count: int) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def _busiest(model: Any, batches: Sequence[Tensor]) -> float:
-    shares = []
+    shares: list[float] = []
     for ids in batches:
         for logits in model(input_ids=ids, use_cache=False).router_logits:
             chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices

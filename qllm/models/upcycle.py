@@ -258,7 +258,7 @@ def _shards(
         found = _LAYER.match(name)
         by_layer.setdefault(-1 if found is None else int(found[1]), []).append(name)
     for layer in sorted(by_layer):
-        shard = {}
+        shard: dict[str, Tensor] = {}
         for name in by_layer[layer]:
             shard.update(_tensors(name, source.read(name), target, recipe))
         if layer >= 0:
