@@ -7,10 +7,15 @@ READY := .venv/.ready
 CLIENTS := .venv/clients
 BROWSER := .venv/browser
 
-.PHONY: demo test test-all test-peers check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
+.PHONY: demo talk test test-all test-peers test-talk check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
+
+talk: $(BASE)  # a small model that answers: fetched and made once, then served; ARGS="--port 8001"
+	$(PIP) --requirement locks/gguf.txt
+	.venv/bin/python scripts/talk.py
+	.venv/bin/qllm serve talk $(ARGS)
 
 test: $(CLIENTS)/.ready $(BROWSER)/.ready
 	scripts/test
@@ -20,6 +25,9 @@ test-all: $(CLIENTS)/.ready $(BROWSER)/.ready  # every case of what `make test` 
 
 test-peers: $(READY)  # after `make bench-peers`
 	scripts/test -m peers -n 0
+
+test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`
+	scripts/test -m talk -n 0
 
 check: $(CLIENTS)/.ready $(BROWSER)/.ready
 	scripts/check

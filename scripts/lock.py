@@ -1,6 +1,7 @@
 """Write the locks: what an install needs, pinned, so that pip installs it without resolving.
 
     locks/run.txt   to serve, measure and draw: the extras `server` and `bench`
+    locks/gguf.txt  what `make talk` needs beside it: the extra `gguf`
     locks/dev.txt   what the tests need beside it: the extra `dev`
 
 It reads what is installed in this environment, whose versions must be those of constraints.txt.
@@ -13,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = {"run": ("bench", "server"), "dev": ("dev",)}
+LOCKS = {"run": ("bench", "server"), "gguf": ("gguf",), "dev": ("dev",)}
 BUILD = "setuptools"
 """What builds the package itself."""
 HEAD = "# Written by scripts/lock.py: `pip install --no-deps -r locks/run.txt -e .`\n"
@@ -41,7 +42,7 @@ def closure(extras: tuple[str, ...]) -> dict[str, str]:
 
 
 def lock(name: str) -> str:
-    """The text of one lock; `dev` leaves out what `run` has."""
+    """The text of one lock; all others leave out what `run` has."""
     found = closure(LOCKS[name])
     if name != "run":
         for other in closure(LOCKS["run"]):

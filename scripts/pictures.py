@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/pictures.py
 
-A tiny model is served and loaded; the pictures show whatever it does then.
+A small model is served and loaded, `talk` where it is made; the pictures show whatever it does
+then.
 """
 
 import json
@@ -16,9 +17,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browsing import browser_path, loaded  # noqa: E402 - of the tests
 from playwright.sync_api import sync_playwright  # noqa: E402
-from serving import serving, tiny_engine  # noqa: E402
+from serving import serving  # noqa: E402
 
+from qllm import QLLMEngine  # noqa: E402
 from qllm.errors import EngineClosedError  # noqa: E402
+from qllm.models.folders import best_local  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SIZES = {"": (1400, 1000), "-phone": (390, 844)}
@@ -53,10 +56,10 @@ def use(page: Any) -> None:
 
 def main() -> None:
     """Take them."""
-    folder = tempfile.mkdtemp()
+    folder, model = tempfile.mkdtemp(), best_local()
     with (
-        tiny_engine() as engine,
-        serving(engine, state_dir=folder) as served,
+        QLLMEngine.from_pretrained(model, threads=1) as engine,
+        serving(engine, model=model, state_dir=folder) as served,
         sync_playwright() as play,
     ):
         browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])

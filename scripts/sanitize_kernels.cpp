@@ -41,7 +41,7 @@ struct Packed {
     Half back(n * width);
     k.unpack(back.data(), data.data(), n, width, width, 1);
     if (back != weight) abort();
-    matrix = {data.data(), biased ? bias.data() : nullptr, n, width};
+    matrix = {data.data(), biased ? bias.data() : nullptr, n, width, nullptr};
   }
 };
 
@@ -62,6 +62,26 @@ struct Eights {  // int8, one after the other
   }
 };
 
+struct Quantised {  // scales and codes of bytes that are finite as any kind of number
+  std::vector<uint8_t> data;
+  Format format;
+  Quantised(Code code, Worth scale, Worth offset, int64_t n, int64_t k, int64_t group,
+            Products products, int64_t num = 1)
+      : format{code, group, scale, offset, products} {
+    auto size_of = [](Worth kind) { return kind == kNone ? 0 : kind == kFp32 ? 4 : 2; };
+    int64_t padded = (n + 15) / 16 * 16, one = code == kI8 || code == kE4m3 ? 8 : 4, size = 0;
+    for (int64_t p = 0; p < k; p += group) {
+      int64_t inputs = group < k - p ? group : k - p;
+      size += padded * (size_of(scale) + size_of(offset) + (inputs + 7) / 8 * one);
+    }
+    data.resize(size * num);
+    for (auto& x : data) x = uint8_t(0x20 + noise() % 16);
+  }
+  Matrix matrix(int64_t n, int64_t k, const uint16_t* bias) const {
+    return {(const uint16_t*)data.data(), bias, n, k, &format};
+  }
+};
+
 struct Normed {  // filled up to a multiple of 16, as the kernels may read it
   std::vector<float> weight, bias;
   Norm norm;
@@ -75,6 +95,26 @@ struct Results {
   std::vector<Half> all;
   void add(const Half& x) { all.push_back(x); }
 };
+
+void quantised(const Kernels& k, Results& results) {
+  const int64_t width = 70;
+  for (Code code : {kU4, kE2m1, kI8, kE4m3})
+    for (Worth scale : {kFp32, kFp16, kBf16})
+      for (int64_t n : {1, 50, 130}) {
+        Worth offset = n == 50 ? kNone : scale;
+        Products products = n == 1 ? kRounded : n == 50 && code == kE2m1 ? kPowers : kExact;
+        Quantised weight(code, scale, offset, n, width, n == 130 ? width : 32, products);
+        Half bias = values(n), packed((n + 15) / 16 * 16 * width);
+        Matrix matrix = weight.matrix(n, width, bias.data());
+        k.dequantise(packed.data(), matrix);
+        results.add(packed);
+        for (int64_t rows : {1, 4, 5, 97}) {
+          Half x = values(rows * width), y(rows * n);
+          k.linear(y.data(), x.data(), matrix, rows);
+          results.add(y);
+        }
+      }
+}
 
 void products(const Kernels& k, Results& results) {
   for (int64_t n : {1, 17, 100, 130})
@@ -209,8 +249,14 @@ void experts(const Kernels& k, Results& results) {
     down.insert(down.end(), two.data.begin(), two.data.end());
   }
   Experts plain{up.data(), down.data(), nullptr, nullptr, nullptr, nullptr,
-                num,       hidden,      width,   0,       0,       0};
+                num,       hidden,      width,   0,       nullptr, nullptr, 0,       0};
   run(plain);
+  Quantised four(kU4, kFp16, kFp16, 2 * hidden, width, 32, kExact, num);
+  Quantised eight(kI8, kBf16, kNone, width, hidden, hidden, kExact, num);
+  Experts mixed = plain;
+  mixed.up = four.data.data(), mixed.up_format = &four.format;
+  mixed.down = eight.data.data(), mixed.down_format = &eight.format;
+  run(mixed);
   Experts clamped = plain;
   clamped.up_bias = up_bias.data(), clamped.down_bias = down_bias.data();
   clamped.alpha = 1.7f, clamped.limit = 0.5f;
@@ -218,7 +264,7 @@ void experts(const Kernels& k, Results& results) {
   for (int64_t group : {width, int64_t(32)}) {
     Eights eight_up(k, num, 2 * hidden, width, group), eight_down(k, num, width, hidden, group);
     run({eight_up.data.data(), eight_down.data.data(), eight_up.scale.data(),
-         eight_down.scale.data(), nullptr, nullptr, num, hidden, width, group, 0, 0});
+         eight_down.scale.data(), nullptr, nullptr, num, hidden, width, group, nullptr, nullptr, 0, 0});
   }
   results.add(normed);
   Packed gate(k, 1, width);
@@ -231,6 +277,7 @@ Results everything(const Kernels& k) {
   noise.seed(1);
   Results results;
   products(k, results);
+  quantised(k, results);
   for (int64_t window : {0, 40}) {
     attention(k, results, 4, 2, 32, window);
     attention(k, results, 3, 3, 64, window);

@@ -95,6 +95,8 @@ DENSE = [
     "olmo2",
     "olmo3",
     "olmo_hybrid",
+    "persimmon",
+    "phi",
     "phi3",
     "phi4_multimodal",
     "qwen2",
@@ -121,8 +123,6 @@ PARTS = {
     "inkling_text": "layer 0 .* carries a state and attends side by side",
     "modernbert-decoder": "no norm before its output head",
     "moshi": "no `rotary_emb`",
-    "persimmon": "no norm before its output head",
-    "phi": "no norm before its output head",
     "xglm": "no norm before its output head",
     "zaya": "layer 0 .* carries a state and attends side by side",
 }
@@ -214,5 +214,7 @@ def test_an_embedding_of_positions_per_layer_type_is_seen_without_the_check() ->
             return {"full_attention": x}
 
     model.model.rotary_emb = PerType()
-    with pytest.raises(ModelError, match=r"PerType does not give one cos and sin.*returned dict"):
+    with pytest.raises(
+        ModelError, match=r"PerType does not give embeddings of positions: it returned dict"
+    ):
         QLLMEngine.from_model(model, threads=1, conformance=False)

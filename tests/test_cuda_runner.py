@@ -176,7 +176,7 @@ def test_the_largest_step_is_rehearsed_outside_of_graphs() -> None:
     model = make_model("mixtral")
     fake = FakeCuda()
     model.model.layers[2].self_attn.o_proj.register_forward_hook(
-        lambda _, args, out: seen.append((args[0].shape[0], fake.on_side))
+        lambda _, args, out: seen.append((args[0].shape[:-1].numel(), fake.on_side))
     )
     cuda_runner(model, num_pages=NUM_PAGES, page_size=4, graphs=fake, buckets=BUCKETS)
     assert (64, False) in seen[-1:]

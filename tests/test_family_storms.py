@@ -11,7 +11,7 @@ import pytest
 import torch
 from replay_schedule import replay
 from test_all_families import MOE
-from test_equality import CUTS, Chaos, Storm, fine, show
+from test_equality import CUTS, Chaos, Storm, fine, same, show
 
 from bench.models import tiny_configs
 from qllm import QLLMEngine
@@ -52,3 +52,43 @@ def test_a_storm_equals_the_replay_of_its_schedule(family: str, policy: str) -> 
         assert tuple(s.token_id for s in sampled) == result.token_ids
         assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
     assert found.num_stops > 0
+
+
+def in_bf16(family: str) -> Any:
+    return tiny_configs.tiny_model(family).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "seed"),
+    [
+        ("qwen3_next", "chaos", 1),
+        ("qwen3_next", "qllm2", 2),
+        ("qwen3_5_moe_text", "chaos", 3),
+        ("qwen3_5_moe_text", "qllm2", 4),
+    ],
+)
+def test_a_storm_of_delta_nets_leaves_every_stream_equal_to_its_solo_run(
+    family: str, policy: str, seed: int
+) -> None:
+    """Our kernel carries their states, so that no bit depends on passes and neighbours."""
+    settings = {**settings_of(policy, seed), "exactness": "batch-invariant"}
+    with QLLMEngine.from_model(
+        in_bf16(family), threads=1, conformance=False, record=True, **settings
+    ) as engine:
+        assert "of 4 layers" in engine.kernels["state"]
+        fine(engine)
+        storm = Storm(engine, seed, vocab=tiny_configs.VOCAB)
+        results = storm.run()
+        solo = {
+            h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(120)
+            for h, _ in storm.handles
+        }
+        events = [type(e).__name__ for e in engine.trace.events]
+    pairs = [(r, solo[h.number]) for (h, _), r in zip(storm.handles, results, strict=True)]
+    show(
+        f"{family} {policy}: {len(pairs)} streams, {events.count('Split')} splits, "
+        f"{sum(r.metrics.evictions for r in results)} evictions, "
+        f"distinct {[len(set(r.token_ids)) for r in results]}"
+    )
+    assert all(same(result, alone) for result, alone in pairs)
+    assert len(results) > 8

@@ -137,6 +137,7 @@ OWN_BENCHES = {
     # captures the stages of models that it only compiles
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover runner.runner",
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
+    "kernels.delta_net": "models.discover runner",
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
     "serving.ttft": "runner.runner",  # lets every pass take so long

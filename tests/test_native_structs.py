@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu import attention, experts, norms, quantised, routers
+from qllm.kernels.cpu import attention, deltas, experts, norms, quantised, routers
 from qllm.runner import sweep
 
 FOLDER = Path(cpu.__file__).resolve().parent
@@ -20,6 +20,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Attention": attention._Attention,
     "Latents": attention._Latents,
     "Part": attention.PartStruct,
+    "DeltaNet": deltas.DeltaStruct,
     "Router": routers._Router,
     "Experts": experts._Experts,
     "Mlp": experts._Mlp,

@@ -158,7 +158,7 @@ def test_ls_takes_the_blocks_of_all_who_share_them() -> None:
     assert len(world.scheduler.pool.shared) == 8 * PAGE // 16
     chat = world.submit(LS, 560, 3)
     prefix, world.loop.prefix = world.loop.prefix, None
-    world.loop._take()  # the chat finds nothing
+    world.loop.take()  # the chat finds nothing
     world.loop.prefix = prefix
     world.run()
     finished_well(world)

@@ -189,7 +189,7 @@ def test_a_refused_grammar_of_another_front_end_harms_nobody(
     engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A front end that checks nothing: the engine says it, and goes on."""
-    monkeypatch.setattr("qllm.llm.check_limits", lambda *_: None)
+    monkeypatch.setattr("qllm.frontend.prompts.check_limits", lambda *_: None)
     other = engine.submit("y", max_tokens=8, sampling=SamplingParams(temperature=0))
     bad = engine.submit("x", sampling=form(regex="(abc"))
     with pytest.raises(Exception, match="unclosed group"):
@@ -201,7 +201,7 @@ def test_building_a_grammar_does_not_hold_the_loop(
     engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one is built, others run, and the one that waits can be cancelled."""
-    monkeypatch.setattr("qllm.llm.check_limits", lambda *_: None)
+    monkeypatch.setattr("qllm.frontend.prompts.check_limits", lambda *_: None)
     go_on, build = threading.Event(), Vocabulary.matcher
 
     def slow(self: Vocabulary, asked: StructuredOutputs) -> Any:
@@ -224,7 +224,7 @@ def test_building_a_grammar_does_not_hold_the_loop(
 def test_an_engine_that_is_closed_ends_what_waits_for_its_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("qllm.llm.check_limits", lambda *_: None)
+    monkeypatch.setattr("qllm.frontend.prompts.check_limits", lambda *_: None)
     go_on = threading.Event()
     monkeypatch.setattr(Vocabulary, "matcher", lambda *_: go_on.wait(60))
     try:

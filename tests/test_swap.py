@@ -363,7 +363,7 @@ def test_more_than_there_is_room_for_is_refused() -> None:
     "policy",
     [
         Rota(min_stay_ms=0, tpot_share=0, ttft_share=0.5),
-        Rota(min_stay_ms=0, ttft_ms=50),
+        Rota(min_stay_ms=0, ttft_ms=70),
         Mlfq(min_stay_ms=0, quantum_ms=2),
     ],
 )

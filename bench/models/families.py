@@ -119,10 +119,10 @@ def support(model: Any) -> dict[str, Any]:
         levels.append("batch-invariant")
     except ModelError:
         pass
-    names = ("experts", "router", "linear", "head", "attention")
+    names = ("experts", "router", "linear", "head", "attention", "state")
     return {
         "grain": "expert" if drivers & {"fast", "hooked"} else "layer",
-        "native": [name for name in names if kernels[name].startswith("qllm")],
+        "native": [name for name in names if kernels.get(name, "").startswith("qllm")],
         "exactness": levels,
     }
 

@@ -1,6 +1,18 @@
 """The command line. What needs torch is imported by the command that needs it."""
 
-from . import bench, demo, docs, doctor, policies, run, serve, sim, top, trace  # noqa: F401 - each adds its commands
+from . import (  # noqa: F401 - each adds its commands
+    bench,
+    demo,
+    docs,
+    doctor,
+    policies,
+    run,
+    serve,
+    sim,
+    top,
+    trace,
+    upcycle,
+)
 from .app import app
 
 __all__ = ["app", "main"]

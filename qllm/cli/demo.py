@@ -24,7 +24,7 @@ def demo(
     threads: Threads = 1,
     exactness: Annotated[str, typer.Option(help="order or batch-invariant.")] = ("batch-invariant"),
     size: Annotated[str, typer.Option(help="300m or 1m parameters.")] = "300m",
-    tiny: Annotated[bool, typer.Option(help="Let the packaged model write at the end.")] = True,
+    tiny: Annotated[bool, typer.Option(help="Let a local model write at the end.")] = True,
 ) -> None:
     """Compare policies on a mixed load: one table, a figure and traces."""
     quiet()
@@ -52,7 +52,7 @@ def models() -> None:
     quiet()
     from qllm.models.aliases import ALIASES
 
+    local = {"tiny": "comes with this package", "talk": "made by `make talk`"}
     print_table(
-        ("alias", "model"),
-        ((alias, name or "comes with this package") for alias, name in ALIASES.items()),
+        ("alias", "model"), ((alias, name or local[alias]) for alias, name in ALIASES.items())
     )

@@ -26,6 +26,7 @@ from qllm.errors import DeviceError
 from qllm.kernels.select import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.models.discover import ModelParts, base_model
+from qllm.models.heard import warn_of_unheard
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
@@ -110,6 +111,7 @@ class CudaBackend:
         layers_per_stage: int = LAYERS_PER_STAGE,
         spare: Spare | None = None,
     ) -> None:
+        warn_of_unheard(model, parts)
         self._parts, self.shape = parts, parts.shape
         self.device = parts.lm_head.weight.device
         self._on_cuda = self.device.type == "cuda"

@@ -191,8 +191,12 @@ class Stages:
         if bucket is None or len(rows) > self.lanes[whole].max_rows:
             return None
         last = ops[end_op] if can_sample and end_op < len(ops) else None
-        # rows that wait at the last layer sample too: then the head is an op by itself
-        head = last is not None and last.kind is OpKind.HEAD and last.group == group
+        # where rows that wait at the last layer sample too, the head is an op of its own
+        head = (
+            last is not None
+            and last.kind is OpKind.HEAD
+            and set(program.groups[last.group]) <= set(program.groups[group])
+        )
         key = Key(whole, start, end, bucket, embed, head)
         if key not in self.captured:
             return None

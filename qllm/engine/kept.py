@@ -150,6 +150,7 @@ class KeptPages:
                 "loaded_bytes": counts.loaded * size,
                 "damaged_pages": counts.damaged,
                 "late_requests": counts.late,
+                "quicker_requests": counts.quicker,
             }
         }
 

@@ -130,6 +130,8 @@ class TierCounts:
     """Pages that were not there whole."""
     late: int = 0
     """Requests that did not wait longer and compute."""
+    quicker: int = 0
+    """Requests that compute because that takes less than the file."""
 
 
 class FileTier:
@@ -286,7 +288,10 @@ class FileTier:
         first_ns, paced = self._read_ns(num_first), 1.0 if is_ls else self._pace
         estimate_ns = first_ns + self._read_ns(num_then) * (paced if self._is_gentle else 1)
         compute_ns = self._costs.prefill_ns(num_read * self._page_size)
-        if not num_read or (compute_ns and estimate_ns > compute_ns):
+        if not num_read:
+            return None
+        if compute_ns and estimate_ns > compute_ns:
+            self.counts.quicker += 1
             return None
         latest_ns = LATE * int(first_ns + self._read_ns(num_then) * paced)
         late_ns = now_ns + max(SLACK_NS, latest_ns)

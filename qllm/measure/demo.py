@@ -23,6 +23,7 @@ from qllm.llm import QLLMEngine
 from qllm.measure.bench import corpus_of
 from qllm.measure.plots import ttft_figure
 from qllm.measure.random_moe import SIZES, make_random_moe
+from qllm.models.folders import best_local
 from qllm.models.loader import LoadedModel, load
 from qllm.plugins import load_policy
 from qllm.record import perfetto
@@ -52,7 +53,7 @@ MIN_LS_RATE = 0.5
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 1024
 """For every policy: few enough seats that BE fills them and decodes in a short run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
-TINY_PROMPTS, TINY_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
+LOCAL_PROMPTS, LOCAL_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 
 
 MOST_RATE = 1000
@@ -78,7 +79,7 @@ class DemoSettings:
     solo_seconds: float = 20.0
     """Time for the solo runs, if it is less than that of a run."""
     tiny: bool = True
-    """Let the packaged model write at the end."""
+    """Let a local model write at the end: `talk` where it is made, else the packaged `tiny`."""
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -426,7 +427,7 @@ def _notes(result: DemoResult) -> str:
     return "\n".join(lines)
 
 
-# -- files, and the tiny model
+# -- files, and a model that answers
 
 
 def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
@@ -450,16 +451,18 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
 
 
 def _write_lines(console: Console, threads: int | None) -> None:
-    """The packaged model answers: random weights cannot."""
-    console.print("\nThe packaged `tiny` model (qllm run tiny):", highlight=False)
+    """A trained model answers: random weights cannot. It is `talk` where that is made."""
+    name = best_local()
+    hint = "" if name == "talk" else "; `make talk` gets one that answers"
+    console.print(f"\nThe local model `{name}` (qllm run {name}{hint}):", highlight=False)
     try:
-        engine = QLLMEngine.from_pretrained("tiny", threads=threads)
+        engine = QLLMEngine.from_pretrained(name, threads=threads)
     except ModelError as error:
         console.print(f"left out: {error}", style="dim", highlight=False)
         return
     with engine:
-        for prompt in TINY_PROMPTS:
-            handle = engine.submit([{"role": "user", "content": prompt}], max_tokens=TINY_TOKENS)
+        for prompt in LOCAL_PROMPTS:
+            handle = engine.submit([{"role": "user", "content": prompt}], max_tokens=LOCAL_TOKENS)
             console.print(f"> {prompt}", style="bold", highlight=False, markup=False)
             for piece in handle:
                 console.print(piece.text, end="", highlight=False, markup=False, soft_wrap=True)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qllm.models.folders import cache_dir
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -59,12 +61,6 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 """Shapes by name; "1m" is for tests."""
-
-
-def cache_dir() -> Path:
-    """Where made models are kept: `$XDG_CACHE_HOME/qllm`, or `.cache/qllm` in the home."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "qllm"
 
 
 def source_text(max_bytes: int) -> Iterator[str]:

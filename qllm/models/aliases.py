@@ -1,9 +1,10 @@
-"""Short names of models, and the hub ids they stand for."""
+"""Short names of models, and the hub ids they stand for; empty for what is local."""
 
 from collections.abc import Mapping
 
 ALIASES: Mapping[str, str] = {
     "tiny": "",  # the folder qllm/models/tiny of this package
+    "talk": "",  # a folder of the user's cache, which `make talk` makes
     "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "qwen2-moe": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
     "qwen3-moe": "Qwen/Qwen3-30B-A3B",

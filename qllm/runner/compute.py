@@ -21,6 +21,7 @@ from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
 from qllm.runner.invariance import find_invariance
+from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
@@ -78,10 +79,10 @@ class Compute:
         )
         self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
         """Greedy rows keep the best of their logits alone (`runner.heads`)."""
-        covered = {m for d in self.drivers if isinstance(d, NativeDriver) for m in d.covered}
+        covered = {m for driver in self.drivers for m in driver.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
-            _refuse_states(parts)
+            _refuse_states(parts, self.drivers)
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
@@ -165,16 +166,22 @@ class Compute:
             return ", ".join([kernel, *rest] if fused["attention"] else rest)
 
         mlp = {"mlp": f"{ours} ({fused['mlp']} of {total} layers)"} if fused["mlp"] else {}
-        return mlp | {
-            "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
-            "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
-            "linear": _listed(self._linears.kernels.elements()) or "in attention",
-            "head": self.head.kernel,
-            "attention": attends(sdpa),
-            "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
-            "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
-            "missing": cpu.MISSING or "none",
-        }
+        deltas = sum(map(_has_delta_kernel, self.drivers))
+        states = {"state": f"qllm {cpu.kind()} ({deltas} of {total} layers)"} if deltas else {}
+        return (
+            mlp
+            | states
+            | {
+                "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
+                "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
+                "linear": _listed(self._linears.kernels.elements()) or "in attention",
+                "head": self.head.kernel,
+                "attention": attends(sdpa),
+                "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
+                "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
+                "missing": cpu.MISSING or "none",
+            }
+        )
 
 
 def _leave(banks: Iterable[Bank]) -> None:
@@ -200,14 +207,18 @@ def _sizes(parts: ModelParts) -> dict[str, int]:
     return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
 
 
-def _refuse_states(parts: ModelParts) -> None:
-    layer = next((layer for layer in parts.layers if layer.new_state is not None), None)
-    if layer is not None:
-        raise ModelError(
-            f"layer {layer.index} carries a state ({type(layer.self_attn).__name__}), whose last "
-            "bits depend on how a prompt is cut into passes: exactness='batch-invariant' is not "
-            "possible, use 'order'"
-        )
+def _refuse_states(parts: ModelParts, drivers: Iterable[LayerDriver]) -> None:
+    for layer, driver in zip(parts.layers, drivers, strict=True):
+        if layer.new_state is not None and not _has_delta_kernel(driver):
+            raise ModelError(
+                f"layer {layer.index} carries a state ({type(layer.self_attn).__name__}), whose "
+                "last bits depend on how a prompt is cut into passes: "
+                "exactness='batch-invariant' is not possible, use 'order'"
+            )
+
+
+def _has_delta_kernel(driver: LayerDriver) -> bool:
+    return isinstance(driver, HookedDriver) and isinstance(driver.mixer, DeltaMixer)
 
 
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
@@ -218,7 +229,8 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
     if len(parts.attentions) > 1:
         return WholeDriver(parts)
     if parts.input_layernorm is None:
-        return HookedDriver(parts)
+        mixer = delta_mixer(parts, arena)
+        return HookedDriver(parts, mixer, () if mixer is None else mixer.covered)
     if arena is None or parts.rope_kind is not None:  # our kernels turn all layers alike
         return FastDriver(parts)
     return NativeDriver(parts, arena)

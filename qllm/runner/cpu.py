@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qllm.errors import DeviceError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts, base_model
+from qllm.models.heard import warn_of_unheard
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
@@ -57,6 +58,7 @@ def cpu_runner(
     """
 
     def backend(parts: ModelParts) -> CpuBackend:
+        warn_of_unheard(model, parts)
         with torch.inference_mode():
             compute = Compute(
                 model,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
 from qllm.models.discover import ModelParts, discover, identity
-from qllm.models.heard import warn_of_unheard
 from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
@@ -63,7 +62,6 @@ class TorchRunner:
         refuse_unsafe(model)
         self.model = model
         self.parts = parts = discover(model)
-        warn_of_unheard(model, parts)
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None

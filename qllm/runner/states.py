@@ -43,6 +43,28 @@ class States:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
         return copy.deepcopy(held[position]) if position == committed else held.pop(position)
 
+    def advance(
+        self, layer: int, position: int, committed: int, new_state: NewState
+    ) -> tuple[Any | None, Any]:
+        """The state with which a token goes on, and one to be overwritten with the next, for `put`.
+
+        They are one if nobody needs the first any more; the second is one that nobody needs, if
+        there is one. The first of a request without tokens is None.
+
+        Raises:
+            InvariantError: As `take`.
+        """
+        if position == 0:
+            return None, new_state()
+        held = self._held.get(layer, {})
+        if position not in held:
+            raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
+        if position != committed:
+            state = held.pop(position)
+            return state, state
+        spare = next((p for p in held if p != committed), None)
+        return held[position], new_state() if spare is None else held.pop(spare)
+
     def put(self, layer: int, position: int, state: Any, committed: int) -> None:
         """Hold a state, and that of the committed tokens; the others go."""
         held = self._held.setdefault(layer, {})

@@ -85,7 +85,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
     @router.post(f"{ENDPOINT}/compact", responses=RESPONSES)
     async def compact() -> None:
         """Not served."""
-        raise ApiError(501, NO_COMPACTION, code="not_served")
+        raise ApiError(400, NO_COMPACTION, code="not_served")
 
     return router
 

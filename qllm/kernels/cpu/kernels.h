@@ -137,6 +137,27 @@ struct Mlp {
   const Matrix* gate;
 };
 
+// Gated DeltaNet of one layer, after its projections: rows of q, k [k_heads, key], v and z
+// [v_heads, value], b and a [v_heads]. key and value are multiples of 16.
+struct DeltaNet {
+  int64_t k_heads, v_heads, key, value;
+  int64_t taps;        // of the convolution
+  const float* conv;   // [taps, channels of q, k and v]
+  const float* rate;   // [v_heads]: -exp(A_log)
+  const float* step_bias;  // [v_heads]: dt_bias
+  Norm norm;           // of a head
+};
+
+// Tokens [at, at + num) of the op, one request's: the states that they go on from, which may be
+// null (all zeros), and those that they leave, which may be the same.
+struct DeltaSpan {
+  const uint16_t* conv_before;  // [channels, taps]: the last inputs
+  const float* state_before;    // [v_heads, key, value]
+  uint16_t* conv;
+  float* state;
+  int64_t at, num;
+};
+
 struct Unit {
   int64_t expert, lo, hi;  // rows [lo, hi) of the sorted slots
 };
@@ -168,6 +189,9 @@ struct Kernels {
                      int64_t tokens, const Latents& layer, int64_t index, const Span* spans,
                      int64_t num_spans);
   void (*latents_out)(uint16_t* out, const uint16_t* x, const Latents& layer, int64_t tokens);
+  // y [T, v_heads * value], x [T, width of a row]; tokens of no span stay as they are
+  void (*delta)(uint16_t* y, const uint16_t* x, const DeltaNet& layer, const DeltaSpan* spans,
+                int64_t num_spans);
   void (*route)(uint16_t* normed, int64_t* ids, void* weights, const uint16_t* mid,
                 int64_t tokens, const Router& router);
   // slots [S, D], rows of x [T, D] by token [S]

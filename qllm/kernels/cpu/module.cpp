@@ -162,6 +162,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(attend),
     QLLM_KERNEL(latents_in),
     QLLM_KERNEL(latents_out),
+    QLLM_KERNEL(delta),
     QLLM_KERNEL(route),
     QLLM_KERNEL(experts),
     QLLM_KERNEL(mlp),

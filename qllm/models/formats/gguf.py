@@ -17,8 +17,8 @@ from torch import Tensor
 from qllm.kernels.quantised import Quantised
 from qllm.models.formats.layout import blocked, pairs, shifted
 
-SMALL, LARGE = 32, 256
-"""Inputs of a block."""
+SMALL = 32
+"""Inputs of a block of the formats with one level of scales; K-quants have 256."""
 
 
 def q4_0(blocks: Tensor) -> Quantised:

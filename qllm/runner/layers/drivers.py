@@ -12,10 +12,11 @@ All are row-wise except `attend`, which sees the cache through `step`. The fast 
 glue of eight families; every computation is a call of the model's own submodules.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
 from qllm.models.discover import LayerParts
@@ -45,6 +46,8 @@ class LayerDriver(Protocol):
     """Runs one layer."""
 
     kind: Driver
+    covered: tuple[nn.Module, ...]
+    """Linear modules and routers that are never called."""
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         """Write KV and attend; return `mid`."""
@@ -83,6 +86,8 @@ def as_given(rope: Rope) -> Rope | Tensor | None:
 
 class FastDriver:
     """Known glue over the model's own submodules; dense layers of a known family too."""
+
+    covered: tuple[nn.Module, ...] = ()
 
     def __init__(self, parts: LayerParts) -> None:
         if parts.input_layernorm is None or parts.post_attention_layernorm is None:
@@ -128,13 +133,27 @@ class FastDriver:
 
 
 class HookedDriver:
-    """Hooks on the unmodified layer; `mid` is the bare output of its attention."""
+    """Hooks on the unmodified layer; `mid` is the bare output of its attention.
 
-    def __init__(self, parts: LayerParts) -> None:
-        self.kind = parts.driver
-        mixer: RecurrentMixer | OneByOne | None = OneByOne() if parts.one_by_one else None
-        if parts.new_state is not None:
+    Args:
+        parts: Of the layer.
+        mixer: Computes in the place of the module with a state (see `HookedLayer`); by default
+            the module itself does.
+        covered: Linear modules that are never called then.
+    """
+
+    def __init__(
+        self,
+        parts: LayerParts,
+        mixer: Callable[..., Any] | None = None,
+        covered: tuple[nn.Module, ...] = (),
+    ) -> None:
+        self.kind, self.covered = parts.driver, covered
+        if mixer is None and parts.new_state is not None:
             mixer = RecurrentMixer(parts.self_attn, parts.new_state)
+        elif mixer is None and parts.one_by_one:
+            mixer = OneByOne()
+        self.mixer = mixer
         self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts, mixer)
         self._window = parts.window
 
@@ -165,6 +184,8 @@ class HookedDriver:
 
 class WholeDriver:
     """A layer that attends more than once: all of it runs where others attend."""
+
+    covered: tuple[nn.Module, ...] = ()
 
     def __init__(self, parts: LayerParts) -> None:
         self.kind = parts.driver

@@ -110,8 +110,6 @@ class NativeDriver(FastDriver):
         self._router_kernel: Router | None = None
         self._mlp_kernel: Mlp | None = None
         self._mlp_norm: Norm | None = None
-        self.covered: tuple[nn.Module, ...] = ()
-        """Linear modules and routers that are never called."""
         attn: Any = parts.self_attn
         if self._knows_attention(attn):
             self._make_attention(attn)

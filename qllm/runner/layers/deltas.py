@@ -1,0 +1,130 @@
+"""Gated DeltaNet with our kernel, in the place of the module's forward.
+
+One call for all requests of a step; the states lie where `RecurrentMixer` keeps them, in the same
+tensors. A token's bits depend neither on how its prompt was cut nor on the rows beside it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qllm.errors import InvariantError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaState
+from qllm.kernels.cpu.norms import Norm
+from qllm.models.discover import LayerParts
+from qllm.models.fingerprints import delta_linears, delta_net_kind
+from qllm.runner.layers.attention import Span
+from qllm.runner.layers.native import is_usable
+from qllm.runner.states import NewState
+
+
+def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | None":
+    """The mixer of a layer, if it is a Gated DeltaNet that the kernels can run.
+
+    Args:
+        parts: Of the layer.
+        arena: Where packed weights lie; None: our kernels are not used.
+    """
+    attn: Any = parts.self_attn
+    if arena is None or parts.new_state is None or delta_net_kind(attn) is None:
+        return None
+    weights = [attn.conv1d.weight[:, 0], attn.norm.weight, *(x.weight for x in delta_linears(attn))]
+    widths = (attn.head_k_dim, attn.head_v_dim)
+    if not all(map(is_usable, weights)) or any(width % HEAD_MULTIPLE for width in widths):
+        return None
+    return DeltaMixer(attn, parts.new_state, arena)
+
+
+class DeltaMixer:
+    """Runs the Gated DeltaNet of one layer over the spans of a step.
+
+    Args:
+        module: The model's, of a kind in `fingerprints.DELTA_NET`.
+        new_state: Of this layer.
+        arena: Where packed weights lie.
+    """
+
+    def __init__(self, module: Any, new_state: NewState, arena: cpu.Arena) -> None:
+        self._new_state, self._index = new_state, module.layer_idx
+        self.covered = (*delta_linears(module), module.conv1d)
+        """Modules that are never called."""
+        self._kernel = DeltaNet(
+            cpu.Matrix([_rows_of(module)], arena=arena),
+            cpu.Matrix([module.out_proj.weight.detach()], arena=arena),
+            module.conv1d.weight[:, 0],
+            -module.A_log.detach().float().exp(),
+            module.dt_bias,
+            Norm(module.norm.weight, module.norm.variance_epsilon),
+            k_heads=module.num_k_heads,
+            key=module.head_k_dim,
+        )
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Tensor:
+        """Compute what the module's forward would, with a `Step` where the cache would be.
+
+        Args:
+            forward: Of the module; not called.
+            args: x, [1, T, D], first or by name.
+            given: The rest.
+        """
+        x_1TD = args[0] if args else given["hidden_states"]
+        rows = _of_requests(given["cache_params"].spans)
+        taken = [
+            span.kv.states.advance(self._index, span.lo, span.kv.committed, self._state)
+            for span in rows
+        ]
+        spans = [
+            DeltaSpan(None if before is None else _inside(before), _inside(after), at, hi - lo)
+            for (before, after), (_, at, lo, hi) in zip(taken, rows, strict=True)
+        ]
+        out_TD = self._kernel(x_1TD[0], spans)
+        for (_, after), span in zip(taken, rows, strict=True):
+            span.kv.states.put(self._index, span.hi, after, span.kv.committed)
+            span.kv.reach(span.hi)
+        return out_TD.unsqueeze(0)
+
+    def _state(self) -> Any:
+        """A state of transformers with tensors for the kernel to write."""
+        state, tensors = self._new_state(), self._kernel.new_state()
+        state.lazy_initialization(
+            conv_states=tensors.conv.unsqueeze(0), recurrent_states=tensors.heads.unsqueeze(0)
+        )
+        state.has_previous_state[0] = True
+        return state
+
+
+def _inside(state: Any) -> DeltaState:
+    return DeltaState(state.conv_states[0][0], state.recurrent_states[0][0])
+
+
+def _of_requests(spans: Sequence[Span]) -> list[Span]:
+    """One span per request: those of one request follow each other."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last is None or last.kv is not span.kv:
+            found.append(span)
+        elif (last.hi, last.at + last.hi - last.lo) == (span.lo, span.at):
+            found[-1] = last._replace(hi=span.hi)
+        else:
+            raise InvariantError(f"tokens {span.lo} to {span.hi} do not follow {last.hi} (I9)")
+    return found
+
+
+def _rows_of(module: Any) -> Tensor:
+    """All projections of the input on top of each other: q, k, v, z, b, a."""
+    if delta_net_kind(module) == "split":
+        names = ("qkv", "z", "b", "a")
+        return torch.cat([getattr(module, f"in_proj_{x}").weight.detach() for x in names])
+    heads, key = module.num_k_heads, module.head_k_dim
+    share = module.num_v_heads // heads
+    widths = (key, key, share * module.head_v_dim, share * module.head_v_dim)
+    found: list[Tensor] = []
+    for name, sizes in (("qkvz", widths), ("ba", (share, share))):
+        weight = getattr(module, f"in_proj_{name}").weight.detach()
+        parts = weight.unflatten(0, (heads, -1)).split(sizes, 1)
+        found.extend(part.flatten(0, 1) for part in parts)
+    return torch.cat(found)

