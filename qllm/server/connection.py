@@ -66,7 +66,7 @@ class Protocol(HttpToolsProtocol):
         """Bytes that came since a head ended, or a part of a body or its end came."""
         self._takes_more = True
         self._deadline: asyncio.TimerHandle | None = None
-        """Of a head that has not come whole."""
+        """Ends a connection whose head has not come whole."""
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
