@@ -218,3 +218,13 @@ def test_an_embedding_of_positions_per_layer_type_is_seen_without_the_check() ->
         ModelError, match=r"PerType does not give embeddings of positions: it returned dict"
     ):
         QLLMEngine.from_model(model, threads=1, conformance=False)
+
+
+def test_layers_of_different_shapes_have_no_prefix_cache() -> None:
+    """Their heads or widths differ by type of layer, so no tensor holds the KV of all."""
+    model = tiny_configs.tiny_model("mimo_v2_flash")
+    settings = {"threads": 1, "max_kv_tokens": 512, "conformance": False}
+    with pytest.raises(ConfigError, match="have different shapes"):
+        QLLMEngine.from_model(model, prefix_cache="approximate", **settings)
+    with QLLMEngine.from_model(model, **settings) as engine:
+        assert "prefix_cache" not in engine.stats() or not engine.stats()["prefix_cache"]

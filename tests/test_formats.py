@@ -23,7 +23,7 @@ from qllm.models.formats.fp8 import fp8
 from qllm.models.formats.int32 import awq, gptq
 from qllm.models.formats.layout import Format, Stored
 from qllm.models.formats.mxfp4 import mxfp4
-from qllm.models.quantised import FORMATS
+from qllm.models.quantised import FORMATS, Method, format_of
 
 N, K = 48, 64
 
@@ -187,6 +187,79 @@ def test_codes_without_their_scales_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "more", "end"),
+    [
+        ("awq", {}, ".qzeros"),
+        ("gptq-act-order", {}, ".g_idx"),
+        ("packed-zeros", {"symmetric": False}, ".weight_zero_point"),
+        ("packed", {"actorder": "group"}, ".weight_g_idx"),
+    ],
+)
+def test_codes_without_what_the_settings_say_are_refused(
+    form: str, more: dict[str, Any], end: str
+) -> None:
+    """A weight without its zeros, or its order, has other values."""
+    write, settings, _ = published.FORMATS[form]
+    parts, _ = write(N, K, made())
+    parts.pop(end, None)
+    if more:
+        settings = {**settings, "config_groups": {"group_0": {"weights": more}}}
+    with pytest.raises(ModelError, match=rf"is there without x{end}"):
+        read(FORMATS[settings["quant_method"]](settings), parts)
+
+
+@pytest.mark.parametrize("form", ["packed", "int8"])
+@pytest.mark.parametrize("num", [1, 2])
+def test_groups_are_as_large_as_the_settings_say(form: str, num: int) -> None:
+    """A weight that lost some of its scales would have groups of more inputs."""
+    write, settings, _ = published.FORMATS[form]
+    parts, _ = write(N, K, made())
+    grouped = {"group_0": {"weights": {"group_size": published.GROUP}}}
+    parts[".weight_scale"] = parts[".weight_scale"][:, :1].repeat(1, K // published.GROUP)
+    form_read = compressed_tensors({**settings, "config_groups": grouped})
+    assert read(form_read, parts).group == published.GROUP
+    parts[".weight_scale"] = parts[".weight_scale"][:, :num]
+    with pytest.raises(ModelError, match=rf"\(48, {num}\) does not fit .* in groups of 16 inputs"):
+        read(form_read, parts)
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x[:-1], lambda x: x - 1])
+def test_an_order_that_is_none_is_refused(change: Any) -> None:
+    parts, _ = published.gptq_act_order(N, K, made())
+    parts[".g_idx"] = change(parts[".g_idx"])
+    with pytest.raises(ModelError, match=r"g_idx of shape .* of 4 groups for each of 64 inputs"):
+        read(gptq({"group_size": published.GROUP}), parts)
+    parts, _ = published.packed(N, K, made())
+    parts[".weight_g_idx"] = change((torch.arange(K) // published.GROUP).int())
+    with pytest.raises(ModelError, match=r"g_idx of shape .* of 4 groups for each of 64 inputs"):
+        read(compressed_tensors({}), parts)
+
+
+def test_a_weight_that_was_never_ordered_is_in_order() -> None:
+    parts, values = published.packed(N, K, made())
+    parts[".weight_g_idx"] = torch.full((K,), -1, dtype=torch.int32)
+    assert torch.equal(values_of(read(compressed_tensors({}), parts)), values)
+
+
+def test_awq_without_zeros_says_so() -> None:
+    parts, _ = published.awq(N, K, made())
+    del parts[".qzeros"]
+    found = read(awq({"group_size": published.GROUP, "zero_point": False}), parts)
+    assert not found.offset_NG.any()
+
+
+def test_zeros_that_are_not_packed_are_refused() -> None:
+    """As compressed-tensors wrote them before it packed them."""
+    write, settings, _ = published.FORMATS["packed-zeros"]
+    parts, _ = write(N, K, made())
+    parts[".weight_zero_point"] = torch.zeros((N, K // published.GROUP), dtype=torch.int8)
+    with pytest.raises(
+        ModelError, match=r"weight_zero_point is torch.int8 .* torch.int32 \(6, 4\)"
+    ):
+        read(compressed_tensors(settings), parts)
+
+
+@pytest.mark.parametrize(
     ("method", "settings", "reason"),
     [
         ("awq", {"bits": 3}, "AWQ with bits=3; 4 is read"),
@@ -200,6 +273,18 @@ def test_codes_without_their_scales_are_refused() -> None:
         ),
         ("compressed-tensors", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("compressed-tensors", {"sparsity_config": {"format": "sparse-24"}}, "sparsity"),
+        (
+            "compressed-tensors",
+            {
+                "transform_config": {
+                    "config_groups": {
+                        "R1": {"apply": [{"location": "weight_output"}]},
+                        "R4": {"apply": [{"location": "input"}, {"location": "weight_input"}]},
+                    }
+                }
+            },
+            "transform_config that changes input while the model computes",
+        ),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two numbers"),
     ],
 )
@@ -208,6 +293,27 @@ def test_settings_that_are_not_read_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         FORMATS[method](settings)
+
+
+def test_transforms_that_are_in_the_weights_are_read() -> None:
+    groups = {"R1": {"apply": [{"location": "weight_output"}, {"location": "weight_input"}]}}
+    compressed_tensors({"transform_config": {"config_groups": groups}})
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fp8", {"weight_block_size": 128}),
+        ("fp8", {"weight_block_size": [0, 0]}),
+        ("awq", {"group_size": None}),
+        ("gptq", {"group_size": "all"}),
+        ("compressed-tensors", {"config_groups": ["group_0"]}),
+        ("compressed-tensors", {"transform_config": {"config_groups": {"R4": {}}}}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(method: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=f"quantization_config is none of '{method}'"):
+        format_of("name", Method(method, settings))
 
 
 @pytest.mark.parametrize(

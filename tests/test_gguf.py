@@ -272,6 +272,39 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_part_of_a_model_says_how_parts_are_joined(tmp_path: Path) -> None:
+    for number in range(2):
+        path = tmp_path / f"model-0000{number + 1}-of-00002.gguf"
+        writer = Writer(path, "qwen3moe")
+        writer.writer.add_uint16("split.no", number)
+        writer.writer.add_uint16("split.count", 2)
+        writer.put("token_embd.weight", torch.zeros(4, 32), "F32")
+        writer.close()
+        with pytest.raises(ModelError, match="is one of 2 parts of a model; join them"):
+            load(path)
+
+
+def test_a_plan_of_a_file_without_experts_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "dense.gguf"
+    writer = Writer(path, "qwen3moe")
+    writer.put("token_embd.weight", torch.zeros(4, 32), "F32")
+    writer.close()
+    with pytest.raises(ModelError, match="has no experts"):
+        model_spec(str(path))
+
+
+def test_scales_that_are_not_finite_are_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    """A weight that becomes bf16; those of experts are refused as they are packed."""
+    path = tmp_path / "broken.gguf"
+    raw = bytearray(files["qwen3moe"].read_bytes())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(files["qwen3moe"]).tensors}
+    at = tensors["blk.0.attn_q.weight"].data_offset
+    raw[at : at + 2] = np.float16(np.nan).tobytes()
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=r"q_proj\.weight has codes or scales that are not finite"):
+        load(path)
+
+
 @pytest.mark.parametrize("kind", ["IQ4_NL", "Q2_K", "TQ1_0"])
 def test_other_types_of_tensors_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     path, number = tmp_path / "odd.gguf", gguf.GGMLQuantizationType[kind]

@@ -254,6 +254,27 @@ def test_codes_that_lost_their_scales_are_refused(folders: Folders, tmp_path: Pa
         load(folder)
 
 
+def test_experts_that_could_not_be_packed_are_not_used(folders: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders("awq")[0], tmp_path / "model"))
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if "layers.1." in name and ".experts.5." in name and name.endswith("scales"):
+                tensors[name][0, 0] = torch.nan
+
+    change(folder, spoil)
+    model = load(folder).model
+    with pytest.raises(ModelError, match=r"cannot be packed: a scale or offset .* is nan"):
+        cpu_runner(model)
+    for again in (
+        lambda: cpu_runner(model),
+        lambda: forward(model, prompt_of(3)),
+        lambda: weights_digest(model),
+    ):
+        with pytest.raises(ModelError, match=r"once more"):
+            again()
+
+
 def test_a_missing_expert_is_refused(folders: Folders, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders("awq")[0], tmp_path / "model"))
 

@@ -169,8 +169,11 @@ def test_scales_beyond_them_are_refused_but_for_groups_of_zeros() -> None:
                 QuantisedMatrix(weight)
     for code in CODES:
         weight = quantised(code, 16, 64, 32, torch.float32, powers=True)
-        weight.scale_NG[3, 1] = 2.0**-127
         weight.codes.view(torch.uint8)[3, weight.codes.shape[1] // 2 :] = 0
+        weight.scale_NG[3, 1] = torch.inf
+        with pytest.raises(ValueError, match="a scale or offset of a weight is inf"):
+            QuantisedMatrix(weight)
+        weight.scale_NG[3, 1] = 2.0**-127
         same_products(weight, (1, 7))
         assert torch.equal(bits(values_of(weight, 16, 64)), bits(weight.dequantised()))
 

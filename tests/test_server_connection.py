@@ -6,10 +6,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, serving, tiny_engine
+from engines import Holds
+from serving import Serving, serving, tiny_engine, until
 
 from qllm.frontend.waker import Waker
 from qllm.server.connection import MOST_HELD, Together
@@ -94,6 +96,48 @@ def test_an_offer_sent_before_an_answer_came_is_left_to_a_new_connection(served:
     assert found.count(b"HTTP/1.1 200") == 1
     assert found.count(b"HTTP/1.1") == 1
     assert b"connection: close" in found
+
+
+@pytest.mark.parametrize("more", [b"garbage\r\n\r\n", asked(OFFER), b"GET /health?" + b"a" * 5000])
+def test_what_follows_a_request_and_cannot_be_served_leaves_its_answer(
+    tmp_path: Path, more: bytes
+) -> None:
+    gate = tmp_path / "gate"
+    with (
+        tiny_engine(policy=Holds(str(gate))) as engine,
+        serving(engine, max_header_bytes=MOST) as served,
+        connected(served) as sock,
+    ):
+        sock.sendall(asked(max_tokens=40))
+        until(lambda: served.front.answers)
+        (connection,) = served.server.server_state.connections
+        for part in (more[:-10], more[-10:]):
+            sock.sendall(part)
+        until(lambda: not connection._takes_more)  # type: ignore[union-attr]
+        gate.touch()
+        found = to_the_end(sock)
+    assert found.startswith(b"HTTP/1.1 200")
+    assert found.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in found
+
+
+def test_each_head_has_its_time_not_only_the_first() -> None:
+    with (
+        tiny_engine() as engine,
+        serving(engine, header_timeout_s=2, keep_alive_s=600) as served,
+        connected(served) as sock,
+    ):
+        sock.sendall(asked())
+        assert answer(sock)[0].startswith(b"HTTP/1.1 200")
+        sock.sendall(b"GET /health HTTP/1.1\r\nX: ")
+
+        def is_closed() -> bool:
+            with suppress(ConnectionError):
+                sock.sendall(b"a")
+                return bool(select.select([sock], (), (), 0)[0])
+            return True
+
+        until(is_closed, 60)
 
 
 def test_requests_sent_at_once_are_answered_in_order(served: Serving) -> None:

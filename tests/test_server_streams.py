@@ -1,5 +1,6 @@
 """Streams of responses in the background: every event once, whenever they are read."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -16,7 +18,9 @@ from openai.types.responses import ResponseStreamEvent
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.llm import QLLMEngine
+from qllm.server.background import Background
 from qllm.server.response_store import ResponseStore
+from qllm.server.store import Store
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "What does json.dumps do?"}
 LONG: dict[str, Any] = {
@@ -230,8 +234,6 @@ def test_unfinished_responses_of_a_key_have_a_limit(tmp_path: Path) -> None:
 
 
 def test_the_store_numbers_events_and_takes_none_after_the_end(tmp_path: Path) -> None:
-    from qllm.server.store import Store
-
     store = Store(tmp_path)
     kept = ResponseStore(store)
     row: dict[str, Any] = {"id": "a", "status": "queued", "previous_response_id": None}
@@ -250,4 +252,21 @@ def test_the_store_numbers_events_and_takes_none_after_the_end(tmp_path: Path) -
     )
     (plan,) = store.rows(f"EXPLAIN QUERY PLAN {old}")
     assert "responses_unfinished" in plan["detail"], "it does not read what is kept"
+    store.close()
+
+
+def test_nothing_is_left_of_who_read_a_stream_to_its_end(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    kept = ResponseStore(store)
+    row: dict[str, Any] = {"id": "a", "status": "queued", "previous_response_id": None}
+    kept.add("me", {}, [], row, events=["0"])
+    kept.change("a", {**row, "status": "completed"}, "1")
+
+    async def read() -> None:
+        front = SimpleNamespace(draining=asyncio.Event())
+        background = Background(front, kept, None)  # type: ignore[arg-type]
+        assert [event async for event in background.follow("a", -1)] == ["0", "1"]
+        assert background._news == {}
+
+    asyncio.run(read())
     store.close()

@@ -22,11 +22,12 @@ from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages, Spare
 from qllm.cuda.stages import Body, Key, Part, Stages
 from qllm.cuda.step import PagedStep
-from qllm.errors import DeviceError
+from qllm.errors import DeviceError, ModelError
 from qllm.kernels.select import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.heard import warn_of_unheard
+from qllm.models.hybrid import kv_shapes
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
@@ -120,7 +121,12 @@ class CudaBackend:
         config, never_cuts = base_model(model).config, float("inf")
         self.cuts, self.costs = cut_rule(parts, config, never_cuts, self.compute.stops_between_keys)
         self.kernels = kernels(kernels_name or ("triton" if self._on_cuda else "torch"))
-        self.pages = Pages(self.shape.num_layers, num_pages, page_size, self.kernels, spare)
+        if len(kv_shapes(parts.attentions)) > 1:
+            raise ModelError(
+                "the keys and values of its layers have different shapes, and a page of the device "
+                "holds those of one: serve it with device='cpu'"
+            )
+        self.pages = Pages(parts.num_kv_layers, num_pages, page_size, self.kernels, spare)
         self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels)
         self.drivers = self.layers.drivers
         self._block = query_block(self.layers.heads_per_group)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError
+from qllm.models.hybrid import kv_shapes
 from qllm.runner.kv import RequestKV
 from qllm.runner.runner import TorchRunner
 from qllm.types import RequestId
@@ -75,6 +76,9 @@ class KvPages:
 STATES = "layers carry a state, which is no KV of tokens: a request can only go on where its own is"
 
 
+SHAPES = "the keys and values of its layers have different shapes, and a page holds those of one"
+
+
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     """Why an engine has no prefix cache; None if it has one.
 
@@ -86,6 +90,8 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
         return "prefix_cache=False"
     if any(layer.new_state is not None for layer in runner.parts.layers):
         reason, allowed = STATES, "use 'auto' or False"
+    elif len(kv_shapes(runner.parts.attentions)) > 1:
+        reason, allowed = SHAPES, "use 'auto' or False"
     else:
         reason = runner.backend.why_inexact
         if not reason or asked == "approximate":

@@ -44,8 +44,8 @@ def open_file(path: Path) -> GgufFile:
     """Open a file and see that it is read.
 
     Raises:
-        ModelError: The package gguf is missing, the file is broken, or its architecture or a type
-            of its tensors is not read.
+        ModelError: The package gguf is missing, the file is broken or a part of a model, or its
+            architecture or a type of its tensors is not read.
     """
     try:
         from gguf import GGUFReader
@@ -56,6 +56,13 @@ def open_file(path: Path) -> GgufFile:
     try:
         open_reader: Any = GGUFReader
         reader = open_reader(path)
+        parts = reader.fields.get("split.count")
+        num_parts = 1 if parts is None else int(parts.contents())
+        if num_parts > 1:
+            raise ModelError(
+                f"{path} is one of {num_parts} parts of a model; join them: llama-gguf-split "
+                "--merge FIRST_PART WHOLE.gguf"
+            )
         architecture = str(reader.fields["general.architecture"].contents())
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelError(
@@ -98,8 +105,14 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
 
 
 def expert_bits(file: GgufFile) -> float:
-    """Bits of a weight of the experts in memory, on average."""
+    """Bits of a weight of the experts in memory, on average.
+
+    Raises:
+        ModelError: There are no experts.
+    """
     stacks = [t for name, t in file.tensors.items() if name.endswith("_exps.weight")]
+    if not stacks:
+        raise ModelError(f"{file.path} has no experts (tensors *_exps.weight); download it again")
     sizes = [int(tensor.n_elements) for tensor in stacks]
     bits = [blocks.BITS.get(tensor.tensor_type.name, 16.0) for tensor in stacks]
     return float(sum(map(mul, sizes, bits)) / sum(sizes))

@@ -2,9 +2,10 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
@@ -28,6 +29,20 @@ KNOWN = {
     LinearAttentionAndSlidingWindowAttentionLayer,
 }
 """Kinds of layers in transformers' cache that are driven, or refused for another reason."""
+
+
+_KEYS = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_a_proj_with_mqa")
+
+
+def kv_shapes(attentions: Iterable[nn.Module]) -> set[tuple[Any, ...]]:
+    """What decides the shapes of keys and values, of every attention; one if they are alike."""
+    found = set()
+    for attn in attentions:
+        children = dict(attn.named_children())
+        weights = [getattr(children.get(name), "weight", None) for name in _KEYS]
+        shapes = [None if weight is None else tuple(weight.shape) for weight in weights]
+        found.add((*shapes, getattr(attn, "head_dim", None)))
+    return found
 
 
 class LightningState:

@@ -115,6 +115,11 @@ def format_of(name: str, method: Method) -> Format:
         return make(method.settings)
     except ModelError as error:
         raise ModelError(f"{start}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{start}: its quantization_config is none of {method.name!r} "
+            f"({type(error).__name__}: {error}); download config.json again"
+        ) from error
 
 
 def refuse_narrow(name: str, tensors: Mapping[str, Stored], why: str) -> None:

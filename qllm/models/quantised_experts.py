@@ -62,14 +62,24 @@ class QuantisedExperts:
         setattr(module, ATTRIBUTE, self)
 
     def take(self, expert: int) -> tuple[Quantised, Quantised]:
-        """Give one expert's weights away: `gate_up_proj` and `down_proj`."""
-        found = [self._codes[name][expert] for name in WEIGHTS]
+        """Give one expert's weights away: `gate_up_proj` and `down_proj`.
+
+        Raises:
+            ModelError: They were given away before.
+        """
+        up, down = (self._stored(name, expert) for name in WEIGHTS)
         for name in WEIGHTS:
             self._codes[name][expert] = None
-        up, down = found
-        assert up is not None
-        assert down is not None
         return up, down
+
+    def _stored(self, name: str, expert: int) -> Quantised:
+        found = self._codes[name][expert]
+        if found is None:
+            raise ModelError(
+                "the experts of this model were given to an engine that could not pack them; load "
+                "the model once more"
+            )
+        return found
 
     def digest(self) -> str:
         """Digest of every byte of the codes and scales.
@@ -83,14 +93,13 @@ class QuantisedExperts:
                     "the experts of this model are packed, so its weights have no digest for "
                     "kv_dir; load the model once more"
                 )
-            tensors = [t for found in self._codes.values() for one in found for t in _tensors(one)]
+            weights = [self._stored(n, e) for n in self._codes for e in range(self.num_experts)]
+            tensors = [tensor for one in weights for tensor in _tensors(one)]
             self._digest = self.kind + repr([zlib.crc32(_as_bytes(t)) for t in tensors])
         return self._digest
 
     def _dequantised(self, name: str, expert: int) -> Tensor:
-        found = self._codes[name][expert]
-        assert found is not None
-        return found.dequantised()
+        return self._stored(name, expert).dequantised()
 
     def as_parameter(self, name: str, expert: int) -> Tensor:
         """A weight as the module's parameter has it: [k, n] if that is transposed, else [n, k]."""

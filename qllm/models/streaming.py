@@ -165,7 +165,7 @@ def stream(
                     del rest[name]
     lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
     lazies |= {
-        name: _Lazy(partial(_expanded, read, outcome, name in turned))
+        name: _Lazy(partial(_expanded, name, read, outcome, name in turned))
         for name, read in rest.items()
     }
     taken = [f"{module}.{name}" for module in kept for name in WEIGHTS]
@@ -205,11 +205,13 @@ def _round(
     return rounding(weight.transpose(-1, -2) if turned else weight)
 
 
-def _expanded(read: Callable[[], Weight], outcome: Outcome, turned: bool) -> Tensor:
+def _expanded(name: str, read: Callable[[], Weight], outcome: Outcome, turned: bool) -> Tensor:
     """A quantised weight in bf16, as the parameter of the model is."""
     outcome.expanded += 1
     found = read()
     value = found.dequantised() if isinstance(found, Quantised) else found
+    if not value.isfinite().all():
+        raise ModelError(f"{name} has codes or scales that are not finite; download it again")
     return value.transpose(-1, -2) if turned else value
 
 

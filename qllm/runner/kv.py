@@ -196,6 +196,6 @@ class SlabKV(RequestKV):
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         for layer, slab in enumerate(self.slabs):
-            if slab is not None:
+            if slab is not None and layer not in self.states.layers:
                 for name, t in zip("kv", slab, strict=True):
                     yield f"{name}.{layer}", t[:, :, : self.written].clone()

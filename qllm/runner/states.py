@@ -11,7 +11,7 @@ pass that is forgotten, stopped in between or run in another way finds where it 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +73,11 @@ class States:
     def clear(self) -> None:
         """The request computes again from its first token."""
         self._held.clear()
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Those that left a state: they write no keys and values."""
+        return self._held.keys()
 
     @property
     def num_bytes(self) -> int:

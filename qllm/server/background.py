@@ -104,6 +104,7 @@ class Background:
                 yield text
             after += len(found)
             if is_over:
+                self._tell(response_id)  # nobody else would clear what it waited for
                 return
             if not found:
                 try:

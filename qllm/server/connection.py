@@ -64,13 +64,31 @@ class Protocol(HttpToolsProtocol):
         self._plain = transport
         self._num_unused = 0
         """Bytes that came since a head ended, or a part of a body or its end came."""
-        self._deadline = self.loop.call_later(self.header_timeout_s, self._check_header)
+        self._takes_more = True
+        self._deadline: asyncio.TimerHandle | None = None
+        """Ends a connection whose head has not come whole."""
+        self._expect_head()
 
-    def _check_header(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.header_timeout_s, self.transport.close)
+
+    def _head_came(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
+        if not self._takes_more:
+            return
         self._unset_keepalive_if_required()
         self._num_unused += len(data)
         try:
@@ -82,19 +100,30 @@ class Protocol(HttpToolsProtocol):
         else:
             if self._num_unused > self.max_header_bytes:
                 self._refuse()
+            elif not self._is_answering:
+                self._expect_head()
 
     def _refuse(self) -> None:
         msg = "Invalid HTTP request received."
         self.logger.warning(msg)
-        self.send_400_response(msg)
+        if self._is_answering and not self.cycle.more_body:
+            self._end_after_answer()
+        elif self._is_answering and self.cycle.response_started:
+            self.transport.close()
+        else:
+            self.send_400_response(msg)
+
+    def _end_after_answer(self) -> None:
+        """Answer what has come whole. What follows is dropped: its client asks again."""
+        self.cycle.keep_alive = False
+        self._takes_more = False
 
     def _to_h11(self, rest: bytes) -> None:
         """Let h11 go on, from the head just read on; `rest` is what came behind it."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # its client asks again on another connection
-            self.flow.pause_reading()
+        if self._is_answering:
+            self._end_after_answer()
             return
-        self._deadline.cancel()
+        self._head_came()
         self.connections.discard(self)
         version = self.parser.get_http_version().encode()
         first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
@@ -113,6 +142,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_unused = 0
+        self._head_came()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 

@@ -141,7 +141,8 @@ def _scales(weight: Quantised, codes: Tensor) -> Tensor:
             codes & (7 if weight.code == "e2m1" else 127 if weight.code == "e4m3" else 255)
         ) == 0
         zeros = F.pad(zeros, (0, -zeros.shape[1] % weight.group), value=True)
-        empty = zeros.view(len(zeros), -1, weight.group).all(-1) & (scale_NG > 0)
+        empty = zeros.view(len(zeros), -1, weight.group).all(-1)
+        empty &= (scale_NG > 0) & scale_NG.isfinite()
         scale_NG = torch.where(empty, torch.ones_like(scale_NG), scale_NG)
     return _worths(scale_NG)
 

@@ -27,7 +27,9 @@ from qllm.models.formats.layout import (
     Parts,
     Settings,
     Weight,
+    cdiv,
     check,
+    check_order,
     nibbles,
     shifted,
     signed,
@@ -36,10 +38,14 @@ from qllm.models.formats.layout import (
 READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 SCALE, ZERO, ORDER, SHAPE = (f".weight_{end}" for end in ("scale", "zero_point", "g_idx", "shape"))
 WORD = 32
+NO_ORDER = -1
+"""What weight_g_idx holds for a weight that was never calibrated, as an expert may be."""
 Block = tuple[int, int] | None
+Sizes = frozenset[int]
+"""Inputs that may share a scale; empty where the settings leave it open."""
 
 
-def read_packed(parts: Parts) -> Weight:
+def read_packed(parts: Parts, sizes: Sizes) -> Weight:
     """One weight of pack-quantized."""
     words, scale = parts[".weight_packed"], parts[SCALE]
     n, k = parts[SHAPE].tolist()
@@ -47,13 +53,23 @@ def read_packed(parts: Parts) -> Weight:
     check(bits in (4, 8), f"pack-quantized weights of {bits} bits; 4 and 8 are read")
     codes = words.contiguous().view(torch.uint8)[:, : k * bits // 8]
     zero: Tensor | int = 1 << bits - 1
-    scale = _per_group(scale, n, k, None)
+    scale = _per_group(scale, n, k, None, sizes)
     if ZERO in parts:
+        wanted = cdiv(n * bits, WORD), scale.shape[1]
+        check(
+            parts[ZERO].dtype is torch.int32 and parts[ZERO].shape == wanted,
+            f"weight_zero_point is {parts[ZERO].dtype} {tuple(parts[ZERO].shape)}; a weight of "
+            f"{n} x {k} in {bits} bits has torch.int32 {wanted}",
+        )
         packed = parts[ZERO].t().contiguous().view(torch.uint8)
         zero = (nibbles(packed) if bits == 4 else packed)[:, :n].t()
     group = k // scale.shape[1]
-    if ORDER in parts and not torch.equal(parts[ORDER].long(), torch.arange(k) // group):
-        of_input = parts[ORDER].long()
+    in_order = torch.arange(k) // group
+    of_input = parts.get(ORDER, in_order).long()
+    if bool((of_input == NO_ORDER).all()):
+        of_input = in_order
+    check_order(of_input, k, scale.shape[1])
+    if not torch.equal(of_input, in_order):
         plain = (nibbles(codes) if bits == 4 else codes).float()
         plain -= zero[:, of_input] if isinstance(zero, Tensor) else zero
         return (plain * scale[:, of_input].float()).bfloat16()
@@ -63,12 +79,12 @@ def read_packed(parts: Parts) -> Weight:
     return _int8(signed(codes), scale, zero, group)
 
 
-def read_plain(parts: Parts, block: Block) -> Quantised:
+def read_plain(parts: Parts, block: Block, sizes: Sizes) -> Quantised:
     """One weight of int-quantized or float-quantized."""
     codes, scale = parts[".weight"], parts[SCALE]
     n, k = codes.shape
     in_blocks = block is not None and scale.numel() > 1 and scale.shape[0] != n
-    scale = _per_group(scale, n, k, block)
+    scale = _per_group(scale, n, k, block, sizes)
     group = min(block[1], k) if block is not None and in_blocks else k // scale.shape[1]
     if codes.dtype is torch.int8:
         return _int8(codes, scale, parts[ZERO].float() if ZERO in parts else 0, group)
@@ -83,15 +99,20 @@ def _int8(codes: Tensor, scale: Tensor, zero: Tensor | int, group: int) -> Quant
     return shifted("i8", codes, scale, zero, group)
 
 
-def _per_group(scale: Tensor, n: int, k: int, block: Block) -> Tensor:
+def _per_group(scale: Tensor, n: int, k: int, block: Block, sizes: Sizes) -> Tensor:
     """Scales as [n, groups]."""
-    if scale.numel() == 1:
+    if scale.numel() == 1 and not sizes:
         return scale.reshape(1, 1).expand(n, 1).contiguous()
     if block is not None and scale.shape[0] != n:
         return per_output(scale, n, k, block)
     check(
-        scale.dim() == 2 and scale.shape[0] == n and k % scale.shape[1] == 0,
-        f"weight_scale of shape {tuple(scale.shape)} does not fit a weight of {n} x {k}",
+        scale.dim() == 2
+        and scale.shape[0] == n
+        and scale.shape[1] > 0
+        and k % scale.shape[1] == 0
+        and (not sizes or k // scale.shape[1] in sizes),
+        f"weight_scale of shape {tuple(scale.shape)} does not fit a weight of {n} x {k}"
+        + (f" in groups of {', '.join(map(str, sorted(sizes)))} inputs" if sizes else ""),
     )
     return scale
 
@@ -105,6 +126,13 @@ def _block(settings: Settings) -> Block:
     return None
 
 
+def _sizes(settings: Settings) -> Sizes:
+    """The sizes of groups, if all weights have groups."""
+    groups = dict(settings.get("config_groups") or {}).values()
+    found = [dict(dict(group).get("weights") or {}).get("group_size") or 0 for group in groups]
+    return frozenset(found) if found and min(found) > 0 else frozenset()
+
+
 def _bits(settings: Settings) -> float:
     """Bits of the widest group: a scale in bf16, and an offset where codes have 4 bits."""
     found = []
@@ -114,6 +142,21 @@ def _bits(settings: Settings) -> float:
         worth = 32 if bits == 4 else 16
         found.append(bits + (worth / inputs if inputs > 0 else 0))
     return max(found, default=8.0)
+
+
+def _all_say(settings: Settings, name: str, values: tuple[object, ...]) -> bool:
+    """Whether the weights of all config groups have one of these values."""
+    groups = dict(settings.get("config_groups") or {}).values()
+    return bool(groups) and all(
+        dict(dict(group).get("weights") or {}).get(name) in values for group in groups
+    )
+
+
+def _rotated(settings: Settings) -> set[str]:
+    """What transforms (SpinQuant, QuIP) change beside weights: input, output, k_cache, q_attn."""
+    groups = dict(dict(settings.get("transform_config") or {}).get("config_groups") or {})
+    places = {str(dict(x).get("location")) for g in groups.values() for x in dict(g)["apply"]}
+    return places - {"weight_input", "weight_output"}
 
 
 def compressed_tensors(settings: Settings) -> Format:
@@ -133,19 +176,27 @@ def compressed_tensors(settings: Settings) -> Format:
     )
     sparse = dict(settings.get("sparsity_config") or {}).get("format", "dense")
     check(sparse == "dense", f"compressed-tensors with sparsity {sparse!r}; 'dense' is read")
+    rotated = sorted(_rotated(settings))
+    check(
+        not rotated,
+        f"compressed-tensors with a transform_config that changes {', '.join(rotated)} while the "
+        "model computes; only weights that are stored as changed are read",
+    )
+    zero = (ZERO,) if _all_say(settings, "symmetric", (False,)) else ()
+    order = (ORDER,) if _all_say(settings, "actorder", ("group", "dynamic")) else ()
     packed = Layout(
         codes=".weight_packed",
-        needs=(SCALE, SHAPE),
+        needs=(SCALE, SHAPE, *zero, *order),
         may_have=(ZERO, ORDER),
         dtypes=("I32",),
-        read=read_packed,
+        read=partial(read_packed, sizes=_sizes(settings)),
     )
     plain = Layout(
         codes=".weight",
-        needs=(SCALE,),
+        needs=(SCALE, *zero),
         may_have=(ZERO,),
         dtypes=("I8", FP8),
-        read=partial(read_plain, block=_block(settings)),
+        read=partial(read_plain, block=_block(settings), sizes=_sizes(settings)),
     )
     return Format(
         name="compressed-tensors",

@@ -26,6 +26,7 @@ from qllm.models.formats.layout import (
     Weight,
     cdiv,
     check,
+    check_order,
     nibbles,
     pairs,
     shifted,
@@ -70,6 +71,7 @@ def read_gptq(parts: Parts, bits: int, group: int, plus: int) -> Weight:
     _check_groups(scale, zero, words.shape[1], cdiv(k, group))
     in_order = torch.arange(k) // group
     of_input = parts.get(".g_idx", in_order).long()
+    check_order(of_input, k, scale.shape[1])
     if not torch.equal(of_input, in_order):
         plain = nibbles(codes) if bits == 4 else codes
         return (scale[:, of_input].float() * (plain.float() - zero[:, of_input])).bfloat16()
@@ -102,10 +104,12 @@ def awq(settings: Settings) -> Format:
     check(bits == 4, f"AWQ with bits={bits!r}; 4 is read")
     check(version == "gemm", f"AWQ with version={version!r}; 'gemm' is read")
     group = int(settings.get("group_size", settings.get("q_group_size", 128)))
+    zeros = (".qzeros",)
+    has_zeros = bool(settings.get("zero_point", True))
     layout = Layout(
         codes=".qweight",
-        needs=(".scales",),
-        may_have=(".qzeros",),
+        needs=(".scales", *(zeros if has_zeros else ())),
+        may_have=zeros,
         dtypes=("I32",),
         read=partial(read_awq, group=group),
     )
@@ -123,10 +127,11 @@ def gptq(settings: Settings) -> Format:
     check(bits in (4, 8), f"GPTQ with bits={bits!r}; 4 and 8 are read")
     known = ", ".join(VERSIONS)
     check(version in VERSIONS, f"GPTQ with checkpoint_format={version!r}; read are {known}")
+    order = (".g_idx",)
     layout = Layout(
         codes=".qweight",
-        needs=(".scales", ".qzeros"),
-        may_have=(".g_idx",),
+        needs=(".scales", ".qzeros", *(order if settings.get("desc_act") else ())),
+        may_have=order,
         dtypes=("I32",),
         read=partial(read_gptq, bits=bits, group=group, plus=VERSIONS[version]),
     )

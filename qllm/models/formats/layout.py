@@ -74,7 +74,7 @@ class Format:
                         f"{key} ({stored.dtype}) is there without {stem}{missing[0]}, which "
                         f"{self.name} has beside it; download the checkpoint again"
                     )
-                ends = (layout.codes, *layout.needs, *layout.may_have)
+                ends = dict.fromkeys((layout.codes, *layout.needs, *layout.may_have))
                 parts = {end: stem + end for end in ends if stem + end in tensors}
                 yield stem + layout.weight, layout, parts
 
@@ -92,6 +92,16 @@ def check(is_right: bool, what: str) -> None:
 def cdiv(a: int, b: int) -> int:
     """The quotient, rounded up."""
     return -(-a // b)
+
+
+def check_order(of_input: Tensor, k: int, groups: int) -> None:
+    """Raise a ModelError unless each of k inputs is of one of so many groups."""
+    is_right = of_input.shape == (k,) and bool(((of_input >= 0) & (of_input < groups)).all())
+    check(
+        is_right,
+        f"g_idx of shape {tuple(of_input.shape)} does not name one of {groups} groups for each "
+        f"of {k} inputs",
+    )
 
 
 def power_of_two(biased: Tensor) -> Tensor:
