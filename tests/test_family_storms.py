@@ -5,14 +5,17 @@ layers that carry a state are among them.
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from replay_schedule import replay
+from safetensors import safe_open
 from test_all_families import MOE
 from test_equality import CUTS, Chaos, Storm, fine, same, show
 
+from bench.models import families as all_families
 from bench.models import tiny_configs
 from qllm import QLLMEngine
 from qllm.runner.cpu import cpu_runner
@@ -92,3 +95,26 @@ def test_a_storm_of_delta_nets_leaves_every_stream_equal_to_its_solo_run(
     )
     assert all(same(result, alone) for result, alone in pairs)
     assert len(results) > 8
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax"])
+def test_a_checkpoint_keeps_states(family: str, tmp_path: Path) -> None:
+    """States and keys of a request that is in the middle of its answer go on in another engine."""
+    how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 512}
+    prompt, model = all_families.prompts()[0], tiny_configs.tiny_model(family)
+    with QLLMEngine.from_model(copy.deepcopy(model), **how) as engine:
+        expected = engine.submit(prompt, "BE", 60, sampling=all_families.GREEDY).result(120)
+    with QLLMEngine.from_model(copy.deepcopy(model), **how) as engine:
+        handle = engine.submit(prompt, "BE", 60, sampling=all_families.GREEDY)
+        next(iter(handle))
+        handle.update(paused=True)
+        engine.checkpoint(tmp_path / "saved")
+        num_tokens = len(handle.token_ids)
+    with safe_open(tmp_path / "saved", framework="pt") as file:
+        assert any(".state." in f".{name}" for name in file.keys())  # noqa: SIM118
+    with QLLMEngine.from_model(model, **how) as engine:
+        (handle,) = engine.restore(tmp_path / "saved")
+        handle.update(paused=False)
+        found = handle.result(120)
+    assert 0 < num_tokens < 60
+    assert found.token_ids == expected.token_ids
