@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import jsonschema_rs
@@ -360,3 +361,19 @@ def test_messages_without_content_go_through_templates(
         ]
         chat = [flat_message(message) for message in chat]
         assert render_chat(chat, tokenizer)
+
+
+def test_tokens_of_reasoning_are_counted_the_same_however_they_come() -> None:
+    """One by one or all together: those up to the end of the tag."""
+    texts = ["ab", "c", "</th", "ink", ">", "x", "y"]
+    found = []
+    for sizes in ([1] * 7, [7], [3, 4], [6, 1]):
+        reader = HermesReader(thinks=True, is_thinking=True, calls=False)
+        at = 0
+        for size in sizes:
+            parts = texts[at : at + size]
+            ends = list(accumulate(len(part) for part in parts))
+            reader.push("".join(parts), range(at, at + size), ends)
+            at += size
+        found.append(reader.num_reasoning_tokens)
+    assert found == [5] * 4

@@ -264,7 +264,10 @@ def test_a_request_that_loses_its_kv_keeps_its_state(room: int) -> None:
         want = engine.submit("abc", "BE", **keywords).result(60)
         handle = engine.submit("abc", "BE", **keywords)
         next(iter(handle))
-        engine.submit([5] * 180, "LS", max_tokens=60, sampling=SamplingParams(ignore_eos=True))
+        handle.update(paused=True)  # it cannot end before its KV is taken
+        forever = SamplingParams(ignore_eos=True)
+        engine.submit([5] * 190, "LS", max_tokens=66, sampling=forever).result(60)
+        handle.update(paused=False)
         found = handle.result(60)
         assert found.metrics.evictions >= (room == 0)
         assert (engine.stats()["swap"]["out_tokens"] > 0) is (room > 0)

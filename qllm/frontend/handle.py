@@ -37,6 +37,8 @@ class Piece(NamedTuple):
     """One per token if asked for, else empty."""
     prompt: PromptLogprobs | None = None
     """Log-probabilities of the prompt's tokens but its first, if asked for; in the first piece."""
+    ends: tuple[int, ...] = ()
+    """Characters of the text that were certain after each token; empty without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,13 +219,16 @@ class Handle:
             return False
         prompt = None if self._num_read else self._prompt
         self._num_read = len(self._sampled)
-        text, stopped = "", False
+        text, ends, stopped = "", [], False
         ids = tuple(s.token_id for s in new)
-        if self._detokenizer is not None:
-            text, stopped = self._detokenizer.push(ids)
-        self._pieces.append(
-            Piece(text, ids, tuple(s.logprobs for s in new if s.logprobs is not None), prompt)
-        )
+        if (detokenizer := self._detokenizer) is not None:
+            for token_id in ids:
+                if not stopped:
+                    part, stopped = detokenizer.push((token_id,))
+                    text += part
+                ends.append(len(text))
+        logprobs = tuple(s.logprobs for s in new if s.logprobs is not None)
+        self._pieces.append(Piece(text, ids, logprobs, prompt, tuple(ends)))
         return stopped
 
     # -- called by the caller

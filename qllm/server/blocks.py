@@ -70,7 +70,7 @@ class Blocks:
     def push(self, piece: Piece) -> Iterator[Change]:
         """Take what was added to the answer."""
         self._unused.append(piece)
-        yield from self._take(self.reader.push(piece.text, piece.token_ids))
+        yield from self._take(self.reader.push(piece.text, piece.token_ids, piece.ends))
 
     def finish(self) -> Iterator[Change]:
         """The answer has ended."""

@@ -123,8 +123,14 @@ class Reader(Protocol):
     num_reasoning_tokens: int
     """Tokens of reasoning so far."""
 
-    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
-        """Take what was added to the answer; return what is certain."""
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        """Take what was added to the answer; return what is certain.
+
+        Args:
+            text: What was added.
+            token_ids: Its tokens.
+            ends: See `Piece`.
+        """
         ...
 
     def finish(self) -> Delta:
@@ -137,7 +143,7 @@ class PlainReader:
 
     num_calls = num_reasoning_tokens = 0
 
-    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         return {"content": text}
 
     def finish(self) -> Delta:
@@ -190,12 +196,16 @@ class HermesReader:
         """Nothing but white space since the last tag: it is left out."""
         self._delta: Delta = {}
 
-    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         self._left += text
-        if self._inside == THINK:
-            self.num_reasoning_tokens += len(token_ids)
+        thinks, was = self._inside == THINK, len(token_ids)
         while self._step():
-            pass
+            if thinks and self._inside != THINK:  # tokens may come together: those up to the tag
+                thinks, said = False, len(text) - len(self._left)
+                was = sum(end < said for end in ends[: was - 1]) + 1 if ends else was
+                self.num_reasoning_tokens += was
+        if thinks:
+            self.num_reasoning_tokens += was
         delta, self._delta = self._delta, {}
         return delta
 
@@ -301,7 +311,7 @@ class TemplateReader:
         self._ids: list[int] = []
         self._text = ""
 
-    def push(self, text: str, token_ids: Sequence[int]) -> Delta:
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         self._ids += token_ids
         self._text += text
         return {}

@@ -45,7 +45,7 @@ class ChatWriter(Writer):
         pairs = zip(piece.token_ids, piece.logprobs, strict=True) if piece.logprobs else ()
         content = [_entry(*self.alternatives(*pair)) for pair in pairs]
         logprobs = {"content": content, "refusal": None} if content else None
-        delta = self._reader(index).push(piece.text, piece.token_ids)
+        delta = self._reader(index).push(piece.text, piece.token_ids, piece.ends)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
