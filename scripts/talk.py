@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/talk.py
 
-The package is named, with its hash, in locks/talk.txt; nothing is installed. The model is kept in
+The package is named, with its hash, in scripts/talk.txt; nothing is installed. The model is kept in
 the user's cache, and made once.
 """
 
@@ -18,7 +18,7 @@ from qllm.errors import QllmError
 from qllm.models.folders import TALK, cache_dir
 from qllm.models.upcycle import Recipe, upcycle
 
-LOCK = Path(__file__).resolve().parent.parent / "locks" / "talk.txt"
+LOCK = Path(__file__).resolve().parent / "talk.txt"
 RECIPE = Recipe(experts=4, top_k=2, seed=0)
 """Four experts say what eight do, in 0.75 GB instead of 1.38."""
 
