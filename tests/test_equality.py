@@ -23,6 +23,7 @@ from qllm.plan import CutRule, Plan
 from qllm.policy import NO_STOP, View, next_row
 from qllm.record import trace
 from qllm.runner.cpu import cpu_runner
+from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import Index, Program
 from qllm.types import Cap, FinishReason, Grain
 
@@ -283,6 +284,22 @@ def same(result: Result, solo: Result) -> bool:
     )
 
 
+def assert_replayed(
+    storm: Storm, results: list[Result], events: list[trace.Event], runner: TorchRunner
+) -> None:
+    """A runner that does nothing but what the events say gives the results, bit for bit."""
+    runner.backend.cuts = CUTS
+    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
+    torch.set_num_threads(1)
+    found = replay(events, runner)
+    show(found._replace(sampled={}))
+    for (handle, _), result in zip(storm.handles, results, strict=True):
+        sampled = found.sampled[handle.number][: len(result.token_ids)]
+        assert tuple(s.token_id for s in sampled) == result.token_ids
+        assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
+    assert found.num_stops > 0
+
+
 STORMS = [
     ("mixtral", "bf16", "qllm2", 1),
     ("mixtral", "fp32", "qllm2", 2),
@@ -356,16 +373,7 @@ def test_a_storm_in_order_mode_equals_the_replay_of_its_schedule(
         results = storm.run()
         events = list(engine.trace.events)
     runner = cpu_runner(make_model(family, DTYPES[dtype]), kernels=kernels)
-    runner.backend.cuts = CUTS
-    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
-    torch.set_num_threads(1)
-    found = replay(events, runner)
-    show(found._replace(sampled={}))
-    for (handle, _), result in zip(storm.handles, results, strict=True):
-        sampled = found.sampled[handle.number][: len(result.token_ids)]
-        assert tuple(s.token_id for s in sampled) == result.token_ids
-        assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
-    assert found.num_stops > 0
+    assert_replayed(storm, results, events, runner)
 
 
 class Cohort:

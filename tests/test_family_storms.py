@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from replay_schedule import replay
 from safetensors import safe_open
 from test_all_families import MOE
-from test_equality import CUTS, Chaos, Storm, fine, same, show
+from test_equality import Chaos, Storm, assert_replayed, fine, same, show
 
 from bench.models import families as all_families
 from bench.models import tiny_configs
@@ -44,17 +42,7 @@ def test_a_storm_equals_the_replay_of_its_schedule(family: str, policy: str) -> 
         storm = Storm(engine, seed, vocab=tiny_configs.VOCAB)
         results = storm.run()
         events = list(engine.trace.events)
-    runner = cpu_runner(fresh, kernels="reference")
-    runner.backend.cuts = CUTS
-    object.__setattr__(runner.backend.costs, "range_ns", 0.5)
-    torch.set_num_threads(1)
-    found = replay(events, runner)
-    show(found._replace(sampled={}))
-    for (handle, _), result in zip(storm.handles, results, strict=True):
-        sampled = found.sampled[handle.number][: len(result.token_ids)]
-        assert tuple(s.token_id for s in sampled) == result.token_ids
-        assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
-    assert found.num_stops > 0
+    assert_replayed(storm, results, events, cpu_runner(fresh, kernels="reference"))
 
 
 def in_bf16(family: str) -> Any:

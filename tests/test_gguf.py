@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_formats import raw_blocks
-from test_runner import add, prompt_of, serve
+from test_runner import logits_of, prompt_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -189,15 +189,6 @@ def test_a_file_has_the_values_that_transformers_gives(
             assert torch.equal(parameter, wanted[key]), key
 
 
-def logits_of(model: Any) -> list[Tensor]:
-    runner, found = cpu_runner(model), list[Tensor]()
-    runner.on_logits = lambda request, position, x: found.append(x.clone())
-    add(runner, 1, prompt_of(9))
-    serve(runner, 1)
-    runner.close()
-    return found
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_packed_blocks_compute_the_bits_of_bf16(
     files: dict[str, Path], theirs: dict[str, Any], name: str
@@ -208,7 +199,7 @@ def test_packed_blocks_compute_the_bits_of_bf16(
     wanted = theirs[name]
     for left in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(wanted).pop(left, None)
-    found, plain = logits_of(loaded.model), logits_of(wanted)
+    found, plain = (logits_of(cpu_runner(m), prompt_of(9)) for m in (loaded.model, wanted))
     assert len(found) == len(plain) > 1
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import make_model
-from test_runner import add, forward, prompt_of, serve
+from test_runner import add, forward, logits_of, prompt_of, serve
 from torch import Tensor, nn
 
 from qllm.config import EngineConfig
@@ -21,7 +21,6 @@ from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Work
-from qllm.runner.runner import TorchRunner
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
@@ -163,15 +162,6 @@ def test_what_is_not_finite_is_refused() -> None:
 
 
 # -- a runner
-
-
-def logits_of(runner: TorchRunner, ids: list[int]) -> list[Tensor]:
-    found: list[Tensor] = []
-    runner.on_logits = lambda request, position, x: found.append(x.clone())
-    add(runner, 1, ids)
-    serve(runner, 1)
-    runner.close()
-    return found
 
 
 @pytest.mark.parametrize("weights", FORMATS)

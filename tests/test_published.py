@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import make_model
 from safetensors.torch import load_file, save_file
-from test_runner import add, forward, prompt_of, serve
+from test_runner import forward, logits_of, prompt_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -30,7 +30,6 @@ from qllm.models.loader import load
 from qllm.models.quantised_experts import QuantisedExperts, all_quantised, weight_bytes
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
-from qllm.runner.runner import TorchRunner
 from qllm.sim.presets import model_spec, preset, spec_of
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -54,15 +53,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return found[form]
 
     return both
-
-
-def logits_of(runner: TorchRunner, ids: list[int]) -> list[Tensor]:
-    found: list[Tensor] = []
-    runner.on_logits = lambda request, position, x: found.append(x.clone())
-    add(runner, 1, ids)
-    serve(runner, 1)
-    runner.close()
-    return found
 
 
 def same(found: list[Tensor], wanted: list[Tensor]) -> bool:

@@ -135,6 +135,15 @@ def serve(runner: TorchRunner, request_id: int, steps: int = STEPS) -> None:
         sweep(runner, next_row(runner, request_id))
 
 
+def logits_of(runner: TorchRunner, ids: list[int]) -> list[Tensor]:
+    found: list[Tensor] = []
+    runner.on_logits = lambda request, position, x: found.append(x.clone())
+    add(runner, 1, ids)
+    serve(runner, 1)
+    runner.close()
+    return found
+
+
 def fine(runner: TorchRunner) -> None:
     """One expert unit per range, small row cuts, and two blocks of vocabulary."""
     runner.backend.cuts = CUTS

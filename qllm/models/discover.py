@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.hybrid import state_maker
+from qllm.models.hybrid import state_makers
 from qllm.models.quantised_experts import all_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
@@ -248,13 +248,20 @@ def _glue(layer: nn.Module, block: nn.Module | None) -> tuple[str | None, str | 
     return layer_glue, block_glue
 
 
-def layer_parts(base: nn.Module, layer: nn.Module, index: int) -> LayerParts:
-    """Find the parts of one layer.
+def layer_parts(base: nn.Module) -> tuple[LayerParts, ...]:
+    """Find the parts of every layer.
 
     Raises:
-        ModelError: It has no attention of the declared class.
+        ModelError: A layer is not declared, or has what no driver runs.
     """
-    new_state = state_maker(base, index)
+    layers = decoder_layers(base)
+    makers = state_makers(base, len(layers))
+    return tuple(_layer_parts(base, layer, i, makers[i]) for i, layer in enumerate(layers))
+
+
+def _layer_parts(
+    base: nn.Module, layer: nn.Module, index: int, new_state: Callable[[], Any] | None
+) -> LayerParts:
     kinds = _recorded(base, "attentions")
     attentions = tuple(m for m in layer.modules() if isinstance(m, kinds))
     attn = next(iter(attentions), None)
@@ -411,19 +418,19 @@ def _max_position(config: Any) -> int:
     return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)
 
 
+EXTRAS = {
+    "hidden_size_per_layer_input": "gives every layer an embedding of its own",
+    "num_kv_shared_layers": "shares keys and values between layers",
+}
+"""Settings that are 0 where layers get nothing but hidden states, positions and the cache."""
+
+
 def _refuse_extras(base: Any, config: Any) -> None:
-    """What some families give their layers beside hidden states, positions and the cache."""
-    name = type(base).__name__
-    if getattr(config, "hidden_size_per_layer_input", None):
-        raise ModelError(
-            f"{name} gives every layer an embedding of its own (hidden_size_per_layer_input is "
-            f"{config.hidden_size_per_layer_input}): not supported, only 0 is"
-        )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise ModelError(
-            f"{name} shares keys and values between layers (num_kv_shared_layers is "
-            f"{config.num_kv_shared_layers}): not supported, only 0 is"
-        )
+    for field, what in EXTRAS.items():
+        if found := getattr(config, field, None):
+            raise ModelError(
+                f"{type(base).__name__} {what} ({field} is {found}): not supported, only 0 is"
+            )
 
 
 def _logit_rule(model: Any, config: Any) -> LogitRule | None:
@@ -444,7 +451,7 @@ def discover(model: Any) -> ModelParts:
         ModelError: Something is not declared, or it is no MoE decoder.
     """
     base = base_model(model)
-    layers = tuple(layer_parts(base, layer, i) for i, layer in enumerate(decoder_layers(base)))
+    layers = layer_parts(base)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")

@@ -16,7 +16,6 @@ from qllm.models.discover import (
     LAYER_GLUE,
     LayerParts,
     base_model,
-    decoder_layers,
     fingerprint,
     layer_parts,
     source_digest,
@@ -197,10 +196,9 @@ def parts_of(model: Any) -> list[Part]:
     """
     base = base_model(model)
     found: dict[tuple[str, str, str | None], Part] = {}
-    for index, layer in enumerate(decoder_layers(base)):
+    for parts in layer_parts(base):
         of_layer = {
-            (role, type(module).__name__, kind): module
-            for role, module, kind in _of_layer(layer_parts(base, layer, index))
+            (role, type(module).__name__, kind): module for role, module, kind in _of_layer(parts)
         }
         for key, module in of_layer.items():
             role, name, kind = key

@@ -52,33 +52,33 @@ class LightningState:
         self.value: Any = None
 
 
-def state_maker(base: Any, index: int) -> Callable[[], Any] | None:
-    """Makes the state of one layer of a request without tokens; None if the layer attends.
+def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:
+    """Per layer, what makes the state of a request without tokens; None if the layer attends.
 
     Raises:
-        ModelError: The layer carries a state and attends, too.
+        ModelError: A layer carries a state and attends, too, or keeps something else.
     """
-    if _is_lightning(base, index):
-        return LightningState
-    layers = DynamicCache(config=base.config).layers
-    if index < len(layers) and type(layers[index]) not in KNOWN:
+    made: list[Any] = DynamicCache(config=base.config).layers
+    made += [None] * (num_layers - len(made))
+    own_cache = "MiniMaxCache" in inspect.getsource(inspect.unwrap(type(base).forward))
+    types = getattr(base.config, "layer_types", None) or () if own_cache else ()
+    lightning = {i for i, kind in enumerate(types) if kind == "linear_attention"}
+    return [
+        LightningState if i in lightning else _maker(base, i, made[i]) for i in range(num_layers)
+    ]
+
+
+def _maker(base: Any, index: int, fresh: Any) -> Callable[[], Any] | None:
+    if fresh is not None and type(fresh) not in KNOWN:
         raise ModelError(
-            f"layer {index} of {type(base).__name__} keeps a {type(layers[index]).__name__} in its "
+            f"layer {index} of {type(base).__name__} keeps a {type(fresh).__name__} in its "
             "cache, which is neither keys and values nor a state: not supported"
         )
-    if index >= len(layers) or not isinstance(layers[index], LinearAttentionCacheLayerMixin):
+    if not isinstance(fresh, LinearAttentionCacheLayerMixin):
         return None
-    fresh = layers[index]
     if isinstance(fresh, CacheLayerMixin):
         raise ModelError(
             f"layer {index} of {type(base).__name__} carries a state and attends side by side: "
             "not supported"
         )
     return lambda: copy.deepcopy(fresh)
-
-
-def _is_lightning(base: Any, index: int) -> bool:
-    types = getattr(base.config, "layer_types", None) or ()
-    if index >= len(types) or types[index] != "linear_attention":
-        return False
-    return "MiniMaxCache" in inspect.getsource(inspect.unwrap(type(base).forward))

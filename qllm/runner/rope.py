@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.models.discover import ModelParts, base_model, source_digest
+from qllm.models.discover import STATIC_ROPE, ModelParts, base_model, source_digest
 from qllm.runner.frame import RequestState
 from qllm.scheduler.program import Program
 from qllm.types import RequestId
 
-STATIC = {"default", "linear", "llama3", "yarn"}
 RECOMPUTES = {"5840db95a957"}
 """Digests of `prepare_inputs_for_generation` that drop the cache at the original length."""
 Tables = tuple[Tensor, ...]
@@ -76,7 +75,7 @@ def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     # Phi-3.5-MoE scales by `short_mscale` or `long_mscale` whatever the type
     is_binary = kind == "longrope" or (kind != "default" and "long_mscale" in parameters)
-    if kind in STATIC and not is_binary:
+    if kind in STATIC_ROPE and not is_binary:
         return None
     at = getattr(rotary_emb, "original_max_seq_len", 0)
     if is_binary:
