@@ -16,13 +16,14 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.hybrid import state_makers
+from qllm.models.logits import LogitRule, logit_rule_of
 from qllm.models.quantised_experts import all_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
@@ -94,23 +95,6 @@ class Chunk(int):
     """In the place of a window: a query sees the keys of its own chunk of so many positions."""
 
 
-class LogitRule(NamedTuple):
-    """What becomes of the output head's logits, in this order."""
-
-    divisor: float | None = None
-    factor: float | None = None
-    cap: float | None = None
-    """Logits are cap * tanh(logits / cap)."""
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """The logits that are sampled, of any shape."""
-        if self.divisor is not None:
-            logits = logits / self.divisor
-        if self.factor is not None:
-            logits = logits * self.factor
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
     """What the drivers run, in order."""
@@ -120,7 +104,7 @@ class ModelParts:
     layers: tuple[LayerParts, ...]
     norm: nn.Module
     lm_head: nn.Linear
-    logit_rule: "LogitRule | None"
+    logit_rule: LogitRule | None
     """What the model does to its logits; None is nothing."""
     rotary_emb: nn.Module | None
     """None: no layer is given position embeddings."""
@@ -433,17 +417,6 @@ def _refuse_extras(base: Any, config: Any) -> None:
             )
 
 
-def _logit_rule(model: Any, config: Any) -> LogitRule | None:
-    """What the families that were read do: Granite divides, Cohere multiplies, Gemma caps."""
-    found = (
-        getattr(config, "logits_scaling", None),
-        getattr(model, "logit_scale", None),
-        getattr(config, "final_logit_softcapping", None),
-    )
-    values = [None if value is None else float(value) for value in found]
-    return None if values == [None] * 3 else LogitRule(*values)
-
-
 def discover(model: Any) -> ModelParts:
     """Find the parts of a model that `refuse_unsafe` accepted.
 
@@ -465,7 +438,7 @@ def discover(model: Any) -> ModelParts:
         layers=layers,
         norm=_norm(base),
         lm_head=head,
-        logit_rule=_logit_rule(model, config),
+        logit_rule=logit_rule_of(model, config),
         rotary_emb=_rotary(base, layers, head.weight),
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(

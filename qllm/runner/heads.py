@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qllm.models.discover import LogitRule
+from qllm.models.logits import LogitRule
 from qllm.runner.layers.linears import HEAD_BLOCK, Head
 from qllm.runner.scores import NO_SCORES, Scores
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qllm.models.discover import LogitRule, ModelParts
+from qllm.models.discover import ModelParts
+from qllm.models.logits import LogitRule
 from qllm.runner.sampler import logprobs_of
 from qllm.types import Logprobs, PromptLogprobs, Sampled
 
