@@ -138,6 +138,13 @@ def test_a_family_gives_the_tokens_of_generate(family: str) -> None:
     assert found["logprobs_vary_by"] > 20 * all_families.CLOSE, "it would not show a wrong step"
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "jamba", "llama4_text", "mimo_v2_flash"])
+def test_what_only_some_families_have_is_never_left_to_the_sample(family: str) -> None:
+    """Positions by the type of a layer, capped logits, states, chunks of attention."""
+    found = all_families.outcome(family, arms=["chunked"])
+    assert (found["result"], found["reason"]) == ("equal", "")
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("family", PARTS)
 def test_a_family_that_cannot_be_driven_is_refused_by_name(family: str) -> None:
