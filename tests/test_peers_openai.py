@@ -133,6 +133,7 @@ def run(python: str, served: Serving, state: Path, report: Path) -> dict[str, se
     subprocess.run(
         [
             python, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "seeded", "-q",
+            "--tb", "native",  # the others parse the source, in which Python 3.11 stumbles
             *(f"-o{x}" for x in asyncio), "--timeout", "60", "--junitxml", str(report), *paths,
         ],
         cwd=TESTS, env=os.environ | variables, capture_output=True, timeout=900, check=False,

@@ -95,6 +95,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        front.attend(front.engine)
         if state is not None:
             await state.start()
         if supervisor is not None:

@@ -186,8 +186,19 @@ class Front:
         """The server will drain soon: /ready says so, and requests are still served."""
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
-        """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
         self._num_ls = 0
+        self._leave: Callable[[], None] | None = None
+
+    def attend(self, engine: QLLMEngine) -> None:
+        """Serve with this engine, whose tokens the running event loop takes from now on."""
+        self.leave_engine()
+        self.engine, self._leave = engine, engine.receive_here()
+
+    def leave_engine(self) -> None:
+        """Take its tokens on this event loop no more: it is about to be closed, or the loop is."""
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
 
     @property
     def model_name(self) -> str:
@@ -232,9 +243,11 @@ class Front:
         self._num_ls += count * (served.priority is Priority.LS)
         engine = self.engine
         submit = partial(self._submit, engine, ask, served.priority)
-        text = self._text[served.priority]
         try:
-            handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
+            if ask.is_short:
+                handles = submit()
+            else:
+                handles = await self._text[served.priority].run(submit, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= count * (served.priority is Priority.LS)
             if isinstance(error, EngineClosedError):
@@ -315,7 +328,7 @@ class Front:
         )
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
-        """Tokenise and submit; on a thread of the class."""
+        """Tokenise and submit; on a thread of the class if the text is not short."""
         defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
@@ -443,6 +456,7 @@ class Front:
             await asyncio.wait(self._settling, timeout=30)
         for text in self._text.values():
             text.close()
+        self.leave_engine()
 
 
 def _cancel_all(handles: list[Handle]) -> None:

@@ -105,13 +105,13 @@ def state_routes(front: Front, state: State) -> APIRouter:
     async def get(
         request: Request,
         response_id: str,
-        stream: bool = False,
+        stream: bool | None = None,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """One response; or the events of one that is a stream in the background."""
         found = await asyncio.to_thread(kept.get, response_id, _caller(request))
         if not stream:
-            if starting_after is not None:
+            if starting_after is not None and stream is None:  # stream=false is meant
                 text = "starting_after is the number of an event; give it with stream=true"
                 raise ApiError(400, text, param="starting_after")
             return JSONResponse(found)
