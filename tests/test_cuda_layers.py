@@ -65,10 +65,13 @@ def test_other_families_of_known_attention_are_few_launches_too(family: str, mos
     layers = launches.of_layers(tiny_model(family))[1:]
     assert max(sum(layer.values()) for layer in layers) == most, layers
     cpu = cpu_runner(tiny_model(family), max_segment_ms=float("inf"), kernels="reference")
-    wanted = schedule(cpu, sampling_of(0), Grain.STEP)
+    vocab = cpu.parts.lm_head.out_features
+    prompts = [[i % vocab for i in ids] for ids in PROMPTS]
+    wanted = schedule(cpu, sampling_of(0), Grain.STEP, prompts)
     how = {"num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_total_tokens": 96}
     device = cuda_runner(tiny_model(family), **how, graphs=False)
-    assert schedule(device, sampling_of(0), Grain.STEP) == wanted
+    assert schedule(device, sampling_of(0), Grain.STEP, prompts) == wanted
+    assert len({t for tokens in wanted.values() for t in tokens}) > 3
 
 
 def test_the_modules_keep_weights_of_their_own_after_the_engine() -> None:

@@ -18,7 +18,7 @@ class Together:
     def __init__(self, linears: Sequence[Any]) -> None:
         self._linears = linears
         self.weight: Tensor | None = None
-        """Of all, [F, D], while it lies together."""
+        """What all multiply by, [F, D], while they lie together."""
         self._bias: Tensor | None = None
         self._sizes = [linear.out_features for linear in linears]
         biases = [linear.bias is not None for linear in linears]

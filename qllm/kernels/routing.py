@@ -41,7 +41,7 @@ class Groups(NamedTuple):
     renormalised: bool
     """Whether weights are divided by their sum over the chosen."""
     scaling: float
-    """Of the weights, at last."""
+    """What weights are multiplied by at last."""
 
 
 class Rule(NamedTuple):
@@ -74,7 +74,7 @@ class Angles(NamedTuple):
     """How heads rotate: element i of the first half with element i of the second."""
 
     cos_TD: Tensor
-    """Of each token's position, contiguous rows; or [T, D / 2], the same for both halves."""
+    """By each token's position, contiguous rows; or [T, D / 2], the same for both halves."""
     sin_TD: Tensor
     """Likewise."""
     in_pairs: bool
