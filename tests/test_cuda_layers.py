@@ -1,9 +1,11 @@
 """Layers of known attention: launches, replayed kernels, and whose weights are whose."""
 
+from typing import Any
+
 import interpret  # noqa: F401 - mends the interpreter
 import pytest
 import torch
-from families import make_model
+from families import MAKERS, make_model
 from test_cuda_runner import PROMPTS, Driver, Poll, captured_runner, sampling_of, schedule
 
 from bench.models.tiny_configs import tiny_model
@@ -72,6 +74,26 @@ def test_other_families_of_known_attention_are_few_launches_too(family: str, mos
     device = cuda_runner(tiny_model(family), **how, graphs=False)
     assert schedule(device, sampling_of(0), Grain.STEP, prompts) == wanted
     assert len({t for tokens in wanted.values() for t in tokens}) > 3
+
+
+def test_queries_that_are_not_compressed_take_one_launch_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And two shared experts run beside the others as one does."""
+    config, make = MAKERS["deepseek_v3"]
+
+    def changed() -> Any:
+        own = config()
+        own.q_lora_rank, own.n_shared_experts, own.rope_interleave = None, 2, False
+        return own
+
+    monkeypatch.setitem(MAKERS, "deepseek_v3", (changed, make))
+    layers = launches.of_layers(make_model("deepseek_v3"))[1:]
+    assert max(sum(layer.values()) for layer in layers) == 14, layers
+    cpu = cpu_runner(make_model("deepseek_v3"), max_segment_ms=float("inf"), kernels="reference")
+    wanted = schedule(cpu, sampling_of(0), Grain.STEP)
+    runner, _ = captured_runner("deepseek_v3", layers_per_stage=2)
+    assert schedule(runner, sampling_of(0), Grain.STEP) == wanted
 
 
 def test_the_modules_keep_weights_of_their_own_after_the_engine() -> None:
