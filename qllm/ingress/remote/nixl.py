@@ -31,6 +31,7 @@ from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
 from qllm.ingress.protocol import Cancel, Item, Submission, Update
 from qllm.ingress.ring import RingWriter
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
+from qllm.torchless import hide_torch
 from qllm.types import NS_PER_S
 
 NAP_NS = 200_000
@@ -101,6 +102,7 @@ def check_profile(profile: str) -> None:
             "or 'tcp', which emulate it in software"
         )
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would write to our stdout
+    hide_torch()
     try:
         import nixl._api  # noqa: F401 - loaded now rather than while an engine serves
     except ImportError as error:
