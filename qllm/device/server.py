@@ -17,6 +17,7 @@ from qllm.device.layout import NONE
 from qllm.device.records import Records, host_zeros
 from qllm.errors import ConfigError, InvariantError
 from qllm.ingress.memory import FrontEndMemory
+from qllm.ingress.native_ring import Words, raw_bytes
 from qllm.ingress.structs import RING_END
 from qllm.plan import CutRule, ModelShape
 from qllm.scheduler.decision import Drop, Effect, Limits
@@ -380,9 +381,9 @@ def attach(server: NativeServer, block: FrontEndMemory) -> None:
     server.attach(block.number, rings, address_of(progress))
 
 
-def address_of(view: memoryview) -> int:
+def address_of(view: Words) -> int:
     """Where the bytes of a view lie; whoever asks keeps their memory."""
-    address: int = np.frombuffer(view, "u1").ctypes.data
+    address: int = np.frombuffer(raw_bytes(view), "u1").ctypes.data
     return address
 
 

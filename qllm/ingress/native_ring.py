@@ -1,0 +1,153 @@
+"""Ends of rings in C++: `qllm.ingress.ring` byte for byte, with acquire and release.
+
+For machines whose stores become visible in any order; from the source that a GPU compiles too.
+"""
+
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, overload
+
+import numpy as np
+
+from qllm.errors import ConfigError
+from qllm.ingress.ring import BROKEN_AFTER_NS, Record, RingError, record_bytes
+from qllm.ingress.structs import RING_END
+
+
+def load_native() -> Any:
+    """Import the extension.
+
+    Raises:
+        ConfigError: It was not built.
+    """
+    try:
+        return import_module("qllm.ingress._ends")
+    except ImportError as error:
+        raise ConfigError(
+            f"the ends of rings in C++ were not built ({error}), and those in Python need x86-64, "
+            "where stores become visible in order; install qllm where a C++ compiler is, or from "
+            "a wheel"
+        ) from error
+
+
+class OrderedWords:
+    """Words of eight bytes, of which each load acquires and each store releases.
+
+    Args:
+        native: The extension.
+        raw: The words, of format "Q".
+    """
+
+    def __init__(self, native: Any, raw: memoryview) -> None:
+        self._native, self.raw = native, raw
+        self._address = _address_of(raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> "OrderedWords": ...
+    def __getitem__(self, at: int | slice) -> "int | OrderedWords":
+        if isinstance(at, slice):
+            return OrderedWords(self._native, self.raw[at])
+        word: int = self._native.load(self._place(at))
+        return word
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._native.store(self._place(at), value)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[at] for at in range(len(self)))
+
+    def _place(self, at: int) -> int:
+        if not 0 <= at < len(self.raw):
+            raise IndexError(f"word {at} of {len(self.raw)}")
+        return self._address + 8 * at
+
+
+Words = memoryview | OrderedWords
+"""Words of shared memory, as this machine needs them."""
+
+
+def raw_bytes(words: Words) -> memoryview:
+    """The memory of words, to take its address."""
+    return words.raw if isinstance(words, OrderedWords) else words
+
+
+def _address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, "u1").ctypes.data)
+
+
+class _NativeEnd:
+    """What both ends have.
+
+    Args:
+        native: The extension.
+        buffer: The ring's bytes, at a multiple of eight.
+        tail: The reader's word.
+    """
+
+    def __init__(self, native: Any, buffer: memoryview, tail: Words) -> None:
+        self._native = native
+        self._held = (buffer, raw_bytes(tail))
+        self._end = np.zeros(1, RING_END)
+        self._end[0] = (*map(_address_of, self._held), len(buffer), *[0] * 7)
+        self._address = self._end.ctypes.data
+
+
+class NativeRingReader(_NativeEnd):
+    """The reading end. One thread at a time."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next record, or its beginning, is there."""
+        news: bool = self._native.has_news(self._address)
+        return news
+
+    def read(self) -> Record | None:
+        """Take the next record; None while there is none that is whole.
+
+        Raises:
+            RingError: The next record is broken for good.
+        """
+        found: Any = self._native.read(self._address, time.monotonic_ns())
+        if found is False:
+            raise RingError(
+                f"record {int(self._end['seq'][0]) + 1} of a ring has had a wrong checksum for "
+                f"{BROKEN_AFTER_NS // 10**9} s: its memory was overwritten"
+            )
+        return None if found is None else Record(*found)
+
+
+class NativeRingWriter(_NativeEnd):
+    """The writing end. One thread at a time."""
+
+    @property
+    def head(self) -> int:
+        """Bytes written so far."""
+        return int(self._end["at"][0])
+
+    @property
+    def num_used(self) -> int:
+        """Bytes that the reader has not given back."""
+        return self.head - int(self._native.load(int(self._end["tail"][0])))
+
+    @property
+    def fill(self) -> float:
+        """How full it is, 0 to 1."""
+        return self.num_used / len(self._held[0])
+
+    def write(self, kind: int, flags: int, body: bytes) -> bool:
+        """Write one record; False if there is no room for it now.
+
+        Raises:
+            ValueError: It is larger than the ring.
+        """
+        done: int = self._native.write(self._address, kind, flags, body)
+        if done < 0:
+            length = record_bytes(len(body))
+            raise ValueError(f"a record of {length} bytes exceeds a ring of {len(self._held[0])}")
+        return bool(done)
