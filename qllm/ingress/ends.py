@@ -11,14 +11,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
-from qllm.ingress.native_ring import (
-    NativeRingReader,
-    NativeRingWriter,
-    OrderedWords,
-    Words,
-    load_native,
-)
+from qllm.ingress.native_ring import NativeRingReader, NativeRingWriter, load_native
 from qllm.ingress.ring import RingReader, RingWriter
+from qllm.ingress.words import OrderedWords, Words
 
 IN_ORDER = ("x86_64", "AMD64")
 """Machines, as `platform.machine` names them, that need no more than the compiler's order."""

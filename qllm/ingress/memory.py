@@ -25,7 +25,7 @@ from qllm.ingress.layout import (
     cell,
     offset,
 )
-from qllm.ingress.native_ring import Words
+from qllm.ingress.words import Words
 
 _PAGE = 4096
 _ERROR_AT = offset(CONTROL_MEMORY, "error")

@@ -4,15 +4,15 @@ For machines whose stores become visible in any order; from the source that a GP
 """
 
 import time
-from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from qllm.errors import ConfigError
 from qllm.ingress.ring import BROKEN_AFTER_NS, Record, RingError, record_bytes
 from qllm.ingress.structs import RING_END
+from qllm.ingress.words import Words, address_of, raw_bytes
 
 
 def load_native() -> Any:
@@ -31,56 +31,6 @@ def load_native() -> Any:
         ) from error
 
 
-class OrderedWords:
-    """Words of eight bytes, of which each load acquires and each store releases.
-
-    Args:
-        native: The extension.
-        raw: The words, of format "Q".
-    """
-
-    def __init__(self, native: Any, raw: memoryview) -> None:
-        self._native, self.raw = native, raw
-        self._address = _address_of(raw)
-
-    def __len__(self) -> int:
-        return len(self.raw)
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> "OrderedWords": ...
-    def __getitem__(self, at: int | slice) -> "int | OrderedWords":
-        if isinstance(at, slice):
-            return OrderedWords(self._native, self.raw[at])
-        word: int = self._native.load(self._place(at))
-        return word
-
-    def __setitem__(self, at: int, value: int) -> None:
-        self._native.store(self._place(at), value)
-
-    def __iter__(self) -> Iterator[int]:
-        return (self[at] for at in range(len(self)))
-
-    def _place(self, at: int) -> int:
-        if not 0 <= at < len(self.raw):
-            raise IndexError(f"word {at} of {len(self.raw)}")
-        return self._address + 8 * at
-
-
-Words = memoryview | OrderedWords
-"""Words of shared memory, as this machine needs them."""
-
-
-def raw_bytes(words: Words) -> memoryview:
-    """The memory of words, to take its address."""
-    return words.raw if isinstance(words, OrderedWords) else words
-
-
-def _address_of(view: memoryview) -> int:
-    return int(np.frombuffer(view, "u1").ctypes.data)
-
-
 class _NativeEnd:
     """What both ends have.
 
@@ -94,7 +44,7 @@ class _NativeEnd:
         self._native = native
         self._held = (buffer, raw_bytes(tail))
         self._end = np.zeros(1, RING_END)
-        self._end[0] = (*map(_address_of, self._held), len(buffer), *[0] * 7)
+        self._end[0] = (*map(address_of, self._held), len(buffer), *[0] * 7)
         self._address = self._end.ctypes.data
 
 

@@ -17,13 +17,11 @@ and gives them back only after.
 
 import time
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from qllm.errors import QllmError
 from qllm.ingress.layout import HEADER, LINE, TRAILER, body_struct
-
-if TYPE_CHECKING:
-    from qllm.ingress.native_ring import OrderedWords
+from qllm.ingress.words import Words
 
 _HEAD, _TAIL = body_struct(HEADER), body_struct(TRAILER)
 _BEFORE_SEQ = TRAILER.itemsize - 8
@@ -66,7 +64,7 @@ class RingWriter:
         tail: The reader's word.
     """
 
-    def __init__(self, buffer: memoryview, tail: "memoryview | OrderedWords") -> None:
+    def __init__(self, buffer: memoryview, tail: Words) -> None:
         self._bytes, self._tail = buffer, tail
         self._words = buffer.cast("Q")
         self._capacity = len(buffer)
@@ -126,7 +124,7 @@ class RingReader:
         tail: Our word: bytes taken so far.
     """
 
-    def __init__(self, buffer: memoryview, tail: "memoryview | OrderedWords") -> None:
+    def __init__(self, buffer: memoryview, tail: Words) -> None:
         self._bytes, self._tail = buffer, tail
         self._words = buffer.cast("Q")
         self._capacity = len(buffer)

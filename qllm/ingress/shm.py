@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from qllm.ingress.codec import (
     decode_cancel,
     decode_submission,
@@ -27,9 +25,9 @@ from qllm.ingress.codec import (
 from qllm.ingress.ends import ring_ends
 from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND, UPDATE_KIND
 from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
-from qllm.ingress.native_ring import Words, raw_bytes
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission, Update
 from qllm.ingress.ring import RingError
+from qllm.ingress.words import Words, address_of
 from qllm.plan import ANY_ARRIVAL
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.protocol import Watch
@@ -202,7 +200,7 @@ class ShmStop:
         self.seen = 0
         self.value = ANY_ARRIVAL
         self._bell, self._look = bell, look
-        self._address = int(np.frombuffer(raw_bytes(bell), "u1").ctypes.data)
+        self._address = address_of(bell)
 
     def watch(self) -> Watch | None:
         """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
