@@ -16,6 +16,7 @@ from qllm.ingress.codec import (
     encode_submission,
     encode_update,
 )
+from qllm.ingress.ends import ring_ends
 from qllm.ingress.layout import (
     CANCEL_KIND,
     NUMBER_BITS,
@@ -26,7 +27,7 @@ from qllm.ingress.layout import (
 )
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.protocol import Cancel, Submission, Update
-from qllm.ingress.ring import RingReader, RingWriter, record_bytes
+from qllm.ingress.ring import record_bytes
 from qllm.ingress.shm import Doorbell
 from qllm.types import Priority, Sampled
 
@@ -69,10 +70,11 @@ class FrontEndRings(ABC):
     def __init__(self, block: FrontEndMemory) -> None:
         self.number = block.number
         self._words = block.segment.words
-        self.ls = RingWriter(*block.rings["ls"])
-        self.be = RingWriter(*block.rings["be"])
-        self.cancels = RingWriter(*block.rings["cancel"])
-        self._tokens = RingReader(*block.rings["token"])
+        ends = ring_ends()
+        self.ls = ends.writer(*block.rings["ls"])
+        self.be = ends.writer(*block.rings["be"])
+        self.cancels = ends.writer(*block.rings["cancel"])
+        self._tokens = ends.reader(*block.rings["token"])
         self._lock = threading.Lock()
         self._num_submitted = 0
 

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from qllm.ingress.codec import (
     decode_cancel,
     decode_submission,
@@ -24,10 +22,12 @@ from qllm.ingress.codec import (
     encode_prompt,
     encode_token,
 )
+from qllm.ingress.ends import ring_ends
 from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND, UPDATE_KIND
 from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
 from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission, Update
-from qllm.ingress.ring import RingError, RingReader, RingWriter
+from qllm.ingress.ring import RingError
+from qllm.ingress.words import Words, address_of
 from qllm.plan import ANY_ARRIVAL
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.protocol import Watch
@@ -95,9 +95,10 @@ class FrontEndPort:
 
     def __init__(self, block: FrontEndMemory, doorbell: Announcer) -> None:
         self.number = block.number
-        self._requests = tuple(RingReader(*block.rings[name]) for name in ("ls", "be"))
-        self._cancels = RingReader(*block.rings["cancel"])
-        self.tokens = RingWriter(*block.rings["token"])
+        ends = ring_ends()
+        self._requests = tuple(ends.reader(*block.rings[name]) for name in ("ls", "be"))
+        self._cancels = ends.reader(*block.rings["cancel"])
+        self.tokens = ends.writer(*block.rings["token"])
         self._words = block.segment.words
         self._doorbell = doorbell
         self._backlog: deque[tuple[int, int, bytes]] = deque()
@@ -191,9 +192,7 @@ class ShmStop:
         "value",
     )
 
-    def __init__(
-        self, bell: memoryview, look: Callable[[], None], now_ns: Callable[[], int]
-    ) -> None:
+    def __init__(self, bell: Words, look: Callable[[], None], now_ns: Callable[[], int]) -> None:
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self.lowered_ns = 0
@@ -201,7 +200,7 @@ class ShmStop:
         self.seen = 0
         self.value = ANY_ARRIVAL
         self._bell, self._look = bell, look
-        self._address = int(np.frombuffer(bell, "u1").ctypes.data)
+        self._address = address_of(bell)
 
     def watch(self) -> Watch | None:
         """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
