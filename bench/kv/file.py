@@ -34,11 +34,13 @@ def _killed(model: str, folder: str | None, ids: list[int], num: int, to: str) -
         handle = first.submit(ids, to, num, sampling=GREEDY)
         log.keep(handle)
         wait_until(lambda: len(handle.token_ids) >= num // 2)
+        handle.update(paused=True)  # it stays open however long the file takes
         if folder is not None:
             due = (len(ids) + num // 2) // 64 - 1
             wait_until(lambda: first.stats()["prefix_cache"]["file"]["kept_pages"] >= due)
         os.kill(first._client._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         wait_until(lambda: log.holds(handle))
+        handle.update(paused=False)
     before = len(handle.token_ids)
     with _engine(model, folder) as second:
         start = time.perf_counter()
