@@ -85,7 +85,7 @@ class _Traffic:
     """Keeps the mover of an engine busy both ways, as the engine's own loads and stores do.
 
     Half of the pages that lie in the file are loaded for best effort again and again, past RAM,
-    the other half is forgotten and stored again.
+    the other half is displaced and stored again.
     """
 
     def __init__(self, engine: QLLMEngine) -> None:
@@ -117,8 +117,9 @@ class _Traffic:
         tier.load(self._loaded, ram, target.put, False, b"", now_ns)
 
     def _store(self) -> None:
-        self._tier._forget([name for name in self._stored if name in self._tier.index])
         for name in self._stored:
+            if name in self._tier.index:
+                self._tier.index.drop(name)  # displaced, not erased
             self._tier.offer(name, False)
 
     def stop(self) -> list[int]:
