@@ -26,6 +26,8 @@ class Spare(NamedTuple):
 
     api: StreamApi
     """Moves it."""
+    bytes_per_ms: int
+    """How fast, in one direction."""
     num_kept: int = 0
     """KV pages of the prefix cache,"""
     kept_tokens: int = 64
