@@ -157,11 +157,27 @@ class PrefixCache:
         """A request lost its KV and starts again."""
         user = self._users.get(request_id)
         if user is not None:
-            self._unpin(user)
-            user.staged = None
-            user.chain = self._chain(user.submission, user.chain.token_ids)
-            user.num_kept = 0
-            self._wait(request_id)
+            self._begin_again(user, user.chain.token_ids)
+
+    def _begin_again(self, user: _User, token_ids: Sequence[int]) -> None:
+        self._unpin(user)
+        user.staged = None
+        user.chain = self._chain(user.submission, token_ids)
+        user.num_kept = 0
+        self._wait(user.request.request_id)
+
+    def revised(self, request_id: RequestId, item: Submission, num_kept: int) -> None:
+        """The prompt of a request has changed behind its first `num_kept` tokens."""
+        user = self._users.get(request_id)
+        if user is None:
+            return
+        user.submission = item
+        if user.has_kv:
+            user.num_kept = min(user.num_kept, num_kept // self.page_size)
+            user.chain = self._chain(item, item.token_ids).following(user.chain, num_kept)
+        else:
+            self._waiting[user.is_be].pop(request_id, None)
+            self._begin_again(user, item.token_ids)
 
     def remove(self, request_id: RequestId) -> None:
         """A request ended."""

@@ -15,6 +15,8 @@ from qllm.types import THOUGHT, Prompt, SamplingParams, check_text
 
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
+MARK = "\ue000\ue001\ue000"
+"""Stands for a message that is still coming: characters that nobody uses."""
 MOST_STOP_IDS = 8
 """Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
 
@@ -278,6 +280,20 @@ def render_chat(
     except Exception as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
     return list(rendered["input_ids"])
+
+
+def template_head(messages: Sequence[Any], tokenizer: Any) -> str:
+    """What a chat template puts before the content of the last message.
+
+    Raises:
+        InvalidRequestError: As `render_chat`.
+    """
+    marked = [*messages[:-1], {**messages[-1], "content": MARK}]
+    render_chat(marked, tokenizer)  # says what is wrong with them
+    text = tokenizer.apply_chat_template(
+        [flat_message(message) for message in marked], tokenize=False, add_generation_prompt=True
+    )
+    return str(text).partition(MARK)[0]
 
 
 def _check_message(message: Any) -> None:

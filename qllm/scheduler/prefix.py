@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from qllm.errors import InvariantError
 from qllm.types import NS_PER_S, Priority
@@ -54,6 +54,12 @@ class Chain:
         self.page_size = page_size
         self.root = _digest(*root)
         self._names: list[Name] = []
+
+    def following(self, other: "Chain", num_tokens: int) -> Self:
+        """Take over names from a chain whose first `num_tokens` tokens are the same."""
+        if other.root == self.root:
+            self._names = other._names[: num_tokens // self.page_size]
+        return self
 
     def upto(self, num_tokens: int) -> Sequence[Name]:
         """The names of the whole pages of the first `num_tokens` tokens."""

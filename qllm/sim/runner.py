@@ -112,6 +112,28 @@ class SimRunner:
         """Register a request."""
         self.requests[request_id] = _SimRequest(len(token_ids))
 
+    def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
+        """Nothing but tokens decides KV here."""
+        return num_tokens
+
+    def revise(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_kept: int,
+        table: Sequence[int],
+    ) -> None:
+        """Change a prompt behind what stays."""
+        request = self.requests[request_id]
+        request.num_tokens = len(token_ids)
+        if num_kept <= request.num_computed:  # else its row under way stays
+            request.num_computed = num_kept
+            request.layer_work = num_kept * self.shape.num_layers
+        for block in request.blocks[len(table) :]:
+            self._holders[block].discard(request_id)
+        del request.blocks[len(table) :]
+
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
         self._let_go(request_id, self.requests.pop(request_id))
