@@ -14,8 +14,8 @@ from qllm.engine.costs import Costs
 from qllm.engine.effects import Effects
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Sink
-from qllm.engine.revising import Revising
-from qllm.errors import InvalidRequestError, PolicyError
+from qllm.engine.revising import Revising, why
+from qllm.errors import PolicyError
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.record import trace
@@ -178,21 +178,16 @@ class EngineLoop:
 
     def _revise(self, item: Revision) -> None:
         """Give an open request another prompt, or end it: whatever is in it, the loop goes on."""
-        number, live = item.request_id, self.live.get(item.request_id)
+        live = self.live.get(item.request_id)
         if live is None:
             return
-        text = None
         try:
             whole = self.revising.whole(live.submission, live.request, item)
             self._know(whole, live.request)
             self.revising.apply(whole, live.request, item.keep, self.record is not None)
-        except InvalidRequestError as error:
-            text = str(error)
         except Exception as error:  # noqa: BLE001 - fails this request, not the engine
             self._raise_fault(error)
-            text = f"{type(error).__name__}: {error}"
-        if text is not None:
-            self._finish(number, FinishReason.ERROR, text)
+            self._finish(item.request_id, FinishReason.ERROR, why(error))
 
     def _update(self, item: Update) -> None:
         """Another class for a request, a pause, or its end; nothing if it has ended."""
@@ -270,9 +265,8 @@ class EngineLoop:
     def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
         """End a request without a word to the runner: the loop will not come back."""
         self.live.pop(request_id, None)
-        finished = trace.Finished(
-            at_ns=self.now_ns(), request_id=request_id, reason=reason, error=error
-        )
+        now = self.now_ns()
+        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
 
     def meet(self, item: Submission) -> None:

@@ -134,3 +134,9 @@ class Revising:
         self._runner.revise(number, whole.token_ids, whole.sampling, written, table)
         lost = max(0, before - request.num_computed_tokens) if had_kv else 0
         return Revised(min(kept, request.num_computed_tokens) if lost else kept, lost)
+
+
+def why(error: Exception) -> str:
+    """What a request ends with whose revision could not be applied."""
+    is_ours = isinstance(error, InvalidRequestError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"

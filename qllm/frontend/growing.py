@@ -1,8 +1,8 @@
-"""Tokens of a prompt that grows: those of all its text so far, without tokenising all of it again.
+"""Tokens of a prompt that grows, without tokenising all of its text with every piece.
 
     text      [ ............... looked at .......... | new ]
     tokens    [ ... as they were ... | context | held ]
-                                      \\-- tokenised again, with what is new --/
+                                  |--- tokenised again, with what is new ----|
 
 What comes out again as it was, the context, says that the tokens before it stay. If it does not
 come out so, the whole text is tokenised. The last tokens are held: more text may change them. All
@@ -100,7 +100,7 @@ class GrowingIds:
     def _checked(self, piece: Any) -> list[int]:
         if isinstance(piece, str | bytes) or not isinstance(piece, Sequence):
             raise InvalidRequestError(
-                f"a piece {shown(piece):.60} must be a list of token ids: the prompt has such so far"
+                f"a piece {shown(piece):.60} must be a list of token ids, as the prompt is so far"
             )
         for item in piece:
             if not is_int(item) or not 0 <= item < self._vocab_size:

@@ -126,7 +126,8 @@ class GrowingPrompt:
             last = chat[-1].get("content")
             if not isinstance(last, str):
                 raise InvalidRequestError(
-                    f"the content of the last message, {shown(last):.60}, must be a string: it grows"
+                    f"the content of the last message, {shown(last):.60}, must be a string: it "
+                    "grows"
                 )
 
             def render(text: str) -> list[int]:

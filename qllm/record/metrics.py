@@ -307,12 +307,8 @@ class MetricsBuilder:
                 self._ran(event)
             case Planned():
                 self._planned(event)
-            case Updated():
-                if meter := self._meters.get(event.request_id):
-                    meter.updated(event)
-            case Revised():
-                if meter := self._meters.get(event.request_id):
-                    meter.revised(event, self._num_layers)
+            case Updated() | Revised():
+                self._asked(event)
             case Arrived():
                 self._meters[event.request_id] = _Meter(event)
             case Finished():
@@ -331,6 +327,13 @@ class MetricsBuilder:
         """The metrics so far of one request; None if it is unknown or finished."""
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
+
+    def _asked(self, event: Updated | Revised) -> None:
+        meter = self._meters.get(event.request_id)
+        if meter is not None and isinstance(event, Updated):
+            meter.updated(event)
+        elif meter is not None and isinstance(event, Revised):
+            meter.revised(event, self._num_layers)
 
     def _kv_event(self, event: Evicted | Reused) -> None:
         meter = self._meters.get(event.request_id)

@@ -25,7 +25,7 @@ from qllm.runner.layers.work import Work
 from qllm.runner.sampler import Unread
 from qllm.runner.scores import NO_SCORES, Score, Scores
 from qllm.scheduler.program import Index, Program
-from qllm.types import RequestId, Sampled
+from qllm.types import RequestId, Sampled, SamplingParams
 
 NewStep = Callable[["Frame", int, int, int], Step]
 """Finds what an ATTN op attends; the runner knows where KV is."""
@@ -167,6 +167,12 @@ class RequestState:
             lo, hi, layer = meta["kept"]
             self.kept = SavedRows(lo, hi, layer, tensors["hidden"])
         self.hidden = [tensors[name] for name in ("last_hidden",) if name in tensors]
+
+
+def num_top_of(sampling: SamplingParams, vocab_size: int) -> int | None:
+    """Alternatives per token of the prompt, if its log-probabilities are asked for."""
+    asked = sampling.prompt_logprobs
+    return None if asked is None else min(asked, vocab_size)
 
 
 class Frame:

@@ -19,7 +19,7 @@ from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
-from qllm.runner.frame import Frame, LayerState, RequestState
+from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
 from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.layers import attention
 from qllm.runner.layers.attention import Step
@@ -137,13 +137,9 @@ class TorchRunner:
         if request_id in self.requests:
             raise InvariantError(f"request {request_id} is in the runner already")
         ids, kv = list(token_ids), self.backend.new_kv(max_total_tokens)
-        num_top = self._num_top(sampling)
+        num_top = num_top_of(sampling, self.shape.vocab_size)
         self.sampler.add(request_id, sampling, ids[:num_prompt_tokens])
         self.requests[request_id] = RequestState(ids, num_prompt_tokens, kv, num_top)
-
-    def _num_top(self, sampling: SamplingParams) -> int | None:
-        asked = sampling.prompt_logprobs
-        return None if asked is None else min(asked, self.shape.vocab_size)
 
     def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
         request = self.requests[request_id]
@@ -159,7 +155,8 @@ class TorchRunner:
     ) -> None:
         self.sampler.remove(request_id)
         self.sampler.add(request_id, sampling, token_ids)
-        self.requests[request_id].revise(token_ids, self._num_top(sampling), num_kept, table)
+        num_top = num_top_of(sampling, self.shape.vocab_size)
+        self.requests[request_id].revise(token_ids, num_top, num_kept, table)
 
     def remove(self, request_id: RequestId) -> None:
         if self.requests.pop(request_id, None) is not None:
@@ -192,7 +189,7 @@ class TorchRunner:
     # frames
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]] = ()) -> None:
-        """See `Runner`; on a CPU, where no block is an address, the tables may be left out."""
+        """See `Runner`; on a CPU, where no block is an address, tables may be left out."""
         if program.frame_id in self.frames:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:

@@ -174,7 +174,7 @@ def evict(holder: Holder, request: Request, for_request: RequestId, how: Evict) 
     It starts over where there is no room, and where computing takes less time than moving.
     """
     request_id, written = request.request_id, request.num_written_tokens
-    blocks = holder.pool.blocks_for(written)
+    blocks, request.gave_way = holder.pool.blocks_for(written), request.is_idle
     effects: list[Effect]
     pays = how is Evict.SWAP and holder.costs.pays_to_keep(Tier.MEMORY, written, written)
     if pays and holder.swap.put(request_id, blocks):
@@ -219,7 +219,8 @@ def cut_back(holder: Holder, request: Request, num_tokens: int) -> list[Effect]:
         request.block_table = request.block_table[:need]
     else:
         holder.swap.release(request_id)
-        holder.swap.put(request_id, need)
+        if need:
+            holder.swap.put(request_id, need)
     return effects
 
 

@@ -5,6 +5,7 @@ no other request; for whoever needs KV it is the first victim, whatever its clas
 waits for more of its prompt is not shown either, and keeps its rank among victims.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 from qllm.plan import CutRule
@@ -65,7 +66,7 @@ def revise(
     was_idle = request.is_idle or not request.is_open
     effects = cut_back(state, request, num_kept)
     request.num_prompt_tokens = request.num_tokens = num_tokens
-    request.revised_ns = now_ns
+    request.revised_ns, request.gave_way = now_ns, False
     if was_idle and request.is_admitted:
         request.last_progress_ns = now_ns
     if not request.is_open:
@@ -128,6 +129,15 @@ def view_of(state: State, now_ns: int) -> View:
         shared_blocks=pool.shared,
         found_blocks=_found_blocks(state) if pool.has_names else {},
     )
+
+
+def without_idle(view: View) -> View:
+    """The state for when nobody can go on: KV of those who wait for more of their prompt is free.
+
+    So nothing stands still for a prompt that nobody may ever finish, whatever its class.
+    """
+    freed = view.blocks_freed(view.idle)
+    return replace(view, num_free_blocks=view.num_free_blocks + freed, idle=())
 
 
 def _found_blocks(state: State) -> dict[RequestId, list[int]]:

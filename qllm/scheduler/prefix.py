@@ -61,6 +61,12 @@ class Chain:
             self._names = other._names[: num_tokens // self.page_size]
         return self
 
+    def usable(self, num_prompt_tokens: int) -> Sequence[Name]:
+        """The pages of all tokens but those that a request without KV has to compute."""
+        # a request with output owes two tokens or more: without KV nobody is decoding
+        num_tokens = len(self.token_ids)
+        return self.upto(max(0, num_tokens - (1 if num_tokens == num_prompt_tokens else 2)))
+
     def upto(self, num_tokens: int) -> Sequence[Name]:
         """The names of the whole pages of the first `num_tokens` tokens."""
         names, size = self._names, self.page_size

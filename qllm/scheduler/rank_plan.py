@@ -80,9 +80,9 @@ class _Shaper:
     def goes_before(self, frame: FrameView, tier: int) -> bool:
         """Whether newcomers of this tier run before a parked step of it.
 
-        Only a step that rows of worse tiers joined, or that prefills open prompts, stops for its own
-        tier. Whoever was there before it was parked, with a whole prompt, gets one step; then it
-        resumes, and runs to its end.
+        Only a step that rows of worse tiers joined, or that prefills open prompts, stops for its
+        own tier. Whoever was there before it was parked, with a whole prompt, gets one step; then
+        it resumes, and runs to its end.
         """
         joined = any(self.tier_of[row.request_id] > tier for row in frame.rows)
         newcomers = self.ranking.waiting_of(tier)
@@ -114,17 +114,16 @@ class _Shaper:
         """
         if self.ranking.num_own_tiers:
             return ANY_ARRIVAL
-        best = min([self.tier_of[row.request_id] for row in rows])
-        return best + may_wait(self.view, rows)  # whole prompts of their class stop these
+        # whole prompts of their class stop open ones
+        return min([self.tier_of[row.request_id] for row in rows]) + may_wait(self.view, rows)
 
     # -- the stall bound (I14)
 
     def margin_ns(self, bound_ns: int) -> int:
         """What may pass between falling due and running.
 
-        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses
-        now and then), at most the half; a group of layers has no slice that could end it, so
-        there it is the half.
+        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses now
+        and then), at most the half, and the half where a group of layers has no slice to end it.
         """
         if self.policy.groups is not None:
             return bound_ns // 2
@@ -207,8 +206,9 @@ class _Shaper:
 
     def evictable(self, tier: int, is_open: bool) -> int:
         """Blocks that requests of worse tiers would free, and open prompts for a whole one."""
-        me, order = (tier, is_open), self.ranking.admitted
-        return self.view.blocks_freed(x.request for x in order if x[:2] > me)
+        me, idle = (tier, is_open), self.view.idle  # else theirs count as free
+        order = (x.request for x in self.ranking.admitted if x[:2] > me)
+        return self.view.blocks_freed(r for r in order if idle or not r.is_idle)
 
     def prefill_tokens(self, tiers: Collection[int]) -> int:
         """Prefill tokens of a step that the decodes of these tiers share."""
@@ -271,7 +271,7 @@ class _Shaper:
             if not batch.seats or batch.tokens <= 0:
                 break
             r = x.request
-            if x.is_open and len(batch.rows) > begin and not self.mixes(batch.rows[begin]):
+            if x.is_open and batch.rows[begin:] and not self.mixes(batch.rows[begin]):
                 break
             if blocked and not r.is_admitted:
                 continue
@@ -296,7 +296,7 @@ class _Shaper:
             batch.rows[begin:] = [row._replace(end_layer=end) for row, end in cuts]
 
     def mixes(self, first: Row) -> bool:
-        """Whether open prompts join the prefill of a row: the step would be longer for a whole one."""
+        """Whether open prompts join the prefill of a row: of a whole one, if that is no longer."""
         return self.policy.step_tokens is not None or self.view.by_id[first.request_id].is_open
 
     def is_first(self, x: Ranked) -> bool:

@@ -66,6 +66,8 @@ class Request:
     """When it was paused last."""
     is_open: bool = False
     """More of its prompt may come."""
+    gave_way: bool = False
+    """It lost its KV while it waited for more of its prompt; it computes when that comes."""
     revised_ns: int = 0
     """When the last piece of its prompt came; its arrival if it came whole."""
 
@@ -109,8 +111,9 @@ class Request:
 
     @property
     def is_idle(self) -> bool:
-        """Waits for the next piece of its prompt, with nothing left to compute."""
-        return self.is_open and self.num_computed_tokens == self.num_tokens
+        """Waits for the next piece of its prompt, with nothing to compute before it comes."""
+        is_done = self.num_computed_tokens == self.num_tokens
+        return self.is_open and (is_done or self.gave_way)
 
     @property
     def is_hidden(self) -> bool:
@@ -141,6 +144,10 @@ class Request:
         if self.frame_id is not None:
             return RequestStatus.PARKED
         return RequestStatus.RUNNING if self.block_table else RequestStatus.WAITING
+
+    def samples_at(self, hi: int) -> bool:
+        """Whether a row of its tokens up to `hi` chooses its next token."""
+        return hi == self.num_tokens and not self.is_open
 
     def park(self, frame_id: FrameId, frontier: Frontier) -> None:
         """Its row stopped at a boundary and stays in the frame."""

@@ -19,7 +19,7 @@ from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
 from qllm.scheduler.acquire import acquire, evict, start_over
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
-from qllm.scheduler.changes import change, has_rank, ranked, revise, view_of
+from qllm.scheduler.changes import change, has_rank, ranked, revise, view_of, without_idle
 from qllm.scheduler.compile import align_rows, compile_program
 from qllm.scheduler.decision import (
     MAX_IDLE_NS,
@@ -215,9 +215,11 @@ class Scheduler:
         view = self.view(now_ns)
         suspects = [r for i in self.suspects if not (r := self.requests[i]).is_hidden]
         plan = plan_suspect(suspects, view) or self._ask(view)
+        if plan.is_empty and plan.wait_until_ns is None and view.idle:
+            plan = self._ask(without_idle(view))
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
-        if not (plan.rows or plan.drop or plan.swap_out):
+        if plan.is_empty:
             if plan.wait_until_ns is None:
                 raise self._broken(
                     f"returned an empty plan with {len(view.requests)} requests waiting and no "
@@ -355,10 +357,7 @@ class Scheduler:
         program = compile_program(
             plan if plan.rows == tuple(rows) else replace(plan, rows=tuple(rows)),
             frame_id=self.new_frame_id(),
-            samples=[
-                row.hi == r.num_tokens and not r.is_open
-                for row, r in zip(rows, requests, strict=True)
-            ],
+            samples=[r.samples_at(row.hi) for row, r in zip(rows, requests, strict=True)],
             shape=self.shape,
             cuts=self.cuts,
             one_query_from=alone,

@@ -26,7 +26,8 @@ def victims_for(
 ) -> list[tuple[RequestId, Evict]]:
     """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody; and how.
 
-    Paused requests come first, whatever their class.
+    Paused requests come first, whatever their class; those that wait for more of their prompt come
+    last, for whoever could not go on otherwise.
 
     A request of a worse tier may always be evicted. One of the same tier only for a request
     that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
@@ -58,9 +59,11 @@ def victims_for(
         others.sort(key=lambda r: (r.priority, r.arrival_ns, r.request_id), reverse=True)
         order = [(r.request_id, Evict.SWAP) for r in others]
     paused = [(i, Evict.SWAP) for i, r in requests.items() if r.is_paused and r.is_admitted]
+    named = {victim for victim, _ in order}
+    idle = [(i, Evict.SWAP) for i, r in requests.items() if r.is_idle and i not in named]
     chosen: list[tuple[RequestId, Evict]] = []
     freed = Freed(shared)
-    for victim, how in (*paused, *order):
+    for victim, how in (*paused, *order, *idle):
         if num_blocks <= 0:
             break
         if victim not in keep:

@@ -16,7 +16,7 @@ from qllm.config import EngineConfig
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.errors import ConfigError, PolicyError
-from qllm.ingress import Submission
+from qllm.ingress import Revision, Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Arrived, Event, Trace
@@ -101,28 +101,31 @@ class _World:
 
     def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
         """Let a request arrive; None if the engine would refuse it in `submit`."""
-        total = spec.num_prompt_tokens + spec.max_tokens
+        total = spec.longest_prompt + spec.max_tokens
         room = self._config.num_blocks * self._config.block_size
         if total > min(room, self.runner.shape.max_position):
             self.refused += 1
             return None
         request_id = self._count
         self._count += 1
-        self.ingress.put_at(
-            at_ns,
-            Submission(
-                request_id=request_id,
-                name=spec.name or f"request-{request_id}",
-                priority=spec.priority,
-                token_ids=_blank(spec.num_prompt_tokens),
-                sampling=_SAMPLING,
-                stop_ids=frozenset(),
-                max_tokens=spec.max_tokens,
-                slo=spec.slo,
-                arrival_ns=at_ns,
-                deadline_ns=None,
-            ),
+        item = Submission(
+            request_id=request_id,
+            name=spec.name or f"request-{request_id}",
+            priority=spec.priority,
+            token_ids=() if spec.pieces else _blank(spec.num_prompt_tokens),
+            sampling=_SAMPLING,
+            stop_ids=frozenset(),
+            max_tokens=spec.max_tokens,
+            slo=spec.slo,
+            arrival_ns=at_ns,
+            deadline_ns=None,
+            is_open=bool(spec.pieces),
         )
+        self.ingress.put_at(at_ns, item)
+        for i, (after_s, keep, num_tokens) in enumerate(spec.pieces, 1):
+            is_open, then_ns = i < len(spec.pieces), at_ns + round(after_s * NS_PER_S)
+            rest = replace(item, token_ids=_blank(num_tokens), is_open=is_open)
+            self.ingress.put_at(then_ns, Revision(keep, rest).put_at(request_id, then_ns))
         return request_id
 
     def start(self, flood: Flood) -> None:

@@ -1,0 +1,1 @@
+"""Prompts that grow and change beside others, on a virtual clock: every policy keeps every rule."""
