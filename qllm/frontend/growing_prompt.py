@@ -9,6 +9,7 @@ print(prompt.send(max_tokens=200).result().text)
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 from qllm.config import EngineConfig
@@ -53,6 +54,7 @@ from qllm.types import (
 PIECE_TOKENS = 16
 """The engine is told of so many new tokens together."""
 Piece = str | Sequence[int]
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 UNSAID = SamplingParams(temperature=0, seed=0)
 """How an open prompt is sampled: not at all."""
 
@@ -114,8 +116,12 @@ class GrowingPrompt:
                 self._growing.look()
             return len(self._growing.token_ids)
 
-    def begin(self, prompt: Prompt) -> None:
+    def begin(self, prompt: Prompt, template: Mapping[str, Any] = NO_OPTIONS) -> None:
         """Take what a prompt begins with: text, token ids, or messages, whose last one grows.
+
+        Args:
+            prompt: It may be empty.
+            template: Keywords of `render_chat`.
 
         Raises:
             InvalidRequestError: It is of another shape, or no text.
@@ -131,9 +137,11 @@ class GrowingPrompt:
                 )
 
             def render(text: str) -> list[int]:
-                return render_chat([*chat[:-1], {**chat[-1], "content": text}], engine.tokenizer)
+                messages = [*chat[:-1], {**chat[-1], "content": text}]
+                return render_chat(messages, engine.tokenizer, **template)
 
-            self._grow(GrowingText(engine.tokenizer, render, template_head(chat, engine.tokenizer)))
+            head = template_head(chat, engine.tokenizer, template)
+            self._grow(GrowingText(engine.tokenizer, render, head))
             prompt = last
         if prompt:
             self.append(prompt)  # type: ignore[arg-type]
@@ -349,6 +357,7 @@ class Opens:
         request_id: str | None = None,
         cache_salt: str = "",
         cache_owner: str = "",
+        template: Mapping[str, Any] = NO_OPTIONS,
     ) -> GrowingPrompt:
         """Open a prompt that comes in pieces, and is computed meanwhile. Callable from any thread.
 
@@ -363,6 +372,8 @@ class Opens:
             request_id: A name for it in results and traces.
             cache_salt: As for `submit`.
             cache_owner: As for `submit`.
+            template: Of a chat: keywords of `qllm.frontend.prompts.render_chat`, `tools` among
+                them.
 
         Raises:
             InvalidRequestError: Something about it is wrong; nothing was opened.
@@ -400,7 +411,7 @@ class Opens:
             first = opened._rest(())
             client.submit(_arriving(first, client.now_ns()), handle)
         try:
-            opened.begin(prompt)
+            opened.begin(prompt, template)
         except BaseException:
             opened.cancel()
             raise

@@ -282,17 +282,22 @@ def render_chat(
     return list(rendered["input_ids"])
 
 
-def template_head(messages: Sequence[Any], tokenizer: Any) -> str:
+def template_head(
+    messages: Sequence[Any], tokenizer: Any, options: Mapping[str, Any] | None = None
+) -> str:
     """What a chat template puts before the content of the last message.
+
+    Args:
+        messages: As for `render_chat`.
+        tokenizer: Likewise.
+        options: Keywords of `render_chat`.
 
     Raises:
         InvalidRequestError: As `render_chat`.
     """
     marked = [*messages[:-1], {**messages[-1], "content": MARK}]
-    render_chat(marked, tokenizer)  # says what is wrong with them
-    text = tokenizer.apply_chat_template(
-        [flat_message(message) for message in marked], tokenize=False, add_generation_prompt=True
-    )
+    rendered = render_chat(marked, tokenizer, **(options or {}))
+    text = tokenizer.decode(rendered, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text).partition(MARK)[0]
 
 

@@ -129,6 +129,7 @@ class Metrics:
         self.replayed = self._counter(
             "requests_replayed", "Times that an open request went on with a new engine"
         ).labels(model_name)
+        self._make_prompts()
         self.up = self._gauge("engine_up", "1 while the engine serves").labels(model_name)
         self._batch_lines = self._counter("batch_lines", "Batch lines answered", "status")
         self._requests = {
@@ -155,6 +156,21 @@ class Metrics:
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
         self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
+
+    def _make_prompts(self) -> None:
+        """What is said of prompts that come in pieces."""
+        self.open_prompts = self._gauge(
+            "open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
+        ).labels(self._model)
+        self.abandoned = self._counter(
+            "prompts_abandoned", "Prompts that got nothing for `prompt_idle_s`"
+        ).labels(self._model)
+        self._revisions = self._counter(
+            "prompt_revisions", "Pieces of prompts, and changes, that the engine saw", "class"
+        )
+        self._revise_lost = self._counter(
+            "prompt_revision_lost_tokens", "Tokens computed and then changed", "class"
+        )
 
     def _make_sizes_and_keys(self) -> None:
         ProcessCollector(registry=self.registry)
@@ -237,6 +253,9 @@ class Metrics:
         of.output.inc(m.num_output_tokens)
         if m.preemptions:
             of.preemptions.inc(m.preemptions)
+        if m.num_revisions:
+            self._revisions.labels(self._model, label).inc(m.num_revisions)
+            self._revise_lost.labels(self._model, label).inc(m.revise_lost_tokens)
         for cause, counter in of.recomputed.items():
             if count := getattr(m, f"{cause}_recomputed_tokens"):
                 counter.inc(count)
