@@ -1,6 +1,7 @@
 """Prompts that come in pieces over HTTP: a body that streams, and `/v1/prompts`."""
 
 import json
+import os
 import signal
 import socket
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from engines import pid_of
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.llm import QLLMEngine
@@ -154,6 +156,12 @@ class Slow:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         self.socket.sendall(f"{head}Content-Type: application/x-ndjson\r\n\r\n".encode())
 
+    def __enter__(self) -> "Slow":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
     def send(self, data: bytes) -> None:
         self.socket.sendall(b"%x\r\n%s\r\n" % (len(data), data))
 
@@ -167,30 +175,29 @@ class Slow:
 
 
 def test_the_engine_computes_while_the_body_comes(served: Serving, engine: QLLMEngine) -> None:
-    client = Slow(served)
-    client.send(lines(ASK))
-    client.send(lines({"append": TEXT}))
-    until(lambda: served.metric("qllm:open_prompts") == 1)
-    until(lambda: engine.stats()["open_prompts"]["revisions"] > 0)
-    client.send(lines({"append": "more"}))
-    client.socket.sendall(b"0\r\n\r\n")
-    assert b'"finish_reason"' in client.answer()
+    before = engine.stats()["open_prompts"]["revisions"]
+    with Slow(served) as client:
+        client.send(lines(ASK))
+        client.send(lines({"append": TEXT}))
+        until(lambda: engine.stats()["open_prompts"]["revisions"] > before)
+        assert served.metric("qllm:open_prompts") == 1
+        client.send(lines({"append": "more"}))
+        client.socket.sendall(b"0\r\n\r\n")
+        assert b'"finish_reason"' in client.answer()
     until(lambda: served.metric("qllm:open_prompts") == 0)
 
 
 def test_who_hangs_up_cancels(served: Serving, engine: QLLMEngine) -> None:
-    client = Slow(served)
-    client.send(lines(ASK))
-    client.send(lines({"append": TEXT}))
-    until(lambda: served.metric("qllm:open_prompts") == 1)
-    assert engine.stats()["num_live"] == 1
-    client.socket.close()
+    with Slow(served) as client:
+        client.send(lines(ASK))
+        client.send(lines({"append": TEXT}))
+        until(lambda: served.metric("qllm:open_prompts") == 1)
+        assert engine.stats()["num_live"] == 1
     until(lambda: served.metric("qllm:open_prompts") == 0 and engine.stats()["num_live"] == 0)
 
 
 def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
-    with serving(engine, prompt_idle_s=0.2) as made:
-        client = Slow(made)
+    with serving(engine, prompt_idle_s=0.2) as made, Slow(made) as client:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
         found = client.answer()
@@ -276,7 +283,7 @@ def test_what_is_refused_leaves_it_open(served: Serving, want: str) -> None:
         ({"prompt": 5}, "prompt"),
         ({"prompt": [10**7]}, "token id"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "it grows"),
-        ({"messages": [{"role": "user"}]}, "role and content"),
+        ({"messages": [{"role": "user"}]}, "must be a string: it grows"),
         ({"wrong": 1}, "unknown field"),
     ],
 )
@@ -365,8 +372,7 @@ def test_an_engine_killed_while_a_prompt_is_open(want: str) -> None:
         name = made.post("/v1/prompts", {"prompt": TEXT[:50]}).json()["id"]
         path = f"/v1/prompts/{name}/append"
         made.post(path, {"append": TEXT[50:100]})
-        first._client._process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
-        until(lambda: first.failure is not None)
+        os.kill(pid_of(first), signal.SIGKILL)
         assert made.post(path, {"append": TEXT[100:150]}).status_code == 200
         until(lambda: made.front.engine is not first and made.get("/ready").status_code == 200)
         until(lambda: made.metric("qllm:requests_replayed_total") == 1)

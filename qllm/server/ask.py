@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from starlette.types import Scope
 
+from qllm.errors import InvalidRequestError
 from qllm.types import Priority, Slo
 
 SHORT = 2048
@@ -104,3 +105,18 @@ class Served:
         """Say it in the answer's header too."""
         found = {"x-qllm-priority": self.priority.name}
         return {**found, "x-qllm-demoted": "1"} if self.demoted else found
+
+
+def check_alone(body: Any) -> None:
+    """Refuse what makes no sense of a prompt that came in pieces.
+
+    Raises:
+        InvalidRequestError: Says which field.
+    """
+    for name, usual in (("n", 1), ("truncate_prompt_tokens", None), ("echo", None)):
+        value = getattr(body, name, usual)
+        if value not in (usual, False):
+            raise InvalidRequestError(
+                f"{name}={value!r:.40} cannot be asked of a prompt that comes in pieces; leave it "
+                "out"
+            )

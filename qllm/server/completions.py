@@ -11,7 +11,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, PromptLogprobs
 
 from .answers import Shown, Writer, respond
-from .ask import Ask, Sends
+from .ask import Ask, Sends, check_alone
 from .errors import RESPONSES
 from .front import Front
 from .protocol import CompletionRequest
@@ -147,6 +147,7 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
         if body.prompt_id is None:
             return await respond(request, front, writer, body, ask)
+        check_alone(body)
         caller = request.state.caller
         with prompts.sending(caller, body.prompt_id, is_chat=False) as opened:
             return await respond(request, front, writer, body, replace(ask, opened=opened))

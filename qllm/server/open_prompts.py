@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
-from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedError
+from qllm.errors import EngineClosedError, RequestFailedError
 from qllm.frontend.growing_prompt import GrowingPrompt, Piece
 from qllm.types import Priority
 
@@ -46,6 +46,8 @@ class Opened:
     is_chat: bool
     num_bytes: int = 0
     """What came of it, as UTF-8, or 4 per token id."""
+    is_streamed: bool = False
+    """Its pieces are lines of one body, which has its own limit in time."""
     timer: asyncio.TimerHandle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it changes, or is sent."""
@@ -69,6 +71,7 @@ class OpenPrompts:
         *,
         cache_salt: str = "",
         template: Mapping[str, Any] | None = None,
+        is_streamed: bool = False,
     ) -> Opened:
         """Open a prompt.
 
@@ -78,6 +81,7 @@ class OpenPrompts:
             prompt: What is there: text, ids or messages.
             cache_salt: As for `submit`.
             template: Keywords of `render_chat`, for messages.
+            is_streamed: Its pieces are lines of one body.
 
         Raises:
             ApiError: It is refused.
@@ -118,7 +122,7 @@ class OpenPrompts:
             raise
         front.keep(made.handle)
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-        opened = Opened(name, made, served, caller, is_chat, num_bytes)
+        opened = Opened(name, made, served, caller, is_chat, num_bytes, is_streamed)
         self._open[name] = opened
         front.metrics.open_prompts.inc()
         self._touch(opened)
@@ -205,7 +209,7 @@ class OpenPrompts:
         """Something came: it is abandoned `prompt_idle_s` from now."""
         self._hold(opened)
         after_s = self._config.prompt_idle_s
-        if opened.name in self._open:
+        if opened.name in self._open and not opened.is_streamed:
             loop = asyncio.get_running_loop()
             opened.timer = loop.call_later(after_s, self._abandon, opened)
 
@@ -383,18 +387,3 @@ def routes(front: Front, prompts: OpenPrompts) -> APIRouter:
         return {"id": name, "object": "prompt", "deleted": True}
 
     return router
-
-
-def check_alone(body: Any) -> None:
-    """Refuse what makes no sense of a prompt that came in pieces.
-
-    Raises:
-        InvalidRequestError: Says which field.
-    """
-    for name, usual in (("n", 1), ("truncate_prompt_tokens", None), ("echo", None)):
-        value = getattr(body, name, usual)
-        if value not in (usual, False):
-            raise InvalidRequestError(
-                f"{name}={value!r:.40} cannot be asked of a prompt that comes in pieces; leave it "
-                "out"
-            )

@@ -24,7 +24,7 @@ from qllm.errors import InvalidRequestError
 
 from . import chat, completions
 from .answers import CLIENT_GONE, Writer, respond, wanted_class
-from .ask import Ask, is_ndjson
+from .ask import Ask, check_alone, is_ndjson
 from .errors import ApiError, from_validation
 from .front import Front
 from .open_prompts import (
@@ -32,7 +32,6 @@ from .open_prompts import (
     Opened,
     OpenPrompts,
     ReplaceRequest,
-    check_alone,
     template_of,
 )
 from .protocol import ChatRequest, CompletionRequest
@@ -128,10 +127,7 @@ class _Streamed:
     ) -> Response:
         lines, prompts = lines_of(request), self._prompts
         try:
-            number, first = await anext(lines, (1, None))
-            if first is None:
-                raise ApiError(400, "the body is empty; its first line is the usual JSON")
-            body = _body(number, model, first)
+            body = await _first(lines, model)
             writer, ask = self._asked(body)
             opened = await self._open(request, body, ask)
             try:
@@ -171,7 +167,12 @@ class _Streamed:
         elif first is None:
             raise InvalidRequestError("one prompt comes in pieces, not a list of prompts")
         return await self._prompts.open(
-            request.state.caller, wanted, first, cache_salt=ask.cache_salt, template=template
+            request.state.caller,
+            wanted,
+            first,
+            cache_salt=ask.cache_salt,
+            template=template,
+            is_streamed=True,
         )
 
 
@@ -184,14 +185,22 @@ def routes(front: Front, prompts: OpenPrompts) -> list[Route]:
     ]
 
 
-def _body(
-    number: int, model: type[CompletionRequest] | type[ChatRequest], first: Any
+async def _first(
+    lines: AsyncIterator[tuple[int, Any]], model: type[CompletionRequest] | type[ChatRequest]
 ) -> CompletionRequest | ChatRequest:
-    if isinstance(first, dict) and model is CompletionRequest:
-        first = {"prompt": "", **first}
-    if isinstance(first, dict) and first.get("prompt_id") is not None:
-        raise ApiError(400, "prompt_id: the body is the prompt; leave it out", param="prompt_id")
-    try:
-        return model.model_validate(first)
-    except ValidationError as error:
-        raise _at(number, from_validation(error.errors())) from error
+    """The first line, which is the usual body.
+
+    Raises:
+        ApiError: It is missing, or wrong.
+    """
+    async for number, first in lines:
+        if isinstance(first, dict) and model is CompletionRequest:
+            first = {"prompt": "", **first}
+        if isinstance(first, dict) and first.get("prompt_id") is not None:
+            text = "prompt_id: the body is the prompt; leave it out"
+            raise ApiError(400, text, param="prompt_id")
+        try:
+            return model.model_validate(first)
+        except ValidationError as error:
+            raise _at(number, from_validation(error.errors())) from error
+    raise ApiError(400, "the body is empty; its first line is the usual JSON")
