@@ -180,7 +180,7 @@ def test_run_takes_a_prompt_from_a_pipe(model: Path) -> None:
 )
 def test_a_pipe_that_is_wrong_says_so(model: Path, data: bytes, said: str) -> None:
     done = runner.invoke(app, ["run", str(model), "--stdin"], input=data)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert said in done.stderr
 
 

@@ -113,9 +113,10 @@ class _Talk:
         """
         first: Prompt = begin if self._raw else [{"role": "user", "content": begin}]
         decoder, num_bytes = getincrementaldecoder("utf-8")(), 0
+        pipe: Any = sys.stdin.buffer
         with self._engine.open("LS", first) as prompt:
             try:
-                while data := sys.stdin.buffer.read1(CHUNK_BYTES):
+                while data := pipe.read1(CHUNK_BYTES):
                     prompt.append(decoder.decode(data))
                     num_bytes += len(data)
                 prompt.append(decoder.decode(b"", final=True))

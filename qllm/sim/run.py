@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from qllm.config import EngineConfig
+from qllm.engine.costs import Costs
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.errors import ConfigError, PolicyError
@@ -69,7 +70,9 @@ class _LeanTrace(Trace):
 class _World:
     """The parts of an engine, and the sink of its loop."""
 
-    def __init__(self, policy: Any, costs: CostFile, config: EngineConfig) -> None:
+    def __init__(
+        self, policy: Any, costs: CostFile, config: EngineConfig, move_token_ns: int | None
+    ) -> None:
         if config.prefix_cache not in ("auto", False):
             raise ConfigError(
                 f"prefix_cache={config.prefix_cache!r} cannot be simulated: simulated prompts have "
@@ -97,6 +100,9 @@ class _World:
             self.clock,
             self.record,
             fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+            costs=Costs(
+                round(self.runner.costs.move_token_ns) if move_token_ns is None else move_token_ns
+            ),
         )
 
     def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
@@ -213,6 +219,7 @@ def simulate(
     seconds: float | None = None,
     flood: Flood | None = None,
     on_step: Callable[[int], None] | None = None,
+    move_token_ns: int | None = None,
 ) -> Simulated:
     """Serve requests on a virtual clock.
 
@@ -226,6 +233,8 @@ def simulate(
         seconds: Length of the window; what is unfinished then is cancelled. None serves all.
         flood: Further requests, of which a number is always there; needs `seconds`.
         on_step: Called after every turn of the loop with the virtual time.
+        move_token_ns: What the scheduler takes moving the KV of a token for; None is what it costs
+            (`SimCosts.move_token_ns`).
 
     Raises:
         ConfigError: The policy or one of its settings is unknown.
@@ -237,7 +246,7 @@ def simulate(
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"seconds={seconds!r} must be > 0")
     made = load_policy(policy, policy_settings)
-    world = _World(made, costs, config)
+    world = _World(made, costs, config, move_token_ns)
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()
     for spec in sorted(requests, key=lambda r: r.at_s):

@@ -145,12 +145,19 @@ class SimRunner:
         self._let_go(request_id, request)
 
     def swap_out(self, request_id: RequestId) -> None:
-        """Keep what was computed, and no block. Takes no time, as on a CPU."""
+        """Keep what was computed, and no block."""
+        self._move(request_id)
         self._let_go(request_id, self.requests[request_id])
 
     def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
         """Take up what was moved out."""
+        self._move(request_id)
         self._hold(request_id, table)
+
+    def _move(self, request_id: RequestId) -> None:
+        """Moving KV takes the machine, as if nothing else could go on meanwhile."""
+        num_tokens = self.requests[request_id].num_computed
+        self.clock.at_ns += round(num_tokens * self.costs.move_token_ns)
 
     def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
         """Swapping takes no time."""
