@@ -144,7 +144,10 @@ class Pages:
 
 
 class PagedKV(RequestKV):
-    """KV of one request. Checkpoints read and write through it; kernels use the slots."""
+    """KV of one request. Checkpoints read and write through it; kernels use the slots.
+
+    It has many methods because it answers all of `RequestKV`.
+    """
 
     __slots__ = ("__weakref__", "_ahead", "_away", "_memory", "_num_ready", "pages")
 

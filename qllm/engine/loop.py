@@ -184,7 +184,7 @@ class EngineLoop:
         try:
             whole = self.revising.whole(live.submission, live.request, item)
             self._know(whole, live.request)
-            self.revising.apply(whole, live.request, item.keep, self.record is not None)
+            self.revising.apply(whole, live.request, item, self.record is not None)
         except Exception as error:  # noqa: BLE001 - fails this request, not the engine
             self._raise_fault(error)
             self._finish(item.request_id, FinishReason.ERROR, why(error))

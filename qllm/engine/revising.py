@@ -86,16 +86,19 @@ class Revising:
             raise InvalidRequestError(wrong)
         return whole
 
-    def apply(self, whole: Submission, request: Request, keep: int, record: bool) -> None:
+    def apply(self, whole: Submission, request: Request, item: Revision, record: bool) -> None:
         """Let a request go on with another prompt.
 
         Args:
             whole: As `whole` gave it.
             request: Whose.
-            keep: Tokens, of the first, that are as they were.
+            item: The revision.
             record: Put the prompt on record.
         """
-        now, number, count = self._now_ns(), request.request_id, len(whole.token_ids)
+        number, count, keep = request.request_id, len(whole.token_ids), item.keep
+        now = self._now_ns()
+        put_ns = min(item.arrival_ns, now)
+        request.revised_ns = put_ns
         done = self._revise(whole, request, keep, now)
         if self._prefix is not None:
             self._prefix.revised(number, whole, done.num_kept)
@@ -104,7 +107,7 @@ class Revising:
         shown = record and not whole.is_open
         self._emit(
             trace.Revised(
-                at_ns=now,
+                at_ns=put_ns,
                 request_id=number,
                 num_same=keep,
                 num_kept=done.num_kept,

@@ -30,7 +30,7 @@ class Growing(Protocol):
     """A prompt that is not whole yet."""
 
     token_ids: list[int]
-    """Of all that came so far, as far as it was looked at."""
+    """Those of all that came so far, as far as it was looked at."""
 
     @property
     def num_sure(self) -> int:

@@ -64,6 +64,7 @@ class Revised:
     """The prompt of a request goes on in another way, or is whole now."""
 
     at_ns: int
+    """When the piece was put, not when the loop saw it."""
     request_id: RequestId
     num_same: int
     """Tokens, of the first, that are as they were."""

@@ -66,7 +66,7 @@ def revise(
     was_idle = request.is_idle or not request.is_open
     effects = cut_back(state, request, num_kept)
     request.num_prompt_tokens = request.num_tokens = num_tokens
-    request.revised_ns, request.gave_way = now_ns, False
+    request.gave_way = False
     if was_idle and request.is_admitted:
         request.last_progress_ns = now_ns
     if not request.is_open:
@@ -102,12 +102,10 @@ def view_of(state: State, now_ns: int) -> View:
     ]
     if paused:
         frames = [f for f in frames if not any(row.request_id in paused for row in f.rows)]
-    return View(
+    view = View(
         now_ns=now_ns,
         requests=tuple(active(state)),
-        idle=tuple(
-            requests[i] for i in state.open if requests[i].is_idle and not requests[i].is_paused
-        ),
+        idle=_idle(state),
         by_id=requests,
         frames=tuple(frames),
         shape=state.shape,
@@ -129,6 +127,15 @@ def view_of(state: State, now_ns: int) -> View:
         shared_blocks=pool.shared,
         found_blocks=_found_blocks(state) if pool.has_names else {},
     )
+    if view.idle and not any(r.is_admitted for r in view.requests):
+        return without_idle(view)  # a policy counts on it that somebody it sees may take KV
+    return view
+
+
+def _idle(state: State) -> tuple[Request, ...]:
+    """Those that hold KV and wait for more of their prompt, by id."""
+    found = (state.requests[i] for i in sorted(state.open))
+    return tuple(r for r in found if r.is_idle and r.is_admitted and not r.is_paused)
 
 
 def without_idle(view: View) -> View:

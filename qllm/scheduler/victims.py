@@ -60,7 +60,11 @@ def victims_for(
         order = [(r.request_id, Evict.SWAP) for r in others]
     paused = [(i, Evict.SWAP) for i, r in requests.items() if r.is_paused and r.is_admitted]
     named = {victim for victim, _ in order}
-    idle = [(i, Evict.SWAP) for i, r in requests.items() if r.is_idle and i not in named]
+    idle = [
+        (i, Evict.SWAP)
+        for i, r in requests.items()
+        if r.is_idle and r.is_admitted and i not in named
+    ]
     chosen: list[tuple[RequestId, Evict]] = []
     freed = Freed(shared)
     for victim, how in (*paused, *order, *idle):

@@ -55,6 +55,7 @@ class _OfClass:
 
         self.prompt, self.output = of(metrics._prompt), of(metrics._output)
         self.preemptions = of(metrics._request_preemptions)
+        self.revisions, self.revise_lost = of(metrics._revisions), of(metrics._revise_lost)
         causes = ("evict", "retry", "preempt")
         self.recomputed = {cause: of(metrics._recomputed, cause) for cause in causes}
         self.prompt_size, self.output_size = of(metrics._prompt_size), of(metrics._output_size)
@@ -254,8 +255,8 @@ class Metrics:
         if m.preemptions:
             of.preemptions.inc(m.preemptions)
         if m.num_revisions:
-            self._revisions.labels(self._model, label).inc(m.num_revisions)
-            self._revise_lost.labels(self._model, label).inc(m.revise_lost_tokens)
+            of.revisions.inc(m.num_revisions)
+            of.revise_lost.inc(m.revise_lost_tokens)
         for cause, counter in of.recomputed.items():
             if count := getattr(m, f"{cause}_recomputed_tokens"):
                 counter.inc(count)
