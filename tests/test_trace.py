@@ -133,7 +133,7 @@ def one_of_each() -> list[Event]:
             max_tokens=4,
             token_ids=(1, 3),
             sampling=sampling_to_dict(PARAMS),
-        ),  # fmt: skip
+        ),
         planned(1, 1, row(1, 0, 2), from_frames=(0,)),
         ran(1, 2, 1, "slice"),
         Segment(start_ns=MS, at_ns=2 * MS, frame_id=1, kind="ATTN", layer=0),
