@@ -26,8 +26,8 @@ from qllm.scheduler.compile import compile_program
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.program import START, Index, Program
-from qllm.sim.check import LIMITS, World
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, World
 from qllm.types import CAPABILITIES, Cap, Grain, Sampled, SamplingParams, Slo
 
 BLOCK, PAGE = 4, 8

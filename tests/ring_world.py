@@ -24,8 +24,8 @@ from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, SHAPE, FlakyRunner
 from qllm.sim.runner import SimCosts, VirtualClock
+from qllm.sim.world import LIMITS, SHAPE, FlakyRunner
 from qllm.types import NS_PER_MS, FinishReason, RequestId, SamplingParams, Slo
 from support.native_loop import NativeLoop
 

@@ -87,8 +87,14 @@ FLOORS = {
     "engine.coming": Floor(f"{BASE} engine.holding engine.prefix engine.tier ingress", PURE),
     "engine.holding": Floor("types ingress", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
+    "engine.revising": Floor(
+        f"{BASE} engine.effects engine.prefix engine.protocol ingress record runner.protocol "
+        "scheduler",
+        PURE,
+    ),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol ingress record "
+        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol engine.revising "
+        "ingress record "
         "runner.protocol scheduler",
         PURE,
     ),

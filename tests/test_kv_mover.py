@@ -20,7 +20,8 @@ from qllm.ingress import Update
 from qllm.plugins import load_policy
 from qllm.policy import Tier
 from qllm.scheduler.prefix import PageStore
-from qllm.sim.check import World, overload, watch
+from qllm.sim.check import overload, watch
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Priority
 
 LS, BE = Priority.LS, Priority.BE

@@ -24,8 +24,9 @@ from qllm.scheduler.decision import Decision, SwapIn
 from qllm.scheduler.making_way import make_way
 from qllm.scheduler.rules import broken_rule
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, SHAPE, World, overload, watch
+from qllm.sim.check import overload, watch
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import CAPABILITIES, NS_PER_MS, Cap, FinishReason, Priority, Slo
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota

@@ -346,6 +346,12 @@ class EngineCore(LoadedRunner):
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
             "num_spared": loop.scheduler.num_spared,
+            "open_prompts": {
+                "now": len(loop.scheduler.open),
+                "revisions": loop.revising.num_revisions,
+                "lost_tokens": loop.revising.lost_tokens,
+                "restarts": loop.revising.num_restarts,
+            },
             "prefix_cache": self._prefix_stats(),
             "swap": {
                 "out_tokens": loop.effects.tokens_out,

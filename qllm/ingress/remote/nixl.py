@@ -29,7 +29,7 @@ from qllm.ingress.ends import Writer
 from qllm.ingress.front_end import FrontEndRings, Heard
 from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
-from qllm.ingress.protocol import Cancel, Item, Submission, Update
+from qllm.ingress.protocol import Cancel, Item, Revision, Submission, Update
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
 from qllm.torchless import hide_torch
 from qllm.types import NS_PER_S
@@ -367,11 +367,20 @@ class RemotePort(FrontEndPort):
         super().__init__(block, mirror)
         self._now_ns = now_ns
 
-    def take(self) -> tuple[list[Submission], list[Cancel | Update]]:
+    def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
         """Take what is in the rings (`FrontEndPort.take`)."""
-        submissions, cancels = super().take()
+        prompts, cancels = super().take()
         now_ns = self._now_ns()
-        return [replace(s, arrival_ns=min(s.arrival_ns, now_ns)) for s in submissions], cancels
+        return [self._by(item, now_ns) for item in prompts], cancels
+
+    def _by(self, item: Submission | Revision, now_ns: int) -> Submission | Revision:
+        if isinstance(item, Revision):
+            return (
+                item
+                if item.arrival_ns <= now_ns
+                else Revision(item.keep, replace(item.rest, arrival_ns=now_ns))
+            )
+        return replace(item, arrival_ns=min(item.arrival_ns, now_ns))
 
 
 class NixlStop(ShmStop):
