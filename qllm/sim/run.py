@@ -92,6 +92,8 @@ class _World:
         self.runner = SimRunner(
             shape, self.clock, costs.sim_costs(), costs.cut_rule(), self.ingress
         )
+        simulated = round(self.runner.costs.move_token_ns)
+        move_ns = simulated if move_token_ns is None else move_token_ns
         self.loop = EngineLoop(
             self.ingress,
             Scheduler(policy, shape, self.runner.cuts, limits_of(config)),
@@ -100,9 +102,7 @@ class _World:
             self.clock,
             self.record,
             fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
-            costs=Costs(
-                round(self.runner.costs.move_token_ns) if move_token_ns is None else move_token_ns
-            ),
+            costs=Costs(lambda: move_ns),
         )
 
     def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
