@@ -1,7 +1,7 @@
 """The packages: `qllm` and what lies in it, and the folder `policies/` as `qllm_policies`.
 
-The CPU kernels and the native scheduler are extensions of the limited API: one wheel serves every
-Python from 3.11 on. Where no compiler is there, the install goes on without them: torch computes
+The CPU kernels, the native scheduler and the ends of rings are extensions of the limited API: one
+wheel serves every Python from 3.11 on. Without a compiler the install goes on: torch computes
 then, and the start-up log and `qllm doctor` say so; a loop on the device is refused.
 """
 
@@ -96,6 +96,15 @@ setup(
             depends=["setup.py", *sorted(str(file) for file in FOLDER.glob("*.[hi]*"))],
             extra_compile_args=[*FLAGS, *QUIET],
             extra_link_args=["-pthread", STRIP],
+            py_limited_api=True,
+            optional=True,
+        ),
+        Extension(
+            "qllm.ingress._ends",
+            sources=["qllm/ingress/csrc/ends.cpp"],
+            depends=["setup.py", *(str(SCHEDULER / name) for name in ("rings.h", "records.h"))],
+            extra_compile_args=FLAGS,
+            extra_link_args=[STRIP],
             py_limited_api=True,
             optional=True,
         ),

@@ -17,6 +17,7 @@ from typing import Any
 from bench.papers.rows import markdown
 from bench.policies.fronts import ALONE, points_of
 from bench.policies.pareto import draw
+from bench.report_kv import kv_lines
 from bench.report_lines import (
     WITHOUT_ZEN,
     Line,
@@ -119,9 +120,15 @@ def _table(lines: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _machine(document: dict[str, Any]) -> str:
-    about = document["machine"]
+    about = document.get("machine") or _machine_of_rows(document)
     names = ("cpu", "cores", "memory", "python", "torch", "transformers", "commit")
     return "; ".join(f"{name} {about.get(name)}" for name in names)
+
+
+def _machine_of_rows(document: dict[str, Any]) -> dict[str, Any]:
+    """The machine of rows that were measured one by one, and all their commits."""
+    machines = [row["machine"] for row in document.values()]
+    return machines[0] | {"commit": ", ".join(sorted({m["commit"] for m in machines}))}
 
 
 def engine_part(document: dict[str, Any]) -> list[str]:
@@ -401,6 +408,7 @@ SMALL = {
     "decide-native.json": ("A decision in C++", decide_lines),
     "differential.json": ("Two schedulers, the same decisions", differential_lines),
     "sim_speed.json": ("The simulator's speed", sim_speed_lines),
+    "kv.json": ("KV that outlives its row", kv_lines),
     "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),

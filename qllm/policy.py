@@ -17,7 +17,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from qllm.errors import ConfigError, shown
 from qllm.plan import NO_STOP, CutRule, ModelShape, Plan, Row, chunk_end
@@ -86,6 +86,12 @@ class RequestView(Protocol):
     def num_uncomputed_tokens(self) -> int: ...
     @property
     def num_output_tokens(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def is_idle(self) -> bool: ...
+    @property
+    def revised_ns(self) -> int: ...
     @property
     def block_table(self) -> Sequence[int]: ...
     @property
@@ -158,6 +164,10 @@ class CostTable(NamedTuple):
         low, high = self.decode_ns[exponent], self.decode_ns[exponent + 1]
         return low + (high - low) * (num_rows - (1 << exponent)) // (1 << exponent)
 
+    def extra(self, num_rows: int, num_more: int) -> int:
+        """What more rows add to a decode step."""
+        return max(0, self.decode(num_rows + num_more) - self.decode(num_rows))
+
     def pays_to_keep(self, tier: Tier, num_moved: int, num_lost: int) -> bool:
         """Whether moving KV to a tier and back is quicker than computing it again.
 
@@ -191,7 +201,7 @@ class View:
 
     now_ns: int
     requests: Sequence[RequestView]
-    """Every unfinished request, in order of submission."""
+    """Every unfinished request with work to do, in order of submission."""
     by_id: Mapping[RequestId, RequestView]
     """The same, by id."""
     frames: Sequence[FrameView]
@@ -224,6 +234,8 @@ class View:
     """Holders of each block that more than one request holds (see `Freed`)."""
     found_blocks: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)
     """Blocks of others that a request without KV would take by reference, where KV is shared."""
+    idle: Sequence[RequestView] = ()
+    """Requests that wait for more of their prompt, and may have to give up KV meanwhile."""
 
     def blocks_needed(self, row: Row) -> int:
         """Blocks that running `row` would take beyond those its request holds."""
@@ -376,6 +388,9 @@ class RankPolicy:
 
     compilable = True
     """Whether a device scheduler can run it."""
+    since: ClassVar[str] = "arrival_ns"
+    """What `rank` is given as the arrival: "arrival_ns", or "revised_ns", when the last piece of a
+    prompt came."""
     reads = Reads.TIME
     """What of its arguments `rank` reads; one that reads less is asked less often."""
 
@@ -449,7 +464,7 @@ class RankPolicy:
         """Return (tier, key), smaller first. Only a strictly smaller tier preempts.
 
         Args:
-            arrival_ns: When it arrived.
+            arrival_ns: When it arrived, or what `since` says.
             priority: Its class; smaller is sooner.
             deadline_ns: When its next token is due; 2**62 without a target.
             prompt_tokens: Length of its prompt.

@@ -102,6 +102,8 @@ class RequestStatus(enum.StrEnum):
     """Part of a frame that was stopped at a boundary."""
     PAUSED = "paused"
     """Stopped by its caller until it is resumed."""
+    OPEN = "open"
+    """Waits for the next piece of its prompt."""
     FINISHED = "finished"
 
 

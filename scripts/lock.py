@@ -1,8 +1,9 @@
 """Write the locks: what an install needs, pinned, so that pip installs it without resolving.
 
-    locks/run.txt   to serve, measure and draw: the extras `server` and `bench`
-    locks/gguf.txt  what `make talk` needs beside it: the extra `gguf`
-    locks/dev.txt   what the tests need beside it: the extra `dev`
+    locks/run.txt       to serve, measure and draw: the extras `server` and `bench`
+    locks/frontend.txt  all of a front end of an engine elsewhere: `server` and `rdma`, no torch
+    locks/gguf.txt      what `make talk` needs beside `run`: the extra `gguf`
+    locks/dev.txt       what the tests need beside `run`: the extra `dev`
 
 It reads what is installed in this environment, whose versions must be those of constraints.txt.
 """
@@ -14,13 +15,22 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = {"run": ("bench", "server"), "gguf": ("gguf",), "dev": ("dev",)}
+LOCKS = {
+    "run": ("bench", "server"),
+    "frontend": ("rdma", "server"),
+    "gguf": ("gguf",),
+    "dev": ("dev",),
+}
+WHOLE = ("run", "frontend")
+"""These stand alone; the others leave out what `run` has."""
+OF_ENGINES = frozenset({"accelerate", "torch"})
+"""What a process without a model needs nothing of."""
 BUILD = "setuptools"
 """What builds the package itself."""
 HEAD = "# Written by scripts/lock.py: `pip install --no-deps -r locks/run.txt -e .`\n"
 
 
-def closure(extras: tuple[str, ...]) -> dict[str, str]:
+def closure(extras: tuple[str, ...], without: frozenset[str] = frozenset()) -> dict[str, str]:
     """Names and versions of all that `qllm-runtime` with some extras needs on this machine."""
     found = {BUILD: distribution(BUILD).version}
     todo, seen = [("qllm-runtime", frozenset(extras))], set()
@@ -29,6 +39,8 @@ def closure(extras: tuple[str, ...]) -> dict[str, str]:
             continue
         seen.add(place)
         name, wanted = place
+        if name in without:
+            continue
         dist = distribution(name)
         if name != "qllm-runtime":
             found[canonicalize_name(dist.name)] = dist.version.partition("+")[0]
@@ -42,9 +54,9 @@ def closure(extras: tuple[str, ...]) -> dict[str, str]:
 
 
 def lock(name: str) -> str:
-    """The text of one lock; all others leave out what `run` has."""
-    found = closure(LOCKS[name])
-    if name != "run":
+    """The text of one lock."""
+    found = closure(LOCKS[name], OF_ENGINES if name == "frontend" else frozenset())
+    if name not in WHOLE:
         for other in closure(LOCKS["run"]):
             found.pop(other, None)
     return HEAD + "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))

@@ -98,7 +98,7 @@ struct Results {
 
 void quantised(const Kernels& k, Results& results) {
   const int64_t width = 70;
-  for (Code code : {kU4, kE2m1, kI8, kE4m3})
+  for (Code code : {kU4, kI4, kE2m1, kI8, kE4m3})
     for (Worth scale : {kFp32, kFp16, kBf16})
       for (int64_t n : {1, 50, 130}) {
         Worth offset = n == 50 ? kNone : scale;
@@ -319,7 +319,7 @@ int main() {
   if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl")) {
     all.push_back(&kAvx512);
-    if (__builtin_cpu_supports("avx512bf16")) all.push_back(&kAvx512Bf16);
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) all.push_back(&kAvx512Bf16);
   }
 #endif
   for (const Kernels* k : all) {

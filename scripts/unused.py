@@ -4,6 +4,7 @@ What others call by name is allowed, each with its reason.
 """
 
 import sys
+import tomllib
 from pathlib import Path
 
 from vulture import Vulture
@@ -98,6 +99,9 @@ ALLOWED = {
 def main() -> None:
     """Print what is used nowhere; the exit status is 1 if there is any."""
     names = [name for group in ALLOWED.values() for name in group]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"].values()
+    names += [path.partition(":")[2] for group in points for path in group.values()]
     vulture = Vulture(ignore_names=names, ignore_decorators=DECORATORS)
     vulture.scavenge([str(ROOT / folder) for folder in FOLDERS])
     product = [ROOT / "qllm", ROOT / "policies"]

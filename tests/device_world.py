@@ -26,8 +26,8 @@ from qllm.scheduler.compile import compile_program
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.program import START, Index, Program
-from qllm.sim.check import LIMITS, World
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, World
 from qllm.types import CAPABILITIES, Cap, Grain, Sampled, SamplingParams, Slo
 
 BLOCK, PAGE = 4, 8
@@ -194,7 +194,7 @@ class DeviceWorld(World):
             make_model(family), num_pages=limits.num_blocks, page_size=BLOCK,
             max_num_seqs=limits.max_num_seqs, max_total_tokens=128, buckets=BUCKETS,
             layers_per_stage=1, graphs=False if stages is None else stages,
-            spare=Spare(streams, num_kept, PAGE, limits.num_swap_blocks),
+            spare=Spare(streams, 10**6, num_kept, PAGE, limits.num_swap_blocks),
         )  # fmt: skip
         super().__init__(
             policy, limits, shape=self.real.shape, costs=SimCosts(expert_ns=200_000), cuts=NO_CUTS

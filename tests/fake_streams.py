@@ -159,6 +159,10 @@ class FakeStreams:
             self._writes(given[5], given[6], given[7], capturing)
             kernels.rotate_and_write(*given)
 
+        def write_latents(*given: Any) -> Any:
+            self._writes(given[3], given[4], given[5], capturing)
+            return kernels.write_latents(*given)
+
         def attend(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, tiles: Any, **how: Any) -> None:
             if not capturing():
                 with _disable_current_modes():
@@ -166,7 +170,8 @@ class FakeStreams:
                 self.computes(k, pages, writes=False)
             kernels.attend(q, k, v, tables, tiles, **how)
 
-        return kernels._replace(write=write, rotate_and_write=rotate_and_write, attend=attend)
+        watched = {"rotate_and_write": rotate_and_write, "write_latents": write_latents}
+        return kernels._replace(write=write, attend=attend, **watched)
 
     def _writes(self, k: Tensor, v: Tensor, slots_T: Tensor, capturing: Callable[[], bool]) -> None:
         if not capturing():

@@ -180,7 +180,7 @@ FORMATS: dict[str, tuple[Write, dict[str, Any], str]] = {
     "gptq-v2": (gptq_v2, {**_GPTQ, "checkpoint_format": "gptq_v2"}, "u4"),
     "gptq-8": (gptq_8, {**_GPTQ, "bits": 8}, "i8"),
     "gptq-act-order": (gptq_act_order, {**_GPTQ, "desc_act": True}, ""),
-    "packed": (packed, _compressed("pack-quantized", num_bits=4), "u4"),
+    "packed": (packed, _compressed("pack-quantized", num_bits=4), "i4"),
     "packed-zeros": (packed_with_zeros, _compressed("pack-quantized", num_bits=4), "u4"),
     "packed-8": (packed_8, _compressed("pack-quantized", num_bits=8), "i8"),
     "int8": (int8, _compressed("int-quantized", num_bits=8), "i8"),

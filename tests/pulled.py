@@ -15,7 +15,7 @@ import torch
 
 from qllm.config import EngineConfig
 from qllm.device.rings import DeviceRings, ring_memory_of
-from qllm.device.server import NativeServer, address_of
+from qllm.device.server import NativeServer
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, offer, peer_from
 from qllm.errors import ConfigError
 from qllm.ingress import Submission
@@ -24,6 +24,7 @@ from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.ingress.remote.meeting import Address, Meeting, Wire
 from qllm.ingress.remote.nixl import Link
 from qllm.ingress.remote.pull import LinkDriver, PullingFrontEnd
+from qllm.ingress.words import address_of
 from qllm.plan import NO_CUTS, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qllm.device.server import NativeServer, address_of
+from qllm.device.server import NativeServer
 from qllm.engine.loop import EngineLoop
 from qllm.errors import QueueFullError
 from qllm.ingress import Cancel, Submission
@@ -19,12 +19,13 @@ from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Doorbell, FrontEndPort, RingSink, ShmIngress
+from qllm.ingress.words import address_of
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, SHAPE, FlakyRunner
 from qllm.sim.runner import SimCosts, VirtualClock
+from qllm.sim.world import LIMITS, SHAPE, FlakyRunner
 from qllm.types import NS_PER_MS, FinishReason, RequestId, SamplingParams, Slo
 from support.native_loop import NativeLoop
 

@@ -12,7 +12,7 @@ from qllm.errors import ConfigError, PolicyError
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, StepReport, View, next_row
 from qllm.scheduler.blame import Blame, newest_needed
-from qllm.sim.check import LIMITS, World
+from qllm.sim.world import LIMITS, World
 from qllm.types import NS_PER_MS, NS_PER_S, Cap, Evict, FinishReason, Priority, RequestId, Slo
 from qllm_policies.fcfs import Fcfs
 

@@ -158,6 +158,47 @@ def test_the_packaged_model_answers() -> None:
     assert done.stdout.strip()
 
 
+def test_run_takes_a_prompt_from_a_pipe(model: Path) -> None:
+    arguments = ["run", str(model), "--max-tokens", "5", "--temperature", "0"]
+    text = "import os\n# Ünïcödé " * 40
+    whole = runner.invoke(app, [*arguments, text])
+    piped = runner.invoke(app, [*arguments, "--stdin"], input=text.encode())
+    assert piped.exit_code == 0, piped.stderr
+    assert piped.stdout == whole.stdout
+    assert "read for" in piped.stderr
+    rest = runner.invoke(app, [*arguments, text[:50], "--stdin", "--raw"], input=text[50:].encode())
+    assert rest.stdout == runner.invoke(app, [*arguments, text, "--raw"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"abc\xff", "no UTF-8 near byte 3"),
+        ("é".encode()[:1], "no UTF-8 near byte"),
+        (b"word " * 40_000, "so far, and at most"),
+    ],
+)
+def test_a_pipe_that_is_wrong_says_so(model: Path, data: bytes, said: str) -> None:
+    done = runner.invoke(app, ["run", str(model), "--stdin"], input=data)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_run_reads_while_the_pipe_is_open() -> None:
+    """The engine has computed what came before the pipe ends."""
+    command = [sys.executable, "-m", "qllm.cli", "run", "tiny", "--stdin", "--max-tokens", "3"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdin is not None
+        for i in range(20):
+            child.stdin.write(f"line {i} of what is retrieved\n".encode())
+            child.stdin.flush()
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    assert out.strip()
+
+
 def test_chat_keeps_its_history(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     original = Handle.__init__

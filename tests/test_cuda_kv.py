@@ -4,20 +4,24 @@ A CPU stands in for the device; `fake_streams` runs copies as late as CUDA would
 two accesses that nothing orders.
 """
 
+import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import wait_for
 from fake_cuda import FakeCuda
 from fake_streams import FakeStreams, install
 from families import VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams, config
 from qllm.cuda.backend import CudaBackend, cuda_runner
+from qllm.cuda.copies import PROBE_BYTES, measured_bytes_per_ms
 from qllm.cuda.lanes import Bucket
 from qllm.engine import build
-from qllm.errors import ConfigError
+from qllm.errors import CheckpointError, ConfigError
 from qllm.plan import Plan
 from qllm.policy import View, next_row
 from qllm.record import trace
@@ -50,10 +54,15 @@ class Device:
 
     def _runner(self, model: Any, settings: Any) -> TorchRunner:
         graphs = False if self.cuda is None else self.cuda
+        spare = build.spare_of(
+            settings, CudaBackend.why_inexact, lambda: self.streams, torch.device("cpu")
+        )
+        self.streams.copies.clear()  # those that were to be measured
+        self.streams.finishes = 0
         return cuda_runner(
             model, num_pages=settings.num_blocks, page_size=settings.block_size, max_num_seqs=8,
             max_total_tokens=256, graphs=graphs, buckets=BUCKETS, layers_per_stage=1,
-            spare=build.spare_of(settings, CudaBackend.why_inexact, lambda: self.streams),
+            spare=spare,
         )  # fmt: skip
 
 
@@ -82,6 +91,60 @@ def test_a_hit_has_the_tokens_of_a_cold_run(device: Device) -> None:
     assert [r.metrics.num_cached_tokens for r in found] == [0, 40, 40]
     assert device.streams.copies["out"] > 0
     assert device.streams.copies["in"] == 2 * 2 * 40 // BLOCK
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, torch.Tensor]]:
+    """All KV of requests as it is when they end, by their number."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    remove = TorchRunner.remove
+
+    def look_and_remove(self: Any, request_id: Any) -> None:
+        kv = self.requests[request_id].kv
+        copies = kv._memory.copies
+        if copies is not None:
+            copies.finish()
+        found[request_id] = {name: t.clone() for name, t in kv.export()}
+        remove(self, request_id)
+
+    monkeypatch.setattr(TorchRunner, "remove", look_and_remove)
+    return found
+
+
+class Cut:
+    """Prompts up to the end of the shared part, then the rest."""
+
+    needs = Cap.NONE
+
+    def plan(self, view: View) -> Plan:
+        rows = []
+        for request in view.requests:
+            row = next_row(request, view)
+            rows.append(row._replace(hi=min(row.hi, 40)) if row.lo < 40 else row)
+        return Plan(rows=tuple(rows[:1]))
+
+
+def test_a_hit_has_the_kv_of_a_cold_run_to_the_last_bit(
+    device: Device, ended: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    """In passes of the same rows: what was copied, and all that was computed after it."""
+    shared = prompt_of(40)
+    prompts = [shared + prompt_of(5 + i, i + 1) for i in range(3)]
+    kv, tokens = [], []
+    for cache in (False, "approximate"):
+        ended.clear()
+        with engine_of(prefix_cache=cache, policy=Cut()) as engine:
+            found = [run(engine, ids) for ids in prompts]
+        tokens.append([r.token_ids for r in found])
+        kv.append([ended[i] for i in sorted(ended)])
+    assert [r.metrics.num_cached_tokens for r in found] == [0, 40, 40]
+    assert tokens[0] == tokens[1]
+    for cold, warm in zip(*kv, strict=True):
+        assert len(cold) == len(warm) > 0
+        for name, t in cold.items():
+            assert t.shape[2] > 45
+            assert torch.equal(t, warm[name]), name
+    assert not device.streams.races
 
 
 def test_chats_at_once_refer_to_the_pages_of_their_system_prompt(device: Device) -> None:
@@ -116,6 +179,49 @@ class Held:
         return Plan(rows=tuple(next_row(r, view) for r in (first, *rest)))
 
 
+class HeldThenStops(Held):
+    """Nobody runs any more once all have six tokens."""
+
+    def plan(self, view: View) -> Plan:
+        if len(view.requests) == 4 and all(r.num_output_tokens >= 6 for r in view.requests):
+            return Plan(wait_until_ns=view.now_ns + 1_000_000)
+        return super().plan(view)
+
+
+@pytest.mark.parametrize("to", ["a device", "a CPU"])
+def test_a_checkpoint_of_chats_that_share_blocks_goes_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str
+) -> None:
+    """Each of them has KV of its own there; there is room for that, or it is refused."""
+    system, path = prompt_of(40), tmp_path / "chats.safetensors"
+    prompts = [[*system, *prompt_of(3 + i, i + 1)] for i in range(4)]
+    cuts: dict[str, Any] = {"max_segment_ms": math.inf}
+    make = build.make_runner
+    device, model = Device(monkeypatch), make_model("mixtral")
+    with engine_of(model, prefix_cache=False, **cuts) as engine:
+        want = [run(engine, ids, 12).token_ids for ids in prompts]
+    few = {"max_kv_tokens": 40 + 4 * 24}
+    with engine_of(
+        model, prefix_cache="approximate", policy=HeldThenStops(), **cuts, **few
+    ) as engine:
+        handles = [engine.submit(ids, "LS", 12, sampling=GREEDY) for ids in prompts]
+        wait_for(lambda: all(len(handle.token_ids) >= 6 for handle in handles))
+        assert engine.stats()["prefix_cache"]["shared_tokens"] == 3 * 40
+        engine.checkpoint(str(path))
+    if to == "a CPU":
+        monkeypatch.setattr(build, "make_runner", make)
+    with (
+        engine_of(model, prefix_cache=False, **cuts, **few) as engine,
+        pytest.raises(CheckpointError, match="KV blocks"),
+    ):
+        engine.restore(str(path))
+    with engine_of(model, prefix_cache="auto", **cuts) as engine:
+        found = [handle.result(60).token_ids for handle in engine.restore(str(path))]
+        assert engine.stats()["kv_blocks_used"] == 0
+    assert sorted(found) == sorted(want)
+    assert not device.streams.races
+
+
 BIG, SMALL = 44, 30
 
 
@@ -147,6 +253,49 @@ def test_be_swapped_out_at_any_boundary_keeps_its_tokens(device: Device, at: int
     assert back, "the LS request took nothing"
     assert 0 < device.streams.copies["in"] <= device.streams.copies["out"]
     assert not device.streams.races
+
+
+class Bus(FakeStreams):
+    """Copies that take a while, in each direction another; the first one longest."""
+
+    def __init__(self, out_ns: int, in_ns: int) -> None:
+        super().__init__()
+        self.now_ns, self._took = 0, {"out": out_ns, "in": in_ns}
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        is_first = not self.copies[stream.name]
+        super().copy(to, source, stream)
+
+        def tick() -> None:
+            self.now_ns += self._took[stream.name] * (2 if is_first else 1)
+
+        stream.queue.append(tick)
+
+
+@pytest.mark.parametrize(("out_ns", "in_ns"), [(500_000, 2_000_000), (2_000_000, 400_000)])
+def test_how_fast_kv_moves_is_that_of_the_slower_direction(out_ns: int, in_ns: int) -> None:
+    bus = Bus(out_ns, in_ns)
+    found = measured_bytes_per_ms(bus, torch.device("cpu"), lambda: bus.now_ns)
+    assert found == PROBE_BYTES // 2
+    assert bus.unlocked == 1
+    assert not bus.races
+
+
+@pytest.mark.parametrize(("bytes_per_ms", "swaps"), [(10**9, True), (1, False)])
+def test_who_loses_its_blocks_moves_out_where_the_bus_is_fast(
+    device: Device, monkeypatch: pytest.MonkeyPatch, bytes_per_ms: int, swaps: bool
+) -> None:
+    monkeypatch.setattr(build, "measured_bytes_per_ms", lambda *_: bytes_per_ms)
+    with engine_of(max_kv_tokens=64, swap_kv_tokens=256, policy="qllm2") as engine:
+        want = [run(engine, prompt_of(BIG, 1), 8, "BE"), run(engine, prompt_of(SMALL, 2), 2)]
+        batch = engine.submit(prompt_of(BIG, 1), "BE", 8, sampling=GREEDY)
+        next(iter(batch))
+        found = [run(engine, prompt_of(SMALL, 2), 2), batch.result(60)]
+        moved = engine.stats()["swap"]["out_tokens"]
+    assert [r.token_ids for r in reversed(found)] == [r.token_ids for r in want]
+    if found[1].metrics.evictions:
+        assert not swaps
+    assert bool(moved) is swaps
 
 
 def test_what_cuda_does_not_have_is_refused_with_the_reason(device: Device) -> None:

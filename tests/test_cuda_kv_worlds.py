@@ -193,7 +193,7 @@ def test_copies_of_a_page_wait_for_each_other_though_nothing_computes() -> None:
 def test_what_was_copied_ahead_does_not_move_again() -> None:
     """Only the tail does, if there is room; and room is given to whoever is swapped out."""
     streams = FakeStreams()
-    pages = Pages(3, 8, BLOCK, kernels("torch"), Spare(streams, num_swapped=6))
+    pages = Pages(3, 8, BLOCK, kernels("torch"), Spare(streams, 10**6, num_swapped=6))
     first, second = PagedKV(pages, 64), PagedKV(pages, 64)
     new = torch.zeros(1, 2, 14, 5)
     for kv, blocks in ((first, [0, 1, 2, 3]), (second, [4, 5, 6, 7])):
@@ -222,7 +222,7 @@ def test_swapped_out_kv_of_a_checkpoint_goes_on_elsewhere() -> None:
     found = []
     for blocks in ([0, 1, 2, 3], []):
         streams = FakeStreams()
-        pages = Pages(3, 8, BLOCK, kernels("torch"), Spare(streams, num_swapped=6))
+        pages = Pages(3, 8, BLOCK, kernels("torch"), Spare(streams, 10**6, num_swapped=6))
         kv = PagedKV(pages, 64)
         kv.begin_restore(blocks, 14)
         for layer in range(3):

@@ -114,10 +114,12 @@ def prompt_of(num: int, seed: int) -> list[int]:
 PROMPTS = [prompt_of(n, 1) for n in (23, 7, 40)]
 
 
-def schedule(runner: TorchRunner, sampling: SamplingParams, grain: Grain) -> dict[int, list[int]]:
+def schedule(
+    runner: TorchRunner, sampling: SamplingParams, grain: Grain, prompts: list[list[int]] = PROMPTS
+) -> dict[int, list[int]]:
     """Chunks beside decodes: every kind of batch."""
     driver = Driver(runner)
-    for i, ids in enumerate(PROMPTS):
+    for i, ids in enumerate(prompts):
         driver.add(i, ids, sampling)
     driver.sweep([driver.row(0), driver.row(1)], grain)
     driver.sweep([driver.row(2, 16), driver.row(0), driver.row(1)], grain)
@@ -227,14 +229,10 @@ def test_interpreted_kernels_give_the_first_tokens(family: str) -> None:
     assert all(len(tokens) == 2 for tokens in drivers[1].tokens.values())
 
 
-@pytest.mark.parametrize(
-    ("family", "num"),
-    [("mixtral", 3), ("qwen2_moe", 3), ("qwen3_moe", 3), ("olmoe", 0), ("gpt_oss", 3)],
-)
-def test_known_attention_rotates_and_writes_in_one_launch(family: str, num: int) -> None:
-    """OLMoE here clips its projections: its modules do it."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_known_attention_rotates_and_writes_in_one_launch(family: str) -> None:
     runner = device_runner(family)
-    assert f"({num} of 3 layers)" in runner.names["rope"]
+    assert "(3 of 3 layers)" in runner.names["rope"]
 
 
 def test_a_window_of_known_attention_is_kept() -> None:

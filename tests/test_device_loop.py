@@ -26,13 +26,14 @@ from qllm.device import lanes
 from qllm.device.graph import KernelCall, LoopGraph, Watch, serve
 from qllm.device.launcher import DeviceEngine, _cuda_api
 from qllm.device.loop import DeviceLoop
-from qllm.device.server import address_of, attach
+from qllm.device.server import attach
 from qllm.errors import ConfigError
 from qllm.ingress import Cancel, Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
+from qllm.ingress.words import address_of
 from qllm.sim.runner import VirtualClock
 from qllm.types import FinishReason, SamplingParams
 

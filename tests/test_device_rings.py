@@ -23,7 +23,6 @@ from test_native_stages import LIMITS, LONGEST, policy_of, runner_of
 from qllm.device.launcher import DeviceEngine
 from qllm.device.ring_memory import RingMemory, Vram
 from qllm.device.rings import DeviceRings, check_device, ring_memory_of
-from qllm.device.server import address_of
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment
@@ -31,6 +30,7 @@ from qllm.ingress.remote import nixl as transport
 from qllm.ingress.remote.nixl import Link, NixlError
 from qllm.ingress.remote.pull import PullingFrontEnd
 from qllm.ingress.shm import Doorbell
+from qllm.ingress.words import address_of
 from qllm.sim.runner import VirtualClock
 from qllm.types import FinishReason, SamplingParams
 

@@ -30,7 +30,7 @@ from qllm.errors import (
 from qllm.frontend.handle import Handle
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, Ride, View, next_row
-from qllm.sim.check import World
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, Grain, Priority, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)

@@ -21,7 +21,7 @@ from test_blame import (
 
 from qllm.plan import Plan
 from qllm.policy import StepReport, View
-from qllm.sim.check import World
+from qllm.sim.world import World
 from qllm.types import Priority, RequestId, Slo
 from qllm_policies.fcfs import Fcfs
 

@@ -37,13 +37,14 @@ FLOORS = {
     "policy": Floor("errors types plan", PURE),
     "plugins": Floor("errors types policy", PURE),
     "cores": Floor("errors", PURE | {"os"}),
+    "torchless": Floor("", PURE),
     "grammar_check": Floor("", STDLIB | {"llguidance"}),
     "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
     "scheduler": Floor("errors types plan policy", PURE),
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan models kernels.quantised",
+        "errors types plan models kernels.quantised torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
@@ -58,7 +59,9 @@ FLOORS = {
     # requests in, tokens out
     "ingress": Floor(f"{BASE} record runner.protocol", STDLIB | {"numpy"}),
     "ingress.structs": Floor("", PURE | {"numpy"}),
-    "ingress.remote": Floor(f"{BASE} record runner.protocol ingress", STDLIB | {"nixl", "numpy"}),
+    "ingress.remote": Floor(
+        f"{BASE} record runner.protocol ingress torchless", STDLIB | {"nixl", "numpy"}
+    ),
     "device": Floor(f"{BASE} scheduler ingress", PURE | {"cuda", "numba", "numpy"}),
     "device.cubins": Floor("errors device", STDLIB | {"cuda"}),
     "device.graph": Floor("errors device cuda", STDLIB | {"cuda", "numpy"}),
@@ -84,8 +87,14 @@ FLOORS = {
     "engine.coming": Floor(f"{BASE} engine.holding engine.prefix engine.tier ingress", PURE),
     "engine.holding": Floor("types ingress", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
+    "engine.revising": Floor(
+        f"{BASE} engine.effects engine.prefix engine.protocol ingress record runner.protocol "
+        "scheduler",
+        PURE,
+    ),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol ingress record "
+        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol engine.revising "
+        "ingress record "
         "runner.protocol scheduler",
         PURE,
     ),
@@ -122,7 +131,8 @@ FLOORS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "cli": Floor(
-        f"{BASE} cores device.rank kernels llm measure models plugins record server sim workloads",
+        f"{BASE} cores device.rank kernels llm measure models plugins record server sim torchless "
+        "workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),

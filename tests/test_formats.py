@@ -21,7 +21,7 @@ from qllm.models.formats import rounding
 from qllm.models.formats.compressed_tensors import compressed_tensors
 from qllm.models.formats.fp8 import fp8
 from qllm.models.formats.int32 import awq, gptq
-from qllm.models.formats.layout import Format, Stored
+from qllm.models.formats.layout import Format, Stored, uncentred
 from qllm.models.formats.mxfp4 import mxfp4
 from qllm.models.quantised import FORMATS, Method, format_of
 
@@ -74,8 +74,8 @@ def test_zeros_that_wrap_are_zeros() -> None:
     assert not found.offset_NG.any()
     parts[".qzeros"] = torch.full_like(parts[".qzeros"], 0x77777777)
     found = read(gptq({"group_size": published.GROUP}), parts)
-    assert found.scale_NG.dtype is found.offset_NG.dtype is torch.float16
-    assert torch.equal(found.offset_NG, -8 * found.scale_NG)
+    assert (found.code, found.scale_NG.dtype, found.offset_NG) == ("i4", torch.float16, None)
+    assert torch.equal(found.dequantised(), uncentred(found).dequantised())
 
 
 def test_one_group_of_all_inputs() -> None:

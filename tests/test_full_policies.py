@@ -19,8 +19,9 @@ from qllm.plugins import installed_policies, load_policy
 from qllm.policy import CostTable, View
 from qllm.record import trace
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, World, check_policy
+from qllm.sim.check import check_policy
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, World
 from qllm.types import NS_PER_MS, Evict, Grain, Priority, RequestId, Slo
 from qllm_policies.flow import Flow
 from qllm_policies.laps import Laps

@@ -167,7 +167,7 @@ def theirs(files: dict[str, Path]) -> dict[str, Any]:
 KINDS = {
     "qwen3moe": "u4 g32+i8 g16",
     "qwen2moe": "u4 g32+i8 g16",
-    "Q4_0": "u4 g32",
+    "Q4_0": "i4 g32+u4 g32",
     "Q8_0": "i8 g32",
 }
 

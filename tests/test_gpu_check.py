@@ -293,6 +293,28 @@ def test_a_dry_run_walks_a_part(tmp_path: Path) -> None:
     assert dry_run(tmp_path, "exact") == {"exact": {"tokens_mixtral"}}
 
 
+PREPARE = """
+import json
+from bench.gpu import prepare
+
+prepare.compile_only()
+every = prepare.models
+prepare.models = lambda: [model for model in every() if model[0] == "tiny mixtral"]
+print(json.dumps(prepare.stages()))
+"""
+
+
+@pytest.mark.slow
+def test_stages_are_compiled_where_there_is_no_gpu(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", PREPARE]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"tiny mixtral": "compiled"}
+    assert list(tmp_path.rglob("*.cubin"))
+
+
 def test_without_a_gpu_the_real_run_says_what_to_do(tmp_path: Path) -> None:
     env = os.environ | {"OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "bench.gpu.check"]

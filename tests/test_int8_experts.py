@@ -1,5 +1,6 @@
 """int8 experts: what is rounded and how, and that nothing else changes."""
 
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,18 @@ def test_the_reference_and_a_closed_model_have_the_rounded_weights(weights: str)
             continue
         group = 64 if weights == "int8-g64" else p.shape[2]
         assert torch.equal(p.detach(), rounded(before[name], group).bfloat16())
+
+
+def test_a_runner_that_is_dropped_gives_weights_back_wherever_tensors_are_made() -> None:
+    """Garbage is collected at any time, such as while a model is made on the meta device."""
+    model, ids = make_model("mixtral", torch.bfloat16), prompt_of(9)
+    runner = cpu_runner(model, expert_weights="int8")
+    with runner.as_reference():
+        first = forward(model, ids)
+    with torch.device("meta"):
+        del runner
+        gc.collect()
+    assert torch.equal(forward(model, ids)[0], first[0])
 
 
 def test_another_format_is_another_model_and_reads_half() -> None:

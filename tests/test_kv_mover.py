@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from engines import wait_for
 from test_scheduler import finished_well
 
@@ -19,7 +20,8 @@ from qllm.ingress import Update
 from qllm.plugins import load_policy
 from qllm.policy import Tier
 from qllm.scheduler.prefix import PageStore
-from qllm.sim.check import World, overload, watch
+from qllm.sim.check import overload, watch
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Priority
 
 LS, BE = Priority.LS, Priority.BE
@@ -30,15 +32,19 @@ class FakeFile:
 
     def __init__(self) -> None:
         self.did: list[str] = []
+        self.torch_threads: set[int] = set()
+        """With how many torch would compute on the threads that call."""
         self.gate = threading.Event()
         self.gate.set()
 
     def read(self, slot: int, name: bytes, checksum: int) -> tuple[str]:
         self.gate.wait()
+        self.torch_threads.add(torch.get_num_threads())
         self.did.append(f"read {slot}")
         return (name.decode(),)
 
     def write(self, slot: int, *_: Any) -> int:
+        self.torch_threads.add(torch.get_num_threads())
         self.did.append(f"write {slot}")
         return 0
 
@@ -84,6 +90,27 @@ def test_loads_of_ls_never_rest_and_go_before_others(moving: Mover, file: FakeFi
     moving.be_gentle(False)
     wait_for(lambda: batch.is_over)
     assert file.did[5:] == ["read 3"]
+
+
+def test_no_thread_of_torch_spins_beside_those_that_move(file: FakeFile) -> None:
+    """OpenMP's would, after every copy of a page, on the cores that compute the model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        moving = Mover(file, lambda: None, lambda: 0)  # type: ignore[arg-type]
+        moving.read(load_of([1], is_ls=True))
+        moving.write(Write(b"2", 2, None, b"", True, 0))
+        wait_for(lambda: sorted(file.did) == ["read 1", "write 2"])
+        moving.close()
+        assert file.torch_threads == {1}
+        assert torch.get_num_threads() == 3
+        seen: list[int] = []
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [3], "threads of others are as they were"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_stores_go_on_while_a_load_rests_and_not_before(moving: Mover, file: FakeFile) -> None:

@@ -329,6 +329,40 @@ def test_a_disk_that_stands_still_holds_nobody(
     gate.set()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_best_effort_waits_for_its_pages_while_chats_go_by(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Chats are served meanwhile; if the pages come too late it computes, beside chats too."""
+    ids, chat = prompt_of(200), prompt_of(90, 3)
+    with engine_of(model, tmp_path) as engine:
+        want, said = run(engine, ids, 20, "BE").token_ids, run(engine, chat, 20).token_ids
+    gate = held_back(monkeypatch)
+    with engine_of(model, tmp_path, prefix_cache_tokens=4096) as engine:
+        tier_ = engine._client._core.kept._tier  # type: ignore[attr-defined]
+        held = engine._client._core.loading._held  # type: ignore[attr-defined]
+        waits = engine.submit(ids, "BE", 20, sampling=GREEDY)
+        for _ in range(3):
+            assert run(engine, chat, 20, cache_salt="x").token_ids == said
+        assert waits.finish_reason is None
+        assert not waits.token_ids
+        if is_late:
+            engine.call(lambda: [setattr(s.load, "late_ns", 0) for _, s in held.values()])
+        else:
+            gate.set()
+        while waits.finish_reason is None:
+            assert run(engine, chat, 20, cache_salt="x").token_ids == said
+        found = waits.result(60)
+        assert found.token_ids == want
+        assert found.metrics.num_cached_tokens == (0 if is_late else 192)
+        assert tier_.counts.late == is_late
+        gate.set()
+        wait_for(lambda: not tier_._loads)  # what comes now is nobody's
+        again = run(engine, ids, 20, "BE")
+        assert (again.token_ids, again.metrics.num_cached_tokens) == (want, 192)
+        look(engine)
+
+
 def test_a_write_that_stands_still_holds_nobody(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

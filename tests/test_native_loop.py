@@ -14,12 +14,13 @@ import torch
 from families import VOCAB, make_model
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.device.server import NativeServer, address_of
+from qllm.device.server import NativeServer
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.shm import Doorbell
+from qllm.ingress.words import address_of
 from qllm.plugins import load_policy
 from qllm.runner.cpu import cpu_runner
 from qllm.scheduler.decision import Limits

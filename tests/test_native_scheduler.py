@@ -20,8 +20,8 @@ from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, SHAPE, World
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
 from qllm_policies.qllm2 import Qllm2
 from support.differential import DifferenceError, Twin, random_shape, random_world, run_trace

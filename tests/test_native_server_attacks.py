@@ -12,7 +12,7 @@ from test_rings_shm import submission
 
 from qllm.ingress import codec, layout
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.sim.check import LIMITS
+from qllm.sim.world import LIMITS
 from qllm.types import MAX_TIME_MS, NS_PER_MS, FinishReason, Priority, SamplingParams
 
 LS, BE = Priority.LS, Priority.BE

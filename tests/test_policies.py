@@ -12,8 +12,9 @@ from qllm.plan import NO_STOP, Plan, Row
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy, View, next_row
 from qllm.record import trace
-from qllm.sim.check import LIMITS, World, check_policy
+from qllm.sim.check import check_policy
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, World
 from qllm.types import NS_PER_MS, Cap, Grain, Priority, Slo
 from qllm_policies.qllm import Qllm
 from qllm_policies.qllm2 import Qllm2

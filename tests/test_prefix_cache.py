@@ -94,6 +94,29 @@ def test_a_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str
         assert same(page, pages[name])
 
 
+@pytest.mark.parametrize("kernels", KINDS, indirect=True)
+def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(kernels: str) -> None:
+    """4,000 tokens: pages of prefill and chunks, found again beside a mate and by a longer turn."""
+    model = make_model("qwen3_moe", torch.bfloat16)
+    model.config.max_position_embeddings = 8192
+    ids, settings = prompt_of(4000), {"max_kv_tokens": 16384, "prefix_cache_tokens": 8192}
+    with engine_of(model, prefix_cache=True, **settings) as engine:
+        cold = run(engine, ids, 70)
+        turn = [*ids, *cold.token_ids, 5]
+        cold_pages = kept(engine)
+        engine.reset_prefix_cache()
+        later = run(engine, turn, 8)
+    with engine_of(model, prefix_cache=True, max_step_tokens=700, **settings) as engine:
+        first = run(engine, ids, 70)
+        handles = [engine.submit(i, "BE", 8, sampling=GREEDY) for i in (turn, prompt_of(300, 1))]
+        warm, _ = (handle.result(120) for handle in handles)
+        pages = kept(engine)
+    assert (first.token_ids, warm.token_ids) == (cold.token_ids, later.token_ids)
+    assert warm.metrics.num_cached_tokens == 4069 // 64 * 64
+    assert len(cold_pages) == 4069 // 64
+    assert all(same(page, pages[name]) for name, page in cold_pages.items())
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make_model("qwen3_moe", torch.bfloat16)

@@ -20,12 +20,12 @@ from qllm.kernels.cpu.quantised import (
     matrix_of,
     stacked,
 )
-from qllm.kernels.quantised import Quantised
+from qllm.kernels.quantised import FOUR_BIT, Quantised
 from qllm.runner.layers.work import Work
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())
-CODES = ("u4", "e2m1", "i8", "e4m3")
+CODES = ("u4", "i4", "e2m1", "i8", "e4m3")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = (
     (64, 64, 16),
@@ -63,7 +63,7 @@ def quantised(
     seed: int = 0,
 ) -> Quantised:
     generator = torch.Generator().manual_seed(seed)
-    size = (n, k // 2 if code in ("u4", "e2m1") else k)
+    size = (n, k // 2 if code in FOUR_BIT else k)
     codes = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
     if code == "e4m3":
         codes[(codes & 127) == 127] = 8  # not a number
@@ -138,7 +138,7 @@ def test_products_that_fp32_rounds_are_rounded_before_the_offset_is_added(code: 
     weight = quantised(code, 256, 512, 8, torch.float32, True)
     weight = weight._replace(offset_NG=-(weight.scale_NG * 7).float() * (1 + 2.0**-20))
     codes = weight.codes
-    if code in ("u4", "e2m1"):
+    if code in FOUR_BIT:
         weight = weight._replace(codes=torch.full_like(codes, 0x77))
     matrix = QuantisedMatrix(weight)
     assert matrix._format.products == ROUNDED
@@ -169,7 +169,8 @@ def test_scales_beyond_them_are_refused_but_for_groups_of_zeros() -> None:
                 QuantisedMatrix(weight)
     for code in CODES:
         weight = quantised(code, 16, 64, 32, torch.float32, powers=True)
-        weight.codes.view(torch.uint8)[3, weight.codes.shape[1] // 2 :] = 0
+        zeros = 0x88 if code == "i4" else 0
+        weight.codes.view(torch.uint8)[3, weight.codes.shape[1] // 2 :] = zeros
         weight.scale_NG[3, 1] = torch.inf
         with pytest.raises(ValueError, match="a scale or offset of a weight is inf"):
             QuantisedMatrix(weight)
@@ -256,7 +257,7 @@ def slots_of(experts: Experts, x: Tensor, rows: int) -> Tensor:
 
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize("up", [*CODES, None])
-@pytest.mark.parametrize("down", ["u4", "e2m1", None])
+@pytest.mark.parametrize("down", ["u4", "i4", "e2m1", None])
 @pytest.mark.parametrize(("d", "f"), [(64, 32), (70, 40), (130, 66)])
 @pytest.mark.parametrize("clamped", [False, True])
 def test_experts_are_those_of_bf16(

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qllm.device.native import load_native
 from qllm.ingress import Cancel, Submission, codec, layout, ring
+from qllm.ingress.ends import PYTHON_ENDS, Ends, native_ends
 from qllm.ingress.layout import HEADER, LINE, STRUCTS, TRAILER
 from qllm.ingress.ring import OVERHEAD, Record, RingError, RingWriter, record_bytes
 from qllm.record.metrics import RequestMetrics
 from qllm.types import FinishReason, Logprobs, Sampled, SamplingParams, Slo
 from qllm.types import StructuredOutputs as Form
-from support.native_rings import ENDS, Ends, native_ends
 
 # -- the layout
 
@@ -72,15 +71,15 @@ def test_every_reason_has_a_number() -> None:
 # -- one ring
 
 
-NATIVE_ENDS = native_ends(load_native())
-BOTH = pytest.mark.parametrize("ends", [ENDS, NATIVE_ENDS], ids=["python", "native"])
+NATIVE_ENDS = native_ends()
+BOTH = pytest.mark.parametrize("ends", [PYTHON_ENDS, NATIVE_ENDS], ids=["python", "native"])
 """Ends in Python, and in C++."""
 
 
 class Pair:
     """A ring in plain memory with both its ends."""
 
-    def __init__(self, capacity: int, ends: Ends = ENDS) -> None:
+    def __init__(self, capacity: int, ends: Ends = PYTHON_ENDS) -> None:
         self.data = bytearray(capacity)
         self.tail = memoryview(bytearray(8)).cast("Q")
         self.ends = ends
@@ -99,7 +98,7 @@ class Pair:
         reader: Any = self.ends.reader(
             memoryview(bytearray(data)), memoryview(bytearray(8)).cast("Q")
         )
-        if self.ends is ENDS:
+        if self.ends is PYTHON_ENDS:
             reader._at, reader._seq = self.tail[0], self.num_read
         else:
             reader._end["at"], reader._end["seq"] = self.tail[0], self.num_read
@@ -143,7 +142,7 @@ def body_of(record: Record | None, size: int) -> bytes | None:
     return record.body[:size]
 
 
-def after_laps(capacity: int, laps: int, seed: int, ends: Ends = ENDS) -> Pair:
+def after_laps(capacity: int, laps: int, seed: int, ends: Ends = PYTHON_ENDS) -> Pair:
     """A ring full of old records, at some place in it."""
     pair, rng = Pair(capacity, ends), random.Random(seed)
     while pair.tail[0] < laps * capacity:
@@ -180,7 +179,7 @@ def test_what_goes_in_comes_out_in_order(sizes: list[int], rng: random.Random, e
 
 
 def test_both_write_the_same_bytes() -> None:
-    pairs, rng = [Pair(1024, ENDS), Pair(1024, NATIVE_ENDS)], random.Random(0)
+    pairs, rng = [Pair(1024, PYTHON_ENDS), Pair(1024, NATIVE_ENDS)], random.Random(0)
     for number in range(300):
         body, flags = rng.randbytes(rng.randrange(300)), rng.randrange(1 << 16)
         assert [pair.writer.write(number, flags, body) for pair in pairs] == [True, True]

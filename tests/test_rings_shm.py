@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import select
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from watching import has_changed
 
 from qllm.errors import ConfigError, InvalidRequestError, QueueFullError
 from qllm.ingress import CONTROL, Call, Cancel, Submission, codec
+from qllm.ingress.ends import PYTHON_ENDS, ring_ends
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.layout import NUMBER_BITS
-from qllm.ingress.memory import ControlMemory, FrontEndMemory
+from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
 from qllm.ingress.ring import RingWriter
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, RingSink, ShmIngress
+from qllm.ingress.words import OrderedWords
 from qllm.plan import ANY_ARRIVAL
 from qllm.types import NS_PER_S, FinishReason, Sampled, SamplingParams, Slo
 
@@ -91,6 +94,61 @@ def submission(request_id: int, priority: int, size: int, at_ns: int) -> Submiss
         arrival_ns=at_ns,
         deadline_ns=None,
     )
+
+
+@pytest.fixture(params=["x86_64", "aarch64"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Ends, and words of shared memory, as a machine of this kind takes them."""
+    monkeypatch.setattr(platform, "machine", lambda: request.param)
+    ring_ends.cache_clear()
+    yield request.param
+    ring_ends.cache_clear()
+
+
+def test_a_machine_of_weaker_order_takes_ends_in_cpp_or_none(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = ControlMemory.create(5)
+    block = FrontEndMemory.create(3, (4096,) * 4)
+    words = control.words, block.rings["ls"][1], block.segment.words
+    is_ordered = machine != "x86_64"
+    assert (ring_ends() is PYTHON_ENDS) is not is_ordered
+    assert all(isinstance(each, OrderedWords) is is_ordered for each in words)
+    control.stop, control.heartbeat_ns = True, (1 << 63) - 1
+    control.write_stats(EngineStats(1, 2, 3))
+    assert (control.stop, control.zero_ns) == (True, 5)
+    assert control.heartbeat_ns == (1 << 63) - 1
+    assert control.read_stats() == EngineStats(1, 2, 3)
+    assert (block.number, block.capacities) == (3, (4096,) * 4)
+    with pytest.raises(IndexError):
+        control.words[len(control.words)]
+    ring_ends.cache_clear()
+    monkeypatch.setitem(sys.modules, "qllm.ingress._ends", None)
+    if is_ordered:
+        with pytest.raises(ConfigError, match=r"need x86-64.*install qllm where a C\+\+ compiler"):
+            ControlMemory.create(0)
+    else:
+        ControlMemory.create(0)
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_was_put_before_the_bell_is_there_after_it(make_rig: Callable[..., Rig]) -> None:
+    """Requests, a cancel, tokens and a full token ring, with the ends of either machine."""
+    rig = make_rig(capacity=4096)
+    ids = [rig.submit(number, priority=number % 2 * 10) for number in range(4)]
+    assert rig.ingress.stop.word == 0
+    assert sorted(ids_of(rig.ingress.drain())) == ids
+    rig.front_ends[0].cancel(Cancel(ids[0], FinishReason.CANCELLED))
+    assert ids_of(rig.ingress.drain()) == ids[:1]
+    for token_id in range(500):
+        rig.sink.on_token(Sampled(ids[1], token_id), token_id)
+    heard: list[int] = []
+    while len(heard) < 500:
+        rig.ingress.flush()
+        new = [item.sampled.token_id for item in rig.front_ends[0].receive()]  # type: ignore[union-attr]
+        assert new, "tokens of the backlog are lost"
+        heard += new
+    assert heard == list(range(500))
 
 
 @pytest.fixture

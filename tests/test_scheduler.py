@@ -25,9 +25,10 @@ from qllm.scheduler.rank_plan import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
 from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding, ahead_ns, ride_allowance_ns, settle, tpot_target_ns
-from qllm.sim.check import LIMITS, SHAPE, Watched, World, watch
+from qllm.sim.check import Watched, watch
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.runner import SimCosts, VirtualClock
+from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
 from qllm_policies.chunked_priority import ChunkedPriority

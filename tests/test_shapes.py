@@ -18,8 +18,9 @@ from qllm.record import trace
 from qllm.scheduler.rank_plan import shape_plan
 from qllm.scheduler.ranking import Ranking, rank_all
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, World, overload, watch
+from qllm.sim.check import overload, watch
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, World
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
 from qllm_policies.chunked import Chunked
 from qllm_policies.chunked_priority import ChunkedPriority

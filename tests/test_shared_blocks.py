@@ -18,8 +18,8 @@ from qllm.record import trace
 from qllm.scheduler.blocks import BlockPool
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.request import Request
-from qllm.sim.check import World
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Priority
 
 LS, BE = Priority.LS, Priority.BE

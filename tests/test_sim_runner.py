@@ -15,9 +15,9 @@ from qllm.policy import View, next_row
 from qllm.record.trace import Parked, Ran
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
-from qllm.sim.check import LIMITS, World
 from qllm.sim.runner import SimRunner, VirtualClock
 from qllm.sim.timeline import Prices, SimCosts, Timeline, Work, expert_coverage, work_of
+from qllm.sim.world import LIMITS, World
 from qllm.types import NS_PER_MS, Cap, Grain, Priority, SamplingParams
 from qllm_policies.qllm2 import Qllm2
 

@@ -10,8 +10,9 @@ from qllm.errors import ConfigError
 from qllm.ingress import Update
 from qllm.plugins import load_policy
 from qllm.record import trace
-from qllm.sim.check import Watched, World, check_policy
+from qllm.sim.check import Watched, check_policy
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Priority
 
 LS, BE = Priority.LS, Priority.BE

@@ -22,8 +22,8 @@ from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, Program
-from qllm.sim.check import World
 from qllm.sim.runner import SimCosts
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Cap, Grain, Priority, Sampled, Slo
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota

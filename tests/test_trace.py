@@ -31,6 +31,7 @@ from qllm.record.trace import (
     Replaced,
     Resumed,
     Reused,
+    Revised,
     Segment,
     Split,
     SwappedIn,
@@ -121,6 +122,18 @@ def a_preemption() -> list[Event]:
 def one_of_each() -> list[Event]:
     return [
         replace(arrived(0, 1, priority=10), token_ids=(1, 2), sampling=sampling_to_dict(PARAMS)),
+        Revised(
+            at_ns=MS,
+            request_id=1,
+            num_same=1,
+            num_kept=1,
+            num_lost=0,
+            num_prompt_tokens=2,
+            is_open=False,
+            max_tokens=4,
+            token_ids=(1, 3),
+            sampling=sampling_to_dict(PARAMS),
+        ),
         planned(1, 1, row(1, 0, 2), from_frames=(0,)),
         ran(1, 2, 1, "slice"),
         Segment(start_ns=MS, at_ns=2 * MS, frame_id=1, kind="ATTN", layer=0),

@@ -57,11 +57,13 @@ class Launcher:
         DONE.setdefault(self.name, []).append(found)
 
 
-from qllm.kernels.routing import Activation, ExpertWeights, HeadNorms, Rule, RuleKind, Sum
+from qllm.kernels.routing import (
+    Activation, Angles, ExpertWeights, Groups, HeadNorms, Norm, Rule, RuleKind, SharedWeights, Sum,
+)
 from qllm.kernels.tiles import Query, tiles_of
-from qllm.kernels.triton import attention, choose, moe, norm, rope, sampling
+from qllm.kernels.triton import attention, choose, latents, moe, norm, rope, sampling
 
-for module in (attention, choose, moe, norm, rope, sampling):
+for module in (attention, choose, latents, moe, norm, rope, sampling):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.JITFunction) and name in sys.argv[1].split(","):
             setattr(module, name, Launcher(name, value))
@@ -90,13 +92,27 @@ attend(64, 8, 64, B, True, 128)  # GPT-OSS
 attend(32, 4, 128, B, False, None, torch.int64)  # as lanes hold them
 attend(64, 8, 64, B, True, 128, torch.int64)
 attend(4, 2, 16, F, False, None)  # the tests' models
-attention.attend(  # DeepSeek-V3, latents
-    new(3, 128, 512, dtype=B), new(1024, 1, 512, dtype=B), new(1024, 1, 512, dtype=B),
-    torch.zeros(2, 8, dtype=torch.int32),
-    tiles_of([Query(0, 0, 20, 2), Query(1, 2, 9, 1)], 3, 16, torch.device("cpu")),
-    page_size=16, scale=0.1, q_rope_TNF=new(3, 128, 64, dtype=B), k_rope_SF=new(1024, 64, dtype=B),
-    out_TNE=new(3, 128, 512, dtype=B),
-)
+for pairs in (None, True, False):  # DeepSeek-V3, latents: rotated before, in pairs, in halves
+    angles = None if pairs is None else Angles(new(3, 64, dtype=B), new(3, 64, dtype=B), pairs)
+    queries = new(128, 3, 512, dtype=B).transpose(0, 1)
+    attention.attend(
+        queries, new(1024, 1, 512, dtype=B), new(1024, 1, 512, dtype=B),
+        torch.zeros(2, 8, dtype=torch.int32),
+        tiles_of([Query(0, 0, 20, 2), Query(1, 2, 9, 1)], 3, 16, torch.device("cpu")),
+        page_size=16, scale=0.1, q_rope_TNF=new(3, 128, 192, dtype=B)[:, :, 128:],
+        k_rope_SF=new(1024, 64, dtype=B), q_angles=angles, out_TNE=new(3, 128, 512, dtype=B),
+    )
+    if angles is not None:
+        both, slots = new(3, 1536 + 576, dtype=B), torch.zeros(3, dtype=torch.int64)
+        for more in ((), (both[:, :1536], Norm(new(1536, dtype=B), 1e-6))):
+            latents.write_latents(
+                both[:, 1536:], Norm(new(512, dtype=B), 1e-6), angles, new(1024, 512, dtype=B),
+                new(1024, 64, dtype=B), slots, new(3, 128, 512, dtype=B), *more,
+            )
+tiny = Angles(new(3, 32), new(3, 32), True)  # the tests' model
+latents.write_latents(new(3, 88)[:, 24:], Norm(new(32), 1e-6), tiny, new(64, 32), new(64, 32),
+                      torch.zeros(3, dtype=torch.int64), new(3, 4, 32), new(3, 88)[:, :24],
+                      Norm(new(24), 1e-6))
 for dtype in (B, F):
     pages = new(1024, 4, 128, dtype=dtype)
     attention.write(new(5, 4, 128, dtype=dtype), new(5, 4, 128, dtype=dtype), pages, pages,
@@ -125,6 +141,24 @@ for num, experts, top_k, width, inner, dtype in SHAPES:
         slots = new(num, top_k, width, dtype=dtype)
         moe.run_experts(new(num, width, dtype=dtype), weights, routing, 0, experts, slots)
     moe.combine(slots, new(num, top_k), one, new(num, width, dtype=dtype))
+for num, dtype in ((4, B), (64, B), (600, B), (9, F)):  # DeepSeek-V3, a shared expert or two
+    for shared in (1, 2):
+        E, K, D, I = (256, 8, 7168, 2048) if dtype is B else (8, 4, 64, 48)
+        groups = Groups(new(E), 8 if dtype is B else 2, 4 if dtype is B else 1, True, 2.5)
+        rule = Rule(RuleKind.SIGMOID, groups=groups)
+        routing, _ = choose.choose(new(num, E), rule, K, one.long(), one, F, shared)
+        up, down, up_2, down_2 = (
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape in ((E, 2 * I, D), (E, D, I), (2 * shared * I, D), (D, shared * I))
+        )
+        weights = ExpertWeights(up, down, None, None, False, Activation.SILU,
+                                SharedWeights(up_2, down_2))
+        slots, out = new(num, K + shared, D, dtype=dtype), new(num, D, dtype=dtype)
+        moe.run_experts(new(num, D, dtype=dtype), weights, routing, 0, E + shared, slots)
+        moe.combine(slots, new(num, K), one, out, Sum(out))
+for num, experts in ((32, 384), (40, 160)):  # Kimi-K2, GLM-4.5: no groups
+    rule = Rule(RuleKind.SIGMOID, groups=Groups(new(experts), 1, 1, True, 2.5))
+    choose.choose(new(num, experts), rule, 8, one.long(), one, F, 1)
 routing = moe.route(torch.zeros(4, 8, dtype=torch.int64), one.long(), 128, one)
 moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), new(4, 2048, dtype=B))
 norm.rms_norm(new(4, 2048, dtype=B), new(2048, dtype=B), 1e-6)
@@ -137,12 +171,18 @@ choose.choose(new(4, 8, dtype=F), Rule(RuleKind.RENORMALISED), 2, one.long(), on
 x = new(4, 2048, dtype=B)
 norm.add_rms_norm(x, x, None, new(2048, dtype=B), 1e-6)
 norm.add_rms_norm(x, x, 0.22, new(2048, dtype=B), 1e-6)
+wide = new(4, 7168, dtype=B)
+norm.add_rms_norm(wide, wide, None, new(7168, dtype=B), 1e-6, False, True)  # DeepSeek-V3
 norm.rms_norm(new(4, 2880, dtype=B), new(2880, dtype=B), 1e-5, True)  # GPT-OSS
 norm.add_rms_norm(*(new(4, 2880, dtype=B) for _ in "ab"), None, new(2880, dtype=B), 1e-5, True)
 rope.rotate_and_write(new(5, 64, 64, dtype=B), *(new(5, 8, 64, dtype=B) for _ in "kv"),
                       *(new(5, 32, dtype=B) for _ in "cs"),
                       *(new(1024, 8, 64, dtype=B) for _ in "kv"),
                       torch.zeros(5, dtype=torch.int64), new(5, 64, 64, dtype=B))
+rope.rotate_and_write(*(new(5, 16, 128, dtype=B) for _ in "qkv"),  # OLMoE that clips
+                      *(new(5, 128, dtype=B) for _ in "cs"),
+                      *(new(1024, 16, 128, dtype=B) for _ in "kv"),
+                      torch.zeros(5, dtype=torch.int64), new(5, 16, 128, dtype=B), None, 8.0)
 norm.silu_mul(new(4, 11264, dtype=B))
 for add in (Sum(x), Sum(x, None, x, new(4, 1, dtype=B)), Sum(x, 0.22)):
     moe.combine(new(4, 8, 2048, dtype=B), new(4, 8, dtype=B), one.long(), x, add)
@@ -157,6 +197,7 @@ KERNELS = {
     "experts": ["_count", "_sort", "_up", "_down", "_combine"],
     "choice": ["_choose", "_choose_and_sort"],
     "rest": ["_rms_norm", "_add_rms_norm", "_silu_mul", "_rotate_and_write", "_sample"],
+    "latents": ["_write_latents"],
 }
 SHARED_MEMORY = 227 * 1024
 """What one block may have on an H100 or H200."""
@@ -182,5 +223,5 @@ def test_every_kernel_compiles_for_sm_90() -> None:
     # GPT-OSS stores gate and up alternating: read one by one they are 2-byte loads, never copies.
     # One 2-byte load is left: the bias, a column per thread, after the loop.
     wide = [(narrow, copies) for _, _, narrow, copies, dtype in found["_up"] if "bfloat16" in dtype]
-    assert len(wide) == 10
+    assert len(wide) == 16
     assert all(narrow <= 1 and copies >= 24 for narrow, copies in wide), wide

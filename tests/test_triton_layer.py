@@ -10,7 +10,16 @@ from interpret import DEVICES
 from test_triton import DTYPES, FEW, Noise, close
 
 from qllm.kernels import reference
-from qllm.kernels.routing import Routing, Rule, RuleKind, Sum
+from qllm.kernels.routing import (
+    Activation,
+    ExpertWeights,
+    Groups,
+    Routing,
+    Rule,
+    RuleKind,
+    SharedWeights,
+    Sum,
+)
 from qllm.kernels.triton import choose, moe, norm
 
 
@@ -40,8 +49,9 @@ def check_sorted(routing: Routing, live: int, experts: int, rows: int) -> None:
     live=st.floats(0, 1),
     sizes=st.sampled_from([(4, 2), (5, 5), (16, 2), (60, 4), (128, 8)]),
     rule=st.sampled_from(
-        [*(Rule(kind, 0.02) for kind in RuleKind), Rule(RuleKind.SPARSE_MIXER, 1)]
+        [*(Rule(RuleKind(i), 0.02) for i in range(3)), Rule(RuleKind.SPARSE_MIXER, 1)]
     ),
+    shared=st.sampled_from([0, 0, 1, 2]),
     wide=st.booleans(),
     dtype=DTYPES,
     seed=st.integers(0, 99),
@@ -52,6 +62,7 @@ def test_experts_are_chosen_and_sorted(
     live: float,
     sizes: tuple[int, int],
     rule: Rule,
+    shared: int,
     wide: bool,
     dtype: torch.dtype,
     seed: int,
@@ -62,19 +73,160 @@ def test_experts_are_chosen_and_sorted(
     logits = ((steps - experts // 3) / 16).to(dtype)
     num_live = torch.tensor([int(live * num)], dtype=torch.int32, device=device)
     kind = torch.float32 if wide else dtype
+    check_choice(logits, rule, top_k, num_live, kind, shared)
+
+
+def check_choice(
+    logits: torch.Tensor,
+    rule: Rule,
+    top_k: int,
+    num_live: torch.Tensor,
+    kind: torch.dtype,
+    shared: int,
+) -> None:
+    (num, experts), live = logits.shape, int(num_live)
     results = []
     for kernels in (choose, reference):
-        hits = torch.tensor([5], dtype=torch.int32, device=device)
-        routing, weights = kernels.choose(logits, rule, top_k, num_live, hits, kind)
+        hits = torch.tensor([5], dtype=torch.int32, device=logits.device)
+        routing, weights = kernels.choose(logits, rule, top_k, num_live, hits, kind, shared)
         assert weights.dtype is kind
-        results.append((routing.ids_TK.long(), weights, int(hits), routing.counts_E.tolist()))
+        assert weights.shape == (num, top_k)
+        ids, counts = routing.ids_TK.long()[:live], routing.counts_E.tolist()
+        assert ids[:, top_k:].tolist() == [list(range(experts, experts + shared))] * live
+        assert counts[experts:] == [live] * shared
+        assert int(hits) == 5 + sum(count > 0 for count in counts[:experts])
+        results.append((ids, weights[:live], counts))
         if kernels is choose:
-            rows = moe.tile_rows(num * top_k, experts)
-            check_sorted(routing, int(num_live), experts, rows)
-    (ids, weights, *rest), (wanted_ids, wanted, *wanted_rest) = results
-    assert torch.equal(ids[: int(num_live)], wanted_ids[: int(num_live)])
-    close(weights.to(dtype), wanted.to(dtype))  # wide ones are rounded on the way, too
-    assert rest == wanted_rest
+            rows = moe.tile_rows(num * (top_k + shared), experts)
+            check_sorted(routing, live, experts + shared, rows)
+    (ids, weights, counts), (wanted_ids, wanted, wanted_counts) = results
+    assert torch.equal(ids, wanted_ids)
+    close(weights.to(logits.dtype), wanted.to(logits.dtype))  # wide ones are rounded, too
+    assert counts == wanted_counts
+
+
+@DEVICES
+@FEW
+@given(
+    num=st.sampled_from([1, 7, 40, 65]),
+    live=st.floats(0, 1),
+    sizes=st.sampled_from(
+        [(8, 4, 2, 1), (16, 4, 4, 2), (60, 4, 3, 2), (64, 8, 8, 4), (24, 6, 1, 1)]
+    ),
+    normed=st.booleans(),
+    shared=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_groups_are_chosen_first(
+    device: str,
+    num: int,
+    live: float,
+    sizes: tuple[int, int, int, int],
+    normed: bool,
+    shared: int,
+    seed: int,
+) -> None:
+    noise, (experts, top_k, groups, num_open) = Noise(seed, device), sizes
+    how = Groups(noise(experts) * 0.3, groups, num_open, normed, 2.5)
+    num_live = torch.tensor([int(live * num)], dtype=torch.int32, device=device)
+    rule = Rule(RuleKind.SIGMOID, groups=how)
+    check_choice(noise(num, experts), rule, top_k, num_live, torch.float32, shared)
+
+
+def test_the_choice_of_groups_is_that_of_transformers() -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    from qllm.cuda.experts import known_router
+
+    noise, live = Noise(4, "cpu"), torch.tensor([50], dtype=torch.int32)
+    sizes = {"n_routed_experts": 32, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
+    for normed in (False, True):
+        config = DeepseekV3Config(hidden_size=40, norm_topk_prob=normed, **sizes)
+        module = DeepseekV3TopkRouter(config)
+        module.weight.data = noise(32, 40)
+        module.e_score_correction_bias = noise(32) * 0.5
+        x = noise(50, 40)
+        _, wanted, wanted_ids = module(x)
+        router = known_router(module)
+        assert router is not None
+        for kernels in (choose, reference):
+            given_ = router.logits(x), router.rule, router.top_k, live, live.clone(), router.dtype
+            routing, weights = kernels.choose(*given_)
+            ids, order = routing.ids_TK.long().sort(1)
+            wanted_sorted, wanted_order = wanted_ids.sort(1)
+            assert torch.equal(ids, wanted_sorted)
+            close(weights.gather(1, order), wanted.gather(1, wanted_order))
+
+
+@DEVICES
+@pytest.mark.parametrize("num", [3, 70])
+def test_a_token_without_numbers_gets_experts_of_open_groups(device: str, num: int) -> None:
+    logits = Noise(3, device)(num, 8)
+    logits[1, 5], logits[2] = math.nan, math.nan
+    live, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (num, 0))
+    correction = torch.tensor([0.0, -math.inf] * 4, device=device)
+    rule = Rule(RuleKind.SIGMOID, groups=Groups(correction, 4, 2, True, 2.5))
+    routing, weights = choose.choose(logits, rule, 4, live, hits, torch.float32, 1)
+    assert all(len(set(row)) == 5 and set(row) <= set(range(9)) for row in routing.ids_TK.tolist())
+    assert weights[1:3].isnan().all()
+    assert not weights[0].isnan().any()
+    check_sorted(routing, num, 9, moe.tile_rows(num * 5, 8))
+
+
+@DEVICES
+@pytest.mark.parametrize("shared", [1, 3])
+@FEW
+@given(
+    num=st.integers(1, 70),
+    live=st.floats(0.5, 1),
+    sizes=st.sampled_from([(16, 16), (40, 24), (96, 48)]),
+    gated=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_shared_experts_run_beside_the_others(
+    device: str,
+    num: int,
+    live: float,
+    shared: int,
+    sizes: tuple[int, int],
+    gated: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """One after the other, as a dense MLP of their width would."""
+    noise, (width, inner), top_k = Noise(seed, device), sizes, 2
+    up, down = (
+        noise(4, 2 * inner, width, dtype=dtype) * 0.2,
+        noise(4, width, inner, dtype=dtype) * 0.2,
+    )
+    wide = SharedWeights(
+        noise(2 * shared * inner, width, dtype=dtype) * 0.2,
+        noise(width, shared * inner, dtype=dtype) * 0.2,
+    )
+    weights = ExpertWeights(up, down, None, None, False, Activation.SILU)
+    x, residual = noise(num, width, dtype=dtype), noise(num, width, dtype=dtype)
+    gate = noise(num, 1, dtype=dtype) if gated else None
+    num_live = torch.tensor([int(live * num)], dtype=torch.int32, device=device)
+    logits, rule = noise(num, 4), Rule(RuleKind.RENORMALISED)
+    outs = []
+    for kernels, own in ((moe, None), (moe, wide), (reference, None), (reference, wide)):
+        w, count = weights._replace(shared=own), 0 if own is None else shared
+        chooses = choose if kernels is moe else reference
+        given_ = logits, rule, top_k, num_live, num_live.clone(), torch.float32, count
+        routing, gates = chooses.choose(*given_)
+        slots = torch.full((num, top_k + count, width), math.nan, dtype=dtype, device=device)
+        kernels.run_experts(x, w, routing, 0, 4 + count, slots)
+        both = (x.float() @ wide.up_FD.float().t()).to(dtype)
+        dense = reference.silu_mul(both).float() @ wide.down_DF.float().t()
+        dense[int(num_live) :] = 0
+        out = torch.full((num, width), math.nan, dtype=dtype, device=device)
+        add = Sum(residual, None, dense.to(dtype) if own is None else None, gate)
+        kernels.combine(slots, gates, num_live, out, add)
+        outs.append(out)
+    for out in outs[1:]:
+        close(out, outs[0])
 
 
 def test_the_sparse_mixer_is_that_of_transformers() -> None:
@@ -163,9 +315,13 @@ def test_a_sum_is_kept_and_normed(
     residual, x = noise(num, 2 * width, dtype=dtype)[:, ::2].contiguous(), noise(num, width + 8)
     x = x.to(dtype)[:, :width]
     given_ = residual, x, multiplier, noise(width, dtype=dtype), 1e-6, wide
-    found, wanted = norm.add_rms_norm(*given_), reference.add_rms_norm(*given_)
-    for a, b in zip(found, wanted, strict=True):
-        close(a, b)
+    for in_fp32 in (False, True):
+        found = norm.add_rms_norm(*given_, in_fp32)
+        wanted = reference.add_rms_norm(*given_, in_fp32)
+        for a, b in zip(found, wanted, strict=True):
+            close(a.to(dtype), b.to(dtype))
+        assert found[2].dtype is (torch.float32 if in_fp32 else dtype)
+        assert torch.equal(found[2].to(dtype), found[1])
 
 
 @DEVICES

@@ -25,7 +25,7 @@ from qllm.ingress.ring import Record, record_bytes
 from qllm.plugins import load_policy
 from qllm.record import trace
 from qllm.scheduler.decision import Parked
-from qllm.sim.check import World
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, FinishReason, Priority, RequestStatus
 
 LS, BE = Priority.LS, Priority.BE

@@ -116,10 +116,9 @@ def models() -> list[tuple[str, Any, dict[str, Any]]]:
 def stages() -> dict[str, str]:
     """Compile the stages of every model; what became of each."""
     from qllm.cuda.backend import cuda_runner
-    from qllm.models import discover
     from qllm.runner import runner
 
-    discover._refuse_tensor = lambda name, tensor: None  # nothing will be computed
+    runner.refuse_unsafe = lambda model: None  # nothing will be computed
     runner.identity = lambda model, weights: ""  # type: ignore[assignment, misc]
     found = {}
     for name, model, how in models():

@@ -38,12 +38,14 @@ def weight(name: str, n: int, k: int) -> Quantised:
     if name == "mxfp4":
         scale_NG = (2.0 ** torch.randint(-9, -5, (n, k // 32))).bfloat16()
         return Quantised("e2m1", codes, scale_NG, None, 32)
-    group = int(name.removeprefix("u4-g"))
-    scale_NG = (torch.rand((n, k // group)) / 100).half()
-    return Quantised("u4", codes, scale_NG, -8 * scale_NG, group)
+    code, _, group = name.partition("-g")
+    scale_NG = (torch.rand((n, k // int(group))) / 100).half()
+    if code == "i4":
+        return Quantised("i4", codes, scale_NG, None, int(group))
+    return Quantised("u4", codes, scale_NG, -7 * scale_NG, int(group))
 
 
-FORMATS = ("mxfp4", "u4-g128", "u4-g32")
+FORMATS = ("mxfp4", "i4-g128", "i4-g32", "u4-g128", "u4-g32")
 
 
 class Layer:

@@ -2,13 +2,15 @@
 
 Rows, all on the 300M random MoE with 2 threads:
     chats      8-turn LS chats over a context of 2k tokens: TTFT of later turns, warm over cold
-    sweep      LS chats before and after BE prompts of ten times the store: warm over warm before
+    sweep      LS chats before and after BE prompts of ten times the store: warm over warm before;
+               and so with plain least recently used, and with vLLM's server
     no_hit     prompts that share nothing: tokens/s, cache on over off, in turns
     shared     32 chats over one system prompt of 2k tokens: bytes of KV kept and copied, and all KV
                over that of one copy per chat: copied, as on a CPU, and by reference, as blocks
                are counted on a GPU
-    swap       BE work of four times the KV pool, and LS chats that take its KV and a fifth, or two
-               fifths, of the engine's time: swap over recompute, with the prefix cache and without
+    swap       BE work of four times the KV pool, and LS chats that take its KV and two, three or
+               four tenths of the engine's time: swap over recompute, with the prefix cache and
+               without, and over what no engine can beat
     rota       one class, KV for two requests, arrivals at 0.87 of what that can do: `rota` with
                swap over `fcfs`; and a burst of eight
     restart    `kill -9` at 4k tokens of context: time to the next token, with `kv_dir` over without
@@ -54,9 +56,10 @@ def _with_two(row: Callable[..., Row], model: str, *sizes: int) -> Row:
 ROWS: dict[str, Callable[[str, bool], Row]] = {
     "chats": lambda m, quick: _with_two(chats_row, m, *((3, 1) if quick else (8, 2))),
     "sweep": lambda m, quick: sweep_row(m, 1 if quick else 2, 3072 if quick else 6144),
-    "no_hit": lambda m, quick: _with_two(no_hit_row, m, 2 if quick else 7),
+    "no_hit": lambda m, quick: _with_two(no_hit_row, m, 2 if quick else 15),
     "shared": lambda m, quick: _with_two(shared_row, m, 4 if quick else 32),
     "swap_0.2": lambda m, quick: swap_row(m, 1 if quick else 3, 4, 0.2),
+    "swap_0.3": lambda m, quick: swap_row(m, 1 if quick else 3, 4, 0.3),
     "swap_0.4": lambda m, quick: swap_row(m, 1 if quick else 3, 4, 0.4),
     "rota": lambda m, quick: rota_row(m, 30 if quick else 80),
     "rota_burst": lambda m, quick: rota_burst(m, 4 if quick else 8),

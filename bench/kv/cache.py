@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.kv.parts import GREEDY, PAGE, make_engine, make_ids
+from bench.kv.asked import Asked, Ours, Turn, vllm
+from bench.kv.parts import GREEDY, PAGE, THREADS, make_engine, make_ids
+from bench.serving.servers import InstallError
 from qllm import QLLMEngine
 from qllm.scheduler.blocks import BlockPool
 
@@ -14,38 +16,39 @@ BLOCK = 16
 """Tokens of a block."""
 
 
-def _turns(engine: QLLMEngine, seed: int, turns: int, context: int) -> list[Any]:
+def _turns(asked: Asked, seed: int, turns: int, context: int) -> list[Turn]:
     """One chat: every turn sends all before it, and 40 new tokens."""
     rng = np.random.default_rng(seed)
-    ids, found = make_ids(rng, context), []
+    ids, found = make_ids(rng, context), list[Turn]()
     for _ in range(turns):
-        ids = ids + make_ids(rng, 40)
-        found.append(engine.submit(ids, "LS", 24, sampling=GREEDY).result(120))
-        ids = ids + list(found[-1].token_ids)
+        found.append(asked.chat(ids + make_ids(rng, 40), 24))
+        ids = found[-1].all_ids
     return found
 
 
 def chats_row(off: QLLMEngine, on: QLLMEngine, turns: int, num: int) -> dict[str, Any]:
     """TTFT of the turns after the first."""
-    cold = [r for i in range(num) for r in _turns(off, i, turns, 2048)]
-    warm = [r for i in range(num) for r in _turns(on, i, turns, 2048)]
+    cold = [turn for i in range(num) for turn in _turns(Ours(off), i, turns, 2048)]
+    warm = [turn for i in range(num) for turn in _turns(Ours(on), i, turns, 2048)]
     later = [i for i in range(len(cold)) if i % turns]
     p50 = {
-        name: statistics.median(arm[i].metrics.ttft_ms or 0.0 for i in later)
+        name: statistics.median(arm[i].ttft_ms for i in later)
         for name, arm in (("cold", cold), ("warm", warm))
     }
-    due = all(  # all of the turn before but its last token, in whole pages
-        warm[i].metrics.num_cached_tokens >= (len(warm[i].prompt_token_ids) - 41) // PAGE * PAGE
-        for i in later
-    )
+    due = all(warm[i].num_cached >= _due(warm[i]) for i in later)
     return {
         "cold_ttft_p50_ms": p50["cold"],
         "warm_ttft_p50_ms": p50["warm"],
         "warm_over_cold": p50["warm"] / p50["cold"],
         "asked": 0.25,
-        "same_tokens": [r.token_ids for r in cold] == [r.token_ids for r in warm],
+        "same_tokens": [turn.token_ids for turn in cold] == [turn.token_ids for turn in warm],
         "hits_due": due,
     }
+
+
+def _due(turn: Turn) -> int:
+    """Tokens that it has from the turn before: all but the last one, in whole pages."""
+    return (len(turn.prompt) - 41) // PAGE * PAGE
 
 
 def flood(engine: QLLMEngine, seed: int) -> tuple[float, list[tuple[int, ...]]]:
@@ -125,17 +128,19 @@ def _blocks_by_reference(num_shared: int, lengths: list[int]) -> int:
 def sweep_row(model: str, num: int, store: int = 6144) -> dict[str, Any]:
     """LS chats before and after BE prompts of ten times the store, which are never sent again.
 
-    Arms: LS pages stay (the default), and plain least recently used (`keep_ls_s=0`).
+    Arms: LS pages stay (the default), plain least recently used (`keep_ls_s=0`), and vLLM, whose
+    cache is its KV pool: it has as many tokens as our pool and store together.
     """
     arms: dict[str, dict[str, Any]] = {}
     tokens: dict[str, list[tuple[int, ...]]] = {}
     for name, keep_ls_s in (("by_class", 600), ("lru", 0)):
         settings = {"prefix_cache": True, "prefix_cache_tokens": store, "keep_ls_s": keep_ls_s}
-        with make_engine(model, **settings) as engine:
-            arms[name], tokens[name] = _swept(engine, num, 10 * store)
+        with make_engine(model, max_kv_tokens=SWEEP_KV, **settings) as engine:
+            arms[name], tokens[name] = _swept(Ours(engine), num, 10 * store)
     return {
         "store_tokens": store,
         **arms,
+        "vllm": _swept_vllm(model, num, store),
         "after_over_before": arms["by_class"]["after_over_before"],
         "asked": 1.2,
         "same_tokens": tokens["by_class"] == tokens["lru"],
@@ -144,28 +149,32 @@ def sweep_row(model: str, num: int, store: int = 6144) -> dict[str, Any]:
     }
 
 
-def _swept(engine: QLLMEngine, num: int, swept: int) -> tuple[dict[str, Any], Any]:
+SWEEP_KV = 8192
+"""Tokens of KV of the requests that run in a sweep."""
+
+
+def _swept_vllm(model: str, num: int, store: int) -> dict[str, Any]:
+    try:
+        with vllm(model, SWEEP_KV + store, THREADS) as (server, chosen):
+            return {**_swept(server, num, 10 * store)[0], "platform": chosen}
+    except InstallError as error:
+        return {"error": str(error)}
+
+
+def _swept(asked: Asked, num: int, swept: int) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """Chats of four turns, the sweep, and one turn more."""
     rng = np.random.default_rng(11)
-    before = [_turns(engine, seed, 4, 2048) for seed in range(num)]
-    handles = [
-        engine.submit(make_ids(rng, 1024), "BE", 2, sampling=GREEDY) for _ in range(swept // 1024)
-    ]
-    for handle in handles:
-        handle.result(300)
-    after = []
-    for turns in before:
-        ids = [*turns[-1].prompt_token_ids, *turns[-1].token_ids, *make_ids(rng, 40)]
-        after.append(engine.submit(ids, "LS", 24, sampling=GREEDY).result(120))
-    warm = [r for turns in before for r in turns[1:]]
+    asked.chat(make_ids(rng, 512), 8)  # the first pass touches the weights
+    before = [_turns(asked, seed, 4, 2048) for seed in range(num)]
+    asked.batch([make_ids(rng, 1024) for _ in range(swept // 1024)], 2)
+    after = [asked.chat(turns[-1].all_ids + make_ids(rng, 40), 24) for turns in before]
+    warm = [turn for turns in before for turn in turns[1:]]
 
-    def ttft(of: list[Any]) -> float:
-        return statistics.median(r.metrics.ttft_ms or 0.0 for r in of)
+    def ttft(of: list[Turn]) -> float:
+        return statistics.median(turn.ttft_ms for turn in of)
 
-    def cached(of: list[Any]) -> float:
-        due = [(len(r.prompt_token_ids) - 41) // PAGE * PAGE for r in of]
-        found = [r.metrics.num_cached_tokens for r in of]
-        return sum(min(a, b) for a, b in zip(found, due, strict=True)) / sum(due)
+    def cached(of: list[Turn]) -> float:
+        return sum(min(turn.num_cached, _due(turn)) for turn in of) / sum(map(_due, of))
 
     found = {
         "warm_before_ttft_p50_ms": ttft(warm),
@@ -174,4 +183,4 @@ def _swept(engine: QLLMEngine, num: int, swept: int) -> tuple[dict[str, Any], An
         "cached_before": cached(warm),
         "cached_after": cached(after),
     }
-    return found, [r.token_ids for r in [*warm, *after]]
+    return found, [turn.token_ids for turn in [*warm, *after]]

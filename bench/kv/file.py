@@ -34,11 +34,13 @@ def _killed(model: str, folder: str | None, ids: list[int], num: int, to: str) -
         handle = first.submit(ids, to, num, sampling=GREEDY)
         log.keep(handle)
         wait_until(lambda: len(handle.token_ids) >= num // 2)
+        handle.update(paused=True)  # it stays open however long the file takes
         if folder is not None:
             due = (len(ids) + num // 2) // 64 - 1
             wait_until(lambda: first.stats()["prefix_cache"]["file"]["kept_pages"] >= due)
         os.kill(first._client._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         wait_until(lambda: log.holds(handle))
+        handle.update(paused=False)
     before = len(handle.token_ids)
     with _engine(model, folder) as second:
         start = time.perf_counter()
@@ -83,7 +85,7 @@ class _Traffic:
     """Keeps the mover of an engine busy both ways, as the engine's own loads and stores do.
 
     Half of the pages that lie in the file are loaded for best effort again and again, past RAM,
-    the other half is forgotten and stored again.
+    the other half is displaced and stored again.
     """
 
     def __init__(self, engine: QLLMEngine) -> None:
@@ -115,8 +117,9 @@ class _Traffic:
         tier.load(self._loaded, ram, target.put, False, b"", now_ns)
 
     def _store(self) -> None:
-        self._tier._forget([name for name in self._stored if name in self._tier.index])
         for name in self._stored:
+            if name in self._tier.index:
+                self._tier.index.drop(name)  # displaced, not erased
             self._tier.offer(name, False)
 
     def stop(self) -> list[int]:

@@ -10,12 +10,12 @@ from bench.common import MODEL, SPECIAL
 from qllm import QLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-PAGE = 64
+PAGE, THREADS = 64, 2
 
 
 def make_engine(model: str, **settings: Any) -> QLLMEngine:
-    """An engine of two threads."""
-    return QLLMEngine.from_pretrained(model, threads=2, conformance=False, **settings)
+    """An engine of `THREADS` threads."""
+    return QLLMEngine.from_pretrained(model, threads=THREADS, conformance=False, **settings)
 
 
 def make_ids(rng: np.random.Generator | int, count: int) -> list[int]:

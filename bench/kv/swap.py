@@ -1,5 +1,6 @@
 """Rows of `bench.kv` about KV that is short: swap over recomputing, and requests that rotate."""
 
+import math
 import statistics
 import time
 from typing import Any
@@ -28,8 +29,10 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict
     answers = [h.result(300) for h in chats]
     ttft = [r.metrics.ttft_ms or 0.0 for r in answers]
     return {
+        "seconds": seconds,
+        "num_chats": len(chats),
         "be_tokens_per_s": num_be * 640 / seconds,
-        "ls_ttft_p99_ms": float(np.percentile(ttft, 99)),
+        "ls_ttft_p99_ms": float(np.percentile(ttft, 99)) if ttft else 0.0,
         "evictions": sum(r.metrics.evictions for r in done),
         "recomputed": sum(r.metrics.evict_recomputed_tokens for r in done + answers),
         "swapped_tokens": engine.stats()["swap"]["out_tokens"],
@@ -38,7 +41,10 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict
 
 
 def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any]:
-    """KV for a quarter of the BE work; three arms in turns.
+    """KV for a quarter of the BE work; arms in turns.
+
+    `of_both_apart` holds swap against what no engine can beat that serves LS first and has KV for
+    one of them: the time of the same BE work without LS, and that of the chats without BE.
 
     Args:
         model: Its folder.
@@ -47,16 +53,19 @@ def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any
         load: Part of the engine's time that LS would take alone.
     """
     pool = num_be * 640 // 4
-    arms = {
+    arms: dict[str, dict[str, Any]] = {
         "swap": {"prefix_cache": True, "swap_kv_tokens": num_be * 640},
         "recompute": {"prefix_cache": False},
         "recompute_cache": {"prefix_cache": True},
+        "without_ls": {"prefix_cache": False},
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    chat_s = []
     for i in range(rounds):
-        every_s = _chat_s(model) / load
+        chat_s.append(_chat_s(model))
         for name in arms if i % 2 else reversed(arms):
-            with make_engine(model, max_kv_tokens=pool, **arms[name]) as engine:  # type: ignore[arg-type]
+            every_s = math.inf if name == "without_ls" else chat_s[-1] / load
+            with make_engine(model, max_kv_tokens=pool, **arms[name]) as engine:
                 _flood_one(engine)
                 found[name].append(_contend(engine, 200 + i, num_be, every_s))
 
@@ -65,16 +74,20 @@ def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any
         return statistics.median([a[what] / b[what] for a, b in pairs])
 
     swap, plain = found["swap"], found["recompute"]
+    apart = zip(swap, found["without_ls"], chat_s, strict=True)
     return {
         "ls_load": load,
         "recomputed": sum(x["recomputed"] for x in swap),
-        "recomputed_without": [sum(x["recomputed"] for x in found[n]) for n in list(arms)[1:]],
-        "evictions_without": [sum(x["evictions"] for x in found[n]) for n in list(arms)[1:]],
+        "recomputed_without": [sum(x["recomputed"] for x in found[n]) for n in list(arms)[1:3]],
+        "evictions_without": [sum(x["evictions"] for x in found[n]) for n in list(arms)[1:3]],
         "swapped_tokens": sum(x["swapped_tokens"] for x in swap),
         "be_tokens_per_s": statistics.median(x["be_tokens_per_s"] for x in swap),
         "be_over_recompute": over("recompute", "be_tokens_per_s"),
         "be_over_recompute_cache": over("recompute_cache", "be_tokens_per_s"),
         "be_asked": 1.5,
+        "of_both_apart": statistics.median(
+            x["seconds"] / (alone["seconds"] + x["num_chats"] * s) for x, alone, s in apart
+        ),
         "ls_ttft_p99_ms": statistics.median(x["ls_ttft_p99_ms"] for x in swap),
         "ls_ttft_p99_over_recompute": over("recompute", "ls_ttft_p99_ms"),
         "ls_ttft_p99_over_recompute_cache": over("recompute_cache", "ls_ttft_p99_ms"),

@@ -27,7 +27,7 @@ from qllm.plan import CutRule, ModelShape
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import LIMITS, World
+from qllm.sim.world import LIMITS, World
 from qllm.types import Priority, Slo
 
 sys.path.insert(0, str(ROOT / "tests"))

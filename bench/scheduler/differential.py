@@ -21,9 +21,8 @@ from typing import Any
 SHIPPED = "fcfs,ls-first,priority,qllm2,chunked,chunked-priority,edf,layered,priority-layered"
 
 
-def use_extension(file: str) -> None:
-    """Let the scheduler be another build of it, such as one with sanitizers."""
-    name = "qllm.device._scheduler"
+def use_extension(file: str, name: str = "qllm.device._scheduler") -> None:
+    """Let an extension be another build of it, such as one with sanitizers."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,6 +1,7 @@
 """What every command shares: the application, its errors and its tables."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -48,11 +49,12 @@ def quiet() -> None:
     """No progress bars and advice of the libraries below: stdout and stderr are ours."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.simplefilter("ignore")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    bars = sys.modules.get("transformers.utils.logging")  # imported later, it reads the variable
+    if bars is not None:
+        bars.disable_progress_bar()
 
 
 OWN_FLAGS = ("policy", "dtype", "device", "threads", "trust_remote_code")

@@ -30,7 +30,7 @@ def bench(
     model: Annotated[
         str | None, typer.Argument(help="Alias, folder or hub id; 300m or 1m for random weights.")
     ] = None,
-    workload: Annotated[str | None, typer.Option(help="S1 to S12; or give --trace.")] = None,
+    workload: Annotated[str | None, typer.Option(help="S1 to S14; or give --trace.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Azure or BurstGPT CSV, Mooncake or our own JSON lines.")
     ] = None,

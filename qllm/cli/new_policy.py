@@ -12,7 +12,7 @@ from qllm.plugins import installed_policies
 
 KINDS = ("rank", "plan")
 """A `RankPolicy`, or a full `Policy` that plans by itself."""
-_IMPORT = "from qllm.sim.check import World\n"
+_IMPORT = "from qllm.sim.world import World\n"
 
 
 def new_policy(name: str, kind: str = "rank", out: Path = Path()) -> Path:

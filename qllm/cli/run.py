@@ -1,15 +1,19 @@
 """`qllm run`: one prompt, or a conversation."""
 
 import sys
+from codecs import getincrementaldecoder
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.errors import QllmError
+from qllm.errors import InvalidRequestError, QllmError
 
 from .app import INTERRUPTED, Device, Threads, app, clean, quiet, split_settings
 from .settings import WithSettings
+
+CHUNK_BYTES = 65_536
+"""Most that is read of a pipe at once."""
 
 if TYPE_CHECKING:
     from qllm.llm import QLLMEngine
@@ -29,6 +33,10 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Of the random choices.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt instead of answering it.")
+    ] = False,
+    stdin: Annotated[
+        bool,
+        typer.Option("--stdin", help="Take the prompt, or its rest, from a pipe as it comes."),
     ] = False,
     policy: Annotated[str, typer.Option(help="See `qllm policies`.")] = "qllm2",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -59,7 +67,10 @@ def run(
         **{"default_max_tokens": max_tokens, **settings},
     ) as engine:
         talk = _Talk(engine, sampling, raw)
-        if prompt is None:
+        if stdin:
+            if not talk.answer_stdin(prompt or ""):
+                raise typer.Exit(INTERRUPTED)
+        elif prompt is None:
             talk.chat()
         elif not talk.answer(prompt):
             raise typer.Exit(INTERRUPTED)
@@ -89,7 +100,35 @@ class _Talk:
         """Stream an answer; False if it was stopped. A refused question leaves no trace."""
         asked: list[Message] = [*self._history, {"role": "user", "content": text}]
         prompt: Prompt = text if self._raw else asked
-        handle = self._engine.submit(prompt, "LS", **self._sampling)
+        said, stopped = self._show(self._engine.submit(prompt, "LS", **self._sampling))
+        if not self._raw:
+            self._history = [*asked, {"role": "assistant", "content": said}]
+        return not stopped
+
+    def answer_stdin(self, begin: str) -> bool:
+        """Answer what comes on a pipe, computed as it comes; False if it was stopped.
+
+        Raises:
+            InvalidRequestError: It is no UTF-8, or too long.
+        """
+        first: Prompt = begin if self._raw else [{"role": "user", "content": begin}]
+        decoder, num_bytes = getincrementaldecoder("utf-8")(), 0
+        pipe: Any = sys.stdin.buffer
+        with self._engine.open("LS", first) as prompt:
+            try:
+                while data := pipe.read1(CHUNK_BYTES):
+                    prompt.append(decoder.decode(data))
+                    num_bytes += len(data)
+                prompt.append(decoder.decode(b"", final=True))
+            except UnicodeDecodeError as error:
+                text = f"the input is no UTF-8 near byte {num_bytes + error.start}: {error.reason}"
+                raise InvalidRequestError(text) from None
+            except KeyboardInterrupt:
+                return False
+            return not self._show(prompt.send(**self._sampling))[1]
+
+    def _show(self, handle: Any) -> tuple[str, bool]:
+        """Write an answer as it comes; its text, and whether it was stopped."""
         said: list[str] = []
         stopped = False
         try:
@@ -104,9 +143,7 @@ class _Talk:
         sys.stdout.flush()
         if not stopped:
             typer.echo(_speed(handle.result().metrics), err=True)
-        if not self._raw:
-            self._history = [*asked, {"role": "assistant", "content": "".join(said)}]
-        return not stopped
+        return "".join(said), stopped
 
     def chat(self) -> None:
         """Read questions until the end of input."""
@@ -154,7 +191,8 @@ HELP = (
 
 def _speed(metrics: "RequestMetrics") -> str:
     """How fast an answer was, in one line."""
-    said = f"{metrics.num_prompt_tokens} tokens in, {metrics.num_output_tokens} out"
+    said = "" if metrics.open_ms is None else f"read for {metrics.open_ms / 1000:.1f} s, "
+    said += f"{metrics.num_prompt_tokens} tokens in, {metrics.num_output_tokens} out"
     if metrics.ttft_ms is not None:
         said += f", the first after {metrics.ttft_ms:.0f} ms"
     if metrics.tpot_ms:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from qllm.errors import ConfigError, pip_install
+from qllm.torchless import forgo_torch
 
 from .app import Device, Threads, app, clean, parse_setting, quiet, split_settings
 from .settings import FLAGS, WithServerSettings
@@ -100,4 +101,6 @@ def serve(
     flags |= {name: value for name, value in named.items() if value is not None}
     loaded = load_config(config, os.environ, flags)
     quiet()
+    if loaded.device == "cpu":  # else torch is asked whether it sees a GPU
+        forgo_torch()
     (serve_engine if loaded.role == "engine" else run)(loaded)

@@ -71,7 +71,7 @@ def _config(machine: "CostFile", settings: list[str] | None) -> "EngineConfig":
 @app.command(cls=WithSettings)
 @clean
 def sim(
-    workload: Annotated[str | None, typer.Option(help="A named workload, S1 to S12.")] = None,
+    workload: Annotated[str | None, typer.Option(help="A named workload, S1 to S14.")] = None,
     requests: Annotated[
         Path | None,
         typer.Option(help="A trace file instead: Azure, BurstGPT, Mooncake or our own."),
@@ -112,7 +112,7 @@ def sim(
     config = _config(machine, setting)
     targets = None if slo is None else parse_slo(slo)
     if (workload is None) == (requests is None):
-        raise ConfigError("give --workload S1 to S12 or --requests FILE, and not both")
+        raise ConfigError("give --workload S1 to S14 or --requests FILE, and not both")
     if requests is not None:
         from qllm.workloads.files import read_requests
 

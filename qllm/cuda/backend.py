@@ -50,10 +50,8 @@ EXPERT_RANGES = 4
 """Pieces of an EXPERTS op of a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
 """Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
-COPY_BYTES_PER_MS = 20_000_000
-"""Nominal, over PCIe 4 or 5 in one direction; not measured."""
-AHEAD_BYTES = 32 << 20
-"""KV that is copied out per step before it has to go: 1.7 ms of one direction at that rate."""
+AHEAD_MS = 1.6
+"""How long KV is copied out per step before it has to go."""
 NOTHING = SamplingParams(temperature=0)
 
 
@@ -126,6 +124,7 @@ class CudaBackend:
                 "the keys and values of its layers have different shapes, and a page of the device "
                 "holds those of one: serve it with device='cpu'"
             )
+        self._spare = spare
         self.pages = Pages(parts.num_kv_layers, num_pages, page_size, self.kernels, spare)
         self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels)
         self.drivers = self.layers.drivers
@@ -150,11 +149,14 @@ class CudaBackend:
         "and a hit could change tokens"
     )
     shares_blocks = True
-    copy_bytes_per_ms = COPY_BYTES_PER_MS
+
+    @property
+    def copy_bytes_per_ms(self) -> int:
+        return 0 if self._spare is None else self._spare.bytes_per_ms
 
     @property
     def move_token_ns(self) -> int:
-        return self.pages.token_bytes * NS_PER_MS // COPY_BYTES_PER_MS
+        return self.pages.token_bytes * NS_PER_MS // max(1, self.copy_bytes_per_ms)
 
     def enter(self) -> None:
         self.compute.enter()
@@ -234,7 +236,8 @@ class CudaBackend:
         return PagedKV(self.pages, capacity)
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
-        most = max(1, AHEAD_BYTES // max(1, self.pages.token_bytes * self.pages.page_size))
+        page_bytes = self.pages.token_bytes * self.pages.page_size
+        most = max(1, int(AHEAD_MS * self.copy_bytes_per_ms) // max(1, page_bytes))
         for kv in kvs:
             most -= kv.copy_ahead(most) if isinstance(kv, PagedKV) else 0
 

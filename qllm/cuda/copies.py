@@ -12,7 +12,8 @@ Nothing here waits on the host. Who uses memory next waits on the device, for an
 So pages and slots are free, as far as counts go, as soon as nobody names them any more.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,36 @@ from torch import Tensor
 
 from qllm.cuda.streams import StreamApi
 from qllm.errors import InvariantError
+from qllm.types import NS_PER_MS
+
+PROBE_BYTES, PROBES = 8 << 20, 3
+"""What is copied to see how fast copies are, and how often."""
+
+
+def measured_bytes_per_ms(
+    api: StreamApi, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns
+) -> int:
+    """Bytes that a copy moves in a millisecond: the slower direction at its best. Waits.
+
+    Args:
+        api: Copies.
+        device: From and to where.
+        now_ns: A clock.
+    """
+    here = api.lock(PROBE_BYTES).view(1, 1, 1, PROBE_BYTES)
+    there = torch.zeros_like(here, device=device)
+    took_ns, last = [], api.record(None)
+    for to, source in ((here, there), (there, here)):
+        stream = api.new_stream()
+        api.wait(stream, last)
+        for _ in range(PROBES):
+            start_ns = now_ns()
+            api.copy(to, source, stream)
+            last = api.record(stream)
+            api.finish(last)
+            took_ns.append(now_ns() - start_ns)
+    api.unlock(here)
+    return PROBE_BYTES * NS_PER_MS // max(1, min(took_ns[:PROBES]), min(took_ns[PROBES:]))
 
 
 class Slot:

@@ -7,7 +7,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from qllm.errors import InvariantError
-from qllm.kernels.routing import ExpertWeights, Routing, Rule, RuleKind, Sum
+from qllm.kernels.routing import (
+    Activation,
+    ExpertWeights,
+    Groups,
+    Routing,
+    Rule,
+    RuleKind,
+    SharedWeights,
+    Sum,
+)
 from qllm.kernels.select import Kernels
 from qllm.models.fingerprints import router_kind
 from qllm.models.heard import is_heard
@@ -24,24 +33,42 @@ class Router(NamedTuple):
     top_k: int
     dtype: torch.dtype
     """Dtype of the weights that it gives."""
+    is_wide: bool
+    """Whether its product is in fp32, whatever the model's dtype."""
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Logits [T, E] of rows, which are in fp32 if the router is wide."""
+        return functional.linear(x_TD, self.weight_ED, self.bias_E)
 
 
 def known_router(router: Any) -> Router | None:
     """What `choose` needs of a router of transformers, if it knows its kind and no hook listens."""
     weight, kind = getattr(router, "weight", None), router_kind(router)
-    renormalised, dtype = RuleKind.RENORMALISED, getattr(weight, "dtype", torch.float32)
-    rules = {"wide": Rule(renormalised), "chosen": Rule(renormalised)}
-    if kind == "flag":
-        rules[kind] = Rule(renormalised if router.norm_topk_prob else RuleKind.SOFTMAX)
-    elif kind == "sparse_mixer":
-        rules[kind] = Rule(RuleKind.SPARSE_MIXER, 2 * router.router_jitter_noise)
-    if kind not in rules or weight is None or is_heard(router):
+    if kind is None or weight is None or is_heard(router):
         return None
-    bias = getattr(router, "bias", None)
-    wide = torch.float32 if kind == "wide" else dtype
-    return Router(
-        weight.detach(), None if bias is None else bias.detach(), rules[kind], router.top_k, wide
-    )
+    bias, is_wide = getattr(router, "bias", None), kind == "sigmoid"
+    dtype = torch.float32 if kind in {"wide", "sigmoid"} else weight.dtype
+    weight = weight.detach().float() if is_wide else weight.detach()
+    bias = None if bias is None else bias.detach()
+    return Router(weight, bias, _rule(router, kind), router.top_k, dtype, is_wide)
+
+
+def _rule(router: Any, kind: str) -> Rule:
+    if kind == "sigmoid":
+        correction_E = router.e_score_correction_bias.detach()
+        groups = Groups(
+            correction_E,
+            router.num_group,
+            router.topk_group,
+            router.norm_topk_prob,
+            router.routed_scaling_factor,
+        )
+        return Rule(RuleKind.SIGMOID, groups=groups)
+    if kind == "sparse_mixer":
+        return Rule(RuleKind.SPARSE_MIXER, 2 * router.router_jitter_noise)
+    if kind == "flag" and not router.norm_topk_prob:
+        return Rule(RuleKind.SOFTMAX)
+    return Rule(RuleKind.RENORMALISED)
 
 
 class DeviceExperts:
@@ -66,34 +93,63 @@ class DeviceExperts:
     ) -> Tensor:
         """Weighted sum over the experts of each token, zero past `num_tokens`; then `add`."""
         routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self._hits)
-        return self._run(x_TD, routing, weights_TK, num_tokens, add)
+        return self._run(x_TD, self.weights, routing, weights_TK, num_tokens, add)
 
-    def choose_and_run(self, x_TD: Tensor, router: Router, num_tokens: Tensor, add: Sum) -> Tensor:
+    def can_share(self, shared: SharedWeights) -> bool:
+        """Whether shared experts can run as experts beside the layer's own."""
+        w, (up, down) = self.weights, shared
+        inner, width = w.down_EDI.shape[2], w.down_EDI.shape[1]
+        rows = {t.dtype for t in (w.up_EFD, w.down_EDI, up, down)}
+        return (
+            w.activation is Activation.SILU
+            and not w.interleaved
+            and w.up_bias_EF is None
+            and w.down_bias_ED is None
+            and len(rows) == 1
+            and down.shape[1] % inner == 0
+            and w.up_EFD.stride()[1:] == (width, 1)
+            and w.down_EDI.stride()[1:] == (inner, 1)
+            and up.is_contiguous()
+            and down.is_contiguous()
+        )
+
+    def choose_and_run(
+        self,
+        x_TD: Tensor,
+        logits_TE: Tensor,
+        router: Router,
+        num_tokens: Tensor,
+        add: Sum,
+        shared: SharedWeights | None = None,
+    ) -> Tensor:
         """Choose experts, run them, and add their weighted sum to `add`.
 
         Args:
-            x_TD: Input of the router and of the experts.
+            x_TD: Input of the experts.
+            logits_TE: Of the router.
             router: Of the layer.
             num_tokens: Of x_TD, those that are real; one number on the device.
             add: What the answer is added to.
+            shared: Shared experts that run with them; see `can_share`.
         """
-        logits_TE = functional.linear(x_TD, router.weight_ED, router.bias_E)
+        weights = self.weights._replace(shared=shared)
         routing, weights_TK = self.kernels.choose(
-            logits_TE, router.rule, router.top_k, num_tokens, self._hits, router.dtype
-        )
-        return self._run(x_TD, routing, weights_TK, num_tokens, add)
+            logits_TE, router.rule, router.top_k, num_tokens, self._hits, router.dtype,
+            weights.num_shared,
+        )  # fmt: skip
+        return self._run(x_TD, weights, routing, weights_TK, num_tokens, add)
 
     def _run(
         self,
         x_TD: Tensor,
+        w: ExpertWeights,
         routing: Routing,
         weights_TK: Tensor,
         num_tokens: Tensor,
         add: Sum | None,
     ) -> Tensor:
-        w = self.weights
         slots = x_TD.new_empty((*routing.ids_TK.shape, w.down_EDI.shape[1]))
-        self.kernels.run_experts(x_TD, w, routing, 0, w.num_experts, slots)
+        self.kernels.run_experts(x_TD, w, routing, 0, w.num_experts + w.num_shared, slots)
         out = slots.new_empty((x_TD.shape[0], slots.shape[2]))
         self.kernels.combine(slots, weights_TK, num_tokens, out, add)
         return out

@@ -2,7 +2,8 @@
 
 MLA keeps one vector per token from which the keys and values of all heads are products. Each query
 head is brought into the space of these latents before attention, and its output back out of it:
-two batched products of as many rows as there are queries, however long the context.
+two batched products of as many rows as there are queries, however long the context. Where all of
+the attention is known, `KnownLatents` runs it; elsewhere the module does, up to that product.
 """
 
 from collections.abc import Sequence
@@ -87,6 +88,9 @@ def into_latents(module: nn.Module, q_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def out_of_latents(module: nn.Module, out_TNR: Tensor) -> Tensor:
-    """What attention gave as values [T, N, E]."""
+    """What attention gave as values [T, N, E], contiguous."""
     _, values_NER = _expansion(module)
-    return torch.bmm(out_TNR.transpose(0, 1), values_NER.mT).transpose(0, 1)
+    values_TNE = out_TNR.new_empty((*out_TNR.shape[:2], values_NER.shape[1]))
+    out_NTR, values_NRE = out_TNR.transpose(0, 1), values_NER.transpose(1, 2)
+    torch.bmm(out_NTR, values_NRE, out=values_TNE.transpose(0, 1))
+    return values_TNE

@@ -26,6 +26,8 @@ class Spare(NamedTuple):
 
     api: StreamApi
     """Moves it."""
+    bytes_per_ms: int
+    """How fast, in one direction."""
     num_kept: int = 0
     """KV pages of the prefix cache,"""
     kept_tokens: int = 64
@@ -144,7 +146,10 @@ class Pages:
 
 
 class PagedKV(RequestKV):
-    """KV of one request. Checkpoints read and write through it; kernels use the slots."""
+    """KV of one request. Checkpoints read and write through it; kernels use the slots.
+
+    It has many methods because it answers all of `RequestKV`.
+    """
 
     __slots__ = ("__weakref__", "_ahead", "_away", "_memory", "_num_ready", "pages")
 
@@ -210,6 +215,14 @@ class PagedKV(RequestKV):
     def clear(self) -> None:
         super().clear()
         self.pages, self._away, self._ahead, self._num_ready = [], [], [], 0
+
+    def cut(self, num_tokens: int, blocks: Sequence[int]) -> None:
+        super().cut(num_tokens, blocks)
+        size = self._memory.page_size
+        num_whole = self.written // size
+        self.pages, self._ahead = self.pages[: len(blocks)], self._ahead[:num_whole]
+        self._away = self._away[: -(-self.written // size)]
+        self._num_ready = min(self._num_ready, num_whole)  # a page that is cut is written again
 
     # pages that outlive the request
 

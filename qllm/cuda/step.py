@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
 from qllm.cuda.pages import Pages
-from qllm.kernels.routing import HeadNorms
+from qllm.kernels.routing import Angles, HeadNorms, Norm
 from qllm.kernels.select import Kernels
 from qllm.kernels.tiles import Tiles
 from qllm.runner.layers.drivers import Rope
@@ -47,6 +47,7 @@ class PagedStep:
         qkv: tuple[Tensor, Tensor, Tensor],
         rope: Rope,
         norms: HeadNorms | None,
+        limit: float | None,
         scaling: float,
         window: int | None,
         sinks_N: Tensor | None = None,
@@ -58,6 +59,7 @@ class PagedStep:
             qkv: Queries [T, N, D], changed; keys [T, G, D]; values [T, G, E]. Not rotated yet.
             rope: Cos and sin of the tokens' positions, each [1, T, D] or [1, T, D / 2].
             norms: Of the heads of queries and keys.
+            limit: What is projected lies within [-limit, limit] afterwards; None is anywhere.
             scaling: Of the scores.
             window: Keys that a query sees, itself included; None is all.
             sinks_N: A score per head that nothing is attended for.
@@ -66,9 +68,61 @@ class PagedStep:
         cos, sin = (angles[0].contiguous() for angles in rope)
         out = q_TND.new_empty((*q_TND.shape[:2], v_TGE.shape[2]))
         pages = self._pages.of(layer, k_TGD, v_TGE)
-        slots_T = self._slots_T
-        self._kernels.rotate_and_write(q_TND, k_TGD, v_TGE, cos, sin, *pages, slots_T, out, norms)
+        given = q_TND, k_TGD, v_TGE, cos, sin, *pages, self._slots_T, out, norms, limit
+        self._kernels.rotate_and_write(*given)
         return self._call(q_TND, *pages, out, scale=scaling, window=window, sinks_N=sinks_N)
+
+    def write_latents(
+        self,
+        layer: int,
+        kv_TD: Tensor,
+        norm: Norm,
+        angles: Angles,
+        out_TNR: Tensor,
+        compressed: tuple[Tensor, Norm] | None,
+    ) -> Tensor | None:
+        """Write latents, normed, and their keys, rotated, and norm queries; one launch.
+
+        Args:
+            layer: Its index.
+            kv_TD: A latent and its key for each token.
+            norm: Of the latents.
+            angles: Of the tokens' positions.
+            out_TNR: What `attend_latents` will fill; zeros for padding and dead rows.
+            compressed: Queries [T, Q] and their norm; None if they are not compressed.
+
+        Returns:
+            The normed queries, if there are any.
+        """
+        c_T1R, k_T1F = kv_TD[:, None].tensor_split([out_TNR.shape[2]], 2)
+        c_S1R, k_S1F = self._pages.of(layer, c_T1R, k_T1F)
+        pages = c_S1R[:, 0], k_S1F[:, 0]
+        given = kv_TD, norm, angles, *pages, self._slots_T, out_TNR, *(compressed or ())
+        normed: Tensor | None = self._kernels.write_latents(*given)
+        return normed
+
+    def attend_latents(
+        self,
+        layer: int,
+        q_TNR: Tensor,
+        q_rope_TNF: Tensor,
+        angles: Angles,
+        scaling: float,
+        out_TNR: Tensor,
+    ) -> None:
+        """Attend over the latents of a layer, in their space; two launches.
+
+        Args:
+            layer: Its index.
+            q_TNR: Queries in the space of the latents.
+            q_rope_TNF: Their part that rotates, not rotated yet.
+            angles: Of the tokens' positions.
+            scaling: Of the scores.
+            out_TNR: The answer, in the space of the latents; written in place.
+        """
+        c_S1R, k_S1F = self._pages.layer(layer)
+        how = {"q_rope_TNF": q_rope_TNF, "k_rope_SF": k_S1F[:, 0], "q_angles": angles}
+        self._call(q_TNR, c_S1R, c_S1R, out_TNR, scale=scaling, window=None, sinks_N=None, **how)
 
     def attend(
         self,

@@ -17,10 +17,11 @@ from qllm.device import serving
 from qllm.device.graph import KernelCall, LoopApi, LoopGraph, Watch, serve
 from qllm.device.loop import DeviceLoop
 from qllm.device.rings import DeviceRings, check_device, ring_memory_of
-from qllm.device.server import WHY, CutOff, address_of, attach
+from qllm.device.server import WHY, CutOff, attach
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.layout import offset
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment
+from qllm.ingress.words import address_of
 from qllm.policy import CostTable, RankPolicy
 from qllm.scheduler.decision import Limits
 

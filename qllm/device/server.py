@@ -18,6 +18,7 @@ from qllm.device.records import Records, host_zeros
 from qllm.errors import ConfigError, InvariantError
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.structs import RING_END
+from qllm.ingress.words import address_of
 from qllm.plan import CutRule, ModelShape
 from qllm.scheduler.decision import Drop, Effect, Limits
 from qllm.types import RequestId, RequestStatus, SamplingParams
@@ -378,12 +379,6 @@ def attach(server: NativeServer, block: FrontEndMemory) -> None:
     }
     progress = block.segment.words[block.PROGRESS : block.PROGRESS + 1]
     server.attach(block.number, rings, address_of(progress))
-
-
-def address_of(view: memoryview) -> int:
-    """Where the bytes of a view lie; whoever asks keeps their memory."""
-    address: int = np.frombuffer(view, "u1").ctypes.data
-    return address
 
 
 def sizes_of(config: EngineConfig) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import Thread
 from typing import Any
 
 import torch
 
 from qllm.config import EngineConfig
+from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
 from qllm.engine.coming import LoadingIngress
@@ -19,6 +19,7 @@ from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
+from qllm.engine.own_threads import set_own_torch_threads
 from qllm.engine.pages import why_not
 from qllm.engine.protocol import Sink
 from qllm.engine.watch import Watch
@@ -49,18 +50,6 @@ def torch_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def set_own_torch_threads(count: int) -> None:
-    """Let torch compute with so many threads on this thread, and on no other.
-
-    A thread that is new takes the number that was set last, wherever, so that is set again.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    others = Thread(target=torch.set_num_threads, args=(before,))
-    others.start()
-    others.join()
 
 
 def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
@@ -99,12 +88,12 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_step_tokens=config.max_step_tokens,
         max_total_tokens=config.max_kv_tokens,
         graphs=None if config.kernels == "fast" else False,
-        spare=spare_of(config, CudaBackend.why_inexact, TorchStreams),
+        spare=spare_of(config, CudaBackend.why_inexact, TorchStreams, model.device),
     )
 
 
 def spare_of(
-    config: EngineConfig, why_inexact: str, streams: Callable[[], StreamApi]
+    config: EngineConfig, why_inexact: str, streams: Callable[[], StreamApi], device: torch.device
 ) -> Spare | None:
     """Room for KV beside the pages of a device; None if the settings ask for none.
 
@@ -112,13 +101,16 @@ def spare_of(
         config: Settings.
         why_inexact: See `Backend`.
         streams: What makes copies.
+        device: Where the pages will be; how fast it copies is measured.
     """
     num_kept = 0
     if config.prefix_cache == "approximate" or (config.prefix_cache and not why_inexact):
         num_kept = config.prefix_cache_tokens // config.page_size
     if not (num_kept or config.num_swap_blocks):
         return None
-    return Spare(streams(), num_kept, config.page_size, config.num_swap_blocks)
+    api = streams()
+    rate = measured_bytes_per_ms(api, device)
+    return Spare(api, rate, num_kept, config.page_size, config.num_swap_blocks)
 
 
 @contextmanager
@@ -201,7 +193,6 @@ class LoadedRunner:
 
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
-        # OpenMP's threads spin for milliseconds after every operator, beside our own
         count = 1 if self.runner.backend.is_native else self.threads
         if count is not None:
             set_own_torch_threads(count)
@@ -298,7 +289,7 @@ class EngineCore(LoadedRunner):
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
-            costs = Costs(self.runner.backend.move_token_ns)
+            costs = Costs(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
             self.loading = LoadingIngress(self.grammars, prefix)
@@ -355,6 +346,12 @@ class EngineCore(LoadedRunner):
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
             "num_spared": loop.scheduler.num_spared,
+            "open_prompts": {
+                "now": len(loop.scheduler.open),
+                "revisions": loop.revising.num_revisions,
+                "lost_tokens": loop.revising.lost_tokens,
+                "restarts": loop.revising.num_restarts,
+            },
             "prefix_cache": self._prefix_stats(),
             "swap": {
                 "out_tokens": loop.effects.tokens_out,

@@ -6,7 +6,7 @@ Both functions run on the engine's thread, between two programs.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, TypeVar
@@ -51,7 +51,7 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     """Write every unfinished request to `path`; they go on here too.
 
     Those that are held back (`HoldingIngress`) are written as not begun: what each waits for is
-    made again where they are restored.
+    made again where they are restored. Open prompts are left out: who could finish them is here.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -59,7 +59,8 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     loop.take()  # what was submitted before the checkpoint was asked for
     tensors: dict[str, Any] = {}
     requests, frames = [], []
-    for number, live in loop.live.items():
+    unfinished = {n: live for n, live in loop.live.items() if not live.request.is_open}
+    for number, live in unfinished.items():
         state, meta = runner.export_request(number)
         told = {**_request_meta(live, loop.now_ns()), "runner": meta}
         # what a request found in the prefix cache and has not copied yet stays here
@@ -67,15 +68,18 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
         requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
     scheduler = loop.scheduler
+    held = [held for held in _transport(loop).held if not held.submission.is_open]
     for parked in (*scheduler.frames.values(), *scheduler.away.values()):
         frame_id = parked.program.frame_id
-        frames.append(_frame_meta(parked))
+        if not unfinished.keys() & {row.request_id for row in parked.held_rows()}:
+            continue
+        frames.append(_frame_meta(parked, scheduler.open))
         state = runner.export_frame(parked.program, parked.index)
         tensors.update(_prefixed(f"frame.{frame_id}.", state))
     document = {
         "model": runner.fingerprint(),
         "settings": _settings(loop, runner),
-        "requests": requests + [_held_meta(held, loop.now_ns()) for held in _transport(loop).held],
+        "requests": requests + [_held_meta(x, loop.now_ns()) for x in held],
         "frames": frames,
     }
     archive.write(os.fspath(path), document, tensors)
@@ -197,7 +201,7 @@ def _held_meta(held: Held, now_ns: int) -> dict[str, Any]:
             "num_output_tokens": item.num_output_tokens,
             "cache_salt": item.cache_salt.hex(),
             "cache_ttl_s": item.cache_ttl_s,
-            "updates": [update[1:] for update in held.updates],
+            "updates": [update[1:] for update in held.updates if isinstance(update, Update)],
         },
     }
 
@@ -221,7 +225,7 @@ def _reach(meta: Mapping[str, Any]) -> int:
     return int(meta["counters"]["num_computed_tokens"] if front is None else front[1])
 
 
-def _frame_meta(parked: Parked) -> dict[str, Any]:
+def _frame_meta(parked: Parked, left_out: Collection[RequestId]) -> dict[str, Any]:
     program = parked.program
     return {
         "frame_id": program.frame_id,
@@ -234,7 +238,7 @@ def _frame_meta(parked: Parked) -> dict[str, Any]:
         "num_layers": program.num_layers,
         "row_blocks": program.row_blocks,
         "index": parked.index,
-        "dead": sorted(parked.dead),
+        "dead": sorted(parked.dead | {*program.request_ids}.intersection(left_out)),
     }
 
 

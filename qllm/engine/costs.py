@@ -1,5 +1,7 @@
 """The cost table of the view, fitted from what runs took."""
 
+from collections.abc import Callable
+
 from qllm.policy import CostTable, Tier
 from qllm.scheduler.program import Program
 
@@ -13,14 +15,16 @@ class Costs:
     """Fits the cost table of the view from measured runs.
 
     Args:
-        move_token_ns: To main memory, per token; 0 on a CPU, where KV does not move.
+        move_token_ns: Asked what moving a token to main memory takes; 0 on a CPU, where KV does not
+            move, and on a device that has no KV yet.
     """
 
-    def __init__(self, move_token_ns: int = 0) -> None:
+    def __init__(self, move_token_ns: Callable[[], int] = lambda: 0) -> None:
         self._decode_ns: dict[int, int] = {}
         self._prefill_token_ns = 0
-        self._move_token_ns = [move_token_ns]
-        """Per tier."""
+        self._memory_ns = move_token_ns
+        self._tiers_ns: list[int] = []
+        """What moving a token takes, per tier beyond main memory."""
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
         """Learn from a program that ran from its start to its end at one go."""
@@ -43,15 +47,15 @@ class Costs:
         return self.table()
 
     def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> None:
-        """Learn from KV that moved to a tier or back; the tiers before it are known.
+        """Learn from KV that moved to a tier beyond main memory, or back; those before are known.
 
         The next table has it.
         """
-        seen = elapsed_ns // num_tokens
-        if tier == len(self._move_token_ns):
-            self._move_token_ns.append(seen)
+        seen, at = elapsed_ns // num_tokens, tier - Tier.MEMORY - 1
+        if at == len(self._tiers_ns):
+            self._tiers_ns.append(seen)
         else:
-            self._move_token_ns[tier] = _blend(self._move_token_ns[tier], seen)
+            self._tiers_ns[at] = _blend(self._tiers_ns[at], seen)
 
     def prefill_ns(self, num_tokens: int) -> int:
         """Predicted time to compute tokens of a prompt; 0 before any were computed."""
@@ -71,7 +75,7 @@ class Costs:
                 value = known[first] * 5**first // 8**first
             values.append(max(value, values[-1] if values else 1))
         prefill_ns = self._prefill_token_ns or max(1, values[0] // 8)
-        return CostTable(tuple(values), prefill_ns, tuple(self._move_token_ns))
+        return CostTable(tuple(values), prefill_ns, (self._memory_ns(), *self._tiers_ns))
 
 
 def _blend(old: int, seen: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from qllm.engine.holding import HoldingIngress, Inbox
 from qllm.errors import InvalidRequestError
 from qllm.grammar import Matcher, Vocabulary
-from qllm.ingress import Call, Submission
+from qllm.ingress import Call, Revision, Submission
 from qllm.types import Priority, RequestId
 
 Built = Future[Matcher]
@@ -48,6 +48,9 @@ class GrammarIngress(HoldingIngress[Built]):
         work = self._builders[is_ls].submit(self._vocabulary.matcher, form)
         work.add_done_callback(lambda _: self._inner.put(Call(_nothing, _ignore)))  # wakes the loop
         return work
+
+    def _hold_revision(self, item: Revision) -> Built | None:
+        return self._hold(item.rest)
 
     def _is_ready(self, item: Submission, wanted: Built) -> bool:
         return wanted.done()

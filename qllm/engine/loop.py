@@ -14,8 +14,9 @@ from qllm.engine.costs import Costs
 from qllm.engine.effects import Effects
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Sink
+from qllm.engine.revising import Revising, why
 from qllm.errors import PolicyError
-from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Submission, Update
+from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.record import trace
 from qllm.record.metrics import MetricsBuilder, RequestMetrics
@@ -82,6 +83,7 @@ class EngineLoop:
         self.prefix = prefix
         self.metrics = MetricsBuilder()
         self.effects = Effects(runner, prefix, self._emit, now_ns)
+        self.revising = Revising(scheduler, runner, self.effects, prefix, self._emit, now_ns)
         self.costs = Costs() if costs is None else costs
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
@@ -149,6 +151,8 @@ class EngineLoop:
             item = self.pending.popleft()
             if isinstance(item, Submission):
                 self._take_in(item)
+            elif isinstance(item, Revision):
+                self._revise(item)
             elif isinstance(item, Cancel):
                 self._finish(item.request_id, item.reason)
             elif isinstance(item, Update):
@@ -158,8 +162,7 @@ class EngineLoop:
 
     def _take_in(self, item: Submission) -> None:
         """Admit a request, or end it: whatever is in it, the loop goes on."""
-        limits = self.scheduler.limits
-        text = refusal(item, self.runner.shape, limits.num_blocks * limits.block_size)
+        text = refusal(item, self.runner.shape, self.most_tokens)
         try:
             if text is None:
                 self.admit(item)
@@ -172,6 +175,19 @@ class EngineLoop:
             self._finish(item.request_id, FinishReason.ERROR, text)
         else:
             self.end(item.request_id, FinishReason.ERROR, text)
+
+    def _revise(self, item: Revision) -> None:
+        """Give an open request another prompt, or end it: whatever is in it, the loop goes on."""
+        live = self.live.get(item.request_id)
+        if live is None:
+            return
+        try:
+            whole = self.revising.whole(live.submission, live.request, item)
+            self._know(whole, live.request)
+            self.revising.apply(whole, live.request, item, self.record is not None)
+        except Exception as error:  # noqa: BLE001 - fails this request, not the engine
+            self._raise_fault(error)
+            self._finish(item.request_id, FinishReason.ERROR, why(error))
 
     def _update(self, item: Update) -> None:
         """Another class for a request, a pause, or its end; nothing if it has ended."""
@@ -211,13 +227,11 @@ class EngineLoop:
             num_tokens=len(item.token_ids),
             max_tokens=item.max_tokens,
             slo=item.slo,
+            is_open=item.is_open,
         )
+        most = self.most_tokens if item.is_open else request.max_total_tokens
         self.runner.add(
-            item.request_id,
-            item.token_ids,
-            item.sampling,
-            item.num_prompt_tokens,
-            request.max_total_tokens,
+            item.request_id, item.token_ids, item.sampling, item.num_prompt_tokens, most
         )
         self._know(item, request)
         self.scheduler.add(request, self.now_ns())
@@ -251,9 +265,8 @@ class EngineLoop:
     def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
         """End a request without a word to the runner: the loop will not come back."""
         self.live.pop(request_id, None)
-        finished = trace.Finished(
-            at_ns=self.now_ns(), request_id=request_id, reason=reason, error=error
-        )
+        now = self.now_ns()
+        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
 
     def meet(self, item: Submission) -> None:
@@ -476,5 +489,12 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Known requests that hold no KV."""
-        return sum(1 for live in list(self.live.values()) if not live.request.is_admitted)
+        """Known requests that hold no KV, and have something to compute."""
+        requests = [live.request for live in list(self.live.values())]
+        return sum(1 for r in requests if not (r.is_admitted or r.is_idle))
+
+    @property
+    def most_tokens(self) -> int:
+        """Longest sequence that is served."""
+        limits = self.scheduler.limits
+        return min(limits.num_blocks * limits.block_size, self.runner.shape.max_position)

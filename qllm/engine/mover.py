@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qllm.engine.kv_file import KvFile
+from qllm.engine.own_threads import set_own_torch_threads
 from qllm.engine.tier import GENTLE_SHARE, Kept, Load, Write, Written
 from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
@@ -53,7 +54,8 @@ class Mover:
         self._in_haste = self._closing = False
         names = {"qllm-kv-read": self._serve_reads, "qllm-kv-write": self._serve_writes}
         self._threads = [
-            threading.Thread(target=serve, name=name, daemon=True) for name, serve in names.items()
+            threading.Thread(target=_alone, args=(serve,), name=name, daemon=True)
+            for name, serve in names.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -231,6 +233,12 @@ class Mover:
             self._lock.notify_all()
             share = GENTLE_SHARE if self._is_gentle else SHARE
             self._lock.wait_for(lambda: self._closing or self._in_haste, rest_s(busy_s, share))
+
+
+def _alone(serve: Callable[[], None]) -> None:
+    """Serve on this thread, with none of torch's beside it."""
+    set_own_torch_threads(1)
+    serve()
 
 
 def rest_s(busy_s: float, share: float = GENTLE_SHARE) -> float:

@@ -157,11 +157,27 @@ class PrefixCache:
         """A request lost its KV and starts again."""
         user = self._users.get(request_id)
         if user is not None:
-            self._unpin(user)
-            user.staged = None
-            user.chain = self._chain(user.submission, user.chain.token_ids)
-            user.num_kept = 0
-            self._wait(request_id)
+            self._begin_again(user, user.chain.token_ids)
+
+    def _begin_again(self, user: _User, token_ids: Sequence[int]) -> None:
+        self._unpin(user)
+        user.staged = None
+        user.chain = self._chain(user.submission, token_ids)
+        user.num_kept = 0
+        self._wait(user.request.request_id)
+
+    def revised(self, request_id: RequestId, item: Submission, num_kept: int) -> None:
+        """The prompt of a request has changed behind its first `num_kept` tokens."""
+        user = self._users.get(request_id)
+        if user is None:
+            return
+        user.submission = item
+        if user.has_kv:
+            user.num_kept = min(user.num_kept, num_kept // self.page_size)
+            user.chain = self._chain(item, item.token_ids).following(user.chain, num_kept)
+        else:
+            self._waiting[user.is_be].pop(request_id, None)
+            self._begin_again(user, item.token_ids)
 
     def remove(self, request_id: RequestId) -> None:
         """A request ended."""
@@ -224,7 +240,7 @@ class PrefixCache:
         request = user.request
         if request.is_paused or user.has_kv:
             return
-        names = _usable(user.chain, request.num_prompt_tokens)
+        names = user.chain.usable(request.num_prompt_tokens)
         first = user.num_staged
         before = first + len(user.pinned)
         count = self.store.find(names, before)
@@ -390,7 +406,7 @@ class PrefixCache:
         """Start to load what a request needs of the file; None if it need not wait for it."""
         if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
             return None
-        names = _usable(self._chain(item, item.token_ids), item.num_prompt_tokens)
+        names = self._chain(item, item.token_ids).usable(item.num_prompt_tokens)
         used = [user.num_staged for user in self._users.values() if not user.request.is_admitted]
         room = self.store.capacity - self.tier.num_coming - sum(used)
         target = self._runner.load_target(item.num_prompt_tokens + item.max_tokens)
@@ -481,11 +497,3 @@ class PrefixCache:
             self.tier.check()
             pinned = chain(pinned, self.tier.pins())
         self.store.check(dict(Counter(pinned)))
-
-
-def _usable(names: Chain, num_prompt_tokens: int) -> Sequence[Name]:
-    """The pages of all known tokens of a request without KV but those that it has to compute."""
-    # a request with output owes two tokens or more: without KV nobody is decoding
-    num_tokens = len(names.token_ids)
-    owed = 1 if num_tokens == num_prompt_tokens else 2
-    return names.upto(max(0, num_tokens - owed))

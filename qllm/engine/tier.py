@@ -22,7 +22,7 @@ from qllm.types import NS_PER_MS, Priority
 
 WRITING_BYTES = 16 << 20
 """Pages on their way to the file at once; at least two."""
-GENTLE_SHARE = 0.02
+GENTLE_SHARE = 0.01
 """Part of a core that each direction may take while LS requests are there, but for their loads."""
 FIRST_NS_PER_BYTE = 10
 """Until a page was read: 100 MB/s."""

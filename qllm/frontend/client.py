@@ -17,7 +17,7 @@ from typing import Any
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
-from qllm.ingress import Submission, Update
+from qllm.ingress import Revision, Submission, Update
 from qllm.ingress.messages import ModelInfo
 from qllm.record.trace import Trace
 from qllm.types import RequestId, RequestStatus, SamplingParams
@@ -153,6 +153,19 @@ class Client(ABC):
             Ends that; to be called on the same event loop. Until then the loop has to run.
         """
         return lambda: None  # a client that knows no other way than its own thread
+
+    @abstractmethod
+    def revise(self, number: RequestId, item: Revision) -> None:
+        """Give an open request another prompt. Returns at once.
+
+        Args:
+            number: Of the request; it may have ended.
+            item: With times that count from now on.
+
+        Raises:
+            QueueFullError: There is no room for it now; nothing has changed.
+            InvalidRequestError: It would never fit.
+        """
 
     @property
     @abstractmethod

@@ -14,7 +14,7 @@ from qllm.errors import InvalidRequestError, RequestFailedError, shown
 from qllm.frontend.checks import priority_class
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.frontend.waker import Waker
-from qllm.ingress import Update
+from qllm.ingress import Revision, Update
 from qllm.record.metrics import RequestMetrics
 from qllm.types import (
     FinishReason,
@@ -102,6 +102,7 @@ class Handle:
         cancel: Callable[[RequestId], None],
         status: Callable[[RequestId], RequestStatus],
         update: Callable[[Update], None],
+        revise: Callable[[RequestId, Revision], None] | None = None,
     ) -> None:
         self.number = number
         self.request_id = request_id
@@ -111,7 +112,10 @@ class Handle:
         self._stop_on_text = stop_on_text
         self._cancel = cancel
         self._status = status
-        self._update = update
+        self._update, self._revise = update, revise
+        self.prompt_lock = threading.RLock()
+        """Held while its prompt changes, and while another engine takes the request over. Taken
+        before any other lock."""
         self.asked = Asked()
         """What `update` asked for, all calls together."""
         self.log: Keeps | None = None
@@ -173,6 +177,7 @@ class Handle:
         cancel: Callable[[RequestId], None],
         status: Callable[[RequestId], RequestStatus],
         update: Callable[[Update], None],
+        revise: Callable[[RequestId, Revision], None] | None = None,
     ) -> None:
         """Give the request to another engine; a cancel before this has not reached that one.
 
@@ -180,7 +185,39 @@ class Handle:
         """
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
-            self._update = update
+            self._update, self._revise = update, revise
+
+    def revise(self, item: Revision) -> None:
+        """Give the request another prompt (`qllm.frontend.growing`). The caller holds the lock.
+
+        Raises:
+            RequestFailedError: It has ended.
+            QueueFullError: There is no room for it now; nothing has changed.
+        """
+        self.raise_if_ended()
+        assert self._revise is not None
+        self._revise(self.number, item)
+
+    def raise_if_ended(self) -> None:
+        """Return while the request goes on.
+
+        Raises:
+            RequestFailedError: It has ended.
+        """
+        with self._changed:
+            if self._reason is not None:
+                why = f": {self._error}" if self._error else ""
+                raise RequestFailedError(
+                    f"request {self.request_id} has ended ({self._reason.value}){why}"
+                )
+
+    def sent(
+        self, prompt_token_ids: tuple[int, ...], detokenizer: Detokenizer | None, stops: bool
+    ) -> None:
+        """Its prompt is whole from now on; before its first token."""
+        with self._changed:
+            self.prompt_token_ids = prompt_token_ids
+            self._detokenizer, self._stop_on_text = detokenizer, stops
 
     def tell(self, told: Asked) -> None:
         """Tell the engine that has the request what is asked of it, if it does not know.
@@ -203,7 +240,8 @@ class Handle:
 
     def disown(self, error: str) -> None:
         """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
-        self._changed = threading.Condition()  # another thread of the parent may have held it
+        self._changed = threading.Condition()  # another thread of the parent may have held them
+        self.prompt_lock = threading.RLock()
         if not self._ended:
             self._reason, self._error, self._ended = FinishReason.ERROR, error, True
 

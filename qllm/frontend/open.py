@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from qllm.frontend.handle import Handle
-from qllm.ingress import Submission
+from qllm.ingress import Revision, Submission
 from qllm.ingress.codec import EngineMetrics
 from qllm.types import FinishReason, RequestId
 
@@ -30,6 +30,26 @@ class Open:
         self.ended: End | None = None
         """Set once its text ended it, before the engine knew."""
         self.num_replays = 0
+        self.sent_priority = priority
+        """Its class when it was put: pieces of its prompt go the same way."""
+
+    def revise(self, item: Revision) -> None:
+        """Its prompt goes on in another way, and so does what is submitted again."""
+        if (before := self.submission) is not None:
+            ids = (*before.token_ids[: item.keep], *item.rest.token_ids)
+            self.submission = replace(
+                item.rest,
+                name=before.name,
+                priority=before.priority,
+                token_ids=ids,
+                arrival_ns=before.arrival_ns,
+                cache_salt=before.cache_salt,
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more of its prompt may come."""
+        return self.submission is not None and self.submission.is_open
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -144,7 +144,8 @@ class ProcessClient(RingClient):
         connection = Connection(ours.detach())
         with suppress(BrokenPipeError):  # it is gone already: receiving says how
             connection.send(start)
-        import_tokenizers()  # while the engine's process imports torch
+        # while the engine's process imports torch
+        import_tokenizers(start.model, start.load["trust_remote_code"])
         return cls(connection, process, start.listen)
 
     @classmethod

@@ -15,6 +15,8 @@ from qllm.types import THOUGHT, Prompt, SamplingParams, check_text
 
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
+MARK = "\ue000\ue001\ue000"
+"""Stands for a message that is still coming: characters that nobody uses."""
 MOST_STOP_IDS = 8
 """Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
 
@@ -278,6 +280,25 @@ def render_chat(
     except Exception as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
     return list(rendered["input_ids"])
+
+
+def template_head(
+    messages: Sequence[Any], tokenizer: Any, options: Mapping[str, Any] | None = None
+) -> str:
+    """What a chat template puts before the content of the last message.
+
+    Args:
+        messages: As for `render_chat`.
+        tokenizer: Likewise.
+        options: Keywords of `render_chat`.
+
+    Raises:
+        InvalidRequestError: As `render_chat`.
+    """
+    marked = [*messages[:-1], {**messages[-1], "content": MARK}]
+    rendered = render_chat(marked, tokenizer, **(options or {}))
+    text = tokenizer.decode(rendered, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text).partition(MARK)[0]
 
 
 def _check_message(message: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import End, Open
+from qllm.ingress import Revision
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 
@@ -66,7 +67,7 @@ class RequestLog:
             why: It is gone.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
-        with self._lock:
+        with entry.handle.prompt_lock, self._lock:
             self._replay = None
             was_trial = self._trial is entry
             if was_trial:
@@ -83,7 +84,7 @@ class RequestLog:
 
     def _move_here(self, number: RequestId, entry: Open) -> None:
         """Updates need no place here: the handle knows what it asked, and tells the next engine."""
-        entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None)
+        entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
     def _hopeless(self, entry: Open, was_trial: bool, why: str) -> End | None:
         if self._over is not None or entry.submission is None:
@@ -111,25 +112,39 @@ class RequestLog:
             self._next()
 
     def _next(self) -> None:
-        while True:
-            with self._lock:
-                replay = self._replay
-                if replay is None or self._trial is not None or not self._waiting:
+        while (entry := self._first()) is not None:
+            with entry.handle.prompt_lock:  # it changes hands between two pieces of its prompt
+                if not self._try(entry):
                     return
-                number = next(iter(self._waiting))
-                entry = self._waiting.pop(number)
-                self._trial = None if entry.is_paused else entry  # it gets no token
-                entry.num_replays += 1
-            try:
-                replay(entry)
-            except (EngineClosedError, QueueFullError):  # the next engine, or the next look
-                self._put_back(number, entry)
-                return
-            except QllmError as error:
-                self._trial = None
-                entry.finish(number, (FinishReason.ERROR, str(error)))
-            else:
-                self._on_replay()
+
+    def _first(self) -> Open | None:
+        with self._lock:
+            if self._replay is None or self._trial is not None:
+                return None
+            return next(iter(self._waiting.values()), None)
+
+    def _try(self, entry: Open) -> bool:
+        """Replay the first that waits; whether to go on with the next."""
+        with self._lock:
+            if self._first() is not entry:
+                return True
+            replay, number = self._replay, next(iter(self._waiting))
+            del self._waiting[number]
+            gets_token = not (entry.is_paused or entry.is_open)
+            self._trial = entry if gets_token else None
+            entry.num_replays += 1
+        assert replay is not None
+        try:
+            replay(entry)
+        except (EngineClosedError, QueueFullError):  # the next engine, or the next look
+            self._put_back(number, entry)
+            return False
+        except QllmError as error:
+            self._trial = None
+            entry.finish(number, (FinishReason.ERROR, str(error)))
+        else:
+            self._on_replay()
+        return True
 
     def _put_back(self, number: RequestId, entry: Open) -> None:
         with self._lock:
@@ -150,6 +165,13 @@ class RequestLog:
         for number in late:
             self._end(number, FinishReason.TIMEOUT, None)
         self._next()
+
+    def revise(self, number: RequestId, item: Revision) -> None:
+        """A piece of a prompt came while no engine has the request."""
+        with self._lock:
+            entry = self._waiting.get(number)
+            if entry is not None:
+                entry.revise(item.put_at(number, time.monotonic_ns()))
 
     def cancel(self, number: RequestId) -> None:
         """End a request that its caller gave up."""

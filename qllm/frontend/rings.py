@@ -4,6 +4,7 @@ import itertools
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from qllm.config import EngineConfig
@@ -11,7 +12,7 @@ from qllm.errors import CRASHED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
 from qllm.frontend.handle import Asked, Handle
 from qllm.frontend.open import Open
-from qllm.ingress import Cancel, Submission, Update
+from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
 from qllm.ingress.layout import NUMBER_BITS
@@ -139,7 +140,7 @@ class RingClient(Client):
         self._put(Open(handle, submission.arrival_ns, submission.priority, submission), submission)
 
     def replay(self, entry: Open) -> None:
-        with self.admission_lock:
+        with entry.handle.prompt_lock, self.admission_lock:  # no piece of it comes meanwhile
             self.raise_if_closed()
             by_ns = self.now_ns() - time.monotonic_ns()
             entry.shift(by_ns)
@@ -165,7 +166,7 @@ class RingClient(Client):
         try:
             if asked.paused:
                 self._front_end.update(Update(number, paused=True))
-            handle.move(number, self.cancel, self.status, self.update)
+            handle.move(number, self.cancel, self.status, self.update, self.revise)
             handle.tell(asked)
         except BaseException:
             self._forget(number)
@@ -178,6 +179,7 @@ class RingClient(Client):
         if len(self._open) >= MAX_OPEN:
             raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
         request_id = submission.request_id
+        entry.sent_priority = submission.priority
         self._open[request_id], self.handles[request_id] = entry, entry.handle
         try:
             self._front_end.submit(submission)
@@ -200,6 +202,16 @@ class RingClient(Client):
             self._front_end.update(item)
             if entry.is_paused and entry.handle.log is not None:
                 entry.handle.log.heard_of(entry)  # it gets no token for now
+
+    def revise(self, number: RequestId, item: Revision) -> None:
+        entry = self._open.get(number)
+        if entry is None:
+            return
+        item = item.put_at(number, self.now_ns())
+        if self._over is None:  # else the next engine gets it with the rest
+            rest = replace(item.rest, priority=entry.sent_priority)
+            self._front_end.revise(Revision(item.keep, rest))
+        entry.revise(item)
 
     @property
     def num_waiting(self) -> int:

@@ -14,7 +14,7 @@ from qllm.engine.build import EngineCore, crash_text
 from qllm.errors import EngineClosedError, ModelError
 from qllm.frontend.client import Client, MakeHandle
 from qllm.frontend.handle import Handle
-from qllm.ingress import Call, Cancel, InprocIngress, Submission, Update
+from qllm.ingress import Call, Cancel, InprocIngress, Revision, Submission, Update
 from qllm.models.discover import base_model
 from qllm.models.loader import LoadedModel
 from qllm.record.metrics import RequestMetrics
@@ -145,6 +145,9 @@ class ThreadClient(Client):
 
     def update(self, item: Update) -> None:
         self.ingress.put(item)
+
+    def revise(self, number: RequestId, item: Revision) -> None:
+        self.ingress.put(item.put_at(number, self.now_ns()))
 
     @property
     def num_waiting(self) -> int:

@@ -12,6 +12,7 @@ from qllm.ingress.protocol import (
     Cancel,
     Ingress,
     Item,
+    Revision,
     Submission,
     Update,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Ingress",
     "InprocIngress",
     "Item",
+    "Revision",
     "StopWord",
     "Submission",
     "Update",

@@ -34,12 +34,13 @@ def refusal(item: Submission, shape: ModelShape, max_kv_tokens: int) -> str | No
     """
     if item.wrong is not None:
         return item.wrong
-    if not item.num_prompt_tokens or item.max_tokens <= item.num_output_tokens:
+    has_prompt = item.num_prompt_tokens > 0 or item.is_open
+    if not has_prompt or item.max_tokens <= item.num_output_tokens:
         return "a prompt or an answer of no tokens"
     total, most = item.num_prompt_tokens + item.max_tokens, min(max_kv_tokens, shape.max_position)
     if total > most:
         return f"prompt and max_tokens are {total} tokens; the engine serves at most {most}"
-    wrong = max(item.token_ids)
+    wrong = max(item.token_ids, default=0)
     if item.sampling.logit_bias:
         wrong = max(wrong, *item.sampling.logit_bias)
     if item.sampling.allowed_token_ids:

@@ -13,11 +13,12 @@ import numpy as np
 from qllm.ingress import layout
 from qllm.ingress.admission import wrong_number
 from qllm.ingress.layout import body_struct
-from qllm.ingress.protocol import Cancel, Submission, Update
+from qllm.ingress.protocol import Cancel, Revision, Submission, Update
 from qllm.ingress.ring import Record
 from qllm.record.metrics import RequestMetrics, token_latencies
 from qllm.types import (
     MAX_TIME_S,
+    NS_PER_MS,
     PRIORITY_LIMIT,
     FinishReason,
     Logprobs,
@@ -30,10 +31,10 @@ from qllm.types import (
 )
 
 _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
-_UPDATE = body_struct(layout.UPDATE)
+_UPDATE, _REVISE = body_struct(layout.UPDATE), body_struct(layout.REVISE)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
-_LENGTH = _CACHED
+_LENGTH, _PIECES = _CACHED, struct.Struct("<dII")
 _CACHE = struct.Struct(f"<{layout.SALT_BYTES}sd")
 _LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 _LIMITS += ("include_stop_str_in_output", "thinking_token_budget")
@@ -83,7 +84,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
     """The flags and the body of a request."""
     sampling, name = item.sampling, _utf8(item.name)
     stops = [_utf8(stop) for stop in sampling.stop]
-    flags = layout.IGNORE_EOS * sampling.ignore_eos
+    flags = layout.IGNORE_EOS * sampling.ignore_eos | layout.IS_OPEN * item.is_open
     if item.deadline_ns is not None:
         flags |= layout.HAS_DEADLINE
     cache = b""
@@ -217,6 +218,7 @@ def decode_submission(record: Record) -> Submission:
         num_output_tokens=values["num_output"],
         cache_salt=salt if any(salt) else b"",
         cache_ttl_s=_optional(ttl_s) if wrong is None else None,
+        is_open=bool(record.flags & layout.IS_OPEN),
         wrong=wrong,
     )
 
@@ -234,6 +236,22 @@ def _check_length(values: Mapping[str, int], num_bytes: int) -> int:
     if need > num_bytes:
         raise ValueError(f"a request of {need} bytes in a record of {num_bytes}")
     return need
+
+
+def encode_revision(item: Revision) -> tuple[int, bytes]:
+    """The flags and the body of a revision."""
+    flags, body = encode_submission(item.rest)
+    return flags, _REVISE.pack(item.keep, 0) + body
+
+
+def decode_revision(record: Record) -> Revision:
+    """The inverse of `encode_revision`.
+
+    Raises:
+        ValueError: The record is shorter than it says.
+    """
+    keep, _ = _REVISE.unpack_from(record.body)
+    return Revision(keep, decode_submission(record._replace(body=record.body[_REVISE.size :])))
 
 
 def encode_cancel(item: Cancel) -> bytes:
@@ -345,12 +363,20 @@ class EngineMetrics:
     retry_recomputed_tokens: int
     preempt_recomputed_tokens: int
     num_cached_tokens: int = 0
+    open_ms: float | None = None
+    num_revisions: int = 0
+    revise_lost_tokens: int = 0
 
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
         """What the front end knows of a request whose engine is gone, and zeros for the rest."""
         values: dict[str, Any] = dict.fromkeys((f.name for f in fields(cls)), 0)
-        values |= {"arrival_ns": arrival_ns, "priority": priority, "queue_ms": None}
+        values |= {
+            "arrival_ns": arrival_ns,
+            "priority": priority,
+            "queue_ms": None,
+            "open_ms": None,
+        }
         return cls(**{**values, "num_prompt_tokens": num_prompt_tokens})
 
     def complete(
@@ -358,7 +384,8 @@ class EngineMetrics:
     ) -> RequestMetrics:
         """Add what the tokens tell that reached the front end."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
-        times = token_latencies(self.arrival_ns, token_ns)
+        whole_ns = self.arrival_ns + round((self.open_ms or 0) * NS_PER_MS)
+        times = token_latencies(whole_ns, token_ns)
         return RequestMetrics(request_id=request_id, name=name, reason=reason, **known, **times)
 
 
@@ -391,7 +418,11 @@ def encode_finish(
         )
     body = _FINISH.pack(request_id, *values, len(text)) + text
     if metrics is not None and metrics.num_cached_tokens:
-        return flags | layout.HAS_CACHED, body + _CACHED.pack(metrics.num_cached_tokens)
+        flags, body = flags | layout.HAS_CACHED, body + _CACHED.pack(metrics.num_cached_tokens)
+    if metrics is not None and metrics.num_revisions:
+        counts = metrics.num_revisions, metrics.revise_lost_tokens
+        flags |= layout.HAS_PIECES
+        body += _PIECES.pack(_float(metrics.open_ms), *counts)
     return flags, body
 
 
@@ -403,11 +434,15 @@ def decode_finish(record: Record) -> End:
     if record.flags & layout.HAS_ERROR:
         end = _FINISH.size + num_error_bytes
         error = record.body[_FINISH.size : end].decode("utf-8", "replace")
-    cached, metrics = 0, None
+    cached, metrics, at = 0, None, _FINISH.size + num_error_bytes
     if record.flags & layout.HAS_CACHED:
-        (cached,) = _CACHED.unpack_from(record.body, _FINISH.size + num_error_bytes)
+        (cached,) = _CACHED.unpack_from(record.body, at)
+        at += _CACHED.size
+    open_ms, num_revisions, lost = math.nan, 0, 0
+    if record.flags & layout.HAS_PIECES:
+        open_ms, num_revisions, lost = _PIECES.unpack_from(record.body, at)
     if record.flags & layout.HAS_METRICS:
-        names = [f.name for f in fields(EngineMetrics)][5:-1]
+        names = [f.name for f in fields(EngineMetrics)][5:-4]
         metrics = EngineMetrics(
             arrival_ns=arrival_ns,
             queue_ms=_optional(queue_ms),
@@ -416,5 +451,8 @@ def decode_finish(record: Record) -> End:
             priority=priority,
             **dict(zip(names, counts, strict=True)),
             num_cached_tokens=cached,
+            open_ms=_optional(open_ms),
+            num_revisions=num_revisions,
+            revise_lost_tokens=lost,
         )
     return End(request_id, _REASONS[reason], error, metrics)

@@ -13,20 +13,23 @@ from qllm.ingress.codec import (
     decode_prompt,
     decode_token,
     encode_cancel,
+    encode_revision,
     encode_submission,
     encode_update,
 )
+from qllm.ingress.ends import ring_ends
 from qllm.ingress.layout import (
     CANCEL_KIND,
     NUMBER_BITS,
     PROMPT_KIND,
     REQUEST_KIND,
+    REVISE_KIND,
     TOKEN_KIND,
     UPDATE_KIND,
 )
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
-from qllm.ingress.protocol import Cancel, Submission, Update
-from qllm.ingress.ring import RingReader, RingWriter, record_bytes
+from qllm.ingress.protocol import Cancel, Revision, Submission, Update
+from qllm.ingress.ring import record_bytes
 from qllm.ingress.shm import Doorbell
 from qllm.types import Priority, Sampled
 
@@ -69,10 +72,11 @@ class FrontEndRings(ABC):
     def __init__(self, block: FrontEndMemory) -> None:
         self.number = block.number
         self._words = block.segment.words
-        self.ls = RingWriter(*block.rings["ls"])
-        self.be = RingWriter(*block.rings["be"])
-        self.cancels = RingWriter(*block.rings["cancel"])
-        self._tokens = RingReader(*block.rings["token"])
+        ends = ring_ends()
+        self.ls = ends.writer(*block.rings["ls"])
+        self.be = ends.writer(*block.rings["be"])
+        self.cancels = ends.writer(*block.rings["cancel"])
+        self._tokens = ends.reader(*block.rings["token"])
         self._lock = threading.Lock()
         self._num_submitted = 0
 
@@ -101,6 +105,27 @@ class FrontEndRings(ABC):
                 raise QueueFullError(
                     f"the ring for {'LS' if is_ls else 'BE'} requests is full: the engine has not "
                     "looked at it since they came; try again later"
+                )
+            self._ring()
+
+    def revise(self, item: Revision) -> None:
+        """Put a revision into the ring of its request, which is that of its class.
+
+        Raises:
+            QueueFullError: The ring has no room now.
+            InvalidRequestError: It would never fit.
+        """
+        flags, body = encode_revision(item)
+        ring = self.ls if item.rest.priority < Priority.BE else self.be
+        with self._lock:
+            try:
+                done = ring.write(REVISE_KIND, flags, body)
+            except ValueError as error:
+                raise InvalidRequestError(f"the piece is too large: {error}") from error
+            if not done:
+                raise QueueFullError(
+                    "the ring for requests is full: the engine has not looked at it since they "
+                    "came; try again later"
                 )
             self._ring()
 

@@ -5,7 +5,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
-from qllm.ingress.protocol import CONTROL, Item, Submission
+from qllm.ingress.protocol import CONTROL, Item, Revision, Submission
 from qllm.plan import ANY_ARRIVAL
 from qllm.runner.protocol import Watch
 
@@ -56,6 +56,8 @@ class InprocIngress:
         self._items.append(item)
         if isinstance(item, Submission):
             self.stop.lower(item.priority)
+        elif isinstance(item, Revision):
+            self.stop.lower(item.word)
         else:
             self.stop.lower(CONTROL)
         self._arrived.set()

@@ -16,7 +16,7 @@ from qllm.types import MAX_TIME_MS, PRIORITY_LIMIT
 
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
-VERSION = 5
+VERSION = 6
 """Version of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
@@ -31,11 +31,13 @@ TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
 """`crc` is the CRC-32 (zlib) of everything before the trailer. `seq` is written last."""
 
 REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND, UPDATE_KIND = 1, 2, 3, 4, 5, 6
+REVISE_KIND = 7
 
-HAS_DEADLINE, IGNORE_EOS, HAS_CACHE, HAS_LIMITS = 1, 2, 4, 8
+HAS_DEADLINE, IGNORE_EOS, HAS_CACHE, HAS_LIMITS, IS_OPEN = 1, 2, 4, 8, 16
 """Flags of a request. With HAS_CACHE, `cache_salt` (zeros if there is none) and the f8
 `cache_ttl_s` (NaN if there is none) come behind its arrays, CACHE_BYTES together. With HAS_LIMITS,
-u4 bytes and JSON come last: the fields of SamplingParams that have no place here."""
+u4 bytes and JSON come last: the fields of SamplingParams that have no place here. With IS_OPEN
+more of the prompt may come, in revisions."""
 SALT_BYTES, CACHE_BYTES = 32, 40
 REQUEST: Dtype = np.dtype(
     [
@@ -72,6 +74,11 @@ per token, 0 is "none". After it, in this order: i8 stop_ids, i8
 stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 output so far (of a request that an
 engine left unfinished), u4 bytes per stop string, name, stop strings (UTF-8). The engine does not
 look for stop strings; they are for checkpoints."""
+
+REVISE: Dtype = np.dtype([("header", HEADER), ("keep", "<u4"), ("reserved", "<u4")])
+"""In the ring of its request, behind that: its prompt is its first `keep` tokens and then those of
+what follows, a request from its `request_id` on, flags included. With IS_OPEN more may come, and
+nothing but the tokens counts; without, the prompt is whole, and how it is sampled is said here."""
 
 CANCEL: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("reason", "<u4"), ("reserved", "<u4")]
@@ -113,8 +120,9 @@ PROMPT: Dtype = np.dtype(
 the request's first token. After it: f4 of the tokens, f4 of the alternatives (`num_top` per token,
 most likely first), u4 ids of the alternatives."""
 
-HAS_METRICS, HAS_ERROR, HAS_CACHED = 1, 2, 4
-"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens comes last."""
+HAS_METRICS, HAS_ERROR, HAS_CACHED, HAS_PIECES = 1, 2, 4, 8
+"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens comes behind the error; with HAS_PIECES,
+f8 open_ms, u4 num_revisions and u4 revise_lost_tokens come last."""
 FINISH: Dtype = np.dtype(
     [
         ("header", HEADER),
@@ -192,6 +200,7 @@ STRUCTS = {
     "qllm_header": HEADER,
     "qllm_trailer": TRAILER,
     "qllm_request": REQUEST,
+    "qllm_revise": REVISE,
     "qllm_cancel": CANCEL,
     "qllm_update": UPDATE,
     "qllm_token": TOKEN,
@@ -241,8 +250,10 @@ _NUMBERS: dict[str, int] = {
     "FINISH_KIND": FINISH_KIND,
     "PROMPT_KIND": PROMPT_KIND,
     "UPDATE_KIND": UPDATE_KIND,
+    "REVISE_KIND": REVISE_KIND,
     "HAS_DEADLINE": HAS_DEADLINE,
     "IGNORE_EOS": IGNORE_EOS,
+    "IS_OPEN": IS_OPEN,
     "HAS_LOGPROBS": HAS_LOGPROBS,
     "HAS_METRICS": HAS_METRICS,
     "HAS_ERROR": HAS_ERROR,

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 
 from qllm.errors import ConfigError
+from qllm.ingress.ends import ring_ends
 from qllm.ingress.layout import (
     CONTROL_MEMORY,
     FRONT_END,
@@ -24,6 +25,7 @@ from qllm.ingress.layout import (
     cell,
     offset,
 )
+from qllm.ingress.words import Words
 
 _PAGE = 4096
 _ERROR_AT = offset(CONTROL_MEMORY, "error")
@@ -68,7 +70,7 @@ class Segment:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.bytes = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
-        self.words = self.bytes[: len(self.bytes) // 8 * 8].cast("Q")
+        self.words = ring_ends().words(self.bytes[: len(self.bytes) // 8 * 8].cast("Q"))
 
     @property
     def address(self) -> int:
@@ -275,7 +277,7 @@ class FrontEndMemory:
         self.capacities = tuple(segment.words[self._CAPACITY : self._CAPACITY + len(RINGS)])
         self.offsets = FrontEndLayout(self.number, self.capacities).offsets
         """Per name where the ring starts in the segment."""
-        self.rings: dict[str, tuple[memoryview, memoryview]] = {}
+        self.rings: dict[str, tuple[memoryview, Words]] = {}
         """Per name the bytes of the ring and the word of its reader."""
         for name, size in zip(RINGS, self.capacities, strict=True):
             at, tail = self.offsets[name], cell(FRONT_END, f"{name}_tail")

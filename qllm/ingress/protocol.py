@@ -5,7 +5,7 @@ only compares the stop word with its threshold at each boundary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from qllm.runner.protocol import Stop
@@ -39,6 +39,8 @@ class Submission:
     """Digests of owner and salt, 16 bytes each, or nothing: whose prefixes it shares."""
     cache_ttl_s: float | None = None
     """How long its kept KV is not displaced after it used it."""
+    is_open: bool = False
+    """More of its prompt may come, as `Revision`s: it samples nothing before one closes it."""
     wrong: str | None = None
     """Why it must end at once: its record held what no front end of ours writes."""
 
@@ -46,6 +48,42 @@ class Submission:
     def num_prompt_tokens(self) -> int:
         """The first of `token_ids`."""
         return len(self.token_ids) - self.num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """The prompt of an open request goes on in another way: more of it, a change, or its end.
+
+    The first of each request names it and its class; how it is sampled, its limits and its targets
+    are those of the one that closes it.
+    """
+
+    keep: int
+    """Tokens, of the first of what it had, that stay."""
+    rest: Submission
+    """Its `token_ids` come behind those; it says whether more may come. Its arrival is now."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """Whose prompt it is."""
+        return self.rest.request_id
+
+    @property
+    def arrival_ns(self) -> int:
+        """When it was put."""
+        return self.rest.arrival_ns
+
+    def put_at(self, request_id: RequestId, now_ns: int) -> "Revision":
+        """The same for a request that is called so now, its times counted from now on."""
+        after_ns = self.rest.deadline_ns
+        deadline_ns = None if after_ns is None else now_ns + after_ns
+        rest = replace(self.rest, request_id=request_id, arrival_ns=now_ns, deadline_ns=deadline_ns)
+        return Revision(self.keep, rest)
+
+    @property
+    def word(self) -> int:
+        """What it lowers the stop word to: while more may come, classes behind its own stop."""
+        return self.rest.priority + self.rest.is_open
 
 
 class Cancel(NamedTuple):
@@ -73,7 +111,7 @@ class Call(NamedTuple):
     answer: Callable[[Any, BaseException | None], None]
 
 
-Item = Submission | Cancel | Update | Call
+Item = Submission | Revision | Cancel | Update | Call
 
 
 class ArrivalWord(Stop, Protocol):

@@ -9,9 +9,10 @@ the checksum holds. So a reader needs no index from the writer, and a torn write
 order its bytes become visible, reads as "nothing yet". The word after a record is zeroed before
 the record is, so that old bytes of the ring are never taken for a header.
 
-Order in memory: x86-64 makes the stores of one core visible in program order, so a reader that
-sees the trailer's number sees the record. Elsewhere (and over RDMA) the checksum holds alone: the
-reader looks again until all bytes are there, and gives them back only after.
+Order in memory: these ends are for x86-64, which makes the stores of one core visible in program
+order: a reader that sees the trailer's number sees the record. Elsewhere `qllm.ingress.ends` takes
+those in C++. Over RDMA the checksum holds alone: the reader looks again until all bytes are there,
+and gives them back only after.
 """
 
 import time
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from qllm.errors import QllmError
 from qllm.ingress.layout import HEADER, LINE, TRAILER, body_struct
+from qllm.ingress.words import Words
 
 _HEAD, _TAIL = body_struct(HEADER), body_struct(TRAILER)
 _BEFORE_SEQ = TRAILER.itemsize - 8
@@ -62,7 +64,7 @@ class RingWriter:
         tail: The reader's word.
     """
 
-    def __init__(self, buffer: memoryview, tail: memoryview) -> None:
+    def __init__(self, buffer: memoryview, tail: Words) -> None:
         self._bytes, self._tail = buffer, tail
         self._words = buffer.cast("Q")
         self._capacity = len(buffer)
@@ -122,7 +124,7 @@ class RingReader:
         tail: Our word: bytes taken so far.
     """
 
-    def __init__(self, buffer: memoryview, tail: memoryview) -> None:
+    def __init__(self, buffer: memoryview, tail: Words) -> None:
         self._bytes, self._tail = buffer, tail
         self._words = buffer.cast("Q")
         self._capacity = len(buffer)

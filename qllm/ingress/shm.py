@@ -14,26 +14,34 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from qllm.ingress.codec import (
     decode_cancel,
+    decode_revision,
     decode_submission,
     decode_update,
     encode_finish,
     encode_prompt,
     encode_token,
 )
-from qllm.ingress.layout import FINISH_KIND, NUMBER_BITS, PROMPT_KIND, TOKEN_KIND, UPDATE_KIND
+from qllm.ingress.ends import ring_ends
+from qllm.ingress.layout import (
+    FINISH_KIND,
+    NUMBER_BITS,
+    PROMPT_KIND,
+    REVISE_KIND,
+    TOKEN_KIND,
+    UPDATE_KIND,
+)
 from qllm.ingress.memory import ControlMemory, EngineStats, FrontEndMemory
-from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Submission, Update
-from qllm.ingress.ring import RingError, RingReader, RingWriter
+from qllm.ingress.protocol import CONTROL, Call, Cancel, Item, Revision, Submission, Update
+from qllm.ingress.ring import RingError
+from qllm.ingress.words import Words, address_of
 from qllm.plan import ANY_ARRIVAL
 from qllm.record.metrics import RequestMetrics
 from qllm.runner.protocol import Watch
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 
-T = TypeVar("T", Submission, Cancel, Update)
+T = TypeVar("T", Submission, Revision, Cancel, Update)
 
 BEAT_NS = NS_PER_S
 """An idle engine wakes this often to show that it lives."""
@@ -95,9 +103,10 @@ class FrontEndPort:
 
     def __init__(self, block: FrontEndMemory, doorbell: Announcer) -> None:
         self.number = block.number
-        self._requests = tuple(RingReader(*block.rings[name]) for name in ("ls", "be"))
-        self._cancels = RingReader(*block.rings["cancel"])
-        self.tokens = RingWriter(*block.rings["token"])
+        ends = ring_ends()
+        self._requests = tuple(ends.reader(*block.rings[name]) for name in ("ls", "be"))
+        self._cancels = ends.reader(*block.rings["cancel"])
+        self.tokens = ends.writer(*block.rings["token"])
         self._words = block.segment.words
         self._doorbell = doorbell
         self._backlog: deque[tuple[int, int, bytes]] = deque()
@@ -107,8 +116,8 @@ class FrontEndPort:
         self.open: set[RequestId] = set()
         """Requests read and not ended: no id is used twice at once."""
 
-    def take(self) -> tuple[list[Submission], list[Cancel | Update]]:
-        """Take what is in the rings.
+    def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
+        """Take what is in the rings: prompts in the order of their ring, cancels and updates.
 
         Cancels and updates are read first: the request of one that is there is there too.
 
@@ -116,7 +125,7 @@ class FrontEndPort:
             RingError: A ring is broken, or holds what no front end writes.
         """
         cancels: list[Cancel | Update] = []
-        submissions: list[Submission] = []
+        prompts: list[Submission | Revision] = []
         try:
             while (record := self._cancels.read()) is not None:
                 if record.kind == UPDATE_KIND:
@@ -125,10 +134,13 @@ class FrontEndPort:
                     cancels.append(self._own(decode_cancel(record)))
             for ring in self._requests:
                 while (record := ring.read()) is not None:
-                    submissions.append(self._new(decode_submission(record)))
+                    if record.kind == REVISE_KIND:
+                        prompts.append(self._own(decode_revision(record)))
+                    else:
+                        prompts.append(self._new(decode_submission(record)))
         except (ValueError, IndexError, struct.error) as error:
             raise RingError(f"a record that is no request or cancel: {error}") from error
-        return submissions, cancels
+        return prompts, cancels
 
     def _new(self, item: Submission) -> Submission:
         request_id = self._own(item).request_id
@@ -191,9 +203,7 @@ class ShmStop:
         "value",
     )
 
-    def __init__(
-        self, bell: memoryview, look: Callable[[], None], now_ns: Callable[[], int]
-    ) -> None:
+    def __init__(self, bell: Words, look: Callable[[], None], now_ns: Callable[[], int]) -> None:
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self.lowered_ns = 0
@@ -201,7 +211,7 @@ class ShmStop:
         self.seen = 0
         self.value = ANY_ARRIVAL
         self._bell, self._look = bell, look
-        self._address = int(np.frombuffer(bell, "u1").ctypes.data)
+        self._address = address_of(bell)
 
     def watch(self) -> Watch | None:
         """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
@@ -317,7 +327,7 @@ class ShmIngress:
     def _look(self) -> None:
         """Move what is in the rings to `_items`, and lower the word by it."""
         self.stop.seen = self._bell[0]
-        submissions: list[Submission] = []
+        prompts: list[Submission | Revision] = []
         cancels: list[Cancel | Update] = []
         for port in list(self.ports.values()):
             try:
@@ -326,18 +336,21 @@ class ShmIngress:
                 self.detach(port.number)
                 self._broken(port.number, str(error))
                 continue
-            submissions += more
+            prompts += more
             cancels += gone
-        submissions.sort(key=lambda item: item.arrival_ns)
-        for item in (item for item in submissions if item.wrong is None):
+        prompts.sort(key=lambda item: item.arrival_ns)
+        for item in prompts:
             came_ns = item.arrival_ns if item.arrival_ns >= 0 else self._now_ns()
-            self.stop.lower(item.priority, came_ns)  # before our time: replayed
+            if isinstance(item, Revision):
+                self.stop.lower(item.word, came_ns)
+            elif item.wrong is None:
+                self.stop.lower(item.priority, came_ns)  # before our time: replayed
         if self.control.stop and not self._closing:
             self._closing = True
             self._local.append(Call(self._close, lambda *_: None))
         if cancels or self._local:
             self.stop.lower(CONTROL, self._now_ns())
-        self._items += (*submissions, *cancels)
+        self._items += (*prompts, *cancels)
         while self._local:
             self._items.append(self._local.popleft())
 

@@ -9,11 +9,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Code = Literal["u4", "e2m1", "i8", "e4m3"]
-"""What a code stands for: 0 to 15, the 4-bit floats of MXFP4, -128 to 127, FP8's e4m3fn."""
+Code = Literal["u4", "i4", "e2m1", "i8", "e4m3"]
+"""What a code stands for: 0 to 15, -8 to 7 (stored as 0 to 15), the 4-bit floats of MXFP4, -128 to
+127, FP8's e4m3fn."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats by code, as the OCP microscaling specification has them."""
-FOUR_BIT = ("u4", "e2m1")
+FOUR_BIT = ("u4", "i4", "e2m1")
+I4_ZERO = 8
+"""The code of "i4" that stands for 0."""
 
 
 class Quantised(NamedTuple):
@@ -37,10 +40,14 @@ class Quantised(NamedTuple):
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
             if self.code == "e2m1":
                 codes = torch.tensor(E2M1, device=codes.device)[codes.long()]
+        if self.code == "i4":
+            codes = codes.float() - I4_ZERO
         k = codes.shape[-1]
         value = codes.float() * _per_input(self.scale_NG, self.group, k)
         if self.offset_NG is not None:
             value += _per_input(self.offset_NG, self.group, k)
+        elif self.code == "i4":
+            value += 0.0  # no weight of it is -0
         return value.bfloat16()
 
 

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from qllm.kernels.routing import (
     Activation,
+    Angles,
     ExpertWeights,
+    Groups,
     HeadNorms,
+    Norm,
     Routing,
     Rule,
     RuleKind,
@@ -42,18 +45,46 @@ def rotate_and_write(
     slots_T: Tensor,
     out_TNE: Tensor,
     norms: HeadNorms | None = None,
+    limit: float | None = None,
 ) -> None:
     """See `kernels.triton.rope.rotate_and_write`."""
     if norms is not None:
         q_TND.copy_(rms_norm(q_TND, norms.q_D, norms.q_eps))
         k_TGD = rms_norm(k_TGD, norms.k_D, norms.k_eps)
-    q_TND.copy_(_rotated(q_TND, cos_TD, sin_TD))
+    if limit is not None:
+        q_TND.clamp_(-limit, limit)
+        k_TGD, v_TGE = (x.clamp(-limit, limit) for x in (k_TGD, v_TGE))
+    angles = Angles(cos_TD, sin_TD, in_pairs=False)
+    q_TND.copy_(_rotated(q_TND, angles))
     out_TNE.copy_(torch.where((slots_T < 0)[:, None, None], 0.0, out_TNE))
-    write(_rotated(k_TGD, cos_TD, sin_TD), v_TGE, k_SGD, v_SGE, slots_T)
+    write(_rotated(k_TGD, angles), v_TGE, k_SGD, v_SGE, slots_T)
 
 
-def _rotated(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    left, right = x_TND.chunk(2, 2)
+def write_latents(
+    kv_TD: Tensor,
+    norm: Norm,
+    angles: Angles,
+    c_SR: Tensor,
+    k_rope_SF: Tensor,
+    slots_T: Tensor,
+    out_TNR: Tensor,
+    q_TQ: Tensor | None = None,
+    q_norm: Norm | None = None,
+) -> Tensor | None:
+    """See `kernels.triton.latents.write_latents`."""
+    latents, keys = torch.split(kv_TD, [c_SR.shape[1], k_rope_SF.shape[1]], 1)
+    latents, keys = rms_norm(latents, *norm)[:, None], _rotated(keys[:, None], angles)
+    write(latents, keys, c_SR[:, None], k_rope_SF[:, None], slots_T)
+    out_TNR.copy_(torch.where((slots_T < 0)[:, None, None], 0.0, out_TNR))
+    return None if q_TQ is None or q_norm is None else rms_norm(q_TQ, *q_norm)
+
+
+def _rotated(x_TND: Tensor, angles: Angles) -> Tensor:
+    cos_TD, sin_TD, in_pairs = angles
+    left, right = (x_TND[..., 0::2], x_TND[..., 1::2]) if in_pairs else x_TND.chunk(2, 2)
+    if in_pairs:
+        x_TND = torch.cat((left, right), 2)
+        cos_TD, sin_TD = (x[:, : left.shape[2]] for x in (cos_TD, sin_TD))
     if cos_TD.shape[1] < x_TND.shape[2]:  # of both halves
         cos_TD, sin_TD = (torch.cat((x, x), 1) for x in (cos_TD, sin_TD))
     return x_TND * cos_TD[:, None] + torch.cat((-right, left), 2) * sin_TD[:, None]
@@ -72,6 +103,7 @@ def attend(
     sinks_N: Tensor | None = None,
     q_rope_TNF: Tensor | None = None,
     k_rope_SF: Tensor | None = None,
+    q_angles: Angles | None = None,
     out_TNE: Tensor,
 ) -> None:
     """See `kernels.triton.attention.attend`."""
@@ -83,6 +115,8 @@ def attend(
     v = v_SGE[slots_TS].float().repeat_interleave(ratio, 2)
     scores = torch.einsum("tnd,tsnd->tns", q_TND.float(), k)
     if q_rope_TNF is not None and k_rope_SF is not None:
+        if q_angles is not None:
+            q_rope_TNF = _rotated(q_rope_TNF, q_angles)
         scores = scores + torch.einsum(
             "tnf,tsf->tns", q_rope_TNF.float(), k_rope_SF[slots_TS].float()
         )
@@ -100,13 +134,16 @@ def attend(
     out_TNE.copy_(torch.where((tiles.seq_T >= 0)[:, None, None], out, out_TNE))
 
 
-def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor) -> Routing:
+def route(
+    ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor, num_shared: int = 0
+) -> Routing:
     """See `kernels.triton.moe.route`; only the ids are used here."""
     empty = ids_TK.new_empty(0, dtype=torch.int32)
     token = torch.arange(ids_TK.shape[0], device=ids_TK.device)[:, None]
-    ids = torch.where(token < num_tokens, ids_TK, num_experts)
-    counts = (ids[:, :, None] == torch.arange(num_experts, device=ids.device)).sum((0, 1))
-    hits.add_((counts > 0).sum())
+    every = num_experts + num_shared
+    ids = torch.where(token < num_tokens, ids_TK, every)
+    counts = (ids[:, :, None] == torch.arange(every, device=ids.device)).sum((0, 1))
+    hits.add_((counts[:num_experts] > 0).sum())
     return Routing(ids, counts.to(torch.int32), empty, empty, empty, empty, empty)
 
 
@@ -124,7 +161,8 @@ def run_experts(
 ) -> None:
     """See `kernels.triton.moe.run_experts`."""
     for expert in range(lo, hi):
-        both = x_TD.float() @ weights.up_EFD[expert].t().float()
+        up_FD, down_DI = _of_expert(weights, expert)
+        both = x_TD.float() @ up_FD.t().float()
         if weights.up_bias_EF is not None:
             both = both + weights.up_bias_EF[expert].float()
         both = both.to(x_TD.dtype)
@@ -133,12 +171,22 @@ def run_experts(
             (both[:, 0::2], both[:, 1::2]) if weights.interleaved else torch.split(both, inner, 1)
         )
         h = activate(weights.activation, *halves).to(x_TD.dtype)
-        out = h.float() @ weights.down_EDI[expert].t().float()
+        out = h.float() @ down_DI.t().float()
         if weights.down_bias_ED is not None:
             out = out + weights.down_bias_ED[expert].float()
         out = out.to(slots_TKD.dtype)
         is_mine = (routing.ids_TK == expert)[:, :, None]
         slots_TKD.copy_(torch.where(is_mine, out[:, None], slots_TKD))
+
+
+def _of_expert(weights: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
+    """Gates and ups [2 I, D], and what they go down by [D, I]."""
+    if expert < weights.num_experts or weights.shared is None:
+        return weights.up_EFD[expert], weights.down_EDI[expert]
+    inner = weights.down_EDI.shape[2]
+    lo = (expert - weights.num_experts) * inner
+    gates, ups = (x[lo : lo + inner] for x in weights.shared.up_FD.chunk(2))
+    return torch.cat((gates, ups)), weights.shared.down_DF[:, lo : lo + inner]
 
 
 def choose(
@@ -148,17 +196,39 @@ def choose(
     num_tokens: Tensor,
     hits: Tensor,
     dtype: torch.dtype,
+    num_shared: int = 0,
 ) -> tuple[Routing, Tensor]:
     """See `kernels.triton.choose.choose`."""
-    x = logits_TE.float()
+    x, num_experts = logits_TE.float(), logits_TE.shape[1]
     ids_TK = torch.topk(x.nan_to_num(-3e38), top_k).indices
-    if rule.kind is RuleKind.SPARSE_MIXER:
+    if rule.groups is not None:
+        ids_TK, weights_TK = _of_groups(x, rule.groups, top_k)
+    elif rule.kind is RuleKind.SPARSE_MIXER:
         weights_TK = _sparse_mixer(logits_TE, ids_TK, rule.jitter)
     else:
         weights_TK = torch.softmax(x, 1).gather(1, ids_TK)
         if rule.kind is RuleKind.RENORMALISED:
             weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
-    return route(ids_TK, num_tokens, logits_TE.shape[1], hits), weights_TK.to(dtype)
+    shared = torch.arange(num_experts, num_experts + num_shared, device=ids_TK.device)
+    ids_TK = torch.cat((ids_TK, shared.expand(len(ids_TK), -1)), 1)
+    return route(ids_TK, num_tokens, num_experts, hits, num_shared), weights_TK.to(dtype)
+
+
+def _of_groups(x_TE: Tensor, groups: Groups, top_k: int) -> tuple[Tensor, Tensor]:
+    """Experts and weights of DeepSeek-V3's router, those of the best first."""
+    scores = torch.sigmoid(x_TE)
+    choice = (scores + groups.correction_E).nan_to_num(-3e38)
+    if groups.num_open < groups.num:
+        by_group = choice.view(len(choice), groups.num, -1)
+        worth = by_group.topk(2, 2).values.sum(2)
+        best = worth.topk(groups.num_open, 1).indices
+        is_open = torch.zeros_like(worth).scatter(1, best, 1.0)[:, :, None] > 0
+        choice = torch.where(is_open, by_group, float("-inf")).flatten(1)
+    ids_TK = torch.topk(choice, top_k).indices
+    weights_TK = scores.gather(1, ids_TK)
+    if groups.renormalised:
+        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * groups.scaling
 
 
 def _sparse_mixer(logits_TE: Tensor, ids_TK: Tensor, jitter: float) -> Tensor:
@@ -182,15 +252,19 @@ def combine(
     add: Sum | None = None,
 ) -> None:
     """See `kernels.triton.moe.combine`."""
-    total = torch.zeros_like(slots_TKD[:, 0], dtype=torch.float32)
-    for k in range(slots_TKD.shape[1]):
+    total, top_k = torch.zeros_like(slots_TKD[:, 0], dtype=torch.float32), weights_TK.shape[1]
+    for k in range(top_k):
         total = total + slots_TKD[:, k].float() * weights_TK[:, k : k + 1].float()
     token = torch.arange(slots_TKD.shape[0], device=slots_TKD.device)[:, None]
     total = torch.where(token < num_tokens, total, 0.0).to(out_TD.dtype)
     if add is not None:
-        if add.shared_TD is not None:
+        shared_TD = add.shared_TD
+        if slots_TKD.shape[1] > top_k:
+            more = slots_TKD[:, top_k:].float().sum(1)
+            shared_TD = torch.where(token < num_tokens, more, 0.0).to(out_TD.dtype)
+        if shared_TD is not None:
             gate = add.shared_gate_T1
-            total = total + (add.shared_TD if gate is None else torch.sigmoid(gate) * add.shared_TD)
+            total = total + (shared_TD if gate is None else torch.sigmoid(gate) * shared_TD)
         total = add.residual_TD + (total if add.multiplier is None else total * add.multiplier)
     out_TD.copy_(total)
 
@@ -209,10 +283,12 @@ def add_rms_norm(
     weight_D: Tensor,
     eps: float,
     wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+    in_fp32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.triton.norm.add_rms_norm`."""
     total = residual_TD + (x_TD if multiplier is None else x_TD * multiplier)
-    return total, rms_norm(total, weight_D, eps, wide)
+    out = rms_norm(total, weight_D, eps, wide)
+    return total, out, out.float() if in_fp32 else out
 
 
 def silu_mul(x_TF: Tensor) -> Tensor:

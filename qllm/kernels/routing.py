@@ -25,6 +25,23 @@ class RuleKind(enum.IntEnum):
     """The same divided by its sum over the chosen: softmax over the chosen."""
     SPARSE_MIXER = 2
     """Softmax of each chosen expert among those within `jitter` of it, without those before it."""
+    SIGMOID = 3
+    """Sigmoid of each; a correction has a say in the choice, but not in the weights."""
+
+
+class Groups(NamedTuple):
+    """What SIGMOID adds to its choice and does with its weights: DeepSeek-V3's router."""
+
+    correction_E: Tensor
+    """Added to the sigmoids for the choice."""
+    num: int
+    """Groups of as many experts each, neighbours; the two best of a group are its score."""
+    num_open: int
+    """Groups, the best ones, that experts are chosen from."""
+    renormalised: bool
+    """Whether weights are divided by their sum over the chosen."""
+    scaling: float
+    """What weights are multiplied by at last."""
 
 
 class Rule(NamedTuple):
@@ -33,6 +50,8 @@ class Rule(NamedTuple):
     kind: RuleKind
     jitter: float = 0.0
     """How far, for SPARSE_MIXER, below the best, relative to its size, an expert still counts."""
+    groups: Groups | None = None
+    """For SIGMOID, and only there."""
 
 
 class HeadNorms(NamedTuple):
@@ -44,6 +63,30 @@ class HeadNorms(NamedTuple):
     k_eps: float
 
 
+class Norm(NamedTuple):
+    """An RMS norm that rounds before it multiplies by its weight."""
+
+    weight_D: Tensor
+    eps: float
+
+
+class Angles(NamedTuple):
+    """How heads rotate: element i of the first half with element i of the second."""
+
+    cos_TD: Tensor
+    """By each token's position, contiguous rows; or [T, D / 2], the same for both halves."""
+    sin_TD: Tensor
+    """Likewise."""
+    in_pairs: bool
+    """Whether the halves alternate in what is given. They lie one after the other afterwards, and
+    the angles of the first are those of both."""
+
+    @property
+    def apart(self) -> int:
+        """Width of a head whose halves have angles of their own, or 0."""
+        return 0 if self.in_pairs else self.cos_TD.shape[1]
+
+
 class Sum(NamedTuple):
     """What the experts' answer is added to: residual + (answer + shared) * multiplier."""
 
@@ -51,9 +94,18 @@ class Sum(NamedTuple):
     multiplier: float | None = None
     """None is 1."""
     shared_TD: Tensor | None = None
-    """Output of the shared experts, contiguous."""
+    """Output of the shared experts, contiguous, unless they ran as experts."""
     shared_gate_T1: Tensor | None = None
     """Its sigmoid multiplies `shared_TD`; None is 1. Contiguous."""
+
+
+class SharedWeights(NamedTuple):
+    """Experts that every token takes with weight 1, S of them as wide as the others."""
+
+    up_FD: Tensor
+    """All gates, then all ups; contiguous. F = 2 S I."""
+    down_DF: Tensor
+    """F = S I; contiguous."""
 
 
 class ExpertWeights(NamedTuple):
@@ -66,11 +118,18 @@ class ExpertWeights(NamedTuple):
     interleaved: bool
     """Gate and up rows alternate; else all gates come first."""
     activation: Activation
+    shared: SharedWeights | None = None
+    """They follow as experts E to E + S."""
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """E, without those that are shared."""
         return self.up_EFD.shape[0]
+
+    @property
+    def num_shared(self) -> int:
+        """S."""
+        return 0 if self.shared is None else self.shared.down_DF.shape[1] // self.down_EDI.shape[2]
 
     @property
     def bytes_per_expert(self) -> int:
@@ -82,7 +141,8 @@ class ExpertWeights(NamedTuple):
 class Routing(NamedTuple):
     """Slots (token, k) sorted by expert, and the row tiles of the sorted slots.
 
-    Tiles of expert e are [tile_start[e], tile_start[e + 1]).
+    Tiles of expert e are [tile_start[e], tile_start[e + 1]). Shared experts are among them: the
+    last ones, in the last slots of a token.
     """
 
     ids_TK: Tensor

@@ -15,6 +15,7 @@ class Kernels(NamedTuple):
     name: str
     write: Callable[..., None]
     rotate_and_write: Callable[..., None]
+    write_latents: Callable[..., Any]
     attend: Callable[..., None]
     choose: Callable[..., Any]
     route: Callable[..., Any]
@@ -48,4 +49,4 @@ def kernels(name: str) -> Kernels:
     return Kernels(name, *(found[field] for field in fields))
 
 
-_MODULES = ("attention", "choose", "moe", "norm", "rope", "sampling")
+_MODULES = ("attention", "choose", "latents", "moe", "norm", "rope", "sampling")

@@ -121,6 +121,11 @@ class Load:
                 "nominal_per_s": {p.name: rate for p, rate in nominal.items()},
             }
         found = [r for r in found if r.at_s < until_s]
+        if any(r.pieces for r in found):
+            raise ConfigError(
+                f"the prompts of {self.name} come in pieces, which this client does not send; use "
+                "`qllm sim`"
+            )
         if not found:
             raise ConfigError(f"nothing arrives in the first {until_s:g} s; raise the rate")
         rates = offered_rates(found, until_s)

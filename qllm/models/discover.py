@@ -50,6 +50,7 @@ BLOCK_GLUE = {
     "de8f007fdef6": "plain",  # olmoe
     "728fe7dc9c9d": "plain",  # gpt_oss
     "9093b44f9f82": "plain",  # granitemoe
+    "b42d4fc5f32f": "plain",  # granitemoe, transformers 5.17
     "36df0733fead": "plain",  # phimoe
     "ed30505cbacb": "shared",  # deepseek_v3
     "7b1ca88b5a70": "gated_shared",  # qwen2_moe

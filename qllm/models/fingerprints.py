@@ -78,6 +78,7 @@ ROUTER = {
     "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, olmoe: `norm_topk_prob`
     "6106b5d77c20": "chosen",  # gpt_oss, with a bias
     "f94b2215875a": "chosen",  # granitemoe
+    "f082c497de82": "chosen",  # granitemoe of transformers 5.17
     "e77292a9baca": "sigmoid",  # deepseek_v3: groups, and a correction for the choice
     "234a8dc21586": "sparse_mixer",  # phimoe
 }

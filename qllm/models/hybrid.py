@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+from transformers import cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -23,7 +23,7 @@ from qllm.errors import ModelError
 KNOWN = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    DummyLayer,
+    getattr(cache_utils, "DummyLayer", DynamicLayer),  # transformers 5.17 has none yet
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,

@@ -35,7 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qllm.errors import ModelError
 from qllm.kernels.quantised import FOUR_BIT, Quantised
 from qllm.models.checkpoint import Checkpoint
-from qllm.models.formats.layout import Weight
+from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
 
@@ -338,6 +338,8 @@ def alike(weights: Sequence[Weight]) -> list[Quantised] | None:
     No value changes: scales become fp32 where some are, and an offset that was not there is zero.
     """
     found = [one for one in weights if isinstance(one, Quantised)]
+    if {one.code for one in found} == {"u4", "i4"}:
+        found = [uncentred(one) for one in found]
     kinds = {(one.code, one.group, one.codes.shape[-1]) for one in found}
     if len(found) != len(weights) or len(kinds) != 1:
         return None

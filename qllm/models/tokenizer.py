@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qllm.errors import ModelError
 from qllm.models.folders import GGUF, first_line, locate, read_json
+from qllm.torchless import hide_torch, show_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,8 +18,12 @@ _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that are all in tokenizer.json: AutoTokenizer would find the same one."""
 
 
-def import_tokenizers() -> None:
-    """Import what a tokenizer needs, which takes a second."""
+def import_tokenizers(name_or_path: str, trust_remote_code: bool) -> None:
+    """Import what the tokenizer of a model needs, which takes a second."""
+    folder = Path(name_or_path)
+    is_gguf = folder.suffix == GGUF or (folder.is_dir() and any(folder.glob(f"*{GGUF}")))
+    if not (trust_remote_code or is_gguf):
+        hide_torch()
     from transformers import PreTrainedTokenizerFast  # noqa: F401 - later imports find it
 
 
@@ -48,13 +53,14 @@ def tokenizer_in(
         folder, how["gguf_file"] = folder.parent, folder.name
     elif not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         return None
+    (show_torch if trust_remote_code or "gguf_file" in how else hide_torch)()
     plain = read_json(folder / "tokenizer_config.json").get("tokenizer_class") in _PLAIN
     if plain and "gguf_file" not in how and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
         make: Any = PreTrainedTokenizerFast
     else:
-        from transformers import AutoTokenizer  # takes seconds: it imports torch
+        from transformers import AutoTokenizer  # takes seconds where torch is not hidden
 
         make, how["trust_remote_code"] = AutoTokenizer, trust_remote_code
     try:

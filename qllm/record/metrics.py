@@ -8,7 +8,7 @@ computes a metric.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ from qllm.record.trace import (
     Replaced,
     Resumed,
     Reused,
+    Revised,
     Split,
     Token,
     Updated,
@@ -49,13 +50,14 @@ class RequestMetrics:
     queue_ms: float | None
     """Arrival to the first program that contains the request."""
     ttft_ms: float | None
-    """First token minus arrival, queueing included."""
+    """First token minus arrival, queueing included; of a prompt that was open, minus its last
+    piece."""
     tpot_ms: float | None
     """(Last token - first token) / (tokens - 1); None for one token."""
     itl_ms: tuple[float, ...]
     """Every gap between consecutive tokens."""
     e2e_ms: float | None
-    """Last token minus arrival."""
+    """Last token minus arrival, or minus the last piece, as for `ttft_ms`."""
     preemptions: int
     """Times its frame was stopped for another request. Ends of slices are not counted."""
     parked_ms: float
@@ -72,6 +74,12 @@ class RequestMetrics:
     reason: FinishReason | None
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request was first planned."""
+    open_ms: float | None = None
+    """From arrival until its prompt was whole; None if it came whole."""
+    num_revisions: int = 0
+    """Pieces of its prompt, and changes to it, that the engine saw."""
+    revise_lost_tokens: int = 0
+    """Tokens that were computed and then changed."""
 
     def __str__(self) -> str:
         """Five lines for people; `repr` has every field."""
@@ -166,6 +174,9 @@ class _Meter:
         """Tokens of the prompt that came from the prefix cache at first."""
         self.num_reused = 0
         """Tokens that came from it since the last eviction."""
+        self.whole_ns: int | None = None
+        """When its prompt was whole; None while it is open, and if it came whole."""
+        self.num_revisions = self.num_revised_away = 0
 
     def planned(self, row: Row, at_ns: int) -> None:
         if self.planned_ns is None:
@@ -228,9 +239,26 @@ class _Meter:
         elif not event.is_paused and self.is_held:
             self.last_ran_ns, self.is_held = event.at_ns, False
 
+    def revised(self, event: Revised, num_layers: int) -> None:
+        """What it waits for while nothing of its prompt is left to compute is no stall."""
+        done = self.hi if self.depth >= num_layers else self.lo
+        if done >= self.arrived.num_prompt_tokens and self.last_ran_ns is not None:
+            self.last_ran_ns = event.at_ns
+        count = event.num_prompt_tokens
+        self.arrived = replace(self.arrived, num_prompt_tokens=count, max_tokens=event.max_tokens)
+        self.num_revisions += 1
+        self.num_revised_away += event.num_lost
+        if self.hi > event.num_kept:
+            self.lo = self.hi = min(done, event.num_kept)
+            self.depth = 0
+        self.num_reused = min(self.num_reused, event.num_kept)
+        self.lost = {cause: (a, min(b, event.num_same)) for cause, (a, b) in self.lost.items()}
+        if not event.is_open:
+            self.whole_ns = event.at_ns
+
     def metrics(self, num_layers: int) -> RequestMetrics:
         arrived, finished, at = self.arrived, self.finished, self.token_ns
-        start = arrived.at_ns
+        start, whole_ns = arrived.at_ns, self.whole_ns
         prompt = arrived.num_prompt_tokens
         whole, part = min(prompt, self.lo), min(prompt, self.hi) - min(prompt, self.lo)
         return RequestMetrics(
@@ -242,7 +270,7 @@ class _Meter:
             num_prefilled_tokens=max(0, whole - min(prompt, self.num_reused))
             + part * self.depth // max(1, num_layers),
             queue_ms=None if self.planned_ns is None else (self.planned_ns - start) / NS_PER_MS,
-            **token_latencies(start, at),
+            **token_latencies(start if whole_ns is None else whole_ns, at),
             preemptions=self.preemptions,
             parked_ms=self.parked_ns / NS_PER_MS,
             max_stall_ms=self.stall_ns / NS_PER_MS,
@@ -252,6 +280,9 @@ class _Meter:
             preempt_recomputed_tokens=self.num_recomputed[_Cause.PREEMPTED],
             reason=None if finished is None else finished.reason,
             num_cached_tokens=self.num_cached,
+            open_ms=None if whole_ns is None else (whole_ns - start) / NS_PER_MS,
+            num_revisions=self.num_revisions,
+            revise_lost_tokens=self.num_revised_away,
         )
 
 
@@ -276,9 +307,8 @@ class MetricsBuilder:
                 self._ran(event)
             case Planned():
                 self._planned(event)
-            case Updated():
-                if meter := self._meters.get(event.request_id):
-                    meter.updated(event)
+            case Updated() | Revised():
+                self._asked(event)
             case Arrived():
                 self._meters[event.request_id] = _Meter(event)
             case Finished():
@@ -297,6 +327,13 @@ class MetricsBuilder:
         """The metrics so far of one request; None if it is unknown or finished."""
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
+
+    def _asked(self, event: Updated | Revised) -> None:
+        meter = self._meters.get(event.request_id)
+        if meter is not None and isinstance(event, Updated):
+            meter.updated(event)
+        elif meter is not None and isinstance(event, Revised):
+            meter.revised(event, self._num_layers)
 
     def _kv_event(self, event: Evicted | Reused) -> None:
         meter = self._meters.get(event.request_id)

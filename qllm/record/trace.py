@@ -60,6 +60,27 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Revised:
+    """The prompt of a request goes on in another way, or is whole now."""
+
+    at_ns: int
+    """When the piece was put, not when the loop saw it."""
+    request_id: RequestId
+    num_same: int
+    """Tokens, of the first, that are as they were."""
+    num_kept: int
+    """Tokens of those whose KV is there still."""
+    num_lost: int
+    """Tokens that were computed, in every layer, and are not any more."""
+    num_prompt_tokens: int
+    is_open: bool
+    max_tokens: int
+    token_ids: tuple[int, ...] | None = None
+    """The prompt once it is whole, if prompts are recorded."""
+    sampling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A new program was accepted."""
 
@@ -255,6 +276,7 @@ class EngineClosed:
 Event = (
     Arrived
     | Updated
+    | Revised
     | Planned
     | Ran
     | Segment

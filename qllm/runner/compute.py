@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
@@ -185,8 +186,9 @@ class Compute:
 
 
 def _leave(banks: Iterable[Bank]) -> None:
-    for bank in banks:
-        bank.unpack()
+    with torch.device("cpu"):  # whoever collects garbage may be making a model on another device
+        for bank in banks:
+            bank.unpack()
 
 
 def _listed(names: Any) -> str:

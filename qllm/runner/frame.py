@@ -5,8 +5,10 @@ x_TD        rows of the active group, packed; the input of the layer that runs
 layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,14 +18,14 @@ from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
 from qllm.runner.heads import HeadState
 from qllm.runner.kv import RequestKV
-from qllm.runner.layers.attention import Step
+from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import Rope, Routed
 from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
 from qllm.runner.sampler import Unread
 from qllm.runner.scores import NO_SCORES, Score, Scores
 from qllm.scheduler.program import Index, Program
-from qllm.types import RequestId, Sampled
+from qllm.types import RequestId, Sampled, SamplingParams
 
 NewStep = Callable[["Frame", int, int, int], Step]
 """Finds what an ATTN op attends; the runner knows where KV is."""
@@ -96,6 +98,27 @@ class RequestState:
         """Whether log-probabilities of the prompt are asked for and still to be reported."""
         return self.num_top is not None and len(self.ids) == self.num_prompt_tokens
 
+    def keepable(self, num_tokens: int, num_prompt_tokens: int, switch: Any) -> int:
+        """See `Runner.keepable`; `switch` says how rope depends on the length, if it does."""
+        if self.kv.states.layers and num_tokens < self.kv.committed:
+            return 0
+        if switch is not None:
+            before, after = self.num_prompt_tokens, num_prompt_tokens
+            if switch.regime(before, before) != switch.regime(after, after):
+                return 0
+        return num_tokens
+
+    def revise(
+        self, token_ids: Sequence[int], num_top: int | None, num_kept: int, table: Sequence[int]
+    ) -> None:
+        """Take another prompt; KV of the first `num_kept` tokens stays, in these blocks."""
+        self.ids, self.num_prompt_tokens, self.num_top = list(token_ids), len(token_ids), num_top
+        if self.kv.written > num_kept:
+            self.kv.cut(num_kept, table)
+        if self.kept is not None and self.kept.hi > num_kept:
+            self.kept = None
+        self.hidden = []
+
     def evict(self) -> None:
         """Forget what was computed."""
         self.kv.clear()
@@ -146,6 +169,12 @@ class RequestState:
         self.hidden = [tensors[name] for name in ("last_hidden",) if name in tensors]
 
 
+def num_top_of(sampling: SamplingParams, vocab_size: int) -> int | None:
+    """Alternatives per token of the prompt, if its log-probabilities are asked for."""
+    asked = sampling.prompt_logprobs
+    return None if asked is None else min(asked, vocab_size)
+
+
 class Frame:
     """State of one program. Made by `accept`, parked with its index, freed by `finish`."""
 
@@ -183,6 +212,24 @@ class Frame:
                 found = torch.cat([torch.arange(at[r], at[r + 1]) for r in members])
             self._tokens[group] = found
         return self._tokens[group]
+
+    def spans(
+        self, requests: Mapping[RequestId, RequestState], group: int, lo: int, hi: int
+    ) -> list[Span]:
+        """What the ATTN op over tokens [lo, hi) of a group attends, by block of queries."""
+        program = self.program
+        spans: list[Span] = []
+        at = -lo  # where the row begins in the op
+        for r in program.groups[group]:
+            row, marks = program.rows[r], program.row_blocks[r]
+            first = row.lo + max(0, -at)
+            stop = min(row.hi, row.lo + hi - lo - at)
+            if first < stop and row.request_id not in self.dead:
+                kv = requests[row.request_id].kv
+                ends = marks[bisect_left(marks, first) : bisect_left(marks, stop) + 1]
+                spans.extend(Span(kv, at + a - row.lo, a, b) for a, b in pairwise(ends))
+            at += row.num_tokens
+        return spans
 
     def num_bytes(self) -> int:
         """Bytes of the activations it holds: residual streams, and the layer or head it is in.

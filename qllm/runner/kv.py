@@ -50,6 +50,13 @@ class RequestKV(ABC):
         self.committed = self.written = 0
         self.states.clear()
 
+    def cut(self, num_tokens: int, blocks: Sequence[int]) -> None:
+        """Forget positions from `num_tokens` on, and have these blocks, the first, from now on."""
+        if num_tokens < self.committed:
+            self.states.clear()
+        self.committed = min(self.committed, num_tokens)
+        self.written = min(self.written, num_tokens)
+
     def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Have room for what `export` gave: in blocks, or without any where swapped-out KV lies."""
         self.hold(blocks, num_tokens)

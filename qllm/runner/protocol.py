@@ -79,6 +79,38 @@ class Runner(Protocol):
         """Register a request. `token_ids` may hold output already (a restored request)."""
         ...
 
+    def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
+        """How many of the first tokens of a prompt keep their KV if it goes on in another way.
+
+        Args:
+            request_id: Whose; it has no output.
+            num_tokens: Tokens, of the first, that stay as they are.
+            num_prompt_tokens: Of the new prompt.
+
+        Returns:
+            `num_tokens`, or 0 where KV depends on more than the tokens before it, or cannot be cut.
+        """
+        ...
+
+    def revise(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_kept: int,
+        table: Sequence[int],
+    ) -> None:
+        """Give a request without output another prompt.
+
+        Args:
+            request_id: Whose.
+            token_ids: The prompt.
+            sampling: In place of what it had.
+            num_kept: Tokens, of the first, whose KV stays: those of its row under way too.
+            table: KV blocks that it keeps, the first of those it has.
+        """
+        ...
+
     def remove(self, request_id: RequestId) -> None:
         """Forget a request that is in no frame; its KV is not read or written any more."""
         ...

@@ -6,10 +6,8 @@ of the first op not done: everything needed to go on is in the frame already.
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,10 +19,10 @@ from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
-from qllm.runner.frame import Frame, LayerState, RequestState
+from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
 from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.layers import attention
-from qllm.runner.layers.attention import Span, Step
+from qllm.runner.layers.attention import Step
 from qllm.runner.layers.native import attend_some
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Longest, Segments, Stop
@@ -138,11 +136,27 @@ class TorchRunner:
     ) -> None:
         if request_id in self.requests:
             raise InvariantError(f"request {request_id} is in the runner already")
-        ids = list(token_ids)
-        kv, num_top = self.backend.new_kv(max_total_tokens), sampling.prompt_logprobs
-        num_top = None if num_top is None else min(num_top, self.shape.vocab_size)
+        ids, kv = list(token_ids), self.backend.new_kv(max_total_tokens)
+        num_top = num_top_of(sampling, self.shape.vocab_size)
         self.sampler.add(request_id, sampling, ids[:num_prompt_tokens])
         self.requests[request_id] = RequestState(ids, num_prompt_tokens, kv, num_top)
+
+    def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
+        request = self.requests[request_id]
+        return request.keepable(num_tokens, num_prompt_tokens, self.rope.switch)
+
+    def revise(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_kept: int,
+        table: Sequence[int] = (),
+    ) -> None:
+        self.sampler.remove(request_id)
+        self.sampler.add(request_id, sampling, token_ids)
+        num_top = num_top_of(sampling, self.shape.vocab_size)
+        self.requests[request_id].revise(token_ids, num_top, num_kept, table)
 
     def remove(self, request_id: RequestId) -> None:
         if self.requests.pop(request_id, None) is not None:
@@ -165,7 +179,7 @@ class TorchRunner:
         self.backend.copy_ahead([self.requests[request_id].kv for request_id in request_ids])
 
     def token_ids(self, request_id: RequestId) -> list[int]:
-        """The ids of a request, prompt and output."""
+        """Prompt and output of a request."""
         return list(self.requests[request_id].ids)
 
     def num_committed(self, request_id: RequestId) -> int:
@@ -175,7 +189,7 @@ class TorchRunner:
     # frames
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]] = ()) -> None:
-        """See `Runner`; on a CPU, where no block is an address, the tables may be left out."""
+        """See `Runner`; on a CPU, where no block is an address, tables may be left out."""
         if program.frame_id in self.frames:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:
@@ -299,24 +313,9 @@ class TorchRunner:
         frame.x_TD, frame.group = x, op.group
         return 0
 
-    def _spans(self, frame: Frame, group: int, lo: int, hi: int) -> list[Span]:
-        program = frame.program
-        spans: list[Span] = []
-        at = -lo  # where the row begins in the op
-        for r in program.groups[group]:
-            row, marks = program.rows[r], program.row_blocks[r]
-            first = row.lo + max(0, -at)
-            stop = min(row.hi, row.lo + hi - lo - at)
-            if first < stop and row.request_id not in frame.dead:
-                kv = self.requests[row.request_id].kv
-                ends = marks[bisect_left(marks, first) : bisect_left(marks, stop) + 1]
-                spans.extend(Span(kv, at + a - row.lo, a, b) for a, b in pairwise(ends))
-            at += row.num_tokens
-        return spans
-
     def new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
-        return self.backend.new_step(self._spans(frame, group, lo, hi), hi - lo)
+        return self.backend.new_step(frame.spans(self.requests, group, lo, hi), hi - lo)
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op

@@ -2,6 +2,7 @@
 
     start over    its row dies, its blocks come back, nothing of it is computed
     move out      its blocks come back; what it has computed stays, its row under way too
+    cut back      its prompt changed: what it has computed of the old end is lost
     acquire       rows of a plan get blocks: victims lose theirs, KV that moved out comes back
 
 A row that is alone in its frame moves out as it is, at any boundary inside a layer: the frame
@@ -173,7 +174,7 @@ def evict(holder: Holder, request: Request, for_request: RequestId, how: Evict) 
     It starts over where there is no room, and where computing takes less time than moving.
     """
     request_id, written = request.request_id, request.num_written_tokens
-    blocks = holder.pool.blocks_for(written)
+    blocks, request.gave_way = holder.pool.blocks_for(written), request.is_idle
     effects: list[Effect]
     pays = how is Evict.SWAP and holder.costs.pays_to_keep(Tier.MEMORY, written, written)
     if pays and holder.swap.put(request_id, blocks):
@@ -192,6 +193,34 @@ def start_over(holder: Holder, request: Request) -> list[Effect]:
     _free_blocks(holder, request)
     holder.swap.release(request.request_id)
     request.reset()
+    return effects
+
+
+def cut_back(holder: Holder, request: Request, num_tokens: int) -> list[Effect]:
+    """Its prompt changed after `num_tokens` tokens: what was computed of the rest is lost.
+
+    Its row under way dies if it goes further. Blocks beyond come back; one that is cut, and that
+    others may refer to, comes back too, with the tokens before the cut.
+    """
+    pool, request_id = holder.pool, request.request_id
+    if not (request.is_admitted or request.num_swapped_tokens):
+        request.find(0)  # what the prefix cache has of the new prompt is found anew
+        return []
+    whole, rest = divmod(num_tokens, pool.block_size)
+    if rest and whole < len(request.block_table) and pool.is_fixed(request.block_table[whole]):
+        num_tokens -= rest
+    effects: list[Effect] = []
+    if request.frontier is not None and request.frontier.hi > num_tokens:
+        effects = _die(holder, request)
+    request.cut_back(num_tokens)
+    need = pool.blocks_for(request.num_written_tokens)
+    if request.is_admitted:
+        pool.give_back(request_id, request.block_table[need:])
+        request.block_table = request.block_table[:need]
+    else:
+        holder.swap.release(request_id)
+        if need:
+            holder.swap.put(request_id, need)
     return effects
 
 

@@ -1,5 +1,7 @@
 """Rows of one step, and what is left for more of them."""
 
+from collections.abc import Sequence
+
 from qllm.plan import Row
 from qllm.policy import RequestView, View
 
@@ -38,3 +40,9 @@ class Batch:
         self.take(request, row)
         self.tokens -= row.num_tokens
         self.num_prefills += 1
+
+
+def may_wait(view: View, rows: Sequence[Row]) -> bool:
+    """Whether a step gives way to whole prompts of its tier: what it prefills is open prompts."""
+    requests = [view.by_id[row.request_id] for row in rows]
+    return any([r.is_open for r in requests]) and all(r.is_open or r.is_decoding for r in requests)

@@ -36,6 +36,7 @@ class State(Protocol):
     frames: dict[FrameId, Parked]
     away: dict[RequestId, Parked]
     paused: set[RequestId]
+    open: set[RequestId]
 
     @property
     def hook_errors(self) -> Iterable[tuple[Any, PolicyError]]:
@@ -301,6 +302,7 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
             twin.requests[request_id] = mine
     twin.pool = scheduler.pool.only({i: r.block_table for i, r in twin.requests.items()})
     twin.paused |= scheduler.paused - ended
+    twin.open |= scheduler.open - ended
     for frame_id, parked in scheduler.frames.items():
         mine_parked = replace(parked, dead=parked.dead | ended)
         if mine_parked.held_rows():

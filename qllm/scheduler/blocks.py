@@ -73,6 +73,10 @@ class BlockPool:
             found += self._named[name]
         return found
 
+    def is_fixed(self, block: int) -> bool:
+        """Whether others hold it, or may take it by reference: nobody writes to it again."""
+        return block in self.shared or block in self._name_of
+
     def share(self, request_id: int, blocks: Sequence[int]) -> None:
         """Give a request blocks that others hold."""
         for block in blocks:

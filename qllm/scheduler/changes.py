@@ -1,34 +1,30 @@
-"""A request changes its class, stops for a while, or goes on: changes of state, no decisions.
+"""A request changes its class or its prompt, stops for a while, or goes on: no decisions.
 
 Who is paused is shown to no policy and planned by nobody. It keeps its KV, and a frame that holds
-no other request; for whoever needs KV it is the first victim, whatever its class.
+no other request; for whoever needs KV it is the first victim, whatever its class. A request that
+waits for more of its prompt is not shown either, and keeps its rank among victims.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
-from qllm.plan import CutRule, ModelShape
-from qllm.policy import CostTable, FrameView, Freed, View
-from qllm.scheduler.acquire import step_aside
-from qllm.scheduler.blocks import BlockPool, SwapSpace
-from qllm.scheduler.decision import Effect, Limits, Parked
+from qllm.plan import CutRule
+from qllm.policy import FrameView, Freed, View
+from qllm.scheduler.acquire import Holder, cut_back, step_aside
+from qllm.scheduler.decision import Effect, Limits
 from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding
-from qllm.types import FrameId, RequestId
+from qllm.types import RequestId
 
 
-class State(Protocol):
+class State(Holder, Protocol):
     """What is asked of a scheduler; `qllm.scheduler.scheduler.Scheduler` has it."""
 
-    shape: ModelShape
     cuts: CutRule
     limits: Limits
-    costs: CostTable
     riding: Riding
-    pool: BlockPool
-    swap: SwapSpace
-    requests: dict[RequestId, Request]
-    frames: dict[FrameId, Parked]
     paused: set[RequestId]
+    open: set[RequestId]
 
 
 def change(
@@ -55,11 +51,44 @@ def change(
     return step_aside(state, request)
 
 
+def revise(
+    state: State, request: Request, num_kept: int, num_tokens: int, now_ns: int
+) -> list[Effect]:
+    """Give a request that is or was open until now a prompt of another end.
+
+    Args:
+        state: The scheduler.
+        request: Without output. Whether it stays open, it says itself.
+        num_kept: Tokens, of the first of the prompt, whose KV is still theirs.
+        num_tokens: Of the prompt from now on.
+        now_ns: The engine's clock. The time that it waited for the piece is no stall.
+    """
+    was_idle = request.is_idle or not request.is_open
+    effects = cut_back(state, request, num_kept)
+    request.num_prompt_tokens = request.num_tokens = num_tokens
+    request.gave_way = False
+    if was_idle and request.is_admitted:
+        request.last_progress_ns = now_ns
+    if not request.is_open:
+        state.open.discard(request.request_id)
+    return effects
+
+
 def active(state: State) -> list[Request]:
-    """All requests but the paused ones."""
-    if not state.paused:
+    """All requests but the paused ones and those that wait for more of their prompt."""
+    if not (state.paused or state.open):
         return list(state.requests.values())
-    return [r for r in state.requests.values() if not r.is_paused]
+    return [r for r in state.requests.values() if not r.is_hidden]
+
+
+def ranked(state: State) -> list[Request]:
+    """Requests that have a rank: active ones, and those that hold KV and wait for more."""
+    return [r for r in state.requests.values() if has_rank(r)]
+
+
+def has_rank(request: Request) -> bool:
+    """Whether a policy ranks a request: to plan it, or to know who may take its KV."""
+    return not request.is_paused and (request.is_admitted or not request.is_idle)
 
 
 def view_of(state: State, now_ns: int) -> View:
@@ -73,9 +102,10 @@ def view_of(state: State, now_ns: int) -> View:
     ]
     if paused:
         frames = [f for f in frames if not any(row.request_id in paused for row in f.rows)]
-    return View(
+    view = View(
         now_ns=now_ns,
         requests=tuple(active(state)),
+        idle=_idle(state),
         by_id=requests,
         frames=tuple(frames),
         shape=state.shape,
@@ -97,6 +127,24 @@ def view_of(state: State, now_ns: int) -> View:
         shared_blocks=pool.shared,
         found_blocks=_found_blocks(state) if pool.has_names else {},
     )
+    if view.idle and not any(r.is_admitted for r in view.requests):
+        return without_idle(view)  # a policy counts on it that somebody it sees may take KV
+    return view
+
+
+def _idle(state: State) -> tuple[Request, ...]:
+    """Those that hold KV and wait for more of their prompt, by id."""
+    found = (state.requests[i] for i in sorted(state.open))
+    return tuple(r for r in found if r.is_idle and r.is_admitted and not r.is_paused)
+
+
+def without_idle(view: View) -> View:
+    """The state for when nobody can go on: KV of those who wait for more of their prompt is free.
+
+    So nothing stands still for a prompt that nobody may ever finish, whatever its class.
+    """
+    freed = view.blocks_freed(view.idle)
+    return replace(view, num_free_blocks=view.num_free_blocks + freed, idle=())
 
 
 def _found_blocks(state: State) -> dict[RequestId, list[int]]:

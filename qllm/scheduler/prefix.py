@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from qllm.errors import InvariantError
 from qllm.types import NS_PER_S, Priority
@@ -54,6 +54,18 @@ class Chain:
         self.page_size = page_size
         self.root = _digest(*root)
         self._names: list[Name] = []
+
+    def following(self, other: "Chain", num_tokens: int) -> Self:
+        """Take over names from a chain whose first `num_tokens` tokens are the same."""
+        if other.root == self.root:
+            self._names = other._names[: num_tokens // self.page_size]
+        return self
+
+    def usable(self, num_prompt_tokens: int) -> Sequence[Name]:
+        """The pages of all tokens but those that a request without KV has to compute."""
+        # a request with output owes two tokens or more: without KV nobody is decoding
+        num_tokens = len(self.token_ids)
+        return self.upto(max(0, num_tokens - (1 if num_tokens == num_prompt_tokens else 2)))
 
     def upto(self, num_tokens: int) -> Sequence[Name]:
         """The names of the whole pages of the first `num_tokens` tokens."""

@@ -27,10 +27,18 @@ from qllm.policy import (
     View,
     next_row,
 )
-from qllm.scheduler.batch import Batch
+from qllm.scheduler.batch import Batch, may_wait
 from qllm.scheduler.making_way import make_way
 from qllm.scheduler.ranking import Ranked, Ranking
-from qllm.scheduler.ride import JOIN_CAP, RIDE_CAP, ahead_ns, ride_allowance_ns, tpot_target_ns
+from qllm.scheduler.ride import (
+    JOIN_CAP,
+    RIDE_CAP,
+    ahead_ns,
+    first_due_ns,
+    ride_allowance_ns,
+    tpot_target_ns,
+    wait_longer,
+)
 from qllm.scheduler.turns import scores
 from qllm.scheduler.whole_steps import runs_whole
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
@@ -60,7 +68,7 @@ class _Shaper:
         """Both per tier, of those who hold KV and are in no frame."""
         for x in ranking.admitted:
             r = x.request
-            if r.frame_id is None:
+            if r.frame_id is None and not r.is_idle:
                 (self.decodes if r.is_decoding else self.prefills)[x.tier].append(x)
 
     def frame_tier(self, frame: FrameView) -> int:
@@ -72,12 +80,16 @@ class _Shaper:
     def goes_before(self, frame: FrameView, tier: int) -> bool:
         """Whether newcomers of this tier run before a parked step of it.
 
-        Only a step that rows of worse tiers joined stops for its own tier. Whoever arrived before
-        it was parked gets one step; then it resumes, and runs to its end.
+        Only a step that rows of worse tiers joined, or that prefills open prompts, stops for its
+        own tier. Whoever was there before it was parked, with a whole prompt, gets one step; then
+        it resumes, and runs to its end.
         """
         joined = any(self.tier_of[row.request_id] > tier for row in frame.rows)
         newcomers = self.ranking.waiting_of(tier)
-        return joined and any(x.request.arrival_ns <= frame.parked_ns for x in newcomers)
+        if may_wait(self.view, frame.rows):
+            joined, newcomers = True, [*newcomers, *self.prefills[tier]]
+        since = (x.request.revised_ns for x in newcomers if not x.is_open)
+        return joined and any(since_ns <= frame.parked_ns for since_ns in since)
 
     def finish_plan(self, rows: Sequence[Row], slice_ns: int | None = None) -> Plan:
         """Add grain, stop threshold and slice to rows."""
@@ -102,16 +114,16 @@ class _Shaper:
         """
         if self.ranking.num_own_tiers:
             return ANY_ARRIVAL
-        return min([self.tier_of[row.request_id] for row in rows])
+        # whole prompts of their class stop open ones
+        return min([self.tier_of[row.request_id] for row in rows]) + may_wait(self.view, rows)
 
     # -- the stall bound (I14)
 
     def margin_ns(self, bound_ns: int) -> int:
         """What may pass between falling due and running.
 
-        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses
-        now and then), at most the half; a group of layers has no slice that could end it, so
-        there it is the half.
+        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses now
+        and then), at most the half, and the half where a group of layers has no slice to end it.
         """
         if self.policy.groups is not None:
             return bound_ns // 2
@@ -130,7 +142,7 @@ class _Shaper:
         return [
             (x.request.last_progress_ns + left_ns, x)
             for x in (*self.ranking.admitted, *self.ranking.swapped.values())
-            if x.tier > best or x.request.priority > Priority.LS
+            if (x.tier > best or x.request.priority > Priority.LS) and not x.request.is_idle
         ]
 
     def next_due_ns(self, running: set[RequestId]) -> int | None:
@@ -192,9 +204,11 @@ class _Shaper:
 
     # -- one step
 
-    def evictable(self, tier: int) -> int:
-        """Blocks that requests of worse tiers would free."""
-        return self.view.blocks_freed(x.request for x in self.ranking.admitted if x.tier > tier)
+    def evictable(self, tier: int, is_open: bool) -> int:
+        """Blocks that requests of worse tiers would free, and open prompts for a whole one."""
+        me, idle = (tier, is_open), self.view.idle  # else theirs count as free
+        order = (x.request for x in self.ranking.admitted if x[:2] > me)
+        return self.view.blocks_freed(r for r in order if idle or not r.is_idle)
 
     def prefill_tokens(self, tiers: Collection[int]) -> int:
         """Prefill tokens of a step that the decodes of these tiers share."""
@@ -206,17 +220,10 @@ class _Shaper:
         if policy.step_tokens is not None:
             tokens = min(tokens, policy.step_tokens - len(decoding))
         if policy.slack is not None and decoding:
-            slack_ns = self.first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
+            slack_ns = first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
             spare = (slack_ns - view.costs.decode(len(decoding))) // view.costs.prefill_token_ns
             tokens = min(tokens, max(spare, policy.slack.min_tokens))
         return tokens
-
-    def first_due_ns(self, decoding: Sequence[RequestView], tpot_ms: int) -> int:
-        """When the first of these decodes is due, by its own target or else by this one."""
-        return min(
-            (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
-            for r in decoding
-        )
 
     def batch(
         self,
@@ -264,10 +271,12 @@ class _Shaper:
             if not batch.seats or batch.tokens <= 0:
                 break
             r = x.request
+            if x.is_open and batch.rows[begin:] and not self.mixes(batch.rows[begin]):
+                break
             if blocked and not r.is_admitted:
                 continue
             row = next_row(r, view, min(batch.tokens, chunk))
-            if batch.need(r, row) > batch.free_blocks + self.evictable(tier):
+            if batch.need(r, row) > batch.free_blocks + self.evictable(tier, x.is_open):
                 if batch.rows:
                     batch.tokens = 0
                     break
@@ -285,6 +294,10 @@ class _Shaper:
             ]
             cuts = zip(new, ends, strict=True)
             batch.rows[begin:] = [row._replace(end_layer=end) for row, end in cuts]
+
+    def mixes(self, first: Row) -> bool:
+        """Whether open prompts join the prefill of a row: of a whole one, if that is no longer."""
+        return self.policy.step_tokens is not None or self.view.by_id[first.request_id].is_open
 
     def is_first(self, x: Ranked) -> bool:
         """Whether nobody ranks before it."""
@@ -416,12 +429,12 @@ class _Shaper:
             other = self.other_work(best, tier, len(joining), slice_ns)
             if not joining and other is None:
                 continue
-            extra = self.extra_ns(len(best.rows), len(joining))
+            extra = self.view.costs.extra(len(best.rows), len(joining))
             worth = extra if joining else GOOD_SLICE_NS
             price = max(MIN_SLICE_NS, min(worth, RIDE_CAP * allowance))
             if self.view.ride_credit_ns < price:
                 return best
-            if other is None or (joining and self.waits_longer(joining, other)):
+            if other is None or (joining and wait_longer(self.view, joining, other.rows)):
                 plan = self.finish_plan((*best.rows, *joining))
                 own_too = max(plan.stop_below, self.tier_of[best.rows[0].request_id] + 1)
                 return replace(plan, stop_below=own_too if plan.grain > Grain.STEP else NO_STOP)
@@ -453,9 +466,9 @@ class _Shaper:
             if batch.free_blocks < 0 or len(batch.rows) > self.view.max_num_seqs:
                 break
             rows.append(row)
-        while len(rows) > 1 and self.extra_ns(len(best.rows), len(rows)) > cap_ns:
+        while len(rows) > 1 and self.view.costs.extra(len(best.rows), len(rows)) > cap_ns:
             rows.pop()
-        while rows and self.extra_ns(len(best.rows), len(rows)) > room_ns:
+        while rows and self.view.costs.extra(len(best.rows), len(rows)) > room_ns:
             rows.pop()
         return rows
 
@@ -469,19 +482,6 @@ class _Shaper:
         batch = self.batch([tier], max_tokens=self.slice_tokens(slice_ns))
         rows = [row for row in batch.rows if not self.view.by_id[row.request_id].is_decoding]
         return self.finish_plan(rows) if rows else None
-
-    def extra_ns(self, num_rows: int, num_more: int) -> int:
-        """What more decode rows add to a step."""
-        costs = self.view.costs
-        return max(0, costs.decode(num_rows + num_more) - costs.decode(num_rows))
-
-    def waits_longer(self, joining: Sequence[Row], other: Plan) -> bool:
-        """Whether these rows made progress longer ago; work that never ran goes first."""
-        last = [
-            min(self.view.by_id[row.request_id].last_progress_ns for row in rows)
-            for rows in (joining, other.rows)
-        ]
-        return last[0] < last[1]
 
 
 def shape_plan(view: View, policy: RankPolicy, ranking: Ranking | None = None) -> Plan:

@@ -11,9 +11,13 @@ from qllm.types import RequestId
 
 
 class Ranked(NamedTuple):
-    """A request with its policy's verdict; sorts best first, ties go to the older request."""
+    """A request with its policy's verdict; sorts best first, ties go to the older request.
+
+    Open prompts come behind the others of their tier, whatever the key.
+    """
 
     tier: int
+    is_open: bool
     key: int
     request_id: RequestId
     request: RequestView
@@ -98,7 +102,7 @@ class Ranking:
         self.asking = request.request_id
         deadline = request.deadline_ns
         tier, key = self.policy.rank(
-            request.arrival_ns,
+            getattr(request, self.policy.since),
             request.priority,
             NO_DEADLINE if deadline is None else deadline,
             request.num_prompt_tokens,
@@ -109,7 +113,7 @@ class Ranking:
         if not (isinstance(tier, int) and isinstance(key, int)):
             raise TypeError(f"rank returned {(tier, key)!r}; it must return two ints")
         self.asking = None
-        return Ranked(tier, key, request.request_id, request)
+        return Ranked(tier, request.is_open, key, request.request_id, request)
 
     def waiting_of(self, tier: int) -> list[Ranked]:
         """Those of one tier who hold no KV, best first."""

@@ -3,6 +3,8 @@
     tokens   [0 ........ num_computed_tokens) [ ....... num_tokens) ... max_total_tokens
                          KV exists             known, still owed
 
+A request is open while more of its prompt may come: it computes what is known and samples nothing.
+
 A request is decoding when exactly its last known token is owed and it has produced output;
 everything else is prefill (also the recompute after an eviction, and the first step after its KV
 was swapped out).
@@ -62,9 +64,16 @@ class Request:
     """Its caller has paused it: nobody plans it."""
     paused_ns: int = 0
     """When it was paused last."""
+    is_open: bool = False
+    """More of its prompt may come."""
+    gave_way: bool = False
+    """It lost its KV while it waited for more of its prompt; it computes when that comes."""
+    revised_ns: int = 0
+    """When the last piece of its prompt came; its arrival if it came whole."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+        self.revised_ns = self.revised_ns or self.arrival_ns
 
     @property
     def num_output_tokens(self) -> int:
@@ -101,11 +110,25 @@ class Request:
         return bool(self.block_table)
 
     @property
+    def is_idle(self) -> bool:
+        """Waits for the next piece of its prompt, with nothing to compute before it comes."""
+        is_done = self.num_computed_tokens == self.num_tokens
+        return self.is_open and (is_done or self.gave_way)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Nobody plans it now."""
+        return self.is_paused or self.is_idle
+
+    @property
     def deadline_ns(self) -> int | None:
-        """When its next token is due by its own targets; None without a target."""
+        """When its next token is due by its own targets; None without a target.
+
+        The time to the first token of a prompt that was open counts from its last piece.
+        """
         if self.last_token_ns is None:
-            ttft = self.slo.ttft_ms
-            return None if ttft is None else self.arrival_ns + int(ttft * NS_PER_MS)
+            ttft = None if self.is_open else self.slo.ttft_ms
+            return None if ttft is None else self.revised_ns + int(ttft * NS_PER_MS)
         tpot = self.slo.tpot_ms
         return None if tpot is None else self.last_token_ns + int(tpot * NS_PER_MS)
 
@@ -116,9 +139,15 @@ class Request:
             return RequestStatus.FINISHED
         if self.is_paused:
             return RequestStatus.PAUSED
+        if self.is_idle:
+            return RequestStatus.OPEN
         if self.frame_id is not None:
             return RequestStatus.PARKED
         return RequestStatus.RUNNING if self.block_table else RequestStatus.WAITING
+
+    def samples_at(self, hi: int) -> bool:
+        """Whether a row of its tokens up to `hi` chooses its next token."""
+        return hi == self.num_tokens and not self.is_open
 
     def park(self, frame_id: FrameId, frontier: Frontier) -> None:
         """Its row stopped at a boundary and stays in the frame."""
@@ -164,6 +193,19 @@ class Request:
         self.frame_id = self.frontier = None
         self.num_computed_tokens = self.num_found_tokens = self.num_swapped_tokens = 0
         self.found_pages, self.num_shared_tokens = (), 0
+
+    def cut_back(self, num_tokens: int) -> None:
+        """Its prompt changed after `num_tokens` tokens: no more than those stay computed.
+
+        A row under way that goes further is lost; the caller has it die.
+        """
+        if self.frontier is not None and self.frontier.hi > num_tokens:
+            self.frame_id = self.frontier = None
+        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
+        self.num_found_tokens = min(self.num_found_tokens, self.num_computed_tokens)
+        self.num_shared_tokens = min(self.num_shared_tokens, self.num_computed_tokens)
+        if self.num_swapped_tokens:
+            self.num_swapped_tokens = self.num_written_tokens
 
     def abort_row(self) -> None:
         """The row under way is lost; committed tokens stay."""

@@ -12,7 +12,8 @@ shrinks with the others.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qllm.policy import CostTable, RankPolicy, RequestView
+from qllm.plan import Row
+from qllm.policy import CostTable, RankPolicy, RequestView, View
 from qllm.scheduler.program import Program
 from qllm.scheduler.ranking import Ranking
 from qllm.types import NS_PER_MS
@@ -25,6 +26,22 @@ MARGIN_GROWTH = 8
 """A gap that was too long adds this part of the target to the margin."""
 MARGIN_DECAY = 512
 """A gap that was not takes this part of the margin away: one in a few hundred may be too long."""
+
+
+def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
+    """When the first of some decodes is due, by its own target or else by this one."""
+    return min(
+        (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
+        for r in decoding
+    )
+
+
+def wait_longer(view: View, rows: Sequence[Row], others: Sequence[Row]) -> bool:
+    """Whether some rows made progress longer ago than others; work that never ran goes first."""
+    last = [
+        min(view.by_id[row.request_id].last_progress_ns for row in some) for some in (rows, others)
+    ]
+    return last[0] < last[1]
 
 
 class Riding(NamedTuple):

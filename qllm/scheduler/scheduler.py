@@ -19,7 +19,7 @@ from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
 from qllm.scheduler.acquire import acquire, evict, start_over
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
-from qllm.scheduler.changes import active, change, view_of
+from qllm.scheduler.changes import change, has_rank, ranked, revise, view_of, without_idle
 from qllm.scheduler.compile import align_rows, compile_program
 from qllm.scheduler.decision import (
     MAX_IDLE_NS,
@@ -30,8 +30,8 @@ from qllm.scheduler.decision import (
     Limits,
     Parked,
     Patience,
-    Split,
 )
+from qllm.scheduler.frames import let_go, split
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rank_plan import shape_plan
 from qllm.scheduler.ranking import Ranking
@@ -57,6 +57,7 @@ class Scheduler:
         self.swap = SwapSpace(limits.num_swap_blocks)
         self.requests: dict[RequestId, Request] = {}
         self.paused: set[RequestId] = set()
+        self.open: set[RequestId] = set()
         self.frames: dict[FrameId, Parked] = {}
         self.away: dict[RequestId, Parked] = {}
         """Frames of swapped-out requests, each the only one in its frame."""
@@ -80,6 +81,8 @@ class Scheduler:
     def add(self, request: Request, now_ns: int) -> None:
         """A request arrived."""
         self.requests[request.request_id] = request
+        if request.is_open:
+            self.open.add(request.request_id)
         self.touch(request)
         self._hook("on_arrival", now_ns, request)
 
@@ -87,6 +90,7 @@ class Scheduler:
         """A request ended, for whatever reason: its row dies, its blocks come back."""
         request = self.requests.pop(request_id)
         self.paused.discard(request_id)
+        self.open.discard(request_id)
         effects = [*self._take_owed(), *start_over(self, request)]
         request.finished = True
         if self._ranking is not None:
@@ -107,22 +111,20 @@ class Scheduler:
         self.touch(request)
         return effects
 
+    def revise(
+        self, request_id: RequestId, num_kept: int, num_tokens: int, now_ns: int
+    ) -> list[Effect]:
+        """Give a request a prompt of another end (see `qllm.scheduler.changes.revise`)."""
+        request = self.requests[request_id]
+        if self._ranking is not None:
+            self._ranking.forget(request_id)
+        effects = [*self._take_owed(), *revise(self, request, num_kept, num_tokens, now_ns)]
+        self.touch(request)
+        return effects
+
     def _take_owed(self) -> tuple[Effect, ...]:
         effects, self._owed = tuple(self._owed), []
         return effects
-
-    def _let_go(self) -> None:
-        """Drop parked frames whose remaining rows have all left the sweep."""
-        for parked in [p for p in self.frames.values() if p.dead and not p.live_rows()]:
-            # the work in this layer was of cancelled rows; live rows left the sweep at its start
-            parked.index = parked.program.layer_start(parked.index)
-            self._owed.append(self._split(parked))
-
-    def _split(self, parked: Parked) -> Split:
-        del self.frames[parked.program.frame_id]
-        for row in parked.held_rows():
-            self.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))
-        return Split(parked.program, parked.index)
 
     def evict(
         self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
@@ -206,16 +208,18 @@ class Scheduler:
             policy, error = self.hook_errors.popleft()
             if policy is self.policy:
                 raise error
-        if len(self.requests) == len(self.paused):
+        if all(r.is_hidden for r in self.requests.values()):
             self._patience.renew()
             return Decision(effects=self._take_owed())
-        self._let_go()
+        self._owed += let_go(self)
         view = self.view(now_ns)
-        suspects = [self.requests[i] for i in self.suspects if i not in self.paused]
+        suspects = [r for i in self.suspects if not (r := self.requests[i]).is_hidden]
         plan = plan_suspect(suspects, view) or self._ask(view)
+        if plan.is_empty and plan.wait_until_ns is None and view.idle:
+            plan = self._ask(without_idle(view))
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
-        if not (plan.rows or plan.drop or plan.swap_out):
+        if plan.is_empty:
             if plan.wait_until_ns is None:
                 raise self._broken(
                     f"returned an empty plan with {len(view.requests)} requests waiting and no "
@@ -249,16 +253,16 @@ class Scheduler:
         if not isinstance(self.policy, RankPolicy):
             return None
         if self._ranking is None or self._ranking.policy is not self.policy:
-            self._ranking = Ranking(self.policy, active(self))
+            self._ranking = Ranking(self.policy, ranked(self))
         self._ranking.update(now_ns)
         return self._ranking
 
     def touch(self, request: Request) -> None:
         """It arrived, or holds KV now, or no more: its rank and its place are looked at again."""
-        if self._ranking is not None and request.is_paused:
-            self._ranking.forget(request.request_id)
-        elif self._ranking is not None:
+        if self._ranking is not None and has_rank(request):
             self._ranking.touch(request)
+        elif self._ranking is not None:
+            self._ranking.forget(request.request_id)
 
     def _wait(self, until_ns: int, now_ns: int) -> Decision:
         wait_until_ns = self._patience.until_ns(until_ns, now_ns)
@@ -347,13 +351,13 @@ class Scheduler:
             if parked.program.inside_layer(parked.index):
                 limit = parked.program.layer_end(parked.index)
                 return replace(self._resume(plan, parked), limit=limit)
-        splits = [self._split(self.frames[frame_id]) for frame_id in touched]
+        splits = [split(self, self.frames[frame_id]) for frame_id in touched]
         requests = [self.requests[row.request_id] for row in rows]
         alone = [r.num_prompt_tokens for r in requests] if self.limits.batch_invariant else None
         program = compile_program(
             plan if plan.rows == tuple(rows) else replace(plan, rows=tuple(rows)),
             frame_id=self.new_frame_id(),
-            samples=[row.hi == r.num_tokens for row, r in zip(rows, requests, strict=True)],
+            samples=[r.samples_at(row.hi) for row, r in zip(rows, requests, strict=True)],
             shape=self.shape,
             cuts=self.cuts,
             one_query_from=alone,
@@ -491,4 +495,4 @@ class Scheduler:
         """Check the invariants of the state; called by tests after every step, and when idle."""
         check_state(self.requests, self.frames, self.pool, self.swap, self.away)
         if self._ranking is not None:
-            self._ranking.check(active(self))
+            self._ranking.check(ranked(self))

@@ -26,11 +26,13 @@ def victims_for(
 ) -> list[tuple[RequestId, Evict]]:
     """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody; and how.
 
-    Paused requests come first, whatever their class.
+    Paused requests come first, whatever their class; those that wait for more of their prompt come
+    last, for whoever could not go on otherwise.
 
     A request of a worse tier may always be evicted. One of the same tier only for a request
     that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
-    evict their equals, and there is no ping-pong. A cohort between two groups of layers is not
+    evict their equals, and there is no ping-pong. A prompt that is open is behind those that are
+    whole, no equal. A cohort between two groups of layers is not
     evicted for its equals either: the layers it has done would be lost, and it advances in the
     same step as those who have to grow.
 
@@ -57,9 +59,15 @@ def victims_for(
         others.sort(key=lambda r: (r.priority, r.arrival_ns, r.request_id), reverse=True)
         order = [(r.request_id, Evict.SWAP) for r in others]
     paused = [(i, Evict.SWAP) for i, r in requests.items() if r.is_paused and r.is_admitted]
+    named = {victim for victim, _ in order}
+    idle = [
+        (i, Evict.SWAP)
+        for i, r in requests.items()
+        if r.is_idle and r.is_admitted and i not in named
+    ]
     chosen: list[tuple[RequestId, Evict]] = []
     freed = Freed(shared)
-    for victim, how in (*paused, *order):
+    for victim, how in (*paused, *order, *idle):
         if num_blocks <= 0:
             break
         if victim not in keep:
@@ -76,7 +84,8 @@ def _by_rank(ranking: Ranking, view: View, request: Request) -> list[RequestId]:
         if x.request.is_admitted
         and (
             x.tier > me.tier
-            or (request.is_admitted and x[:3] > me[:3] and not _is_between_groups(x.request))
+            or (x.tier == me.tier and x.is_open and not me.is_open)
+            or (request.is_admitted and x[:4] > me[:4] and not _is_between_groups(x.request))
         )
     ]
 
@@ -111,8 +120,10 @@ def _named(
 
 def _behind(victim: Request, request: Request) -> bool:
     """Whether `victim` is behind `request` where no rank says it."""
-    if victim.priority != request.priority:
-        return victim.priority > request.priority
+    if (theirs := (victim.priority, victim.is_open)) != (
+        own := (request.priority, request.is_open)
+    ):
+        return theirs > own
     return request.is_admitted and (victim.arrival_ns, victim.request_id) > (
         request.arrival_ns,
         request.request_id,

@@ -17,9 +17,11 @@ from . import (
     docs,
     errors,
     messages,
+    open_prompts,
     probes,
     requests,
     responses,
+    streamed_body,
     tools,
     ui,
 )
@@ -89,6 +91,7 @@ def create_app(
     """
     metrics = Metrics(config.model_name, is_local=config.engine_address is None)
     front = Front(engine, config, metrics)
+    prompts = open_prompts.OpenPrompts(front)
 
     state = None if config.state_dir is None else _State(front, config.state_dir)
     supervisor = None if make is None else Supervisor(front, make, load_s)
@@ -103,6 +106,7 @@ def create_app(
         try:
             yield
         finally:
+            prompts.close()
             await _close(supervisor, state, front)
 
     app = FastAPI(
@@ -110,12 +114,15 @@ def create_app(
     )
     app.state.front = front
     errors.install(app)
-    makes_answers = [part.routes(front) for part in (chat, completions, messages)]
+    app.router.routes += streamed_body.routes(front, prompts)
+    makes_answers = [part.routes(front, prompts) for part in (chat, completions)]
+    makes_answers.append(messages.routes(front))
     makes_answers.append(responses.routes(front, None if state is None else state.responses))
     for router in makes_answers:
         app.include_router(router)
     for part in (requests, tools, probes, ui):
         app.include_router(part.routes(front))
+    app.include_router(open_prompts.routes(front, prompts))
     app.include_router(docs.routes())
     if state is not None:
         for router in state.routers():
@@ -128,7 +135,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )

@@ -2,13 +2,27 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from starlette.types import Scope
+
+from qllm.errors import InvalidRequestError
 from qllm.types import Priority, Slo
 
 SHORT = 2048
 """Characters, or ids, from which on a text is not short."""
+
+
+NDJSON = ("application/x-ndjson", "application/ndjson", "application/jsonl")
+"""Kinds of a body that is lines of JSON."""
+
+
+def is_ndjson(scope: Scope) -> bool:
+    """Whether the body of a request is lines of JSON."""
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    return bool(kinds) and kinds[0].decode("latin-1").partition(";")[0].strip().lower() in NDJSON
 
 
 def name_of(value: str) -> str:
@@ -50,6 +64,8 @@ class Ask:
     """Who may see and change it while it is open; nobody by default."""
     other_id: str | None = None
     """What the caller calls it beside `answer_id`."""
+    opened: Any = None
+    """A prompt that came in pieces, instead of prompts: `open_prompts.Opened`. It has its class."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
 
@@ -63,6 +79,14 @@ class Ask:
             return False
         texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
         return sum(len(x) if isinstance(x, str | list) else SHORT for x in texts) < SHORT
+
+
+class Sends(Protocol):
+    """Has prompts that came in pieces; `open_prompts.OpenPrompts` does."""
+
+    def sending(self, caller: str, name: str, *, is_chat: bool) -> AbstractContextManager[Any]:
+        """Take one to send it; it stays open if that is refused."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +105,18 @@ class Served:
         """Say it in the answer's header too."""
         found = {"x-qllm-priority": self.priority.name}
         return {**found, "x-qllm-demoted": "1"} if self.demoted else found
+
+
+def check_alone(body: Any) -> None:
+    """Refuse what makes no sense of a prompt that came in pieces.
+
+    Raises:
+        InvalidRequestError: Says which field.
+    """
+    for name, usual in (("n", 1), ("truncate_prompt_tokens", None), ("echo", None)):
+        value = getattr(body, name, usual)
+        if value not in (usual, False):
+            raise InvalidRequestError(
+                f"{name}={value!r:.40} cannot be asked of a prompt that comes in pieces; leave it "
+                "out"
+            )

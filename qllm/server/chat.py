@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -8,7 +9,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason
 
 from .answers import Shown, Writer, respond
-from .ask import Ask
+from .ask import Ask, Sends, check_alone
 from .calls import Reader, make_reader, merged
 from .errors import RESPONSES
 from .front import Front
@@ -97,7 +98,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
     )
 
 
-def routes(front: Front) -> APIRouter:
+def routes(front: Front, prompts: Sends) -> APIRouter:
     """The route."""
     router = APIRouter(tags=["chat"])
 
@@ -107,6 +108,11 @@ def routes(front: Front) -> APIRouter:
         front.check_model(body.model)
         writer = ChatWriter(front, body)
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
-        return await respond(request, front, writer, body, ask)
+        if body.prompt_id is None:
+            return await respond(request, front, writer, body, ask)
+        check_alone(body)
+        caller = request.state.caller
+        with prompts.sending(caller, body.prompt_id, is_chat=True) as opened:
+            return await respond(request, front, writer, body, replace(ask, opened=opened))
 
     return router

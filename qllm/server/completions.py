@@ -1,6 +1,7 @@
 """`POST /v1/completions`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, PromptLogprobs
 
 from .answers import Shown, Writer, respond
-from .ask import Ask
+from .ask import Ask, Sends, check_alone
 from .errors import RESPONSES
 from .front import Front
 from .protocol import CompletionRequest
@@ -134,7 +135,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
     )
 
 
-def routes(front: Front) -> APIRouter:
+def routes(front: Front, prompts: Sends) -> APIRouter:
     """The route."""
     router = APIRouter(tags=["completions"])
 
@@ -144,6 +145,11 @@ def routes(front: Front) -> APIRouter:
         front.check_model(body.model)
         writer = CompletionWriter(front, body)
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
-        return await respond(request, front, writer, body, ask)
+        if body.prompt_id is None:
+            return await respond(request, front, writer, body, ask)
+        check_alone(body)
+        caller = request.state.caller
+        with prompts.sending(caller, body.prompt_id, is_chat=False) as opened:
+            return await respond(request, front, writer, body, replace(ask, opened=opened))
 
     return router

@@ -103,6 +103,12 @@ class ServerConfig(BaseSettings):
     max_header_bytes: int = Field(65536, ge=1024)
     header_timeout_s: float = Field(15, gt=0)
     """From the connection to its first whole request header."""
+    max_open_prompts: int = Field(64, ge=1)
+    """Most prompts of one API key that are still coming; else 429."""
+    max_prompt_bytes: int = Field(4 * MIB, ge=1024)
+    """Most bytes of a prompt that comes in pieces."""
+    prompt_idle_s: float = Field(60, gt=0, le=1e6)
+    """A prompt that gets no piece for so long is abandoned."""
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)

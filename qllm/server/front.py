@@ -239,8 +239,9 @@ class Front:
                 f"{self.config.max_choices} are allowed",
                 param="n",
             )
-        served = self._admit(wanted, count)
-        self._num_ls += count * (served.priority is Priority.LS)
+        served = self._admit(wanted, count) if ask.opened is None else ask.opened.served
+        takes = count * (served.priority is Priority.LS and ask.opened is None)
+        self._num_ls += takes
         engine = self.engine
         submit = partial(self._submit, engine, ask, served.priority)
         try:
@@ -249,7 +250,7 @@ class Front:
             else:
                 handles = await self._text[served.priority].run(submit, abandon=_cancel_all)
         except BaseException as error:
-            self._num_ls -= count * (served.priority is Priority.LS)
+            self._num_ls -= takes
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
@@ -318,6 +319,29 @@ class Front:
             return Served(Priority.BE, demoted=True)
         raise self._full()
 
+    def admit(self, wanted: Priority) -> Served:
+        """Take a seat for a prompt that is still coming: its answer will have it, or `release`.
+
+        Raises:
+            ApiError: There is no seat among the LS requests.
+        """
+        served = self._admit(wanted, 1)
+        self._num_ls += served.priority is Priority.LS
+        return served
+
+    def release(self, served: Served) -> None:
+        """Give a seat back that no answer had."""
+        self._num_ls -= served.priority is Priority.LS
+
+    def keep(self, handle: Handle) -> None:
+        """Have a request go on with the next engine, if there will be one."""
+        if self.back_in_s is not None:
+            self.log.keep(handle)
+
+    def text_of(self, priority: Priority) -> TextWork:
+        """Where the text of a class is worked on."""
+        return self._text[priority]
+
     def _full(self) -> ApiError:
         return ApiError(
             429,
@@ -332,6 +356,8 @@ class Front:
         defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
+        if ask.opened is not None:
+            return [self._send(engine, ask)]
         try:
             if ask.messages is not None:
                 prompts = [self.render(ask)]
@@ -355,13 +381,26 @@ class Front:
                             cache_ttl_s=ask.cache_ttl_s,
                         )
                     )
-                    if ask.replay and self.back_in_s is not None:
-                        self.log.keep(handles[-1])
+                    if ask.replay:
+                        self.keep(handles[-1])
                     first = handles[-1].prompt_token_ids
         except BaseException:
             _cancel_all(handles)
             raise
         return handles
+
+    @staticmethod
+    def _send(engine: QLLMEngine, ask: Ask) -> Handle:
+        """Say that a prompt is whole; on a thread of the class."""
+        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        handle: Handle = ask.opened.prompt.send(
+            _most(ask),
+            sampling=params,
+            slo=ask.slo,
+            timeout_s=ask.timeout_s,
+            cache_ttl_s=ask.cache_ttl_s,
+        )
+        return handle
 
     @staticmethod
     def _cut(engine: QLLMEngine, ask: Ask, prompt: Any) -> Any:

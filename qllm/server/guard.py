@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import access
 from .access import ANYBODY
+from .ask import is_ndjson
 from .config import ServerConfig
 from .errors import ANTHROPIC, ApiError, unexpected
 from .metrics import Metrics
@@ -220,7 +221,7 @@ class Guard:
             return
         scope.setdefault("state", {})["caller"] = caller
         try:
-            await self._app(scope, self._limited(receive, most), send)
+            await self._app(scope, self._limited(scope, receive, most), send)
         finally:
             if counted:
                 self._limits.leave(caller)
@@ -238,20 +239,24 @@ class Guard:
         if text is not None and (not text.isascii() or not text.isdigit() or int(text[:20]) > most):
             raise _too_large(most)
 
-    def _limited(self, receive: Receive, most: int) -> Receive:
+    def _limited(self, scope: Scope, receive: Receive, most: int) -> Receive:
         """Count the bytes of a body as they come, and do not wait for ever for more."""
-        seen, is_whole = 0, False
+        seen, is_whole, streams = 0, False, is_ndjson(scope)
+        wait_s = self._config.prompt_idle_s if streams else self._config.body_timeout_s
 
         async def limited() -> Message:
             nonlocal seen, is_whole
             if is_whole:  # what comes now is the disconnect
                 return await receive()
             try:
-                async with asyncio.timeout(self._config.body_timeout_s):
+                async with asyncio.timeout(wait_s):
                     message = await receive()
             except TimeoutError:
-                text = f"no more of the body came for {self._config.body_timeout_s} s"
-                raise ApiError(408, text, code="body_timeout") from None
+                if streams:
+                    self._metrics.abandoned.inc()
+                text = f"no more of the body came for {wait_s:g} s"
+                code = "prompt_abandoned" if streams else "body_timeout"
+                raise ApiError(408, text, code=code) from None
             seen += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if seen > most:

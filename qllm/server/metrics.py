@@ -55,6 +55,7 @@ class _OfClass:
 
         self.prompt, self.output = of(metrics._prompt), of(metrics._output)
         self.preemptions = of(metrics._request_preemptions)
+        self.revisions, self.revise_lost = of(metrics._revisions), of(metrics._revise_lost)
         causes = ("evict", "retry", "preempt")
         self.recomputed = {cause: of(metrics._recomputed, cause) for cause in causes}
         self.prompt_size, self.output_size = of(metrics._prompt_size), of(metrics._output_size)
@@ -129,6 +130,7 @@ class Metrics:
         self.replayed = self._counter(
             "requests_replayed", "Times that an open request went on with a new engine"
         ).labels(model_name)
+        self._make_prompts()
         self.up = self._gauge("engine_up", "1 while the engine serves").labels(model_name)
         self._batch_lines = self._counter("batch_lines", "Batch lines answered", "status")
         self._requests = {
@@ -155,6 +157,21 @@ class Metrics:
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
         self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
+
+    def _make_prompts(self) -> None:
+        """What is said of prompts that come in pieces."""
+        self.open_prompts = self._gauge(
+            "open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
+        ).labels(self._model)
+        self.abandoned = self._counter(
+            "prompts_abandoned", "Prompts that got nothing for `prompt_idle_s`"
+        ).labels(self._model)
+        self._revisions = self._counter(
+            "prompt_revisions", "Pieces of prompts, and changes, that the engine saw", "class"
+        )
+        self._revise_lost = self._counter(
+            "prompt_revision_lost_tokens", "Tokens computed and then changed", "class"
+        )
 
     def _make_sizes_and_keys(self) -> None:
         ProcessCollector(registry=self.registry)
@@ -237,6 +254,9 @@ class Metrics:
         of.output.inc(m.num_output_tokens)
         if m.preemptions:
             of.preemptions.inc(m.preemptions)
+        if m.num_revisions:
+            of.revisions.inc(m.num_revisions)
+            of.revise_lost.inc(m.revise_lost_tokens)
         for cause, counter in of.recomputed.items():
             if count := getattr(m, f"{cause}_recomputed_tokens"):
                 counter.inc(count)

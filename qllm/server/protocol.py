@@ -157,6 +157,22 @@ class Generation(Body):
 
     @model_validator(mode="before")
     @classmethod
+    def _is_there(cls, data: Any) -> Any:
+        """What came in pieces needs no prompt, and no messages."""
+        if not isinstance(data, dict) or data.get("prompt_id") is None:
+            return data
+        name, blank = cls._blank_prompt()
+        if name in data:
+            raise ValueError(f"prompt_id names the prompt; leave {name} out")
+        return {**data, name: blank}
+
+    @classmethod
+    def _blank_prompt(cls) -> tuple[str, Any]:
+        """The field that a prompt goes into, and what stands for one that came in pieces."""
+        raise NotImplementedError
+
+    @model_validator(mode="before")
+    @classmethod
     def _no_ops(cls, data: Any) -> Any:
         if not isinstance(data, dict) or NO_OPS.keys().isdisjoint(data):
             return data
@@ -219,6 +235,8 @@ class Generation(Body):
     guided_grammar: str | None = None
 
     metadata: dict[str, Any] | None = None
+    prompt_id: str | None = None
+    """Ours; the prompt was opened before (`/v1/prompts`), and is whole now."""
     user: str | None = None
     store: bool | None = None
     safety_identifier: str | None = None
@@ -352,6 +370,10 @@ class CompletionRequest(Generation):
             raise ValueError(f"best_of={self.best_of} is not supported; it must equal n={self.n}")
         return self
 
+    @classmethod
+    def _blank_prompt(cls) -> tuple[str, Any]:
+        return "prompt", ""
+
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
         prompt = self.prompt
@@ -428,6 +450,10 @@ class ChatRequest(Generation):
             )
         return self
 
+    @classmethod
+    def _blank_prompt(cls) -> tuple[str, Any]:
+        return "messages", [{"role": "user", "content": ""}]
+
     def num_logprobs(self) -> int | None:
         """Alternatives per token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -469,31 +495,3 @@ class ChatRequest(Generation):
         if self.continue_final_message:
             given["continue_final_message"] = True
         return given
-
-
-class TokenizeRequest(Body):
-    """`POST /tokenize`: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
-
-
-class DeleteKvRequest(Body):
-    """`POST /delete_kv`."""
-
-    cache_salt: str | None = Field(None, max_length=256)
-    """Without it, every salt of the caller's key."""
-
-
-class DetokenizeRequest(Body):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: list[int]

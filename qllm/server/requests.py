@@ -65,7 +65,7 @@ def _found(front: Front, caller: str, name: str) -> Answer:
 def _status(answer: Answer) -> str:
     """Where it is; of several choices the one that is furthest."""
     found = {handle.status for handle in answer.handles} - {RequestStatus.FINISHED}
-    order = ("RUNNING", "PARKED", "WAITING", "PAUSED")
+    order = ("RUNNING", "PARKED", "WAITING", "OPEN", "PAUSED")
     known = (RequestStatus[name] for name in order)
     return str(next((x for x in known if x in found), RequestStatus.FINISHED).value)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from functools import partial
 
-from qllm.cores import freeze_garbage
+from qllm.cores import freeze_garbage, give_memory_back
 from qllm.errors import EngineClosedError, QllmError
 from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
@@ -156,6 +156,7 @@ def serve(config: ServerConfig) -> None:
         front: Front = app.state.front
         server = make_server(app, config)
         freeze_garbage()
+        give_memory_back()
         host, port = sock.getsockname()[:2]
         _say(*banner(engine, config, load_s))
         _say(f"{config.model_name} at {scheme}://{host}:{port}")

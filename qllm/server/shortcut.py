@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qllm.errors import QllmError
 
+from .ask import is_ndjson
 from .errors import ApiError, from_engine
 
 JSON = "application/json"
@@ -38,9 +39,11 @@ class Shortcut:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._ends.get(scope["path"]) if scope["type"] == "http" else None
-        if found is None or scope["method"] != "POST" or "fastapi.telemetry" in scope:
+        passes = found is None or scope["method"] != "POST" or "fastapi.telemetry" in scope
+        if passes or is_ndjson(scope):
             await self._app(scope, receive, send)
             return
+        assert found is not None
         endpoint, model = found
         request = Request(scope, receive, send)
         try:

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 
 from qllm.errors import InvalidRequestError
 from qllm.frontend.prompts import render_chat, to_token_ids
@@ -13,9 +14,37 @@ from qllm.types import Priority
 from .answers import owner_of
 from .errors import RESPONSES
 from .front import Front
-from .protocol import DeleteKvRequest, DetokenizeRequest, TokenizeRequest
+from .protocol import Body
 
 MAX_TOKEN_ID = 2**31
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DeleteKvRequest(Body):
+    """`POST /delete_kv`."""
+
+    cache_salt: str | None = Field(None, max_length=256)
+    """Without it, every salt of the caller's key."""
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
 
 
 def token_ids(front: Front, body: TokenizeRequest) -> list[int]:

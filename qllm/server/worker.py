@@ -112,6 +112,8 @@ def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Ren
     """
     if body.get("stream"):
         raise ApiError(400, "a batch line cannot be a stream; leave stream out", param="stream")
+    if body.get("prompt_id") is not None:
+        raise ApiError(400, "a batch line has a prompt of its own", param="prompt_id")
     if endpoint == chat.ENDPOINT:
         asked: ChatRequest = parse(ChatRequest, body)
         front.check_model(asked.model)

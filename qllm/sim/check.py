@@ -1,55 +1,36 @@
 """Try a policy before it serves: `check_policy` drives it through random worlds.
 
-A `World` is the real engine loop, scheduler and block pool around a `SimRunner` on a virtual
-clock. In each, random requests arrive, are cancelled, run out of KV and seats, and fail; at
-every decision the policy must be deterministic, must leave what it is shown as it was, and must
-keep the invariants; at the end every request must have its tokens.
+In each `World` random requests arrive, are cancelled, run out of KV and seats, and fail, and
+prompts grow and change. At every decision the policy must be deterministic, must leave what it is
+shown as it was, and must keep the invariants; at the end every request must have its tokens.
 """
 
 import copy
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from qllm.engine.loop import EngineLoop
-from qllm.errors import InvariantError, PolicyError
-from qllm.ingress import Cancel, Submission
-from qllm.plan import NO_CUTS, CutRule, ModelShape, Plan
+from qllm.errors import PolicyError
+from qllm.plan import NO_CUTS, Plan
 from qllm.policy import RankPolicy, StepReport, View
-from qllm.record.metrics import RequestMetrics
-from qllm.record.trace import Trace
-from qllm.runner.protocol import Stop
-from qllm.scheduler.decision import EvictKv, Limits, SwapOut
-from qllm.scheduler.program import Index, OpKind, Program
+from qllm.scheduler.decision import Limits
+from qllm.scheduler.program import Index, OpKind
 from qllm.scheduler.ranking import rank_all
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.ingress import VirtualIngress
-from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
+from qllm.sim.runner import SimCosts
+from qllm.sim.world import LIMITS, World
 from qllm.types import (
     NS_PER_MS,
     Cap,
     FinishReason,
     Grain,
     Priority,
-    RequestId,
-    Sampled,
-    SamplingParams,
     Slo,
 )
 
-SHAPE = ModelShape(3, 4, 2, (False, True, True), 97, 4096)
-LIMITS = Limits(
-    max_num_seqs=8,
-    max_step_tokens=512,
-    block_size=16,
-    num_blocks=4096,
-    grain=Grain.EXPERT,
-    max_segment_ns=5 * NS_PER_MS,
-)
 STEPS_PER_TOKEN = 60
 """A world whose policy took this many steps per output token does not come to an end."""
 
@@ -65,157 +46,6 @@ class Report(NamedTuple):
     evictions: int
     longest_stall_ms: float
     """Longest that an admitted request of another class than LS went without progress."""
-
-
-class FlakyRunner(SimRunner):
-    """Raises when a request of `poisoned` reaches its layer; counts down the times left."""
-
-    poisoned: dict[RequestId, int]
-
-    def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        """See `SimRunner.run`."""
-        for row in program.rows:
-            left = getattr(self, "poisoned", {}).get(row.request_id, 0)
-            if left and row.request_id not in self.frames[program.frame_id].dead:
-                self.poisoned[row.request_id] = left - 1
-                self.clock.at_ns += NS_PER_MS
-                raise RuntimeError(f"request {row.request_id} is poisoned")
-        return super().run(program, start, stop)
-
-
-class World:
-    """The engine on a virtual clock.
-
-    Args:
-        policy: Decides.
-        limits: Seats, blocks, grain.
-        shape: Layers to pretend.
-        costs: Times to pretend.
-        cuts: Where ops are cut.
-        scheduler: A scheduler that looks on, for instance.
-        start_ns: Time at the start.
-    """
-
-    def __init__(
-        self,
-        policy: Any,
-        limits: Limits = LIMITS,
-        *,
-        shape: ModelShape = SHAPE,
-        costs: SimCosts | None = None,
-        cuts: CutRule = NO_CUTS,
-        scheduler: Callable[..., Any] = Scheduler,
-        start_ns: int = 0,
-    ) -> None:
-        self.clock = VirtualClock()
-        self.clock.at_ns = start_ns
-        self.ingress = VirtualIngress(self.clock)
-        self.runner = FlakyRunner(shape, self.clock, costs, cuts, self.ingress)
-        self.runner.poisoned = {}
-        self.scheduler = scheduler(policy, shape, cuts, limits)
-        self.record = Trace()
-        self.loop = EngineLoop(
-            self.ingress, self.scheduler, self.runner, self, self.clock, self.record
-        )
-        self.submitted: dict[RequestId, Submission] = {}
-        self.finished: dict[RequestId, FinishReason] = {}
-        self.errors: dict[RequestId, str | None] = {}
-        self.metrics: dict[RequestId, RequestMetrics | None] = {}
-        self.tokens: Counter[RequestId] = Counter()
-
-    @property
-    def on_boundary(self) -> Callable[[], None] | None:
-        """Called at every boundary; None lets the runner jump those where nothing happens."""
-        return self.runner.on_boundary
-
-    @on_boundary.setter
-    def on_boundary(self, call: Callable[[], None] | None) -> None:
-        self.runner.on_boundary = call
-
-    def submit(
-        self,
-        priority: int,
-        prompt_tokens: int,
-        max_tokens: int,
-        *,
-        at_ns: int | None = None,
-        timeout_ns: int | None = None,
-        slo: Slo | None = None,
-    ) -> RequestId:
-        """Let a request arrive, now or later; ids grow with the calls."""
-        at_ns = self.clock.at_ns if at_ns is None else at_ns
-        request_id = len(self.submitted)
-        self.submitted[request_id] = item = Submission(
-            request_id=request_id,
-            name=str(request_id),
-            priority=priority,
-            token_ids=tuple(i % self.runner.shape.vocab_size for i in range(prompt_tokens)),
-            sampling=SamplingParams(seed=0),
-            stop_ids=frozenset(),
-            max_tokens=max_tokens,
-            slo=slo or Slo(),
-            arrival_ns=at_ns,
-            deadline_ns=None if timeout_ns is None else at_ns + timeout_ns,
-        )
-        self.ingress.put_at(at_ns, item)
-        return request_id
-
-    def cancel(self, request_id: RequestId, at_ns: int | None = None) -> None:
-        """Cancel a request, now or later."""
-        at_ns = self.clock.at_ns if at_ns is None else at_ns
-        self.ingress.put_at(at_ns, Cancel(request_id))
-
-    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """See `qllm.engine.protocol.Sink`."""
-        assert sampled.request_id not in self.finished, "a token after the end"
-        self.tokens[sampled.request_id] += 1
-        return False
-
-    def on_finish(
-        self,
-        request_id: RequestId,
-        reason: FinishReason,
-        error: str | None,
-        metrics: RequestMetrics | None,
-    ) -> None:
-        """See `qllm.engine.protocol.Sink`."""
-        assert request_id not in self.finished, "finished twice (I13)"
-        self.finished[request_id] = reason
-        self.errors[request_id] = error
-        self.metrics[request_id] = metrics
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is live and nothing will arrive."""
-        return self.ingress.is_empty and not (self.loop.pending or self.loop.live)
-
-    def step(self) -> bool:
-        """One turn of the loop, then every check of the state."""
-        ran = self.loop.step()
-        self.scheduler.check()
-        owed = getattr(self.scheduler, "_owed", ())  # a plan broke after it had evicted
-        evicted = {e.request_id for e in owed if isinstance(e, EvictKv | SwapOut)}
-        for request_id, request in self.scheduler.requests.items():
-            used, table = self.runner.requests[request_id].blocks, request.block_table
-            if table[: len(used)] != used and request_id not in evicted:
-                raise InvariantError(f"request {request_id} uses blocks {used}, it has {table}")
-        return ran
-
-    def run(self, max_steps: int = 100_000) -> None:
-        """Serve until everything has ended.
-
-        Raises:
-            PolicyError: It does not come to an end.
-        """
-        for _ in range(max_steps):
-            if self.idle:
-                return
-            self.step()
-        name = type(self.scheduler.policy).__name__
-        raise PolicyError(
-            f"policy {name} stalls: after {max_steps} steps requests {sorted(self.loop.live)} "
-            "are not finished"
-        )
 
 
 class Watched(Scheduler):
@@ -340,6 +170,26 @@ def _random_world(policy: Any, rng: random.Random, *, swaps: bool) -> World:
     return world
 
 
+def _open_prompts(world: World, rng: random.Random) -> World:
+    """Add prompts that grow and change while the others are served."""
+    longest = min(700, world.scheduler.limits.num_blocks * world.scheduler.limits.block_size - 16)
+    at_ns = world.clock.at_ns
+    for _ in range(rng.randint(1, 4)):
+        at_ns += int(rng.expovariate(1) * 20 * NS_PER_MS)
+        number = world.submit(rng.choice([0, 10]), 0, rng.randint(1, 8), at_ns=at_ns, is_open=True)
+        then_ns, known = at_ns, 0
+        pieces = rng.randint(1, 6)
+        for i in range(pieces):
+            then_ns += int(rng.expovariate(1) * rng.choice([1, 30]) * NS_PER_MS)
+            keep = known if rng.random() < 0.6 else rng.randint(0, known)
+            more = rng.randint(keep == 0, max(1, min(longest - keep, 200)))
+            known = min(keep + more, longest)
+            world.revise(number, keep, known - keep, then_ns, is_open=i + 1 < pieces)
+        if rng.random() < 0.2:
+            world.cancel(number, at_ns + int(rng.random() * 100 * NS_PER_MS))
+    return world
+
+
 def overload(policy: Any, bound_ms: int, *, swaps: bool = False) -> World:
     """More LS requests than can be served, for three times the bound, and a few BE requests.
 
@@ -395,7 +245,7 @@ class _StallWatch:
         self.longest_run_ns = max(self.longest_run_ns, now - began_ns)
         policy = self.world.scheduler.policy
         for request in self.world.scheduler.requests.values():
-            if request.priority <= Priority.LS or not self._counts(request):
+            if request.priority <= Priority.LS or request.is_idle or not self._counts(request):
                 continue
             stall = now - request.last_progress_ns
             self.longest_stall_ns = max(self.longest_stall_ns, stall)
@@ -468,6 +318,8 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
             if number < 2 and bound_ms is not None
             else _random_world(copy.deepcopy(policy), rng, swaps=number % 4 == 3)
         )
+        if number % 3 == 2:
+            _open_prompts(world, random.Random(f"{seed}-{number} open"))
         try:
             stall_ns = max(stall_ns, watch(world))
         except PolicyError as error:

@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 from qllm.config import EngineConfig
+from qllm.engine.costs import Costs
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.errors import ConfigError, PolicyError
-from qllm.ingress import Submission
+from qllm.ingress import Revision, Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Arrived, Event, Trace
@@ -69,7 +70,9 @@ class _LeanTrace(Trace):
 class _World:
     """The parts of an engine, and the sink of its loop."""
 
-    def __init__(self, policy: Any, costs: CostFile, config: EngineConfig) -> None:
+    def __init__(
+        self, policy: Any, costs: CostFile, config: EngineConfig, move_token_ns: int | None
+    ) -> None:
         if config.prefix_cache not in ("auto", False):
             raise ConfigError(
                 f"prefix_cache={config.prefix_cache!r} cannot be simulated: simulated prompts have "
@@ -89,6 +92,8 @@ class _World:
         self.runner = SimRunner(
             shape, self.clock, costs.sim_costs(), costs.cut_rule(), self.ingress
         )
+        simulated = round(self.runner.costs.move_token_ns)
+        move_ns = simulated if move_token_ns is None else move_token_ns
         self.loop = EngineLoop(
             self.ingress,
             Scheduler(policy, shape, self.runner.cuts, limits_of(config)),
@@ -97,32 +102,36 @@ class _World:
             self.clock,
             self.record,
             fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+            costs=Costs(lambda: move_ns),
         )
 
     def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
         """Let a request arrive; None if the engine would refuse it in `submit`."""
-        total = spec.num_prompt_tokens + spec.max_tokens
+        total = spec.longest_prompt + spec.max_tokens
         room = self._config.num_blocks * self._config.block_size
         if total > min(room, self.runner.shape.max_position):
             self.refused += 1
             return None
         request_id = self._count
         self._count += 1
-        self.ingress.put_at(
-            at_ns,
-            Submission(
-                request_id=request_id,
-                name=spec.name or f"request-{request_id}",
-                priority=spec.priority,
-                token_ids=_blank(spec.num_prompt_tokens),
-                sampling=_SAMPLING,
-                stop_ids=frozenset(),
-                max_tokens=spec.max_tokens,
-                slo=spec.slo,
-                arrival_ns=at_ns,
-                deadline_ns=None,
-            ),
+        item = Submission(
+            request_id=request_id,
+            name=spec.name or f"request-{request_id}",
+            priority=spec.priority,
+            token_ids=() if spec.pieces else _blank(spec.num_prompt_tokens),
+            sampling=_SAMPLING,
+            stop_ids=frozenset(),
+            max_tokens=spec.max_tokens,
+            slo=spec.slo,
+            arrival_ns=at_ns,
+            deadline_ns=None,
+            is_open=bool(spec.pieces),
         )
+        self.ingress.put_at(at_ns, item)
+        for i, (after_s, keep, num_tokens) in enumerate(spec.pieces, 1):
+            is_open, then_ns = i < len(spec.pieces), at_ns + round(after_s * NS_PER_S)
+            rest = replace(item, token_ids=_blank(num_tokens), is_open=is_open)
+            self.ingress.put_at(then_ns, Revision(keep, rest).put_at(request_id, then_ns))
         return request_id
 
     def start(self, flood: Flood) -> None:
@@ -210,6 +219,7 @@ def simulate(
     seconds: float | None = None,
     flood: Flood | None = None,
     on_step: Callable[[int], None] | None = None,
+    move_token_ns: int | None = None,
 ) -> Simulated:
     """Serve requests on a virtual clock.
 
@@ -223,6 +233,8 @@ def simulate(
         seconds: Length of the window; what is unfinished then is cancelled. None serves all.
         flood: Further requests, of which a number is always there; needs `seconds`.
         on_step: Called after every turn of the loop with the virtual time.
+        move_token_ns: What the scheduler takes moving the KV of a token for; None is what it costs
+            (`SimCosts.move_token_ns`).
 
     Raises:
         ConfigError: The policy or one of its settings is unknown.
@@ -234,7 +246,7 @@ def simulate(
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"seconds={seconds!r} must be > 0")
     made = load_policy(policy, policy_settings)
-    world = _World(made, costs, config)
+    world = _World(made, costs, config, move_token_ns)
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()
     for spec in sorted(requests, key=lambda r: r.at_s):

@@ -112,6 +112,28 @@ class SimRunner:
         """Register a request."""
         self.requests[request_id] = _SimRequest(len(token_ids))
 
+    def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
+        """Nothing but tokens decides KV here."""
+        return num_tokens
+
+    def revise(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_kept: int,
+        table: Sequence[int],
+    ) -> None:
+        """Change a prompt behind what stays."""
+        request = self.requests[request_id]
+        request.num_tokens = len(token_ids)
+        if num_kept <= request.num_computed:  # else its row under way stays
+            request.num_computed = num_kept
+            request.layer_work = num_kept * self.shape.num_layers
+        for block in request.blocks[len(table) :]:
+            self._holders[block].discard(request_id)
+        del request.blocks[len(table) :]
+
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
         self._let_go(request_id, self.requests.pop(request_id))
@@ -123,12 +145,19 @@ class SimRunner:
         self._let_go(request_id, request)
 
     def swap_out(self, request_id: RequestId) -> None:
-        """Keep what was computed, and no block. Takes no time, as on a CPU."""
+        """Keep what was computed, and no block."""
+        self._move(request_id)
         self._let_go(request_id, self.requests[request_id])
 
     def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
         """Take up what was moved out."""
+        self._move(request_id)
         self._hold(request_id, table)
+
+    def _move(self, request_id: RequestId) -> None:
+        """Moving KV takes the machine, as if nothing else could go on meanwhile."""
+        num_tokens = self.requests[request_id].num_computed
+        self.clock.at_ns += round(num_tokens * self.costs.move_token_ns)
 
     def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
         """Swapping takes no time."""

@@ -100,6 +100,8 @@ class SimCosts:
     step_ns: float = 0
     """Between two runs: deciding, making the frame, telling what came out."""
     step_row_ns: float = 0
+    move_token_ns: float = 0
+    """KV of one token out of its blocks, or back; 0 where it stays where it is, as on a CPU."""
     skew: float = 0.0
     """Skew of the experts' popularity; see `expert_coverage`."""
 

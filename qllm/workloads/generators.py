@@ -1,4 +1,4 @@
-"""Named workloads S1 to S12: seeded, scaled to the machine, the same for every policy.
+"""Named workloads S1 to S14: seeded, scaled to the machine, the same for every policy.
 
 A name fixes what arrives and in which pattern; `Capacity` fixes how much: a load of 0.4 is 40 %
 of the requests that the machine could complete if it did nothing else. A rate is nominal: what
@@ -17,6 +17,7 @@ from qllm.workloads import lengths as tables
 from qllm.workloads.arrivals import Arrivals, Bursts, Even, Gamma, Modulated
 from qllm.workloads.capacity import REFERENCE, Capacity
 from qllm.workloads.lengths import Lengths, between
+from qllm.workloads.retrieval import ANNS, CRAWLER, Retrieval
 from qllm.workloads.spec import RequestSpec
 
 POISSON = Gamma()
@@ -74,6 +75,8 @@ class Scenario:
     ls_share: float | None = None
     """Part of the requests that is LS, both arriving alike; None: BE is a backlog."""
     backlog: Backlog = field(default_factory=Backlog)
+    retrieval: Retrieval | None = None
+    """How LS prompts come in pieces; None: they come whole."""
 
 
 _SHAREGPT = Flow(prompt=tables.SHAREGPT_PROMPT, output=tables.SHAREGPT_OUTPUT)
@@ -170,6 +173,20 @@ SCENARIOS: dict[str, Scenario] = {
         load=0.4,
         backlog=Backlog(jobs=8, flow=0.5),
     ),
+    "S13": Scenario(
+        what="answers from pages that a crawler fetches meanwhile, each appended (Stream2LLM)",
+        ls=Flow(prompt=tables.lognormal(9100, 0.5), output=between(16, 64)),
+        be=_BATCH,
+        load=0.5,
+        retrieval=CRAWLER,
+    ),
+    "S14": Scenario(
+        what="answers from nearest neighbours, replaced as better ones are found (Stream2LLM)",
+        ls=Flow(prompt=tables.lognormal(13_000, 0.3), output=between(16, 64)),
+        be=_BATCH,
+        load=0.5,
+        retrieval=ANNS,
+    ),
 }
 
 
@@ -198,6 +215,8 @@ class Workload:
     max_len: int | None = None
     """Longest prompt and output together: a class that exceeds it is shrunk, not clipped."""
     ls_slo: Slo = field(default_factory=Slo)
+    retrieval_scale: float = 1.0
+    """Factor on how long prompts take to come, where they come in pieces."""
 
     def __post_init__(self) -> None:
         if self.name not in SCENARIOS:
@@ -210,7 +229,7 @@ class Workload:
             Gamma(cv=self.cv)
             if not isinstance(base.ls.arrivals, Gamma):
                 raise ConfigError(f"cv={self.cv!r}: the LS arrivals of {self.name} are not Gamma")
-        for name in ("seconds", "load", "length_scale", "ls_scale"):
+        for name in ("seconds", "load", "length_scale", "ls_scale", "retrieval_scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value!r} must be > 0")
@@ -266,6 +285,10 @@ class Workload:
                 )
                 for i, at_s in enumerate(at)
             ]
+        if found.retrieval is not None:
+            rng = random.Random(f"{seed} {self.name} pieces")
+            come = found.retrieval.scaled(self.retrieval_scale)
+            out = [come.cut(r, rng) if r.priority == Priority.LS else r for r in out]
         return sorted(out, key=lambda r: r.at_s)
 
 

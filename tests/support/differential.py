@@ -19,7 +19,8 @@ from qllm.scheduler.decision import Decision, Effect, Limits
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
-from qllm.sim.check import World, random_costs
+from qllm.sim.check import random_costs
+from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Evict, FrameId, Grain, RequestId, Slo
 from support.native_scheduler import NativeScheduler
 

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from qllm.device import serving
-from qllm.device.server import NativeServer, address_of, attach
+from qllm.device.server import NativeServer, attach
 from qllm.engine.costs import Costs
 from qllm.errors import PolicyError
 from qllm.ingress.layout import REASONS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.protocol import CONTROL
 from qllm.ingress.shm import BACKLOG_NS, BEAT_NS, Announcer, Doorbell
+from qllm.ingress.words import address_of
 from qllm.runner.protocol import Runner, Watch
 from qllm.scheduler.decision import Accept, Decision, Drop, Effect, EvictKv, Kill, Split
 from qllm.scheduler.program import Program

@@ -159,6 +159,7 @@ struct Claimer : Publisher {
     if (r.num_logit_bias) return "logit_bias is not served by the native server";
     if (r.logprobs >= 0) return "logprobs are not served by the native server";
     if (r.prompt_logprobs) return "prompt_logprobs are not served by the native server";
+    if (r.header.flags & kIsOpen) return "open prompts are not served by the native server";
     if (r.num_stop_ids > u32(kMostStopIds)) return "more stop ids than the native server serves";
     if (!r.num_prompt || r.max_tokens <= r.num_output) return "a prompt or an answer of no tokens";
     if (total > u64(v->max_total_tokens)) return "prompt and max_tokens exceed max_total_tokens";

@@ -159,44 +159,6 @@ PyObject* loop_turn(PyObject*, PyObject* const* args, Py_ssize_t num) {
   return PyLong_FromLong(branch);
 }
 
-// -- one end of a ring (rings.h); `args[0]` is the address of its RingEnd
-
-PyObject* ring_has_news(PyObject*, PyObject* end) {
-  auto* ring = (RingEnd*)PyLong_AsVoidPtr(end);
-  if (PyErr_Occurred()) return nullptr;
-  return PyBool_FromLong(RingReader(ring).has_news());
-}
-
-// (end, now_ns): the next record as (kind, flags, body); None while there is none that is whole;
-// False if it is broken for good.
-PyObject* ring_read(PyObject*, PyObject* const* args, Py_ssize_t num) {
-  if (num != 2) return PyErr_Format(PyExc_TypeError, "2 arguments, not %d", int(num));
-  RingReader reader((RingEnd*)PyLong_AsVoidPtr(args[0]));
-  i64 now_ns = PyLong_AsLongLong(args[1]);
-  if (PyErr_Occurred()) return nullptr;
-  i64 length = reader.look(now_ns);
-  if (length <= 0) return Py_NewRef(length ? Py_False : Py_None);
-  u64 size = u64(length) - kHeader - kTrailer;
-  PyObject* body = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size));
-  if (!body) return nullptr;
-  reader.copy((u8*)PyBytes_AsString(body), size);
-  PyObject* record = Py_BuildValue("(IIN)", reader.kind(), reader.flags(), body);
-  if (record) reader.take(u64(length));
-  return record;
-}
-
-// (end, kind, flags, body): 1, 0 if there is no room for it now, -1 if it is larger than the ring.
-PyObject* ring_write(PyObject*, PyObject* args) {
-  PyObject* end;
-  unsigned kind, flags;
-  const char* body;
-  Py_ssize_t size;
-  if (!PyArg_ParseTuple(args, "OIIy#", &end, &kind, &flags, &body, &size)) return nullptr;
-  auto* ring = (RingEnd*)PyLong_AsVoidPtr(end);
-  if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLong(RingWriter(ring).write(kind, flags, (const u8*)body, u64(size)));
-}
-
 PyMethodDef methods[] = {
     QLLM_METHOD(start),  QLLM_METHOD(add_slots), QLLM_METHOD(rank_anew), QLLM_METHOD(add),
     QLLM_METHOD(remove), QLLM_METHOD(evict),     QLLM_METHOD(adopt),     QLLM_METHOD(new_frame),
@@ -213,9 +175,6 @@ PyMethodDef methods[] = {
     {"turn_before", (PyCFunction)(void (*)())turn_before, METH_FASTCALL, "See turns.h."},
     {"turn_fill", (PyCFunction)(void (*)())turn_fill, METH_FASTCALL, "See turns.h."},
     {"turn_after", (PyCFunction)(void (*)())turn_after, METH_FASTCALL, "See turns.h."},
-    {"ring_has_news", ring_has_news, METH_O, "See rings.h."},
-    {"ring_read", (PyCFunction)(void (*)())ring_read, METH_FASTCALL, "See rings.h."},
-    {"ring_write", ring_write, METH_VARARGS, "See rings.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 

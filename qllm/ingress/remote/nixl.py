@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError, QllmError, pip_install
+from qllm.ingress.ends import Writer
 from qllm.ingress.front_end import FrontEndRings, Heard
 from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
-from qllm.ingress.protocol import Cancel, Item, Submission, Update
-from qllm.ingress.ring import RingWriter
+from qllm.ingress.protocol import Cancel, Item, Revision, Submission, Update
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
+from qllm.torchless import hide_torch
 from qllm.types import NS_PER_S
 
 NAP_NS = 200_000
@@ -101,6 +102,7 @@ def check_profile(profile: str) -> None:
             "or 'tcp', which emulate it in software"
         )
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would write to our stdout
+    hide_torch()
     try:
         import nixl._api  # noqa: F401 - loaded now rather than while an engine serves
     except ImportError as error:
@@ -260,14 +262,14 @@ class Mirror:
 
     def __init__(self, link: Link, block: FrontEndMemory, words: Sequence[str]) -> None:
         self._link, self._block, self._words = link, block, block.segment.words
-        self._rings: list[tuple[RingWriter, int, int]] = []
+        self._rings: list[tuple[Writer, int, int]] = []
         self._pushed: list[int] = []
         self._cells = [cell(FRONT_END, name) for name in words]
         self._values = [0] * len(words)
         self._transfer: Any = None
         self._failure: NixlError | None = None
 
-    def add_ring(self, name: str, writer: RingWriter) -> None:
+    def add_ring(self, name: str, writer: Writer) -> None:
         """Push what this writer writes, too."""
         capacity = len(self._block.rings[name][0])
         self._rings.append((writer, self._block.offsets[name], capacity))
@@ -365,11 +367,20 @@ class RemotePort(FrontEndPort):
         super().__init__(block, mirror)
         self._now_ns = now_ns
 
-    def take(self) -> tuple[list[Submission], list[Cancel | Update]]:
+    def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
         """Take what is in the rings (`FrontEndPort.take`)."""
-        submissions, cancels = super().take()
+        prompts, cancels = super().take()
         now_ns = self._now_ns()
-        return [replace(s, arrival_ns=min(s.arrival_ns, now_ns)) for s in submissions], cancels
+        return [self._by(item, now_ns) for item in prompts], cancels
+
+    def _by(self, item: Submission | Revision, now_ns: int) -> Submission | Revision:
+        if isinstance(item, Revision):
+            return (
+                item
+                if item.arrival_ns <= now_ns
+                else Revision(item.keep, replace(item.rest, arrival_ns=now_ns))
+            )
+        return replace(item, arrival_ns=min(item.arrival_ns, now_ns))
 
 
 class NixlStop(ShmStop):

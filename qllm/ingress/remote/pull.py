@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from qllm.ingress.ends import Writer
 from qllm.ingress.front_end import Heard
 from qllm.ingress.layout import FRONT_END, cell, offset
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.remote.nixl import NAP_NS, PROFILES, Link, NixlError, NixlFrontEnd
-from qllm.ingress.ring import BROKEN_AFTER_NS, RingError, RingWriter
+from qllm.ingress.ring import BROKEN_AFTER_NS, RingError
 from qllm.types import NS_PER_S
 
 MIN_WINDOW = 1 << 10
@@ -50,7 +51,7 @@ class Puller:
         writers: Of the LS, BE and cancel rings.
     """
 
-    def __init__(self, link: Link, block: FrontEndMemory, writers: Sequence[RingWriter]) -> None:
+    def __init__(self, link: Link, block: FrontEndMemory, writers: Sequence[Writer]) -> None:
         self._link, self._words, self._writers = link, block.segment.words, writers
         self._ring_at, self._capacity = block.offsets["token"], len(block.rings["token"][0])
         self._transfer: Any = None

@@ -1,7 +1,8 @@
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,fma")
 #define QLLM_AVX512
 #define QLLM_BF16
+#define QLLM_TABLES
 #define QLLM_TILES
 #define QLLM_NAME kAmx
 #define QLLM_TITLE "AMX"

@@ -28,6 +28,13 @@ inline Vec::F look_up(const float* table, const uint16_t* words, int shift) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)words));
   return _mm512_permutexvar_ps(_mm512_srli_epi32(wide, shift), _mm512_loadu_ps(table));
 }
+// The same of 16 bytes, of which the second 8 are 16 bytes after the first.
+inline Vec::F look_up(const float* table, const uint8_t* bytes, int shift) {
+  __m128i first = _mm_loadl_epi64((const __m128i*)bytes);
+  __m128i both = _mm_unpacklo_epi64(first, _mm_loadl_epi64((const __m128i*)(bytes + 16)));
+  __m512i wide = _mm512_srli_epi32(_mm512_cvtepu8_epi32(both), shift);
+  return _mm512_permutexvar_ps(wide, _mm512_loadu_ps(table));
+}
 // The bf16 of 16 that 4 bits of each of 32 words say, the second 8 being the first with a sign,
 // times powers of two: `exponents` are added to those of what is not zero.
 inline Vec::Pairs look_up_scaled(const bf16* table, const uint16_t* words, int shift,
@@ -72,6 +79,9 @@ inline Vec::F load_half(const uint16_t* p) {
 }
 inline Vec::F look_up(const float* table, const uint16_t* words, int shift) {
   return each([=](int i) { return table[words[i] >> shift & 15]; });
+}
+inline Vec::F look_up(const float* table, const uint8_t* bytes, int shift) {
+  return each([=](int i) { return table[bytes[i / 8 * 16 + i % 8] >> shift & 15]; });
 }
 inline Vec::F load_int8(const int8_t* p) {
   return each([=](int i) { return float(p[i]); });

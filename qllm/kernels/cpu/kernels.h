@@ -8,7 +8,7 @@
 
 namespace qllm {
 
-enum Code : int64_t { kU4 = 1, kE2m1, kI8, kE4m3 };
+enum Code : int64_t { kU4 = 1, kE2m1, kI8, kE4m3, kI4 };
 enum Worth : int64_t { kNone, kFp32, kFp16, kBf16 };
 enum Products : int64_t {  // of scales and codes
   kRounded,                // to fp32

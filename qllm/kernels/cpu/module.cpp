@@ -93,8 +93,9 @@ bool supported(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (k == &kAmx) return wide && __builtin_cpu_supports("avx512bf16") && has_tiles();
-  if (k == &kAvx512Bf16) return wide && __builtin_cpu_supports("avx512bf16");
+  bool halves = wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  if (k == &kAmx) return halves && has_tiles();
+  if (k == &kAvx512Bf16) return halves;
   if (k == &kAvx512) return wide;
   if (k == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qllm.kernels import cpu
-from qllm.kernels.quantised import FOUR_BIT, Quantised
+from qllm.kernels.quantised import FOUR_BIT, I4_ZERO, Quantised
 
-CODES = {"u4": 1, "e2m1": 2, "i8": 3, "e4m3": 4}
+CODES = {"u4": 1, "e2m1": 2, "i8": 3, "e4m3": 4, "i4": 5}
 WORTHS = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 ROUNDED, EXACT, POWERS = 0, 1, 2
 """`Code`, `Worth` and `Products` of kernels.h."""
@@ -85,9 +85,18 @@ def _blocks(like: Quantised, codes: Tensor) -> Tensor:
     parts = codes.view(n // 16, 16, k // 8, 4, 2)  # of outputs, of inputs in pairs
     if like.code not in FOUR_BIT:
         return parts.permute(0, 2, 3, 1, 4).reshape(n // 16, k // 8, 128)
-    parts = parts.permute(3, 0, 2, 1, 4)
-    low, high = parts[0::2], parts[1::2] << 4
-    return (low | high).permute(1, 2, 3, 4, 0).reshape(n // 16, k // 8, 64)
+    if like.code == "e2m1":
+        parts = parts.permute(3, 0, 2, 1, 4)
+        low, high = parts[0::2], parts[1::2] << 4
+        return (low | high).permute(1, 2, 3, 4, 0).reshape(n // 16, k // 8, 64)
+    parts = codes.view(n // 16, 4, 4, k // 8, 2, 2, 2).permute(4, 0, 3, 1, 5, 2, 6)
+    return (parts[0] | parts[1] << 4).reshape(n // 16, k // 8, 64)
+
+
+def _sign_and_size(codes: Tensor) -> Tensor:
+    """Codes of "i4" as the kernels have them: the size modulo 8, and 8 where it is below 0."""
+    size = torch.where(codes < I4_ZERO, I4_ZERO - codes, codes - I4_ZERO) & 7
+    return size | (codes < I4_ZERO).to(torch.uint8) << 3
 
 
 def _code_bytes(weight: Quantised) -> Tensor:
@@ -133,13 +142,15 @@ def _worths(worth: Tensor) -> Tensor:
     return worth
 
 
+_SIZE_BITS = {"e2m1": 7, "e4m3": 127}
+
+
 def _scales(weight: Quantised, codes: Tensor) -> Tensor:
     """Scales; 1 where a group has no other code than zeros, which a scale out of range may have."""
     scale_NG = weight.scale_NG
     if weight.offset_NG is None:
-        zeros = (
-            codes & (7 if weight.code == "e2m1" else 127 if weight.code == "e4m3" else 255)
-        ) == 0
+        zero = I4_ZERO if weight.code == "i4" else 0
+        zeros = (codes & _SIZE_BITS.get(weight.code, 255)) == zero
         zeros = F.pad(zeros, (0, -zeros.shape[1] % weight.group), value=True)
         empty = zeros.view(len(zeros), -1, weight.group).all(-1)
         empty &= (scale_NG > 0) & scale_NG.isfinite()
@@ -195,10 +206,17 @@ class QuantisedStack:
         codes = _code_bytes(weight)
         if weight.code == "e4m3" and ((codes & 127) == 127).any():
             raise ValueError("a weight in e4m3 is not a number; check the checkpoint")
+        if weight.code == "i4" and weight.offset_NG is None:
+            # a scale of 0 makes zeros, which the kernels know by their code
+            nothing = weight.scale_NG == 0
+            inputs = nothing.repeat_interleave(weight.group, 1)[:, : self._k]
+            codes = codes.masked_fill(inputs, I4_ZERO)
         worths = [_scales(weight, codes)]
         if weight.offset_NG is not None:
             worths.append(_worths(weight.offset_NG))
         self.format.products = min(self.format.products, _products(*worths))
+        if weight.code == "i4":
+            codes = _sign_and_size(codes)
         layout, more = self._layout, -self._n % 16
         codes = F.pad(codes, (0, -self._k % BLOCK_INPUTS, 0, more))
         worths = [F.pad(worth, (0, 0, 0, more)) for worth in worths]

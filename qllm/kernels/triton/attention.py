@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qllm.kernels.routing import Angles
 from qllm.kernels.tiles import Tiles
+from qllm.kernels.triton.rope import turned
 
 LOG2E = 1.4426950408889634
 SPLITS = 8
@@ -28,12 +30,12 @@ MAX_SUMS = 128 * 128
 
 @triton.jit
 def _attend(
-    q, k, v, q2, k2, sinks, out, part, tables, t_seq, t_tok, t_len, t_pos,
-    q_t, q_n, q2_t, q2_n, k_s, k_g, k2_s, v_s, v_g, out_t, out_n, table_r, scale, window,
+    q, k, v, q2, k2, cos, sin, sinks, out, part, tables, t_seq, t_tok, t_len, t_pos,
+    q_t, q_n, q2_t, q2_n, r_t, k_s, k_g, k2_s, v_s, v_g, out_t, out_n, table_r, scale, window,
     R: tl.constexpr, RC: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     D2: tl.constexpr, D2_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr,
-    IEEE: tl.constexpr,
+    IEEE: tl.constexpr, TURN: tl.constexpr, PAIRS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     n = tl.load(t_len + tile).to(tl.int32)
@@ -58,11 +60,13 @@ def _attend(
     )
     if D2 > 0:
         d2 = tl.arange(0, D2_PAD)
-        qq2 = tl.load(
-            q2 + tok[:, None] * q2_t + head[:, None] * q2_n + d2[None, :],
-            mask=is_row[:, None] & (d2 < D2)[None, :],
-            other=0.0,
-        )
+        q2_at = q2 + tok[:, None] * q2_t + head[:, None] * q2_n
+        is_in = is_row[:, None] & (d2 < D2)[None, :]
+        if TURN:
+            angle = tok[:, None] * r_t
+            qq2 = turned(q2_at, cos + angle, sin + angle, d2[None, :], is_in, D2, PAIRS, APART)
+        else:
+            qq2 = tl.load(q2_at + d2[None, :], mask=is_in, other=0.0)
     num_keys = first_pos + n
     low = 0
     if window > 0:
@@ -213,6 +217,7 @@ def attend(
     sinks_N: Tensor | None = None,
     q_rope_TNF: Tensor | None = None,
     k_rope_SF: Tensor | None = None,
+    q_angles: Angles | None = None,
     out_TNE: Tensor,
 ) -> None:
     """Causal attention of every query of the tiles over its sequence's pages.
@@ -231,6 +236,7 @@ def attend(
         sinks_N: A logit per head that takes weight and gives no value.
         q_rope_TNF: Second part of the queries (MLA), multiplied with `k_rope_SF`.
         k_rope_SF: Second part of the keys, one KV head for all.
+        q_angles: How `q_rope_TNF` has yet to rotate; None is not at all.
         out_TNE: The answer; written in place.
     """
     _, num_heads, d = q_TND.shape
@@ -238,12 +244,14 @@ def attend(
     ratio = num_heads // groups
     is_mla = q_rope_TNF is not None
     q2, k2 = (q_TND, k_SGD) if q_rope_TNF is None or k_rope_SF is None else (q_rope_TNF, k_rope_SF)
+    turn = q_angles or Angles(q2, q2, False)
     meta = {
         "R": ratio, "D": d, "D_PAD": max(16, triton.next_power_of_2(d)),
         "D2": q2.shape[2] if is_mla else 0, "D2_PAD": max(16, triton.next_power_of_2(q2.shape[2])),
         "DV": dv, "DV_PAD": max(16, triton.next_power_of_2(dv)), "PAGE": page_size,
         "BLOCK_S": 32 if is_mla or d > 128 else 64, "SINKS": sinks_N is not None,
-        "IEEE": q_TND.dtype is torch.float32,
+        "IEEE": q_TND.dtype is torch.float32, "TURN": q_angles is not None,
+        "PAIRS": turn.in_pairs, "APART": q_angles is not None and turn.apart == q2.shape[2],
     }  # fmt: skip
     for part in tiles.parts:
         splits = SPLITS if part.block == 1 else 1
@@ -255,9 +263,10 @@ def attend(
         shape = (num * num_heads * splits * (dv + 2),) if splits > 1 else (1,)
         partial = torch.empty(shape, dtype=torch.float32, device=q_TND.device)
         _attend[(num, groups * (ratio // per_program), splits)](
-            q_TND, k_SGD, v_SGE, q2, k2, q_TND if sinks_N is None else sinks_N, out_TNE, partial,
+            q_TND, k_SGD, v_SGE, q2, k2, turn.cos_TD, turn.sin_TD,
+            q_TND if sinks_N is None else sinks_N, out_TNE, partial,
             tables_RP, part.seq, part.tok, part.num, part.pos,
-            q_TND.stride(0), q_TND.stride(1), q2.stride(0), q2.stride(1),
+            q_TND.stride(0), q_TND.stride(1), q2.stride(0), q2.stride(1), turn.cos_TD.stride(0),
             k_SGD.stride(0), k_SGD.stride(1), k2.stride(0), v_SGE.stride(0), v_SGE.stride(1),
             out_TNE.stride(0), out_TNE.stride(1), tables_RP.stride(0), scale * LOG2E, window or 0,
             RC=per_program, ROWS=rows, NUM_SPLITS=splits,

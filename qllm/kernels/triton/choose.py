@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qllm.kernels.routing import Routing, Rule, empty_routing
+from qllm.kernels.routing import Groups, Routing, Rule, empty_routing
 from qllm.kernels.triton.moe import route, tile_rows
 
 FEW = 64
@@ -22,9 +22,36 @@ MOST_LOGITS = 64 * 256
 
 
 @triton.jit
+def _closed(
+    left, e, E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, GROUPS: tl.constexpr,
+    OPEN: tl.constexpr,
+):  # fmt: skip
+    """Without the experts of all groups but the OPEN best: a group is worth its two best."""
+    group: tl.constexpr = E // GROUPS
+    g_pad: tl.constexpr = triton.next_power_of_2(GROUPS)
+    g = tl.arange(0, g_pad)[None, :]
+    of_expert = e[None, :] // group
+    worth = tl.full([T_PAD, g_pad], float("-inf"), tl.float32)
+    for i in tl.static_range(GROUPS):
+        own = tl.where(of_expert == i, left, float("-inf"))
+        first = tl.max(own, 1)
+        best = tl.min(tl.where(own == first[:, None], e[None, :], E_PAD), 1)
+        second = tl.max(tl.where(e[None, :] == best[:, None], float("-inf"), own), 1)
+        worth = tl.where(g == i, (first + second)[:, None], worth)
+    is_open = tl.zeros([T_PAD, E_PAD], tl.int32)
+    for _ in tl.static_range(OPEN):
+        peak = tl.max(worth, 1)
+        best = tl.min(tl.where(worth == peak[:, None], g, g_pad), 1)[:, None]
+        is_open = tl.where(of_expert == best, 1, is_open)
+        worth = tl.where(g == best, float("-inf"), worth)
+    return tl.where(is_open > 0, left, float("-inf"))
+
+
+@triton.jit
 def _pick(
-    logits, ids, weights, t, num, logits_t, jitter,
-    E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr,
+    logits, correction, ids, weights, t, num, logits_t, jitter, scaling,
+    E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+    RULE: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """Choose for a block of tokens; return at which place each expert was chosen, or -1."""
     kind = logits.dtype.element_ty
@@ -35,7 +62,15 @@ def _pick(
     is_broken = tl.max((x != x).to(tl.int32), 1) > 0
     lowest: tl.constexpr = -3.0e38  # above what is taken, so K experts are found in any row
     x = tl.where(x != x, lowest, tl.maximum(x, lowest))
+    score = x
+    if RULE == 3:
+        small = tl.exp(-tl.abs(x))
+        score = tl.where(x < 0, small, 1.0) / (1.0 + small)
+        more = tl.load(correction + e, mask=e < E, other=0.0).to(tl.float32)
+        x = tl.maximum(score + more[None, :], lowest)
     left = tl.where((e < E)[None, :], x, float("-inf"))
+    if OPEN < GROUPS:
+        left = _closed(left, e, E, E_PAD, T_PAD, GROUPS, OPEN)
     top = tl.max(left, 1)
     nth = tl.full([T_PAD, E_PAD], -1, tl.int32)
     share = tl.zeros([T_PAD, E_PAD], tl.float32)
@@ -55,36 +90,52 @@ def _pick(
     is_chosen = nth >= 0
     if RULE == 2:
         share = share.to(kind).to(tl.float32)
+    elif RULE == 3:
+        share = score
+        if NORMED:
+            share = share / (tl.sum(tl.where(is_chosen, share, 0.0), 1) + 1e-20)[:, None]
+        share = share * scaling
     else:
         share = tl.where((e < E)[None, :], tl.exp(x - top[:, None]), 0.0)
         total = tl.sum(tl.where(is_chosen, share, 0.0) if RULE == 1 else share, 1)
         share = share / total[:, None]
     share = tl.where(is_broken[:, None], float("nan"), share)
-    place = t.to(tl.int64)[:, None] * K + nth
+    tok = t.to(tl.int64)[:, None]
     is_chosen = is_chosen & (t < num)[:, None]
-    tl.store(ids + place, tl.zeros([T_PAD, E_PAD], tl.int32) + e[None, :], mask=is_chosen)
-    tl.store(weights + place, share.to(weights.dtype.element_ty), mask=is_chosen)
+    each = tl.zeros([T_PAD, E_PAD], tl.int32) + e[None, :]
+    tl.store(ids + tok * (K + S) + nth, each, mask=is_chosen)
+    tl.store(weights + tok * K + nth, share.to(weights.dtype.element_ty), mask=is_chosen)
+    for i in tl.static_range(S):
+        tl.store(ids + tok * (K + S) + K + i, tl.full([T_PAD, 1], E + i, tl.int32), mask=tok < num)
     return nth
 
 
 @triton.jit
 def _choose(
-    logits, ids, weights, num, logits_t, jitter,
-    E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr,
+    logits, correction, ids, weights, num, logits_t, jitter, scaling,
+    E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+    RULE: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * T_PAD + tl.arange(0, T_PAD)
-    _pick(logits, ids, weights, t, num, logits_t, jitter, E, E_PAD, T_PAD, K, RULE)
+    _pick(
+        logits, correction, ids, weights, t, num, logits_t, jitter, scaling,
+        E, E_PAD, T_PAD, K, S, RULE, GROUPS, OPEN, NORMED,
+    )  # fmt: skip
 
 
 @triton.jit
 def _choose_and_sort(
-    logits, num_tokens, ids, weights, hits, counts, order, tile_start, tile_expert, tile_row,
-    tile_end, num, logits_t, jitter,
-    E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr,
+    logits, correction, num_tokens, ids, weights, hits, counts, order, tile_start, tile_expert,
+    tile_row, tile_end, num, logits_t, jitter, scaling,
+    E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+    RULE: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, NORMED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     t, e = tl.arange(0, T_PAD), tl.arange(0, E_PAD)
-    nth = _pick(logits, ids, weights, t, num, logits_t, jitter, E, E_PAD, T_PAD, K, RULE)
+    nth = _pick(
+        logits, correction, ids, weights, t, num, logits_t, jitter, scaling,
+        E, E_PAD, T_PAD, K, S, RULE, GROUPS, OPEN, NORMED,
+    )  # fmt: skip
     live = tl.minimum(tl.load(num_tokens).to(tl.int32), num)
     is_slot = ((nth >= 0) & (t < live)[:, None]).to(tl.int32)
     # A token has an expert at most once, so tokens before it are slots before it.
@@ -93,10 +144,20 @@ def _choose_and_sort(
     tiles_E = (counts_E + ROWS - 1) // ROWS
     start = tl.cumsum(counts_E, 0) - counts_E
     first = tl.cumsum(tiles_E, 0) - tiles_E
-    tl.store(order + start[None, :] + before, t[:, None] * K + nth, mask=is_slot > 0)
+    tl.store(order + start[None, :] + before, t[:, None] * (K + S) + nth, mask=is_slot > 0)
     tl.store(counts + e, counts_E, mask=e < E)
     tl.store(tile_start + e, first, mask=e < E)
-    tl.store(tile_start + E, tl.sum(tiles_E, 0))
+    num_slots, num_tiles, more = tl.sum(counts_E, 0), tl.sum(tiles_E, 0), (live + ROWS - 1) // ROWS
+    tl.store(tile_start + E, num_tiles)
+    for i in tl.static_range(S):  # each has all tokens
+        at, tile = num_slots + i * live, num_tiles + i * more
+        tl.store(order + at + t, t * (K + S) + K + i, mask=t < live)
+        tl.store(counts + E + i, live)
+        tl.store(tile_start + E + i + 1, tile + more)
+        for j in tl.static_range((T_PAD + ROWS - 1) // ROWS):
+            tl.store(tile_expert + tile + j, E + i, mask=j < more)
+            tl.store(tile_row + tile + j, at + j * ROWS, mask=j < more)
+            tl.store(tile_end + tile + j, at + live, mask=j < more)
     for j in tl.static_range((T_PAD + ROWS - 1) // ROWS):
         is_tile = j < tiles_E
         tl.store(tile_expert + first + j, e, mask=is_tile)
@@ -112,6 +173,7 @@ def choose(
     num_tokens: Tensor,
     hits: Tensor,
     dtype: torch.dtype,
+    num_shared: int = 0,
 ) -> tuple[Routing, Tensor]:
     """Choose `top_k` experts per token and sort the slots by expert, those of one by token.
 
@@ -120,27 +182,34 @@ def choose(
         rule: How logits become weights.
         top_k: K.
         num_tokens: One int on the device: tokens past it are padding and go nowhere.
-        hits: One int32 on the device; grows by the experts that got a slot.
+        hits: One int32 on the device; grows by the experts that got a slot, without shared ones.
         dtype: Of the weights.
+        num_shared: S: experts E to E + S, which every token takes, in slots K to K + S.
 
     Returns:
         The routing, and weights [T, K].
     """
     num, experts = logits_TE.shape
-    ids = torch.empty((num, top_k), dtype=torch.int32, device=logits_TE.device)
+    slots = top_k + num_shared
+    ids = torch.empty((num, slots), dtype=torch.int32, device=logits_TE.device)
     weights = torch.empty((num, top_k), dtype=dtype, device=logits_TE.device)
     padded = triton.next_power_of_2(experts)
-    meta = {"E": experts, "E_PAD": padded, "K": top_k, "RULE": rule.kind.value}
-    given = num, logits_TE.stride(0), rule.jitter
+    groups = rule.groups or Groups(logits_TE, 1, 1, False, 1.0)
+    meta = {
+        "E": experts, "E_PAD": padded, "K": top_k, "S": num_shared, "RULE": rule.kind.value,
+        "GROUPS": groups.num, "OPEN": groups.num_open, "NORMED": groups.renormalised,
+    }  # fmt: skip
+    given = num, logits_TE.stride(0), rule.jitter, groups.scaling
     if num <= FEW and triton.next_power_of_2(num) * padded <= MOST_LOGITS:
         rows = tile_rows(ids.numel(), experts)
-        out = empty_routing(ids, experts, rows)
+        out = empty_routing(ids, experts + num_shared, rows)
         block = triton.next_power_of_2(num)
         _choose_and_sort[(1,)](
-            logits_TE, num_tokens, ids, weights, hits, *out[1:], *given, **meta,
-            T_PAD=block, ROWS=rows, num_warps=8 if block * padded >= 4096 else 4,
+            logits_TE, groups.correction_E, num_tokens, ids, weights, hits, *out[1:], *given,
+            **meta, T_PAD=block, ROWS=rows, num_warps=8 if block * padded >= 4096 else 4,
         )  # fmt: skip
         return out, weights
     block = max(1, min(16, 2048 // padded))
-    _choose[(triton.cdiv(num, block),)](logits_TE, ids, weights, *given, **meta, T_PAD=block)
-    return route(ids, num_tokens, experts, hits), weights
+    grid = (triton.cdiv(num, block),)
+    _choose[grid](logits_TE, groups.correction_E, ids, weights, *given, **meta, T_PAD=block)
+    return route(ids, num_tokens, experts, hits, num_shared), weights

@@ -20,7 +20,9 @@ SCAN = 1024
 
 
 @triton.jit
-def _count(ids, num_tokens, counts, hits, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
+def _count(
+    ids, num_tokens, counts, hits, num_slots, num_counted, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
     live = tl.minimum(tl.load(num_tokens).to(tl.int32) * K, num_slots)
     found = tl.zeros([BLOCK], tl.int32)
@@ -29,7 +31,7 @@ def _count(ids, num_tokens, counts, hits, num_slots, K: tl.constexpr, BLOCK: tl.
         found += (tl.load(ids + i, mask=i < live, other=-1) == expert).to(tl.int32)
     total = tl.sum(found, 0)
     tl.store(counts + expert, total)
-    if total > 0:
+    if (total > 0) & (expert < num_counted):
         tl.atomic_add(hits, 1)
 
 
@@ -67,11 +69,11 @@ def _sort(
 
 @triton.jit
 def _up(
-    x, w, bias, h, order, tile_start, tile_expert, tile_row, tile_end, lo, hi, x_t,
+    x, w, shared, bias, h, order, tile_start, tile_expert, tile_row, tile_end, lo, hi, x_t,
     w_e, w_f, w_d, bias_e,
-    D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, F_STEP: tl.constexpr, F_UP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GPT_OSS: tl.constexpr, IEEE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+    F_STEP: tl.constexpr, F_UP: tl.constexpr, HAS_BIAS: tl.constexpr, GPT_OSS: tl.constexpr,
+    IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tile_start + lo) + tl.program_id(0)
     if tile >= tl.load(tile_start + hi):
@@ -92,8 +94,13 @@ def _up(
         both_at = w + expert * w_e + f[None, :] * w_f + d[:, None] * w_d
         both = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
     else:
-        gate_at = w + expert * w_e + n[None, :] * w_f + d[:, None] * w_d
-        up_at = gate_at + F_UP * w_f
+        own, ups = w + expert * w_e, F_UP * w_f
+        if S > 0:
+            if expert >= E:
+                own = shared + (expert - E) * I * w_f
+            ups = tl.where(expert < E, F_UP, S * I) * w_f
+        gate_at = own + n[None, :] * w_f + d[:, None] * w_d
+        up_at = gate_at + ups
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, D, BLOCK_K):
@@ -136,9 +143,10 @@ def _up(
 
 @triton.jit
 def _down(
-    h, w, bias, slots, order, tile_start, tile_expert, tile_row, tile_end, lo, hi,
+    h, w, shared, bias, slots, order, tile_start, tile_expert, tile_row, tile_end, lo, hi,
     w_e, w_d, w_i, bias_e,
-    D: tl.constexpr, I: tl.constexpr, HAS_BIAS: tl.constexpr, IEEE: tl.constexpr,
+    D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, S: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tile_start + lo) + tl.program_id(1)
@@ -153,7 +161,12 @@ def _down(
     is_col = n < D
     i = tl.arange(0, BLOCK_K)
     h_at = h + place.to(tl.int64)[:, None] * I + i[None, :]
-    w_at = w + expert * w_e + n[None, :] * w_d + i[:, None] * w_i
+    own, row = w + expert * w_e, w_d
+    if S > 0:
+        if expert >= E:
+            own = shared + (expert - E) * I
+        row = tl.where(expert < E, w_d, S * I)
+    w_at = own + n[None, :] * row + i[:, None] * w_i
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, I, BLOCK_K):
         is_in = i < I - k
@@ -174,23 +187,29 @@ def _down(
 def _combine(
     slots, weights, num_tokens, residual, shared, shared_gate, out, weights_t, residual_t, out_t,
     multiplier,
-    D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
     SHARED: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     kind = out.dtype.element_ty
     tok = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK], tl.float32)
+    acc, more = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    own = slots + tok * (K + S) * D + d
     if tok < tl.load(num_tokens):
         for k in range(K):
             w = tl.load(weights + tok * weights_t + k).to(tl.float32)
-            acc += w * tl.load(slots + (tok * K + k) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            acc += w * tl.load(own + k * D, mask=d < D, other=0.0).to(tl.float32)
+        for k in range(K, K + S):
+            more += tl.load(own + k * D, mask=d < D, other=0.0).to(tl.float32)
     # Each step is rounded, as by the operations of torch that it stands for.
     if SHARED:
-        more = tl.load(shared + tok * D + d, mask=d < D, other=0.0).to(tl.float32)
+        if S == 0:
+            more = tl.load(shared + tok * D + d, mask=d < D, other=0.0).to(tl.float32)
+        more = more.to(kind)
         if GATED:
             gate = tl.load(shared_gate + tok).to(tl.float32)
-            more = (more * (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)).to(kind)
+            gate = (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+            more = (more.to(tl.float32) * gate).to(kind)
         acc = acc.to(kind).to(tl.float32) + more.to(tl.float32)
     if SCALED:
         acc = acc.to(kind).to(tl.float32) * multiplier
@@ -206,25 +225,28 @@ def tile_rows(num_slots: int, num_experts: int) -> int:
     return 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
 
 
-def route(ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor) -> Routing:
+def route(
+    ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor, num_shared: int = 0
+) -> Routing:
     """Sort slots by expert, those of one expert by slot. Two small kernels.
 
     Args:
         ids_TK: Experts of each token, contiguous.
         num_tokens: One int on the device: tokens past it are padding and go nowhere.
-        num_experts: E.
-        hits: One int32 on the device; grows by the experts that got a slot.
+        num_experts: E, without those that are shared.
+        hits: One int32 on the device; grows by the experts that got a slot, without shared ones.
+        num_shared: Experts beyond E that the ids name.
     """
     num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
-    rows = tile_rows(num_slots, num_experts)
-    out = empty_routing(ids_TK.contiguous(), num_experts, rows)
+    rows, every = tile_rows(num_slots, num_experts), num_experts + num_shared
+    out = empty_routing(ids_TK.contiguous(), every, rows)
     block = min(SCAN, max(16, triton.next_power_of_2(num_slots)))
-    _count[(num_experts,)](
-        out.ids_TK, num_tokens, out.counts_E, hits, num_slots, K=top_k, BLOCK=block
+    _count[(every,)](
+        out.ids_TK, num_tokens, out.counts_E, hits, num_slots, num_experts, K=top_k, BLOCK=block
     )
-    _sort[(num_experts,)](
-        out.ids_TK, num_tokens, *out[1:], num_slots, E=num_experts,
-        E_PAD=triton.next_power_of_2(num_experts), K=top_k, ROWS=rows, BLOCK=block,
+    _sort[(every,)](
+        out.ids_TK, num_tokens, *out[1:], num_slots, E=every,
+        E_PAD=triton.next_power_of_2(every), K=top_k, ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
 
@@ -239,7 +261,7 @@ def run_experts(
         weights: Of the layer.
         routing: What `route` gave for these tokens.
         lo: First expert.
-        hi: End of the experts.
+        hi: End of the experts; shared ones, which are the last, are a range like any other.
         slots_TKD: Their outputs go here, contiguous; other slots are left alone.
     """
     num_slots, width = routing.ids_TK.numel(), x_TD.shape[1]
@@ -250,6 +272,7 @@ def run_experts(
         return
     h_SI = torch.empty((num_slots, inner), dtype=x_TD.dtype, device=x_TD.device)
     up, down, up_bias, down_bias = weights[:4]
+    shared_up, shared_down = weights.shared or (up, down)
     block_n, block_k, warps = (
         (64, 128, 4) if rows == 16 else (64, 64, 4) if rows == 64 else (128, 64, 8)
     )
@@ -257,20 +280,21 @@ def run_experts(
         block_n, block_k = 32, 32
     meta = {
         "IEEE": x_TD.dtype is torch.float32, "D": width, "I": inner, "BLOCK_M": rows,
-        "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "E": weights.num_experts,
+        "S": weights.num_shared,
         "num_stages": 4 if rows == 16 else 3,
     }  # fmt: skip
     plan = (routing.order_S, *routing[3:], lo, hi)
     # Tiles go first: those of one expert run side by side and share its columns in L2.
     # _down keeps columns first: its rows (of h) are too many to be read again for each block.
     _up[(tiles, triton.cdiv(inner, block_n))](
-        x_TD, up, x_TD if up_bias is None else up_bias, h_SI, *plan,
+        x_TD, up, shared_up, x_TD if up_bias is None else up_bias, h_SI, *plan,
         x_TD.stride(0), *up.stride(), 0 if up_bias is None else up_bias.stride(0),
         K=top_k, F_STEP=2 if weights.interleaved else 1, F_UP=1 if weights.interleaved else inner,
         HAS_BIAS=up_bias is not None, GPT_OSS=weights.activation.value == 1, **meta,
     )  # fmt: skip
     _down[(triton.cdiv(width, block_n), tiles)](
-        h_SI, down, x_TD if down_bias is None else down_bias, slots_TKD, *plan,
+        h_SI, down, shared_down, x_TD if down_bias is None else down_bias, slots_TKD, *plan,
         *down.stride(), 0 if down_bias is None else down_bias.stride(0),
         HAS_BIAS=down_bias is not None, **meta,
     )  # fmt: skip
@@ -286,13 +310,15 @@ def combine(
     """Sum over k of weight times slot, in fp32, zero past `num_tokens`; then `add`, rounding.
 
     Args:
-        slots_TKD: Outputs of the experts, contiguous.
+        slots_TKD: Outputs of the experts, contiguous; slots that have no weight are those of
+            shared experts.
         weights_TK: Routing weights.
         num_tokens: One int on the device.
         out_TD: The answer.
         add: What it is added to; None is nothing.
     """
-    num, top_k, width = slots_TKD.shape
+    num, slots, width = slots_TKD.shape
+    top_k = weights_TK.shape[1]
     if num == 0:
         return
     block = min(1024, triton.next_power_of_2(width))
@@ -301,6 +327,7 @@ def combine(
         slots_TKD, weights_TK, num_tokens, residual, out_TD if shared is None else shared,
         out_TD if gate is None else gate, out_TD, weights_TK.stride(0), residual.stride(0),
         out_TD.stride(0), 1.0 if multiplier is None else multiplier,
-        D=width, K=top_k, BLOCK=block, ADDED=add is not None, SHARED=shared is not None,
-        GATED=gate is not None, SCALED=multiplier is not None,
+        D=width, K=top_k, S=slots - top_k, BLOCK=block, ADDED=add is not None,
+        SHARED=shared is not None or slots > top_k, GATED=gate is not None,
+        SCALED=multiplier is not None,
     )  # fmt: skip

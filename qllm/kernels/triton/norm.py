@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _weighted(weight, x, d, kind: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def weighted(weight, x, d, kind: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """The weight times a row in fp32, which is rounded before that unless WIDE."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     if WIDE:
@@ -21,14 +21,15 @@ def _rms_norm(x, weight, out, x_t, eps, D: tl.constexpr, BLOCK: tl.constexpr, WI
     d = tl.arange(0, BLOCK)
     xx = tl.load(x + tok * x_t + d, mask=d < D, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(xx * xx, 0) / D + eps)
-    y = _weighted(weight, xx * scale, d, out.dtype.element_ty, D, WIDE)
+    y = weighted(weight, xx * scale, d, out.dtype.element_ty, D, WIDE)
     tl.store(out + tok * D + d, y, mask=d < D)
 
 
 @triton.jit
 def _add_rms_norm(
-    residual, x, weight, total, out, residual_t, x_t, eps, multiplier,
+    residual, x, weight, total, out, exact, residual_t, x_t, eps, multiplier,
     D: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     kind = out.dtype.element_ty
     tok = tl.program_id(0).to(tl.int64)
@@ -41,8 +42,10 @@ def _add_rms_norm(
     tl.store(total + tok * D + d, xx, mask=d < D)
     xx = xx.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(xx * xx, 0) / D + eps)
-    y = _weighted(weight, xx * scale, d, kind, D, WIDE)
+    y = weighted(weight, xx * scale, d, kind, D, WIDE)
     tl.store(out + tok * D + d, y, mask=d < D)
+    if EXACT:
+        tl.store(exact + tok * D + d, y.to(tl.float32), mask=d < D)
 
 
 @triton.jit
@@ -80,7 +83,8 @@ def add_rms_norm(
     weight_D: Tensor,
     eps: float,
     wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+    in_fp32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The sum residual + x * multiplier, rounded as torch rounds it, and its `rms_norm`.
 
     Args:
@@ -90,16 +94,22 @@ def add_rms_norm(
         weight_D: Of the norm.
         eps: Of the norm.
         wide: Of the norm.
+        in_fp32: Whether the norm is wanted in fp32 too, with the same values.
+
+    Returns:
+        The sum; its norm; and the norm in fp32 if it is wanted, or else the norm again.
     """
     num, width = x_TD.shape
     total, out = (torch.empty((num, width), dtype=x_TD.dtype, device=x_TD.device) for _ in "ab")
+    is_more = in_fp32 and x_TD.dtype is not torch.float32
+    exact = torch.empty(out.shape, dtype=torch.float32, device=x_TD.device) if is_more else out
     if num:
         _add_rms_norm[(num,)](
-            residual_TD, x_TD, weight_D, total, out, residual_TD.stride(0), x_TD.stride(0), eps,
-            1.0 if multiplier is None else multiplier,
-            SCALED=multiplier is not None, WIDE=wide, **_blocks(width),
+            residual_TD, x_TD, weight_D, total, out, exact, residual_TD.stride(0), x_TD.stride(0),
+            eps, 1.0 if multiplier is None else multiplier,
+            SCALED=multiplier is not None, WIDE=wide, EXACT=is_more, **_blocks(width),
         )  # fmt: skip
-    return total, out
+    return total, out, exact
 
 
 def silu_mul(x_TF: Tensor) -> Tensor:

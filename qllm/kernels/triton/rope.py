@@ -15,8 +15,15 @@ HEADS = 4
 
 
 @triton.jit
+def _within(x, limit):
+    """At most `limit` from zero; a NaN stays one."""
+    return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+
+
+@triton.jit
 def _turn(
-    x, weight, cos, sin, i, is_in, eps, D: tl.constexpr, NORM: tl.constexpr, APART: tl.constexpr,
+    x, weight, cos, sin, i, is_in, eps, limit, D: tl.constexpr, NORM: tl.constexpr,
+    APART: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Halves of heads, rotated: first * cos - second * sin, second * cos + first * sin.
 
@@ -35,6 +42,8 @@ def _turn(
         w_b = tl.load(weight + half + i, mask=is_half, other=0.0).to(tl.float32)
         a = (w_a * (a * scale[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
         b = (w_b * (b * scale[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    if CLIP:
+        a, b = _within(a, limit), _within(b, limit)
     cos_a = tl.load(cos + i, mask=is_half, other=0.0).to(tl.float32)
     cos_b = tl.load(cos + second + i, mask=is_half, other=0.0).to(tl.float32)
     sin_a = tl.load(sin + i, mask=is_half, other=0.0).to(tl.float32)
@@ -45,12 +54,41 @@ def _turn(
 
 
 @triton.jit
+def turned(
+    x, cos, sin, i, is_in, F: tl.constexpr, PAIRS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Elements `i` of rotated heads, each from itself and the one that rotates with it.
+
+    `x` points to heads of F elements, `cos` and `sin` to the angles of their tokens; `is_in` masks
+    heads and elements. PAIRS: the halves alternate in what is read.
+    """
+    kind = x.dtype.element_ty
+    half: tl.constexpr = F // 2
+    is_left = i < half
+    angle = tl.where(is_left, i, i - half)
+    if PAIRS:
+        own = tl.where(is_left, 2 * angle, 2 * angle + 1)
+        other = tl.where(is_left, own + 1, own - 1)
+    else:
+        own = i
+        other = tl.where(is_left, i + half, i - half)
+    if APART:
+        angle = i
+    a = tl.load(x + own, mask=is_in, other=0.0).to(tl.float32)
+    b = tl.load(x + other, mask=is_in, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=is_in, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=is_in, other=0.0).to(tl.float32)
+    b = tl.where(is_left, -b, b)
+    return ((a * c).to(kind).to(tl.float32) + (b * s).to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
 def _rotate_and_write(
     q, k, v, q_weight, k_weight, cos, sin, k_pages, v_pages, slots, out,
-    q_t, q_n, k_t, k_g, v_t, v_g, r_t, out_t, out_n, q_eps, k_eps,
+    q_t, q_n, k_t, k_g, v_t, v_g, r_t, out_t, out_n, q_eps, k_eps, limit,
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     tok, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -62,7 +100,9 @@ def _rotate_and_write(
         n = (part * HEADS + tl.arange(0, HEADS))[:, None]
         is_in = (n < N) & (i < half)
         x = q + tok * q_t + n * q_n
-        left, right = _turn(x, q_weight, cos_at, sin_at, i, is_in, q_eps, D, NORM, APART)
+        left, right = _turn(
+            x, q_weight, cos_at, sin_at, i, is_in, q_eps, limit, D, NORM, APART, CLIP
+        )
         tl.store(x + i, left, mask=is_in)
         tl.store(x + half + i, right, mask=is_in)
         if slot < 0:
@@ -74,12 +114,14 @@ def _rotate_and_write(
     g = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
     is_in = (g < G) & (i < half)
     x = k + tok * k_t + g * k_g
-    left, right = _turn(x, k_weight, cos_at, sin_at, i, is_in, k_eps, D, NORM, APART)
+    left, right = _turn(x, k_weight, cos_at, sin_at, i, is_in, k_eps, limit, D, NORM, APART, CLIP)
     page = k_pages + (slot * G + g) * D
     tl.store(page + i, left, mask=is_in)
     tl.store(page + half + i, right, mask=is_in)
     is_value = (g < G) & (j < DV)
     value = tl.load(v + tok * v_t + g * v_g + j, mask=is_value, other=0.0)
+    if CLIP:
+        value = _within(value.to(tl.float32), limit).to(value.dtype)
     tl.store(v_pages + (slot * G + g) * DV + j, value, mask=is_value)
 
 
@@ -94,6 +136,7 @@ def rotate_and_write(
     slots_T: Tensor,
     out_TNE: Tensor,
     norms: HeadNorms | None = None,
+    limit: float | None = None,
 ) -> None:
     """Norm and rotate queries in place; put normed and rotated keys, and values, into their slots.
 
@@ -111,6 +154,7 @@ def rotate_and_write(
         slots_T: Slot of each token, int64.
         out_TNE: Where attention will write; the last dimension is contiguous.
         norms: RMS norms of each head of queries and keys.
+        limit: Queries and keys, before they rotate, and values are clipped to [-limit, limit].
     """
     num, heads, d = q_TND.shape
     groups, dv = v_TGE.shape[1:]
@@ -121,8 +165,9 @@ def rotate_and_write(
         q_TND, k_TGD, v_TGE, q_weight, k_weight, cos_TD, sin_TD, k_SGD, v_SGE, slots_T, out_TNE,
         q_TND.stride(0), q_TND.stride(1), k_TGD.stride(0), k_TGD.stride(1),
         v_TGE.stride(0), v_TGE.stride(1), cos_TD.stride(0), out_TNE.stride(0), out_TNE.stride(1),
-        q_eps, k_eps,
+        q_eps, k_eps, limit or 0.0,
         N=heads, G=groups, D=d, DV=dv,
         HP=triton.next_power_of_2(d // 2), VP=triton.next_power_of_2(dv),
-        NORM=norms is not None, HEADS=HEADS, APART=cos_TD.shape[1] == d, num_warps=1,
+        NORM=norms is not None, HEADS=HEADS, APART=cos_TD.shape[1] == d,
+        CLIP=limit is not None, num_warps=1,
     )  # fmt: skip

@@ -134,12 +134,12 @@ def _sizes(settings: Settings) -> Sizes:
 
 
 def _bits(settings: Settings) -> float:
-    """Bits of the widest group: a scale in bf16, and an offset where codes have 4 bits."""
+    """Bits of the widest group: a scale in bf16, and an offset where codes of 4 bits have zeros."""
     found = []
     for group in dict(settings.get("config_groups") or {}).values():
         weights = dict(dict(group).get("weights") or {})
         bits, inputs = int(weights.get("num_bits") or 8), weights.get("group_size") or 0
-        worth = 32 if bits == 4 else 16
+        worth = 32 if bits == 4 and weights.get("symmetric") is False else 16
         found.append(bits + (worth / inputs if inputs > 0 else 0))
     return max(found, default=8.0)
 

@@ -6,7 +6,7 @@
 
 Values are computed in fp32 as the package gguf does (`gguf/quants.py`), and rounded to bf16 once.
 Codes of 5 and 6 bits become int8, and the two levels of scales one in fp32: in memory a Q4_K
-weight takes 6 bits, Q5_K and Q8_0 10 and 8.5, Q6_K 10.
+weight takes 6 bits, Q4_0 4.5 and Q4_1 5, Q5_K and Q8_0 10 and 8.5, Q6_K 10.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ READERS: dict[str, tuple[int, Callable[[Tensor], Quantised]]] = {
     "Q6_K": (210, q6_k),
 }
 """Type of tensor -> bytes of a block, and its reader."""
-BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q8_0": 8.5, "Q4_K": 6.0, "Q5_K": 10.0, "Q6_K": 10.0}
+BITS = {"Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5, "Q4_K": 6.0, "Q5_K": 10.0, "Q6_K": 10.0}
 """Type of tensor -> bits of a weight in memory."""
 PLAIN = ("F32", "F16", "BF16")
 """Types that are no blocks."""

@@ -88,9 +88,9 @@ def _check_groups(scale: Tensor, zero: Tensor, n: int, groups: int) -> None:
     )
 
 
-def _bits(bits: int, group: int) -> float:
-    """In memory, where zeros are not all 8: scale and offset in fp32."""
-    return bits + (64 / group if group > 0 else 0)
+def _bits(bits: int, group: int, centred: bool = False) -> float:
+    """In memory: scale and offset in fp32; where all zeros are 8, a scale in fp16."""
+    return bits + ((16 if centred else 64) / group if group > 0 else 0)
 
 
 def awq(settings: Settings) -> Format:
@@ -127,7 +127,7 @@ def gptq(settings: Settings) -> Format:
     check(bits in (4, 8), f"GPTQ with bits={bits!r}; 4 and 8 are read")
     known = ", ".join(VERSIONS)
     check(version in VERSIONS, f"GPTQ with checkpoint_format={version!r}; read are {known}")
-    order = (".g_idx",)
+    order, centred = (".g_idx",), bits == 4 and settings.get("sym") is True
     layout = Layout(
         codes=".qweight",
         needs=(".scales", ".qzeros", *(order if settings.get("desc_act") else ())),
@@ -135,4 +135,4 @@ def gptq(settings: Settings) -> Format:
         dtypes=("I32",),
         read=partial(read_gptq, bits=bits, group=group, plus=VERSIONS[version]),
     )
-    return Format(name="gptq", layouts=(layout,), bits=_bits(bits, group))
+    return Format(name="gptq", layouts=(layout,), bits=_bits(bits, group, centred))

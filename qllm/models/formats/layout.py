@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qllm.errors import ModelError
-from qllm.kernels.quantised import Code, Quantised
+from qllm.kernels.quantised import I4_ZERO, Code, Quantised
 
 Settings = Mapping[str, Any]
 """The `quantization_config` of a checkpoint."""
@@ -127,6 +127,22 @@ def pairs(codes: Tensor) -> Tensor:
 
 def shifted(code: Code, codes: Tensor, scale: Tensor, zero: Tensor | int, group: int) -> Quantised:
     """A weight of scale * (code - zero), exactly: in fp32 where the product needs more bits."""
+    is_centred = zero == I4_ZERO
+    if code == "u4" and (is_centred if isinstance(is_centred, bool) else bool(is_centred.all())):
+        return Quantised("i4", codes, scale.contiguous(), None, group)
+    return _with_offset(code, codes, scale, zero, group)
+
+
+def uncentred(weight: Quantised) -> Quantised:
+    """The same values with codes of "u4" where they are of "i4"."""
+    if weight.code != "i4":
+        return weight
+    return _with_offset("u4", weight.codes, weight.scale_NG, I4_ZERO, weight.group)
+
+
+def _with_offset(
+    code: Code, codes: Tensor, scale: Tensor, zero: Tensor | int, group: int
+) -> Quantised:
     offset = -scale.float() * zero
     narrow = offset.to(scale.dtype)
     if not torch.equal(narrow.float(), offset):

@@ -109,7 +109,8 @@ class FastDriver:
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         x = self._post_norm(mid_TD)
-        _, weights_TK, ids_TK = self._router(x)
+        first, weights_TK, last = self._router(x)
+        ids_TK = first if last.is_floating_point() else last  # logits are the other one
         return Routed(x, ids_TK, weights_TK, self._shared(x))
 
     def _shared(self, x_TD: Tensor) -> dict[str, RouterExtras] | None:

@@ -1,38 +1,50 @@
-"""Ends of rings in C++: `qllm.ingress.ring` byte for byte, from the source that a GPU compiles."""
+"""Ends of rings in C++: `qllm.ingress.ring` byte for byte, with acquire and release.
+
+For machines whose stores become visible in any order; from the source that a GPU compiles too.
+"""
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
-from qllm.ingress.ring import (
-    BROKEN_AFTER_NS,
-    Record,
-    RingError,
-    RingReader,
-    RingWriter,
-    record_bytes,
-)
+from qllm.errors import ConfigError
+from qllm.ingress.ring import BROKEN_AFTER_NS, Record, RingError, record_bytes
 from qllm.ingress.structs import RING_END
+from qllm.ingress.words import Words, address_of, raw_bytes
+
+
+def load_native() -> Any:
+    """Import the extension.
+
+    Raises:
+        ConfigError: It was not built.
+    """
+    try:
+        return import_module("qllm.ingress._ends")
+    except ImportError as error:
+        raise ConfigError(
+            f"the ends of rings in C++ were not built ({error}), and those in Python need x86-64, "
+            "where stores become visible in order; install qllm where a C++ compiler is, or from "
+            "a wheel"
+        ) from error
 
 
 class _NativeEnd:
     """What both ends have.
 
     Args:
-        native: The extension (`qllm.device.native.load_native`).
+        native: The extension.
         buffer: The ring's bytes, at a multiple of eight.
         tail: The reader's word.
     """
 
-    def __init__(self, native: Any, buffer: memoryview, tail: memoryview) -> None:
+    def __init__(self, native: Any, buffer: memoryview, tail: Words) -> None:
         self._native = native
-        self._held = (np.frombuffer(buffer, "u1"), np.frombuffer(tail, "<u8"))
+        self._held = (buffer, raw_bytes(tail))
         self._end = np.zeros(1, RING_END)
-        ring, word = (part.ctypes.data for part in self._held)
-        self._end[0] = (ring, word, len(buffer), *[0] * 7)
+        self._end[0] = (*map(address_of, self._held), len(buffer), *[0] * 7)
         self._address = self._end.ctypes.data
 
 
@@ -42,7 +54,7 @@ class NativeRingReader(_NativeEnd):
     @property
     def has_news(self) -> bool:
         """Whether the next record, or its beginning, is there."""
-        news: bool = self._native.ring_has_news(self._address)
+        news: bool = self._native.has_news(self._address)
         return news
 
     def read(self) -> Record | None:
@@ -51,7 +63,7 @@ class NativeRingReader(_NativeEnd):
         Raises:
             RingError: The next record is broken for good.
         """
-        found: Any = self._native.ring_read(self._address, time.monotonic_ns())
+        found: Any = self._native.read(self._address, time.monotonic_ns())
         if found is False:
             raise RingError(
                 f"record {int(self._end['seq'][0]) + 1} of a ring has had a wrong checksum for "
@@ -71,7 +83,7 @@ class NativeRingWriter(_NativeEnd):
     @property
     def num_used(self) -> int:
         """Bytes that the reader has not given back."""
-        return self.head - int(self._held[1][0])
+        return self.head - int(self._native.load(int(self._end["tail"][0])))
 
     @property
     def fill(self) -> float:
@@ -84,24 +96,8 @@ class NativeRingWriter(_NativeEnd):
         Raises:
             ValueError: It is larger than the ring.
         """
-        done: int = self._native.ring_write(self._address, kind, flags, body)
+        done: int = self._native.write(self._address, kind, flags, body)
         if done < 0:
             length = record_bytes(len(body))
             raise ValueError(f"a record of {length} bytes exceeds a ring of {len(self._held[0])}")
         return bool(done)
-
-
-class Ends(NamedTuple):
-    """The two ends of a ring, each made of its bytes and its reader's word."""
-
-    reader: Callable[[memoryview, memoryview], Any]
-    writer: Callable[[memoryview, memoryview], Any]
-
-
-ENDS = Ends(RingReader, RingWriter)
-"""Those of the product, in Python."""
-
-
-def native_ends(native: Any) -> Ends:
-    """The ends that the extension makes."""
-    return Ends(partial(NativeRingReader, native), partial(NativeRingWriter, native))

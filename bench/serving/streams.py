@@ -1,0 +1,270 @@
+"""Prompts that come in pieces: what streaming them gains, and what it costs others.
+
+    python -m bench.serving.streams [--quick] [--rows low,high,...]
+
+    low         300M model, one prompt at a time, gaps of twice a piece's prefill:
+                TTFT after the last piece, streamed over whole                          <= 0.25
+    high        S13 near saturation, simulated (Qwen3-30B-A3B, H100): mean TTFT, the same <= 0.12
+    throughput  300M, prompts as fast as they can be sent: time whole over streamed     >= 0.98
+    short       S13, KV short, moving KV costs as over PCIe, simulated: mean TTFT of the
+                better of always and never moving it, over that of the cost rule        >= 0.95
+    others      LS chats beside S13, simulated: their TTFT p99, streamed over whole     <= 1.05
+    append      300M: one append of 64 tokens at 8k of context over at 1k                <= 1.5
+
+Live rows alternate both kinds within one engine; the ratio is of medians. Simulated rows are
+functions of their seed. The last line is JSON; `--out` writes it to a file too.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import MODEL, SPECIAL, machine, model_folder
+from qllm import QLLMEngine, SamplingParams
+from qllm.config import EngineConfig
+from qllm.record.metrics import RequestMetrics
+from qllm.record.summary import percentile, request_metrics
+from qllm.record.trace import Ran
+from qllm.sim.costs import CostFile
+from qllm.sim.presets import preset
+from qllm.sim.run import simulate
+from qllm.types import Priority, RequestStatus
+from qllm.workloads.capacity import Capacity
+from qllm.workloads.generators import named_workload
+from qllm.workloads.spec import RequestSpec
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+PIECES, PIECE = 6, 128
+REACH = {
+    "low": 0.25,
+    "high": 0.12,
+    "throughput": 0.98,
+    "short": 0.95,
+    "others": 1.05,
+    "append": 1.5,
+}
+AT_LEAST = {"throughput", "short"}
+PCIE_BYTES_PER_NS = 20.0
+"""Nominal, as where the engine runs on a GPU."""
+
+
+def ids_of(rng: np.random.Generator, count: int) -> list[int]:
+    """Random tokens."""
+    return [int(i) for i in rng.integers(SPECIAL, MODEL["vocab_size"], count)]
+
+
+def live(**settings: Any) -> QLLMEngine:
+    """An engine of the 300M model, without a prefix cache: every prompt is computed."""
+    return QLLMEngine.from_pretrained(
+        str(model_folder()), threads=2, conformance=False, prefix_cache=False, **settings
+    )
+
+
+def streamed(engine: QLLMEngine, ids: Sequence[int], gap_s: float) -> RequestMetrics:
+    """Send a prompt piece by piece."""
+    prompt = engine.open("LS")
+    for at in range(0, len(ids), PIECE):
+        if at:
+            time.sleep(gap_s)
+        prompt.append(ids[at : at + PIECE])
+    return prompt.send(4, sampling=GREEDY).result().metrics
+
+
+def whole(engine: QLLMEngine, ids: Sequence[int], gap_s: float) -> RequestMetrics:
+    """Send it once the last piece is there."""
+    time.sleep(gap_s * (len(ids) // PIECE - 1))
+    return engine.submit(list(ids), "LS", 4, sampling=GREEDY).result().metrics
+
+
+def low(quick: bool) -> dict[str, Any]:
+    """TTFT after the last piece at low load."""
+    rng, found = np.random.default_rng(0), {"streamed": [], "whole": []}
+    with live() as engine:
+        whole(engine, ids_of(rng, PIECE), 0)
+        begin = time.monotonic()
+        whole(engine, ids_of(rng, PIECE), 0)
+        gap_s = 2 * (time.monotonic() - begin)
+        for _ in range(3 if quick else 12):
+            for name, send in (("streamed", streamed), ("whole", whole)):
+                ttft = send(engine, ids_of(rng, PIECES * PIECE), gap_s).ttft_ms
+                found[name].append(ttft)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {"ratio": medians["streamed"] / medians["whole"], "ttft_ms": medians, "gap_s": gap_s}
+
+
+def throughput(quick: bool) -> dict[str, Any]:
+    """Prompts that come as fast as they can be sent."""
+    rng, found = np.random.default_rng(1), {"streamed": [], "whole": []}
+
+    def run(engine: QLLMEngine, in_pieces: bool) -> float:
+        prompts = [ids_of(rng, PIECES * PIECE) for _ in range(6)]
+        begin = time.monotonic()
+        handles = []
+        if in_pieces:
+            opened = [engine.open("BE") for _ in prompts]
+            for at in range(0, PIECES * PIECE, PIECE):
+                for prompt, ids in zip(opened, prompts, strict=True):
+                    prompt.append(ids[at : at + PIECE])
+            handles = [prompt.send(8, sampling=GREEDY) for prompt in opened]
+        else:
+            handles = [engine.submit(ids, "BE", 8, sampling=GREEDY) for ids in prompts]
+        for handle in handles:
+            handle.result()
+        return time.monotonic() - begin
+
+    with live() as engine:
+        run(engine, False)
+        for _ in range(2 if quick else 6):
+            for name in found:
+                found[name].append(run(engine, name == "streamed"))
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {"ratio": medians["whole"] / medians["streamed"], "seconds": medians}
+
+
+def append(quick: bool) -> dict[str, Any]:
+    """One append of 64 tokens, from the call to the end of its computation."""
+    rng, medians, outside = np.random.default_rng(2), {}, {}
+    with live(run_in="thread", max_kv_tokens=16384, record=True) as engine:
+        for context in (1024, 7936):
+            prompt, times, passes = engine.open("LS"), [], []
+            prompt.append(ids_of(rng, context))
+            _settle(engine, prompt)
+            for _ in range(3):  # 64 tokens each: at most 8,192 in all
+                begin, seen = time.monotonic(), len(engine.trace.events)
+                prompt.append(ids_of(rng, 64))
+                _settle(engine, prompt)
+                times.append(1000 * (time.monotonic() - begin))
+                ran = [e for e in engine.trace.events[seen:] if isinstance(e, Ran)]
+                passes.append(sum(e.at_ns - e.start_ns for e in ran) / 1e6)
+            prompt.cancel()
+            medians[context] = statistics.median(times)
+            rests = [a - b for a, b in zip(times, passes, strict=True)]
+            outside[context] = statistics.median(rests)
+    return {"ratio": medians[7936] / medians[1024], "ms": medians, "outside_passes_ms": outside}
+
+
+def _settle(engine: QLLMEngine, prompt: Any) -> None:
+    """Wait until all that came of a prompt is computed."""
+    engine.call(int)
+    while prompt.handle.status is not RequestStatus.OPEN:
+        time.sleep(0.0002)
+
+
+# -- simulated
+
+
+def h100(move: bool = False) -> CostFile:
+    """Qwen3-30B-A3B on an H100, computed from data sheets."""
+    found = preset("h100", "qwen3-moe")
+    if not move:
+        return found
+    token_bytes = 2 * 48 * 4 * 128 * 2  # K and V, layers, heads, width, bytes
+    costs = {**found.costs, "move_token_ns": token_bytes / PCIE_BYTES_PER_NS}
+    return found.model_copy(update={"costs": costs})
+
+
+CAPACITY = Capacity(prefill_tokens_per_s=30_000, output_tokens_per_s=3_000)
+
+
+def ttfts(requests: Sequence[RequestSpec], costs: CostFile, **how: Any) -> dict[str, list[float]]:
+    """TTFTs in milliseconds, of retrieval and of the others, by name."""
+    run = simulate(requests, "qllm2", costs, **how)
+    found: dict[str, list[float]] = {"retrieval": [], "chat": [], "evicted": []}
+    for m in request_metrics(run.events):
+        if m.ttft_ms is not None:
+            found["chat" if m.name.startswith("chat") else "retrieval"].append(m.ttft_ms)
+        found["evicted"].append(m.evictions)
+    return found
+
+
+def high(quick: bool) -> dict[str, Any]:
+    """Near saturation: prompts that were computed meanwhile have little left."""
+    seconds = 60 if quick else 300
+    rows = {}
+    for load in (0.3, 0.6, 0.9):
+        requests = named_workload("S13", seconds=seconds, capacity=CAPACITY, load=load)
+        mean = {
+            name: statistics.mean(ttfts(some, h100())["retrieval"])
+            for name, some in (("streamed", requests), ("whole", [r.whole() for r in requests]))
+        }
+        rows[str(load)] = {**mean, "ratio": mean["streamed"] / mean["whole"]}
+    return {"ratio": rows["0.9"]["ratio"], "loads": rows}
+
+
+def short(quick: bool) -> dict[str, Any]:
+    """A KV pool for a few prompts: who loses its KV has it moved or computed again."""
+    seconds = 60 if quick else 200
+    requests = named_workload("S13", seconds=seconds, capacity=CAPACITY, load=0.7)
+    costs, pool = h100(move=True), 60_000
+    arms: dict[str, dict[str, Any]] = {
+        "rule": {"swap": 8 * pool, "move": None},
+        "always moved": {"swap": 8 * pool, "move": 0},
+        "never moved": {"swap": 0, "move": None},
+    }
+    means, evicted = {}, {}
+    for name, arm in arms.items():
+        config = EngineConfig(max_kv_tokens=pool, swap_kv_tokens=arm["swap"])
+        found = ttfts(requests, costs, config=config, move_token_ns=arm["move"])
+        means[name], evicted[name] = statistics.mean(found["retrieval"]), sum(found["evicted"])
+    if not evicted["never moved"]:
+        raise SystemExit("nobody lost KV: the row says nothing")
+    best = min(means["always moved"], means["never moved"])
+    return {"ratio": best / means["rule"], "mean_ttft_ms": means, "evictions": evicted}
+
+
+def others(quick: bool) -> dict[str, Any]:
+    """LS chats beside retrieval."""
+    seconds = 60 if quick else 300
+    streams = named_workload("S13", seconds=seconds, capacity=CAPACITY, load=0.4)
+    chats = [
+        RequestSpec(
+            at_s=r.at_s,
+            priority=Priority.LS,
+            num_prompt_tokens=r.num_prompt_tokens,
+            max_tokens=r.max_tokens,
+            name=f"chat-{i}",
+        )
+        for i, r in enumerate(named_workload("S5", seconds=seconds, capacity=CAPACITY, load=0.1))
+        if r.priority == Priority.LS
+    ]
+    p99 = {
+        name: percentile(ttfts([*some, *chats], h100())["chat"], 99)
+        for name, some in (("streamed", streams), ("whole", [r.whole() for r in streams]))
+    }
+    return {"ratio": p99["streamed"] / p99["whole"], "chats": len(chats), "p99_ms": p99}
+
+
+ROWS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "low": low, "high": high, "throughput": throughput, "short": short, "others": others,
+    "append": append,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run rows and print them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    document: dict[str, Any] = {"machine": machine(), "quick": args.quick, "reach": REACH}
+    for name in args.rows.split(","):
+        document[name] = found = ROWS[name](args.quick)
+        ratio, reach = found["ratio"], REACH[name]
+        found["reached"] = ratio >= reach if name in AT_LEAST else ratio <= reach
+        sign = ">=" if name in AT_LEAST else "<="
+        print(f"{name:10} {ratio:.3f} ({sign} {reach}) {'ok' if found['reached'] else 'MISSED'}")
+    line = json.dumps(document)
+    if args.out is not None:
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Attention of which every part is known, as few launches between its norm and the residual sum."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
+from qllm.cuda.step import PagedStep
+from qllm.cuda.together import Together
+from qllm.kernels.routing import Angles, HeadNorms, Norm
+from qllm.models.fingerprints import attention_kind, is_latents, norm_kind
+from qllm.runner.layers.drivers import Rope
+
+ROTATING = {"plain", "head_norm", "row_norm", "clipped_row_norm", "sinks"}
+"""Kinds of attention whose rotation a kernel does with the write of KV."""
+
+
+class Attention(Protocol):
+    """Attention of which all is known."""
+
+    def enter(self) -> None:
+        """Lay weights together."""
+
+    def leave(self) -> None:
+        """Give the model's modules their own weights again."""
+
+    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
+        """What it makes of its normed input."""
+        ...
+
+
+class KnownAttention:
+    """Attention over keys and values.
+
+    Args:
+        attn: Of a kind in ROTATING.
+        window: Keys that a query sees, itself included; None is all.
+    """
+
+    def __init__(self, attn: Any, window: int | None) -> None:
+        self._attn, self._window, kind = attn, window, attention_kind(attn)
+        self._qkv = Together([attn.q_proj, attn.k_proj, attn.v_proj])
+        self.enter, self.leave = self._qkv.enter, self._qkv.leave
+        self._row_norms = kind in {"row_norm", "clipped_row_norm"}
+        self._limit = attn.config.clip_qkv if kind == "clipped_row_norm" else None
+        self._sinks = attn.sinks if kind == "sinks" else None
+        self._head_norms: HeadNorms | None = None
+        if kind == "head_norm":
+            q, k = attn.q_norm, attn.k_norm
+            norms = q.weight.detach(), k.weight.detach()
+            self._head_norms = HeadNorms(*norms, q.variance_epsilon, k.variance_epsilon)
+
+    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
+        attn, num = self._attn, x_TD.shape[0]
+        q, k, v = self._qkv(x_TD)
+        if self._row_norms:
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        width = attn.head_dim
+        qkv = q.view(num, -1, width), k.view(num, -1, width), v.view(num, -1, width)
+        how = self._head_norms, self._limit, attn.scaling, self._window, self._sinks
+        out = step.attend_known(attn.layer_idx, qkv, rope, *how)
+        attended: Tensor = attn.o_proj(out.view(num, -1))
+        return attended
+
+
+class KnownLatents:
+    """Multi-head latent attention.
+
+    Args:
+        attn: One that `is_known_attention`.
+    """
+
+    def __init__(self, attn: Any) -> None:
+        self._attn = attn
+        self._is_compressed = attn.q_lora_rank is not None
+        """Whether queries are products of a shorter vector, which has a norm."""
+        queries = attn.q_a_proj if self._is_compressed else attn.q_proj
+        self._first = Together([queries, attn.kv_a_proj_with_mqa])
+        self.enter, self.leave = self._first.enter, self._first.leave
+
+    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
+        attn, num = self._attn, x_TD.shape[0]
+        q, kv = self._first(x_TD)
+        cos, sin = (t[0].contiguous() for t in rope)
+        angles = Angles(cos, sin, attn.config.rope_interleave)
+        out_TNR = q.new_empty((num, attn.num_heads, attn.kv_lora_rank))
+        compressed = (q, _norm(attn.q_a_layernorm)) if self._is_compressed else None
+        given = kv, _norm(attn.kv_a_layernorm), angles, out_TNR, compressed
+        normed = step.write_latents(attn.layer_idx, *given)
+        q = q if normed is None else attn.q_b_proj(normed)
+        queries = into_latents(attn, q.view(num, attn.num_heads, -1))
+        step.attend_latents(attn.layer_idx, *queries, angles, attn.scaling, out_TNR)
+        attended: Tensor = attn.o_proj(out_of_latents(attn, out_TNR).view(num, -1))
+        return attended
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), module.variance_epsilon)
+
+
+def is_known_attention(attn: Any) -> bool:
+    """Whether `known_attention` knows all of a module."""
+    if not keeps_latents(attn):
+        return attention_kind(attn) in ROTATING
+    return is_latents(attn) and all(
+        norm_kind(norm) == "rms"
+        for norm in (attn.kv_a_layernorm, attn.q_a_layernorm)
+        if norm is not None
+    )
+
+
+def known_attention(attn: Any, window: int | None) -> Attention:
+    """What computes in the place of a module of attention that is known.
+
+    Args:
+        attn: The module.
+        window: Keys that a query sees, itself included; None is all.
+    """
+    return KnownLatents(attn) if keeps_latents(attn) else KnownAttention(attn, window)

@@ -1,0 +1,63 @@
+"""Projections of one input as one product: their weights lie together, the modules keep views."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Together:
+    """Projections of one input as one product.
+
+    Args:
+        linears: All with a bias, or all without; otherwise each is a product of its own.
+    """
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self._linears = linears
+        self.weight: Tensor | None = None
+        """What all multiply by, [F, D], while they lie together."""
+        self._bias: Tensor | None = None
+        self._sizes = [linear.out_features for linear in linears]
+        biases = [linear.bias is not None for linear in linears]
+        kinds = {(linear.weight.dtype, linear.weight.device) for linear in linears}
+        self._can = len(kinds) == 1 and all(biases) == any(biases)
+
+    def enter(self) -> None:
+        """Lay the weights together; the modules compute with views of them, as before."""
+        if not self._can or self.weight is not None:
+            return
+        self.weight = _laid([linear.weight for linear in self._linears])
+        if self._linears[0].bias is not None:
+            self._bias = _laid([linear.bias for linear in self._linears])
+
+    def leave(self) -> None:
+        """Give the modules tensors of their own again."""
+        if self.weight is None:
+            return
+        for linear in self._linears:
+            for parameter in linear.parameters(recurse=False):
+                parameter.data = parameter.data.clone()
+        self.weight = self._bias = None
+
+    def __call__(self, x_TD: Tensor) -> list[Tensor]:
+        """What each gives, [T, F]; rows of one tensor where they were one product."""
+        if self.weight is None:
+            return [linear(x_TD) for linear in self._linears]
+        return list(torch.split(self.whole(x_TD), self._sizes, 1))
+
+    def whole(self, x_TD: Tensor) -> Tensor:
+        """What all give, beside each other."""
+        if self.weight is None:
+            return torch.cat([linear(x_TD) for linear in self._linears], 1)
+        return functional.linear(x_TD, self.weight, self._bias)
+
+
+def _laid(parameters: list[nn.Parameter]) -> Tensor:
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    views = torch.split(whole, [len(parameter) for parameter in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+    return whole

@@ -1,0 +1,145 @@
+"""A prompt that grows, changes, or is whole at last, between two programs.
+
+    keep          tokens that the caller leaves as they were
+    num_kept      tokens of those whose KV is still right: all of them, or none where rope factors
+                  follow the length and have just changed, or a layer carries a state
+
+Nothing runs meanwhile, so no prompt changes under a running row (I12). A parked row goes on if it
+ends where nothing has changed; else it dies, and what was committed before it stays.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from qllm.engine.effects import Effects
+from qllm.engine.prefix import PrefixCache
+from qllm.engine.protocol import Deciding
+from qllm.errors import InvalidRequestError
+from qllm.ingress import Revision, Submission
+from qllm.ingress.admission import refusal
+from qllm.record import trace
+from qllm.runner.protocol import Runner
+from qllm.scheduler.request import Request
+
+
+class Revised(NamedTuple):
+    """What a revision did to the counters of its request."""
+
+    num_kept: int
+    num_lost: int
+    """Tokens that were computed in every layer, and are not any more."""
+
+
+class Revising:
+    """Applies revisions, and counts what they cost.
+
+    Args:
+        scheduler: State and decisions.
+        runner: Has the prompts and the KV.
+        effects: Does what the scheduler says.
+        prefix: The prefix cache, or None.
+        emit: Takes events.
+        now_ns: The engine's clock.
+    """
+
+    def __init__(
+        self,
+        scheduler: Deciding,
+        runner: Runner,
+        effects: Effects,
+        prefix: PrefixCache | None,
+        emit: Callable[[trace.Event], Any],
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._scheduler, self._runner, self._effects = scheduler, runner, effects
+        self._prefix, self._emit, self._now_ns = prefix, emit, now_ns
+        self.num_revisions = 0
+        self.lost_tokens = 0
+        """Tokens that were computed and then changed, or computed with other rope factors."""
+        self.num_restarts = 0
+        """Prompts that began again from their first token, though that had not changed."""
+
+    def whole(self, before: Submission, request: Request, item: Revision) -> Submission:
+        """The request as a revision leaves it.
+
+        Raises:
+            InvalidRequestError: No front end of ours asks for it, or it is too long.
+        """
+        if not request.is_open:
+            raise InvalidRequestError("its prompt was whole already, and cannot change any more")
+        if item.keep > len(before.token_ids):
+            raise InvalidRequestError(
+                f"it keeps {item.keep} tokens of a prompt of {len(before.token_ids)}"
+            )
+        whole = replace(
+            item.rest,
+            token_ids=(*before.token_ids[: item.keep], *item.rest.token_ids),
+            name=before.name,
+            priority=before.priority,
+            arrival_ns=before.arrival_ns,
+            cache_salt=before.cache_salt,
+        )
+        limits = self._scheduler.limits
+        wrong = refusal(whole, self._runner.shape, limits.num_blocks * limits.block_size)
+        if wrong is not None:
+            raise InvalidRequestError(wrong)
+        return whole
+
+    def apply(self, whole: Submission, request: Request, item: Revision, record: bool) -> None:
+        """Let a request go on with another prompt.
+
+        Args:
+            whole: As `whole` gave it.
+            request: Whose.
+            item: The revision.
+            record: Put the prompt on record.
+        """
+        number, count, keep = request.request_id, len(whole.token_ids), item.keep
+        now = self._now_ns()
+        put_ns = min(item.arrival_ns, now)
+        request.revised_ns = put_ns
+        done = self._revise(whole, request, keep, now)
+        if self._prefix is not None:
+            self._prefix.revised(number, whole, done.num_kept)
+        self.num_revisions += 1
+        self.lost_tokens += done.num_lost
+        shown = record and not whole.is_open
+        self._emit(
+            trace.Revised(
+                at_ns=put_ns,
+                request_id=number,
+                num_same=keep,
+                num_kept=done.num_kept,
+                num_lost=done.num_lost,
+                num_prompt_tokens=count,
+                is_open=whole.is_open,
+                max_tokens=whole.max_tokens,
+                token_ids=whole.token_ids if shown else None,
+                sampling=trace.sampling_to_dict(whole.sampling) if shown else None,
+            )
+        )
+
+    def _revise(self, whole: Submission, request: Request, keep: int, now_ns: int) -> Revised:
+        number, count = request.request_id, len(whole.token_ids)
+        asks = whole.sampling.prompt_logprobs is not None
+        kept = 0 if asks else self._runner.keepable(number, keep, count)
+        self.num_restarts += kept == 0 < min(keep, request.num_written_tokens)
+        if not whole.is_open:
+            kept = min(kept, count - 1)  # logits are those of a token that is computed
+            request.is_open = False
+            request.max_tokens, request.slo = whole.max_tokens, whole.slo
+        had_kv = request.is_admitted or request.num_swapped_tokens > 0
+        before = request.num_computed_tokens if had_kv else 0
+        for effect in self._scheduler.revise(number, kept, count, now_ns):
+            self._effects.apply(effect)
+        written, table = request.num_written_tokens, tuple(request.block_table)
+        self._runner.revise(number, whole.token_ids, whole.sampling, written, table)
+        lost = max(0, before - request.num_computed_tokens) if had_kv else 0
+        return Revised(min(kept, request.num_computed_tokens) if lost else kept, lost)
+
+
+def why(error: Exception) -> str:
+    """What a request ends with whose revision could not be applied."""
+    is_ours = isinstance(error, InvalidRequestError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"

@@ -1,0 +1,422 @@
+"""A request whose prompt is still coming: `QLLMEngine.open`, then pieces, then `send`.
+
+prompt = engine.open(priority="LS")
+for page in crawl(question):
+    prompt.append(page)          # the engine computes it while the next page is fetched
+print(prompt.send(max_tokens=200).result().text)
+"""
+
+import uuid
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Self
+
+from qllm.config import EngineConfig
+from qllm.errors import (
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    QueueFullError,
+    shown,
+)
+from qllm.frontend.checks import (
+    check_timeout,
+    most_tokens,
+    priority_class,
+    salt_digest,
+    slo_of,
+)
+from qllm.frontend.client import Client
+from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.growing import Growing, GrowingIds, GrowingText
+from qllm.frontend.handle import Handle
+from qllm.frontend.prompts import (
+    asked_sampling,
+    check_sampling,
+    for_one,
+    render_chat,
+    template_head,
+    to_sampling,
+    to_token_ids,
+)
+from qllm.grammar import Vocabulary
+from qllm.ingress import Revision, Submission
+from qllm.types import (
+    NS_PER_S,
+    Priority,
+    Prompt,
+    RequestId,
+    SamplingParams,
+    Slo,
+)
+
+PIECE_TOKENS = 16
+"""The engine is told of so many new tokens together."""
+Piece = str | Sequence[int]
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+UNSAID = SamplingParams(temperature=0, seed=0)
+"""How an open prompt is sampled: not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What a prompt needs of its engine."""
+
+    client: Client
+    tokenizer: Any
+    vocabulary: Vocabulary
+    config: EngineConfig
+    sampling_defaults: Mapping[str, Any]
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a prompt."""
+        kv = self.config.num_blocks * self.config.block_size
+        return min(kv, self.client.info.shape.max_position) - 1
+
+
+class GrowingPrompt:
+    """A prompt that is computed while it comes. Safe to use from any thread.
+
+    In a `with` block (or `async with`) it is cancelled at the end if it was not sent.
+
+    Args:
+        handle: Of its request.
+        engine: Where the request is.
+        priority: Its class.
+        salt: Digests of its cache salt and owner.
+    """
+
+    def __init__(self, handle: Handle, engine: Engine, priority: int, salt: bytes) -> None:
+        self.handle = handle
+        """The answer; it has no token before `send`."""
+        self._engine, self._priority, self._salt = engine, priority, salt
+        self._growing: Growing | None = None
+        self._told: list[int] = []
+        """Tokens that the engine has."""
+        self._is_sent = False
+
+    def __repr__(self) -> str:
+        state = "sent" if self._is_sent else "open" if self.is_open else "ended"
+        return f"GrowingPrompt({self.handle.request_id!r}, {state}, {self.num_tokens} tokens)"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may come."""
+        return not self._is_sent and self.handle.finish_reason is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all that came; the last ones may change with what comes next."""
+        with self.handle.prompt_lock:
+            if self._growing is None:
+                return 0
+            if not self._is_sent:
+                self._growing.look()
+            return len(self._growing.token_ids)
+
+    def begin(self, prompt: Prompt, template: Mapping[str, Any] = NO_OPTIONS) -> None:
+        """Take what a prompt begins with: text, token ids, or messages, whose last one grows.
+
+        Args:
+            prompt: It may be empty.
+            template: Keywords of `render_chat`.
+
+        Raises:
+            InvalidRequestError: It is of another shape, or no text.
+        """
+        engine = self._engine
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            chat = [dict(message) for message in prompt]  # type: ignore[arg-type]
+            last = chat[-1].get("content")
+            if not isinstance(last, str):
+                raise InvalidRequestError(
+                    f"the content of the last message, {shown(last):.60}, must be a string: it "
+                    "grows"
+                )
+
+            def render(text: str) -> list[int]:
+                messages = [*chat[:-1], {**chat[-1], "content": text}]
+                return render_chat(messages, engine.tokenizer, **template)
+
+            head = template_head(chat, engine.tokenizer, template)
+            self._grow(GrowingText(engine.tokenizer, render, head))
+            prompt = last
+        if prompt:
+            self.append(prompt)  # type: ignore[arg-type]
+
+    def append(self, piece: Piece) -> None:
+        """Add text, or token ids if the prompt began with such, at the end.
+
+        The engine computes it while this returns and the next piece is made.
+
+        Raises:
+            InvalidRequestError: The prompt was sent, or the piece is no text (no token ids).
+            ContextLengthError: The prompt is too long now. It may be replaced, or cancelled.
+            RequestFailedError: The request has ended: it was cancelled, or its engine is gone.
+        """
+        with self.handle.prompt_lock:
+            self._of(piece).append(piece)
+            self._tell()
+
+    def replace(self, from_token: int, piece: Piece) -> None:
+        """Let a piece follow the first `from_token` tokens, in place of all that did.
+
+        What was computed of the prompt stays as far as the new one begins in the same way.
+
+        Raises:
+            InvalidRequestError: As for `append`; or the prompt has fewer tokens (`num_tokens`).
+            ContextLengthError: As for `append`.
+            RequestFailedError: As for `append`.
+        """
+        with self.handle.prompt_lock:
+            self._of(piece).replace(from_token, piece)
+            self._tell()
+
+    async def extend(self, pieces: AsyncIterable[Piece]) -> Self:
+        """Append what an asynchronous iterator yields, as it comes."""
+        async for piece in pieces:
+            self.append(piece)
+        return self
+
+    def _of(self, piece: Any) -> Growing:
+        self._raise_if_sent()
+        if self._growing is None:
+            engine = self._engine
+            if isinstance(piece, str):
+                if engine.tokenizer is None:
+                    raise InvalidRequestError(
+                        "the model came without a tokenizer; append lists of token ids"
+                    )
+                vocab_size = engine.client.info.shape.vocab_size
+
+                def encode(text: str) -> Sequence[int]:
+                    return to_token_ids(text, engine.tokenizer, vocab_size)
+
+                return self._grow(GrowingText(engine.tokenizer, encode))
+            ids = GrowingIds(engine.client.info.shape.vocab_size)
+            ids.append(list(piece) if isinstance(piece, Iterable) else piece)  # checks it
+            ids.token_ids.clear()
+            return self._grow(ids)
+        return self._growing
+
+    def _grow(self, growing: Growing) -> Growing:
+        self._growing = growing
+        return growing
+
+    def _raise_if_sent(self) -> None:
+        if self._is_sent:
+            raise InvalidRequestError(
+                f"prompt {self.handle.request_id} was sent: nothing can be added or replaced; open "
+                "another one"
+            )
+
+    def _tell(self) -> None:
+        """Tell the engine of tokens that are not expected to change, if it is worth it."""
+        growing, told = self._growing, self._told
+        assert growing is not None
+        most = self._engine.most
+        ids = growing.token_ids[: min(growing.num_sure, most)]
+        keep = common_prefix(told, ids)
+        if keep < len(told) or len(ids) >= keep + PIECE_TOKENS:
+            try:
+                self._revise(keep, self._rest(tuple(ids[keep:])))
+            except QueueFullError:
+                pass  # it goes with the next piece
+            else:
+                self._told = ids
+        else:
+            self.handle.raise_if_ended()
+        if len(growing.token_ids) > most:
+            raise ContextLengthError(
+                f"the prompt has {len(growing.token_ids)} tokens so far, and at most {most} can be "
+                "served; replace a part of it, or cancel it"
+            )
+
+    def _revise(self, keep: int, rest: Submission) -> None:
+        self.handle.revise(Revision(keep, rest))
+
+    def _rest(self, token_ids: tuple[int, ...]) -> Submission:
+        """What comes next of the prompt, which stays open."""
+        return Submission(
+            request_id=self.handle.number,
+            name=self.handle.request_id,
+            priority=self._priority,
+            token_ids=token_ids,
+            sampling=UNSAID,
+            stop_ids=frozenset(),
+            max_tokens=1,
+            slo=Slo(),
+            arrival_ns=0,
+            deadline_ns=None,
+            cache_salt=self._salt,
+            is_open=True,
+        )
+
+    def send(
+        self,
+        max_tokens: int | str | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] | None = None,
+        slo: Slo | None = None,
+        timeout_s: float | None = None,
+        cache_ttl_s: float | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Say that the prompt is whole, and how it is to be answered; the arguments of `submit`.
+
+        The answer is that of a request with the whole prompt: its tokens are the tokenizer's of all
+        its text. Targets and `timeout_s` count from now.
+
+        Raises:
+            InvalidRequestError: Something about it is wrong; the prompt stays open.
+            QueueFullError: There is no room for it now; the prompt stays open.
+            RequestFailedError: The request has ended.
+            TypeError: A keyword is unknown.
+        """
+        engine = self._engine
+        with self.handle.prompt_lock:
+            self._raise_if_sent()
+            asked = asked_sampling(sampling, options, engine.sampling_defaults)
+            params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
+            if self._growing is None:
+                raise InvalidRequestError("the prompt is empty; append something first")
+            ids = self._growing.finish()
+            if not ids:
+                raise InvalidRequestError("the prompt has no tokens; append something first")
+            longest = engine.client.info.shape.max_position
+            most = most_tokens(len(ids), max_tokens, engine.config, longest)
+            check_timeout("timeout_s", timeout_s)
+            check_timeout("cache_ttl_s", cache_ttl_s)
+            keep = common_prefix(self._told, ids)
+            rest = Submission(
+                request_id=self.handle.number,
+                name=self.handle.request_id,
+                priority=self._priority,
+                token_ids=tuple(ids[keep:]),
+                sampling=params,
+                stop_ids=check_sampling(
+                    params, engine.vocabulary, engine.tokenizer, engine.config.loop, most
+                ),
+                max_tokens=most,
+                slo=slo_of(slo, engine.config.default_slo(self._priority)),
+                arrival_ns=0,
+                deadline_ns=None if timeout_s is None else int(timeout_s * NS_PER_S),
+                cache_salt=self._salt,
+                cache_ttl_s=cache_ttl_s,
+            )
+            detokenizer = Detokenizer.of(engine.tokenizer, params)
+            self.handle.sent(tuple(ids), detokenizer, bool(params.stop))
+            self._revise(keep, rest)
+            self._is_sent, self._told, self._growing.token_ids = True, [], ids
+        return self.handle
+
+    def cancel(self) -> None:
+        """End the request, sent or not. Twice is once."""
+        self.handle.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_sent:
+            self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of the first items are the same in both."""
+    least = min(len(a), len(b))
+    if a[:least] == b[:least]:
+        return least
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+class Opens:
+    """What an engine can do with prompts that are still coming."""
+
+    _client: Client
+    tokenizer: Any
+    vocabulary: Vocabulary
+    config: EngineConfig
+    sampling_defaults: dict[str, Any]
+    _handle: Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], Handle]
+
+    def open(
+        self,
+        priority: str | int | Priority = "LS",
+        prompt: Prompt = "",
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        cache_owner: str = "",
+        template: Mapping[str, Any] = NO_OPTIONS,
+    ) -> GrowingPrompt:
+        """Open a prompt that comes in pieces, and is computed meanwhile. Callable from any thread.
+
+        It gives way to requests of its class whose prompts are whole. It stays open until it is
+        sent or cancelled, holds KV until others of its class or a better one need it, and goes on
+        in the next engine where a server replaces one.
+
+        Args:
+            priority: "LS", "BE" or an integer class; smaller is sooner.
+            prompt: What is there already: text, token ids, or a list of messages, of which the
+                content of the last one grows.
+            request_id: A name for it in results and traces.
+            cache_salt: As for `submit`.
+            cache_owner: As for `submit`.
+            template: Of a chat: keywords of `qllm.frontend.prompts.render_chat`, `tools` among
+                them.
+
+        Raises:
+            InvalidRequestError: Something about it is wrong; nothing was opened.
+            ConfigError: The engine's loop runs on a device.
+            QueueFullError: `max_waiting` requests wait already.
+            EngineClosedError: The engine was closed or has crashed.
+        """
+        client = self._client
+        client.raise_if_closed()
+        if self.config.loop != "host":
+            raise ConfigError(
+                f"an engine with loop={self.config.loop!r} takes whole prompts only; use "
+                "loop='host' for prompts that are still coming"
+            )
+        level, salt = priority_class(priority), salt_digest(cache_salt, cache_owner)
+        engine = Engine(
+            client=client,
+            tokenizer=self.tokenizer,
+            vocabulary=self.vocabulary,
+            config=self.config,
+            sampling_defaults=self.sampling_defaults,
+        )
+        with client.admission_lock:
+            client.raise_if_closed()
+            if client.num_waiting >= self.config.max_waiting:
+                raise QueueFullError(
+                    f"{client.num_waiting} requests wait already (max_waiting="
+                    f"{self.config.max_waiting}); try again later"
+                )
+            number = client.new_number()
+            handle = self._handle(
+                number, request_id or f"prompt-{uuid.uuid4().hex[:12]}", (), UNSAID
+            )
+            opened = GrowingPrompt(handle, engine, level, salt)
+            first = opened._rest(())
+            client.submit(_arriving(first, client.now_ns()), handle)
+        try:
+            opened.begin(prompt, template)
+        except BaseException:
+            opened.cancel()
+            raise
+        return opened
+
+
+def _arriving(first: Submission, now_ns: int) -> Submission:
+    return Revision(0, first).put_at(first.request_id, now_ns).rest

@@ -1,0 +1,54 @@
+"""Which ends of rings this machine takes.
+
+x86-64 makes the stores of one core visible in program order, so Python's plain loads and stores
+will do. Elsewhere a number that says "it is there" may be seen before what it announces: there
+the ends are those in C++, and every word of shared memory is loaded with acquire and stored with
+release.
+"""
+
+import platform
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+from qllm.ingress.native_ring import NativeRingReader, NativeRingWriter, load_native
+from qllm.ingress.ring import RingReader, RingWriter
+from qllm.ingress.words import OrderedWords, Words
+
+IN_ORDER = ("x86_64", "AMD64")
+"""Machines, as `platform.machine` names them, that need no more than the compiler's order."""
+
+Reader = RingReader | NativeRingReader
+Writer = RingWriter | NativeRingWriter
+
+
+class Ends(NamedTuple):
+    """The two ends of a ring, each made of its bytes and its reader's word, and single words."""
+
+    reader: Callable[[memoryview, Words], Reader]
+    writer: Callable[[memoryview, Words], Writer]
+    words: Callable[[memoryview], Words]
+
+
+PYTHON_ENDS = Ends(RingReader, RingWriter, lambda raw: raw)
+
+
+def native_ends() -> Ends:
+    """The ends in C++.
+
+    Raises:
+        ConfigError: They were not built.
+    """
+    native = load_native()
+    reader, writer = partial(NativeRingReader, native), partial(NativeRingWriter, native)
+    return Ends(reader, writer, partial(OrderedWords, native))
+
+
+@cache
+def ring_ends() -> Ends:
+    """The ends for this machine.
+
+    Raises:
+        ConfigError: It needs those in C++, and they were not built.
+    """
+    return PYTHON_ENDS if platform.machine() in IN_ORDER else native_ends()

@@ -1,0 +1,53 @@
+"""How prompts come that are retrieved: in pieces, appended or replaced.
+
+Source: Stream2LLM, arXiv:2604.16395, and the description of its traces. A crawler takes 9.9 s for
+9,100 tokens, a page every 0.7 s; nearest-neighbour search takes 4.5 s for 13,000 tokens, in 1 to
+26 steps (median 4), most of them close together. Means and medians are theirs, spreads are ours.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from qllm.workloads.lengths import Lengths, between, lognormal
+from qllm.workloads.spec import PieceSpec, RequestSpec
+
+TOKENS_ASKED = 64
+"""The question: there from the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrieval:
+    """Cuts prompts into pieces."""
+
+    pieces: Lengths
+    """How many there are behind the question."""
+    ms: Lengths
+    """From the question to the last piece."""
+    bunched: float = 1.0
+    """Gaps are these powers of uniform numbers: above 1 most are short and a few are long."""
+    replaces: bool = False
+    """A piece replaces what came, from a random place on; else it is appended."""
+
+    def scaled(self, factor: float) -> "Retrieval":
+        """The same in another time."""
+        return self if factor == 1 else replace(self, ms=self.ms.scaled(factor))
+
+    def cut(self, whole: RequestSpec, rng: random.Random) -> RequestSpec:
+        """The request, with its prompt in pieces."""
+        asked = min(TOKENS_ASKED, whole.num_prompt_tokens - 1)
+        left = whole.num_prompt_tokens - asked
+        count = min(left, self.pieces.at(rng.uniform(0, 100)))
+        gaps = [rng.random() ** self.bunched for _ in range(count)]
+        total_s = self.ms.at(rng.uniform(0, 100)) / 1000
+        found, at_s, known = [PieceSpec(0.0, 0, asked)], 0.0, asked
+        for i, gap in enumerate(gaps, 1):
+            at_s += total_s * gap / sum(gaps)
+            upto = asked + left * i // count  # an answer is refined while it grows
+            keep = rng.randint(asked, known) if self.replaces else known
+            found.append(PieceSpec(at_s, min(keep, upto), upto - min(keep, upto)))
+            known = upto
+        return replace(whole, pieces=tuple(found))
+
+
+CRAWLER = Retrieval(pieces=between(8, 22), ms=lognormal(9900, 0.4))
+ANNS = Retrieval(pieces=between(1, 26), ms=lognormal(4500, 0.8), bunched=4.0, replaces=True)
