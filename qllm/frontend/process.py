@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -224,18 +225,19 @@ class ProcessClient(RingClient):
 
         def take() -> None:
             if not self._take_all():
-                loop.remove_reader(ours)
+                ends.close()
                 self._hang_up()  # the receiver sees it, and ends what is left
 
-        def stop() -> None:
-            loop.remove_reader(ours)
-            os.close(ours)
+        def hand_back() -> None:
             with suppress(OSError, ValueError):  # it is closed
                 self._poll.modify(bell, select.EPOLLIN)
 
+        ends = ExitStack()
+        for callback in (hand_back, partial(os.close, ours), partial(loop.remove_reader, ours)):
+            ends.callback(callback)
         loop.add_reader(ours, take)
         self._poll.modify(bell, 0)
-        return stop
+        return ends.close
 
     def _watch(self) -> None:
         dog, process = self._watchdog, self._process

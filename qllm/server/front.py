@@ -13,7 +13,6 @@ from qllm.errors import (
     QllmError,
     RequestFailedError,
 )
-from qllm.frontend.checks import FIT
 from qllm.frontend.handle import Handle, Listener, Piece, Result
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
@@ -187,18 +186,13 @@ class Front:
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
         self._num_ls = 0
-        self._leave: Callable[[], None] | None = None
+        self.leave: Callable[[], None] = lambda: None
+        """Take the engine's tokens on this event loop no more; before either is closed."""
 
     def attend(self, engine: QLLMEngine) -> None:
         """Serve with this engine, whose tokens the running event loop takes from now on."""
-        self.leave_engine()
-        self.engine, self._leave = engine, engine.receive_here()
-
-    def leave_engine(self) -> None:
-        """Take its tokens on this event loop no more: it is about to be closed, or the loop is."""
-        if self._leave is not None:
-            self._leave()
-            self._leave = None
+        self.leave()
+        self.engine, self.leave = engine, engine.receive_here()
 
     @property
     def model_name(self) -> str:
@@ -371,7 +365,7 @@ class Front:
                         engine.submit(
                             first,
                             priority,
-                            _most(ask),
+                            ask.most,
                             sampling=SamplingParams(**keywords),
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,
@@ -394,7 +388,7 @@ class Front:
         """Say that a prompt is whole; on a thread of the class."""
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
         handle: Handle = ask.opened.prompt.send(
-            _most(ask),
+            ask.most,
             sampling=params,
             slo=ask.slo,
             timeout_s=ask.timeout_s,
@@ -418,7 +412,7 @@ class Front:
         """
         engine = self.engine
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
-        engine.check(self.render(ask), _most(ask), params)
+        engine.check(self.render(ask), ask.most, params)
 
     def render(self, ask: Ask) -> list[int]:
         """The token ids of a chat.
@@ -495,7 +489,7 @@ class Front:
             await asyncio.wait(self._settling, timeout=30)
         for text in self._text.values():
             text.close()
-        self.leave_engine()
+        self.leave()
 
 
 def _cancel_all(handles: list[Handle]) -> None:
@@ -505,7 +499,3 @@ def _cancel_all(handles: list[Handle]) -> None:
 
 def _defaults(engine: QLLMEngine) -> dict[str, Any]:
     return {"temperature": 1.0, **engine.sampling_defaults}
-
-
-def _most(ask: Ask) -> int | str:
-    return FIT if ask.max_tokens is None else max(1, ask.max_tokens)

@@ -92,7 +92,7 @@ class Supervisor:
             _log.error("%s", why)
             front.ended[front.engine] = why
             self.expect(0.0)  # until it is known how long to wait
-            front.leave_engine()
+            front.leave()
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
             if front.gave_up is None:
