@@ -17,6 +17,6 @@ from .qllm2 import Qllm2
 
 @dataclass(frozen=True, kw_only=True)
 class Lcas(Qllm2):
-    """`qllm2`, by the time of the last piece of a prompt."""
+    """Oldest last piece first inside each class, else as `qllm2`."""
 
     since: ClassVar[str] = "revised_ns"

@@ -15,7 +15,7 @@ from .qllm2 import Qllm2
 
 @dataclass(frozen=True, kw_only=True)
 class Mcps(Qllm2):
-    """`qllm2`, by the tokens that are computed."""
+    """Most computed first inside each class, else as `qllm2`."""
 
     reads = Reads.PROGRESS
 

@@ -107,7 +107,7 @@ class FakeStreams:
         assert to.shape == source.shape
         assert all(x[0].is_contiguous() for x in (to, source))
         self.copies[stream.name] += 1
-        stream.clock[stream.name] += 1
+        self._launch(stream)
         for tensor, writes in ((source, False), (to, True)):
             self.access(stream, tensor.data_ptr(), writes)  # of its first byte
         stream.queue.append(lambda: _copy(to, source))
@@ -122,6 +122,11 @@ class FakeStreams:
         self.unlocked += 1
 
     # -- who touches what
+
+    def _launch(self, stream: Stream) -> None:
+        """Work that is launched comes after all that the host has waited for."""
+        stream.clock |= self.host.clock
+        stream.clock[stream.name] += 1
 
     def access(self, stream: Stream, resource: int, writes: bool) -> None:
         """Note an access; it must be after those that conflict with it."""
@@ -141,7 +146,7 @@ class FakeStreams:
 
     def computes(self, layer: Tensor, pages: Iterable[int], writes: bool) -> None:
         """What computes touches pages of a layer; copies touch all layers at once."""
-        self.compute.clock["compute"] += 1
+        self._launch(self.compute)
         stride = layer.stride(0) * layer.itemsize * self.page_size
         base = layer.untyped_storage().data_ptr()
         for page in set(pages):

@@ -78,7 +78,10 @@ FLOORS = {
     "engine.kv_identity": Floor(
         "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
     ),
-    "engine.mover": Floor("types engine.kv_file engine.tier scheduler.prefix", STDLIB),
+    "engine.mover": Floor(
+        "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
+    ),
+    "engine.own_threads": Floor("", STDLIB | {"torch"}),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
     "engine.keeper": Floor(BASE, PURE),
@@ -94,8 +97,7 @@ FLOORS = {
     ),
     "engine.loop": Floor(
         f"{BASE} engine.costs engine.effects engine.prefix engine.protocol engine.revising "
-        "ingress record "
-        "runner.protocol scheduler",
+        "ingress record runner.protocol scheduler",
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),

@@ -212,14 +212,16 @@ def keep_ranks_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_who_waits_in_a_frame(patch: pytest.MonkeyPatch) -> None:
-    def abort(self: Scheduler) -> None:
-        for parked in [p for p in self.frames.values() if not p.live_rows()]:
+    def abort(state: Scheduler) -> list[Drop]:
+        found = []
+        for parked in [p for p in state.frames.values() if not p.live_rows()]:
             for row in parked.held_rows():
-                self.requests[row.request_id].abort_row()
-            self._owed.append(Drop(parked.program))
-            del self.frames[parked.program.frame_id]
+                state.requests[row.request_id].abort_row()
+            found.append(Drop(parked.program))
+            del state.frames[parked.program.frame_id]
+        return found
 
-    patch.setattr(Scheduler, "_let_go", abort)
+    patch.setattr("qllm.scheduler.scheduler.let_go", abort)
 
 
 def poisoned_alone() -> None:

@@ -139,7 +139,7 @@ def test_be_by_header_and_by_body(served: Serving) -> None:
 )
 def test_a_wrong_body_says_where(served: Serving, body: bytes, text: str) -> None:
     assert text in message(post(served, PLAIN, body), 400)
-    until(lambda: served.metric("qllm:open_prompts") == 0)
+    until(lambda: served.metric("qllm:num_open_prompts") == 0)
 
 
 def test_another_model(served: Serving) -> None:
@@ -180,20 +180,20 @@ def test_the_engine_computes_while_the_body_comes(served: Serving, engine: QLLME
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
         until(lambda: engine.stats()["open_prompts"]["revisions"] > before)
-        assert served.metric("qllm:open_prompts") == 1
+        assert served.metric("qllm:num_open_prompts") == 1
         client.send(lines({"append": "more"}))
         client.socket.sendall(b"0\r\n\r\n")
         assert b'"finish_reason"' in client.answer()
-    until(lambda: served.metric("qllm:open_prompts") == 0)
+    until(lambda: served.metric("qllm:num_open_prompts") == 0)
 
 
 def test_who_hangs_up_cancels(served: Serving, engine: QLLMEngine) -> None:
     with Slow(served) as client:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
-        until(lambda: served.metric("qllm:open_prompts") == 1)
+        until(lambda: served.metric("qllm:num_open_prompts") == 1)
         assert engine.stats()["num_live"] == 1
-    until(lambda: served.metric("qllm:open_prompts") == 0 and engine.stats()["num_live"] == 0)
+    until(lambda: served.metric("qllm:num_open_prompts") == 0 and engine.stats()["num_live"] == 0)
 
 
 def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
@@ -289,7 +289,7 @@ def test_what_is_refused_leaves_it_open(served: Serving, want: str) -> None:
 )
 def test_what_cannot_be_opened(served: Serving, body: dict[str, Any], text: str) -> None:
     assert text in message(served.post("/v1/prompts", body), 400)
-    assert served.metric("qllm:open_prompts") == 0
+    assert served.metric("qllm:num_open_prompts") == 0
 
 
 def test_unknown_ids_and_those_of_other_keys(engine: QLLMEngine) -> None:
@@ -327,7 +327,7 @@ def test_an_idle_prompt_is_abandoned(engine: QLLMEngine) -> None:
     with serving(engine, prompt_idle_s=0.3, max_ls=1, ls_overflow="refuse") as made:
         name = made.post("/v1/prompts", {"prompt": TEXT}).json()["id"]
         assert "max_ls=1" in message(made.post("/v1/prompts", {"prompt": TEXT}), 429)
-        until(lambda: made.metric("qllm:open_prompts") == 0)
+        until(lambda: made.metric("qllm:num_open_prompts") == 0)
         assert "was abandoned" in message(made.get(f"/v1/prompts/{name}"), 409)
         until(lambda: engine.stats()["num_live"] == 0)
         name = made.post("/v1/prompts", {"prompt": TEXT}).json()["id"]  # its seat came back

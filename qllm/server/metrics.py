@@ -161,7 +161,7 @@ class Metrics:
     def _make_prompts(self) -> None:
         """What is said of prompts that come in pieces."""
         self.open_prompts = self._gauge(
-            "open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
+            "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
         ).labels(self._model)
         self.abandoned = self._counter(
             "prompts_abandoned", "Prompts that got nothing for `prompt_idle_s`"
