@@ -372,17 +372,6 @@ class QLLMEngine(Offline, KeptKv, Opens):
             revise=self._client.revise,
         )
 
-    def receive_here(self) -> Callable[[], None]:
-        """Take tokens on the running event loop, which saves a hand-over between threads for each.
-
-        For a program whose event loop never blocks, like a server's: while it does, no handle of
-        this engine hears anything, on no thread.
-
-        Returns:
-            Ends that; to be called on the same event loop before it is closed.
-        """
-        return self._client.receive_here()
-
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between two programs, and return its result.
 

@@ -15,7 +15,7 @@ from serving import Serving, serving, tiny_engine, until
 
 from qllm.frontend.waker import Waker
 from qllm.server.connection import MOST_HELD, Together
-from qllm.server.text_work import THREADS, TextWork
+from qllm.server.text_work import TextWork
 
 ASK = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 MOST = 4000
@@ -283,36 +283,22 @@ def test_many_calls_wake_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(count()) == 1
 
 
-def test_an_error_of_the_work_is_raised_and_a_late_result_is_given_back() -> None:
-    gate, begun, work = threading.Event(), threading.Barrier(THREADS + 1), TextWork("test")
-    late: list[Any] = []
+def test_short_work_is_in_order_on_one_thread_and_waits_for_no_long_work() -> None:
+    gate, work, seen = threading.Event(), TextWork("test"), []
 
-    def slow() -> str:
-        begun.wait(60)
-        gate.wait()
-        return "late"
-
-    def fail() -> None:
-        raise KeyError("wrong")
-
-    def never() -> None:
-        late.append("nobody waits for this")
+    def one(n: int) -> str:
+        seen.append(n)
+        return threading.current_thread().name
 
     async def ask() -> None:
-        with pytest.raises(KeyError, match="wrong"):
-            await work.run(fail, late.append)
-        tasks = [asyncio.create_task(work.run(slow, late.append)) for _ in range(THREADS)]
-        await asyncio.to_thread(begun.wait, 60)
-        unbegun = asyncio.create_task(work.run(never, late.append))
+        long = asyncio.create_task(work.run(gate.wait, is_short=False, abandon=print))
         await asyncio.sleep(0)
-        for task in (*tasks, unbegun):
-            task.cancel()
-        await asyncio.wait([*tasks, unbegun])
+        jobs = (work.run(lambda n=n: one(n), is_short=True, abandon=print) for n in range(50))  # type: ignore[misc]
+        names = await asyncio.gather(*jobs)
+        assert len(set(names)) == 1
+        assert seen == list(range(50))
         gate.set()
-        assert await work.run(lambda: 1, late.append) == 1
-        while len(late) < THREADS:
-            await asyncio.sleep(0.001)
-        assert late == ["late"] * THREADS
+        assert await long is True
 
     try:
         asyncio.run(asyncio.wait_for(ask(), 60))
@@ -321,11 +307,45 @@ def test_an_error_of_the_work_is_raised_and_a_late_result_is_given_back() -> Non
         work.close()
 
 
-def test_who_waits_for_work_when_it_closes_is_cancelled() -> None:
+def test_an_error_of_the_work_is_raised_and_a_late_result_is_given_back() -> None:
+    gate, begun, work = threading.Event(), threading.Event(), TextWork("test")
+    late: list[Any] = []
+
+    def slow() -> str:
+        begun.set()
+        gate.wait()
+        return "late"
+
+    def fail() -> None:
+        raise KeyError("wrong")
+
+    async def ask() -> None:
+        with pytest.raises(KeyError, match="wrong"):
+            await work.run(fail, is_short=True, abandon=late.append)
+        task = asyncio.create_task(work.run(slow, is_short=True, abandon=late.append))
+        await asyncio.to_thread(begun.wait)
+        unbegun = asyncio.create_task(work.run(slow, is_short=True, abandon=late.append))
+        await asyncio.sleep(0)
+        task.cancel()
+        unbegun.cancel()
+        await asyncio.wait([task, unbegun])
+        gate.set()
+        assert await work.run(lambda: 1, is_short=True, abandon=late.append) == 1
+        assert late == ["late"]
+
+    try:
+        asyncio.run(asyncio.wait_for(ask(), 60))
+    finally:
+        gate.set()
+        work.close()
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_who_waits_for_work_when_it_closes_is_cancelled(is_short: bool) -> None:
     gate, work = threading.Event(), TextWork("test")
 
     async def ask() -> None:
-        jobs = (work.run(gate.wait, print) for _ in range(5))
+        jobs = (work.run(gate.wait, is_short=is_short, abandon=print) for _ in range(5))
         tasks = [asyncio.create_task(job) for job in jobs]
         await asyncio.sleep(0)
         work.close()

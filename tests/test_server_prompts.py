@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -14,7 +15,9 @@ import pytest
 from engines import pid_of
 from serving import Serving, serving, tiny_engine, until
 
+from qllm.frontend.growing import GrowingText
 from qllm.llm import QLLMEngine
+from qllm.server.ask import SHORT
 from qllm.types import SamplingParams
 
 TEXT = "def add(a, b):\n    return a + b\n\n# Ünïcödé: 你好 🙂\n" * 6
@@ -232,6 +235,28 @@ def test_a_prompt_by_its_id(served: Serving, want: str) -> None:
     ):
         assert "was sent" in message(call, 409)
         assert call.json()["error"]["code"] == "prompt_closed"
+
+
+def test_a_long_one_that_is_sent_holds_up_no_short_prompt(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate, plain = threading.Event(), threading.Event(), GrowingText.finish
+
+    def slow(self: GrowingText) -> list[int]:
+        begun.set()
+        assert gate.wait(60)
+        return plain(self)
+
+    name = served.post("/v1/prompts", {"prompt": "a" * SHORT}).json()["id"]
+    monkeypatch.setattr(GrowingText, "finish", slow)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(served.post, PLAIN, {**ASK, "prompt_id": name})
+        try:
+            assert begun.wait(60)
+            assert served.post(PLAIN, {**ASK, "prompt": "x"}).status_code == 200
+        finally:
+            gate.set()
+        assert long.result().status_code == 200
 
 
 def test_put_replaces_and_delete_gives_up(served: Serving, want: str) -> None:

@@ -206,6 +206,8 @@ def test_wrong_ways_to_read(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=says) as caught:
             client.responses.retrieve(response_id, **how)
         assert caught.value.param in ("stream", "starting_after")
+    whole = client.responses.retrieve(name, extra_query={"stream": False, "starting_after": 1})
+    assert whole.id == name
     with pytest.raises(openai.BadRequestError, match="compaction is not served") as refused:
         client.responses.compact(model="tiny", input="x")
     assert refused.value.status_code == 400

@@ -146,14 +146,6 @@ class Client(ABC):
             QueueFullError: There is no room for it now.
         """
 
-    def receive_here(self) -> Callable[[], None]:
-        """Take what comes from the engine on the running event loop, without another thread.
-
-        Returns:
-            Ends that; to be called on the same event loop. Until then the loop has to run.
-        """
-        return lambda: None  # a client that knows no other way than its own thread
-
     @abstractmethod
     def revise(self, number: RequestId, item: Revision) -> None:
         """Give an open request another prompt. Returns at once.

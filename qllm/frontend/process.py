@@ -5,7 +5,6 @@ core. Requests, cancels and tokens go through shared memory; start-up, statistic
 checkpoints through a connection, whose end also tells that the other side is gone.
 """
 
-import asyncio
 import itertools
 import json
 import os
@@ -18,8 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -119,12 +117,6 @@ class ProcessClient(RingClient):
         self._control = control
         super().__init__(FrontEnd(block, control, engine, ours))
         self._ask_lock = threading.Lock()
-        self._taking = threading.Lock()
-        """Held by the thread that reads the token ring."""
-        self._unreadable: str | None = None
-        """What is wrong with what the engine sends."""
-        self._poll = select.epoll()
-        self._poll.register(self._front_end.doorbell.fd, select.EPOLLIN)
         self._receiver = threading.Thread(target=self._receive, name="qllm-receiver", daemon=True)
         self._receiver.start()
         self._register()
@@ -189,55 +181,29 @@ class ProcessClient(RingClient):
 
     def _receive(self) -> None:
         """Take tokens until the engine is gone, then end what is left."""
-        poll, bell = self._poll, self._front_end.doorbell.fd
+        poll = select.poll()
+        poll.register(self._front_end.doorbell.fd, select.POLLIN)
         poll.register(self._connection.fileno(), 0)  # hang-up alone: answers are others' to read
         pidfd = None if self._process is None else os.pidfd_open(self._process.pid)
         if pidfd is not None:
-            poll.register(pidfd, select.EPOLLIN)
-        over, naps = False, self.hello.config.on_device
+            poll.register(pidfd, select.POLLIN)
+        over, why = False, None
+        naps = self.hello.config.on_device
         while not over:
             waits = not (naps and self._open)
-            ready = poll.poll(WATCH_S if waits else 0)
-            over = any(fd != bell for fd, _ in ready)
+            ready = poll.poll(WATCH_S * 1000 if waits else 0)
+            over = any(fd != self._front_end.doorbell.fd for fd, _ in ready)
             self._watch()
-            over = not self._take_all() or over
+            try:
+                self._take()
+            except Exception as error:  # noqa: BLE001 - a broken ring, and whatever it holds
+                over, why = True, f"what the engine sends cannot be read: {error!r}"
             if not waits and not ready:
                 time.sleep(NAP_S)
         if pidfd is not None:
             os.close(pidfd)
         self._hang_up()
-        self._end_all(self._unreadable or self._why())
-
-    def _take_all(self) -> bool:
-        """Take what the engine has sent; whether it could be read."""
-        with self._taking:
-            try:
-                self._take()
-            except Exception as error:  # noqa: BLE001 - a broken ring, and whatever it holds
-                self._unreadable = f"what the engine sends cannot be read: {error!r}"
-        return self._unreadable is None
-
-    def receive_here(self) -> Callable[[], None]:
-        if self.hello.config.on_device:  # it rings no doorbell
-            return super().receive_here()
-        loop, bell = asyncio.get_running_loop(), self._front_end.doorbell.fd
-        ours = os.dup(bell)  # the client may be closed before this ends
-
-        def take() -> None:
-            if not self._take_all():
-                ends.close()
-                self._hang_up()  # the receiver sees it, and ends what is left
-
-        def hand_back() -> None:
-            with suppress(OSError, ValueError):  # it is closed
-                self._poll.modify(bell, select.EPOLLIN)
-
-        ends = ExitStack()
-        for callback in (hand_back, partial(os.close, ours), partial(loop.remove_reader, ours)):
-            ends.callback(callback)
-        loop.add_reader(ours, take)
-        self._poll.modify(bell, 0)
-        return ends.close
+        self._end_all(why or self._why())
 
     def _watch(self) -> None:
         dog, process = self._watchdog, self._process
@@ -371,7 +337,6 @@ class ProcessClient(RingClient):
         if self._process is not None:
             self._how_it_went()  # nothing is left of it
         self._connection.close()
-        self._poll.close()
         self._front_end.close()
         self._unregister()
         if self._listen is not None:

@@ -32,9 +32,8 @@ class Waker:
         if self._will_wake or (loop := self._loop()) is None:
             return
         self._will_wake = True
-        is_here = asyncio._get_running_loop() is loop
         with suppress(RuntimeError):  # the event loop was closed: nobody waits
-            (loop.call_soon if is_here else loop.call_soon_threadsafe)(self._call_all)
+            loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self) -> None:
         self._will_wake = False

@@ -98,7 +98,6 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        front.attend(front.engine)
         if state is not None:
             await state.start()
         if supervisor is not None:

@@ -9,13 +9,11 @@ from typing import Any, Protocol
 from starlette.types import Scope
 
 from qllm.errors import InvalidRequestError
-from qllm.frontend.checks import FIT
 from qllm.types import Priority, Slo
 
 SHORT = 2048
 """Characters, or ids, from which on a text is not short."""
-SUBMISSION = 64
-"""One request costs at least as much as so many of them."""
+
 
 NDJSON = ("application/x-ndjson", "application/ndjson", "application/jsonl")
 """Kinds of a body that is lines of JSON."""
@@ -72,13 +70,8 @@ class Ask:
     """Whether it goes on with a new engine when its engine has ended."""
 
     @property
-    def most(self) -> int | str:
-        """Tokens to ask the engine for."""
-        return FIT if self.max_tokens is None else max(1, self.max_tokens)
-
-    @property
     def is_short(self) -> bool:
-        """Whether submitting it takes about as long as to hand it to a thread.
+        """Whether making tokens of its text takes about as long as to hand it to a thread.
 
         A form of the answer is built from a schema or words first, which takes its time. A prompt
         that came in pieces is tokenised whole when it is sent.
@@ -88,8 +81,7 @@ class Ask:
         if self.opened is not None:
             return bool(self.opened.num_bytes < SHORT)
         texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
-        sizes = (len(x) if isinstance(x, str | list) else SHORT for x in texts)
-        return sum(max(size, SUBMISSION) for size in sizes) * self.n < SHORT
+        return sum(len(x) if isinstance(x, str | list) else SHORT for x in texts) < SHORT
 
 
 class Sends(Protocol):

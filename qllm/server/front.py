@@ -13,6 +13,7 @@ from qllm.errors import (
     QllmError,
     RequestFailedError,
 )
+from qllm.frontend.checks import FIT
 from qllm.frontend.handle import Handle, Listener, Piece, Result
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
@@ -185,14 +186,8 @@ class Front:
         """The server will drain soon: /ready says so, and requests are still served."""
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
+        """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
         self._num_ls = 0
-        self.leave: Callable[[], None] = lambda: None
-        """Take the engine's tokens on this event loop no more; before either is closed."""
-
-    def attend(self, engine: QLLMEngine) -> None:
-        """Serve with this engine, whose tokens the running event loop takes from now on."""
-        self.leave()
-        self.engine, self.leave = engine, engine.receive_here()
 
     @property
     def model_name(self) -> str:
@@ -238,11 +233,9 @@ class Front:
         self._num_ls += takes
         engine = self.engine
         submit = partial(self._submit, engine, ask, served.priority)
+        text = self._text[served.priority]
         try:
-            if ask.is_short:
-                handles = submit()
-            else:
-                handles = await self._text[served.priority].run(submit, abandon=_cancel_all)
+            handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= takes
             if isinstance(error, EngineClosedError):
@@ -346,7 +339,7 @@ class Front:
         )
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
-        """Tokenise and submit; on a thread of the class if the text is not short."""
+        """Tokenise and submit; on a thread of the class."""
         defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
@@ -365,7 +358,7 @@ class Front:
                         engine.submit(
                             first,
                             priority,
-                            ask.most,
+                            _most(ask),
                             sampling=SamplingParams(**keywords),
                             slo=ask.slo,
                             timeout_s=ask.timeout_s,
@@ -388,7 +381,7 @@ class Front:
         """Say that a prompt is whole; on a thread of the class."""
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
         handle: Handle = ask.opened.prompt.send(
-            ask.most,
+            _most(ask),
             sampling=params,
             slo=ask.slo,
             timeout_s=ask.timeout_s,
@@ -412,7 +405,7 @@ class Front:
         """
         engine = self.engine
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
-        engine.check(self.render(ask), ask.most, params)
+        engine.check(self.render(ask), _most(ask), params)
 
     def render(self, ask: Ask) -> list[int]:
         """The token ids of a chat.
@@ -489,7 +482,6 @@ class Front:
             await asyncio.wait(self._settling, timeout=30)
         for text in self._text.values():
             text.close()
-        self.leave()
 
 
 def _cancel_all(handles: list[Handle]) -> None:
@@ -499,3 +491,7 @@ def _cancel_all(handles: list[Handle]) -> None:
 
 def _defaults(engine: QLLMEngine) -> dict[str, Any]:
     return {"temperature": 1.0, **engine.sampling_defaults}
+
+
+def _most(ask: Ask) -> int | str:
+    return FIT if ask.max_tokens is None else max(1, ask.max_tokens)

@@ -111,11 +111,9 @@ class OpenPrompts:
             template=template or {},
         )
         try:
-            made: GrowingPrompt
-            if num_bytes < SHORT:
-                made = make()
-            else:
-                made = await front.text_of(served.priority).run(make, GrowingPrompt.cancel)
+            made: GrowingPrompt = await front.text_of(served.priority).run(
+                make, is_short=num_bytes < SHORT, abandon=GrowingPrompt.cancel
+            )
         except EngineClosedError as error:
             front.release(served)
             raise front.unavailable() or error from error

@@ -111,7 +111,7 @@ def state_routes(front: Front, state: State) -> APIRouter:
         """One response; or the events of one that is a stream in the background."""
         found = await asyncio.to_thread(kept.get, response_id, _caller(request))
         if not stream:
-            if starting_after is not None and stream is None:  # stream=false is meant
+            if starting_after is not None and stream is None:  # else it is not forgotten
                 text = "starting_after is the number of an event; give it with stream=true"
                 raise ApiError(400, text, param="starting_after")
             return JSONResponse(found)

@@ -92,7 +92,6 @@ class Supervisor:
             _log.error("%s", why)
             front.ended[front.engine] = why
             self.expect(0.0)  # until it is known how long to wait
-            front.leave()
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
             if front.gave_up is None:
@@ -113,7 +112,7 @@ class Supervisor:
             await asyncio.sleep(wait_s)
             start = time.monotonic()
             try:
-                self._front.attend(await self._made())
+                self._front.engine = await self._made()
             except Exception as error:  # noqa: BLE001 - told, tried again, in the end given up
                 why = f"no new engine could be made: {error}"
                 _log.error("%s", why)

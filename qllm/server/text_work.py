@@ -1,61 +1,93 @@
 """Text work of one class, off the event loop: prompts are rendered, tokenised and submitted."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from qllm.frontend.waker import Waker
 
-THREADS = 2
+LONG_THREADS = 2
 """So that one long prompt does not wait for another."""
 
 
+class _Job(NamedTuple):
+    function: Callable[[], Any]
+    future: "asyncio.Future[Any]"
+    waker: Waker
+    abandon: Callable[[Any], object]
+
+
 class TextWork:
-    """Threads of one class, so that no LS prompt waits behind the text of BE prompts."""
+    """Threads of one class.
+
+    Short jobs have one thread and go through it in order: one hand-over between threads serves
+    all that come while it works. A long one has a thread of its own.
+    """
 
     def __init__(self, name: str) -> None:
-        self.pool = ThreadPoolExecutor(THREADS, f"qllm-text-{name}")
+        self.pool = ThreadPoolExecutor(LONG_THREADS, f"qllm-text-{name}")
+        self._short = ThreadPoolExecutor(1, f"qllm-short-{name}")
+        self._jobs: deque[_Job] = deque()
+        self._is_working = False
         self._awaited: set[asyncio.Future[Any]] = set()
 
-    async def run(self, function: Callable[[], Any], abandon: Callable[[Any], object]) -> Any:
+    async def run(
+        self, function: Callable[[], Any], *, is_short: bool, abandon: Callable[[Any], object]
+    ) -> Any:
         """Call a function on a thread and return its result.
 
         Args:
             function: What to do.
+            is_short: Whether it takes about as long as a hand-over between threads.
             abandon: Gets the result if nobody waits any more.
         """
-        future, waker = asyncio.get_running_loop().create_future(), Waker.here()
-
-        def tell(result: Any, error: BaseException | None) -> None:
-            if future.done():  # its task was cancelled
-                if error is None:
-                    abandon(result)
-            elif error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        def work() -> None:
-            if future.cancelled():
-                return
-            try:
-                result = function()
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                waker.call(partial(tell, None, error))
-            else:
-                waker.call(partial(tell, result, None))
-
-        self.pool.submit(work)
-        self._awaited.add(future)
+        job = _Job(function, asyncio.get_running_loop().create_future(), Waker.here(), abandon)
+        if not is_short:
+            self.pool.submit(self._do, job)
+        else:
+            self._jobs.append(job)  # before the look: who clears the mark then finds it
+            if not self._is_working:
+                self._is_working = True
+                self._short.submit(self._do_all)
+        self._awaited.add(job.future)
         try:
-            return await future
+            return await job.future
         finally:
-            self._awaited.discard(future)
+            self._awaited.discard(job.future)
+
+    def _do_all(self) -> None:
+        self._is_working = False
+        while self._jobs:
+            self._do(self._jobs.popleft())
+
+    @staticmethod
+    def _do(job: _Job) -> None:
+        if job.future.cancelled():
+            return
+        try:
+            result = job.function()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            job.waker.call(partial(_tell, job, None, error))
+        else:
+            job.waker.call(partial(_tell, job, result, None))
 
     def close(self) -> None:
         """Begin nothing more; who still waits is cancelled. On the event loop."""
         for future in list(self._awaited):
             future.cancel()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.pool, self._short):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tell(job: _Job, result: Any, error: BaseException | None) -> None:
+    """On the event loop."""
+    if job.future.done():  # its task was cancelled
+        if error is None:
+            job.abandon(result)
+    elif error is not None:
+        job.future.set_exception(error)
+    else:
+        job.future.set_result(result)
