@@ -458,6 +458,11 @@ class QLLMEngine(Offline, KeptKv, Opens):
         self._client.raise_if_closed()
 
     @property
+    def client(self) -> Client:
+        """What reaches the engine, for who carries requests of others to it."""
+        return self._client
+
+    @property
     def trace(self) -> Trace:
         """Events of the run, kept if the engine was made with `record=True`."""
         return self._client.trace

@@ -14,7 +14,7 @@ from qllm.frontend.handle import Asked, Handle
 from qllm.frontend.open import Open
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, PromptPart
-from qllm.ingress.front_end import MAX_OPEN, FrontEndRings
+from qllm.ingress.front_end import MAX_OPEN, FrontEndPort
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
 
@@ -31,7 +31,7 @@ class RingClient(Client):
     engine is gone, and implements `_ask`.
     """
 
-    def __init__(self, front_end: FrontEndRings) -> None:
+    def __init__(self, front_end: FrontEndPort) -> None:
         super().__init__()
         self._front_end = front_end
         self._closing = False

@@ -63,11 +63,61 @@ Heard = TokenAt | PromptPart | End
 """What comes out of a token ring."""
 
 
-class FrontEndRings(ABC):
-    """Puts requests and cancels, takes tokens.
+class FrontEndPort(ABC):
+    """Puts requests and cancels, takes tokens: over rings, or over what another system has.
 
-    `submit` and `cancel` may be called from any thread, `receive` from one.
+    `receive` is called by one thread, all else by any.
     """
+
+    number: int
+    """The front end's, from which the numbers of its requests begin."""
+
+    @abstractmethod
+    def submit(self, item: Submission) -> None:
+        """Put a request.
+
+        Raises:
+            QueueFullError: There is no room now.
+            InvalidRequestError: The request would never fit.
+        """
+
+    @abstractmethod
+    def revise(self, item: Revision) -> None:
+        """Put a revision behind its request.
+
+        Raises:
+            QueueFullError: There is no room now.
+            InvalidRequestError: It would never fit.
+        """
+
+    @abstractmethod
+    def cancel(self, item: Cancel) -> None:
+        """Put a cancel; at most two per open request, of which there are at most MAX_OPEN."""
+
+    @abstractmethod
+    def update(self, item: Update) -> None:
+        """Put another class for a request, a pause, or its end.
+
+        Raises:
+            QueueFullError: The engine has not looked for a thousand of them.
+        """
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Requests not taken yet, and those taken that hold no KV."""
+
+    @abstractmethod
+    def ring_use(self) -> dict[str, float]:
+        """How full the ways in are by class, 0 to 1: what the engine has not taken yet."""
+
+    @abstractmethod
+    def receive(self) -> Iterator[Heard]:
+        """Take what has come."""
+
+
+class FrontEndRings(FrontEndPort):
+    """Puts requests and cancels into rings, takes tokens."""
 
     def __init__(self, block: FrontEndMemory) -> None:
         self.number = block.number

@@ -60,6 +60,8 @@ class ServerConfig(BaseSettings):
     policy_settings: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`."""
+    ray: dict[str, Any] | None = None
+    """Serve on Ray; a table of its settings (docs/ray.md), which may be empty."""
     dtype: str = "auto"
     device: str = "cpu"
     """"cpu", or "cuda" where torch sees a GPU."""

@@ -1,0 +1,68 @@
+"""Many engines on a Ray cluster, or on a laptop: `serve run qllm.ray:app model=tiny` (docs/ray.md).
+
+    client    all engines as one, for the server's own application and for batch jobs
+    replica   one engine, as Ray Serve sees it
+    router    which replica gets a request
+    scaling   how many replicas there are
+    deploy    the application, and its settings
+    data      a Ray dataset answered by engines that would be idle
+
+Ray is imported when one of these functions is called.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from qllm.errors import ConfigError, pip_install
+
+
+def _need_ray() -> None:
+    try:
+        import ray.data
+        import ray.serve  # noqa: F401 - both or none
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"qllm.ray needs {error.name}: {pip_install('ray')}") from error
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """The application: `serve run qllm.ray:app model=tiny ray.max_replicas=4`.
+
+    Args:
+        args: Settings of a server by name, those of a table as TABLE.NAME; `config` names a TOML
+            file. QLLM_ variables of the environment count too.
+
+    Raises:
+        ConfigError: A setting is wrong, or Ray is missing.
+    """
+    _need_ray()
+    from .deploy import build, config_of
+
+    return build(config_of(args, os.environ))
+
+
+def connect(name: str = "qllm") -> Any:
+    """All engines of a running application as one `QLLMEngine`.
+
+    Args:
+        name: Of the application.
+
+    Raises:
+        ConfigError: Ray is missing, or no application has the name.
+        EngineClosedError: None of its engines answers.
+    """
+    _need_ray()
+    from .deploy import connected
+
+    return connected(name)
+
+
+def map_batches(dataset: Any, **keywords: Any) -> Any:
+    """A dataset with an answer to each of its prompts, by engines that serve meanwhile.
+
+    See `qllm.ray.data.map_batches` for the arguments.
+    """
+    _need_ray()
+    from .data import map_batches as run
+
+    return run(dataset, **keywords)

@@ -1,0 +1,398 @@
+"""The engines of a Ray Serve deployment as one engine: what the server and batch jobs hold.
+
+Every open request is one stream of a replica that the router has chosen. When the replica dies, the
+request waits in a `RequestLog` like those of an engine that died under a server, and goes on at
+another one behind the tokens that are here.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from qllm.config import EngineConfig
+from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QllmError
+from qllm.frontend.client import MakeHandle
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import Open
+from qllm.frontend.remote import RemoteHello
+from qllm.frontend.request_log import RequestLog
+from qllm.frontend.rings import CLOSE_S, RingClient
+from qllm.ingress import Cancel, Revision, Submission, Update
+from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, encode_submission
+from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
+from qllm.ingress.layout import PROMPT_KIND, TOKEN_KIND
+from qllm.ingress.ring import Record
+from qllm.record.trace import Trace
+from qllm.types import FinishReason, RequestId, RequestStatus
+
+from .stats import merged
+from .wire import Ask, Lost, Placed
+
+LOOK_S = 0.2
+"""Between two looks at deadlines of requests that wait for a replica."""
+ASK_S = 30.0
+"""For which a question waits for a replica to answer."""
+FIRST_S = 600.0
+"""For which the first replica may load its model."""
+
+
+class Stream:
+    """One request at one replica, on the loop of `Streams`.
+
+    Args:
+        item: The request.
+        key: What replicas call it.
+    """
+
+    def __init__(self, item: Submission, key: str) -> None:
+        self.item, self.key = item, key
+        self.replica: str | None = None
+        """Who has it; None while the router looks."""
+        self.task: asyncio.Task[None] | None = None
+        self.telling = asyncio.Lock()
+        """Replicas hear what is asked of a request in the order in which it was."""
+
+
+class Streams(FrontEndPort):
+    """Sends requests to the replicas of a deployment and takes what they stream.
+
+    Args:
+        engines: Handle of the deployment.
+    """
+
+    number = 0
+
+    def __init__(self, engines: Any) -> None:
+        self._engines = engines
+        self._client = os.urandom(6).hex()
+        """Replicas have other front ends too."""
+        self._streams: dict[RequestId, Stream] = {}
+        self._heard: deque[Heard] = deque()
+        self._unheard: set[RequestId] = set()
+        """Requests without a token yet."""
+        self.identity = ""
+        """Which model and version is asked for; a replica of another one refuses."""
+        self.owner: RayClient | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="qllm-receiver", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = ASK_S) -> Any:
+        """Run a coroutine on the loop and wait for it; not from the loop itself.
+
+        Raises:
+            EngineClosedError: It took too long, or no replica answers.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
+        except QllmError:
+            raise
+        except Exception as error:  # Ray's: the deployment is gone, or the replica
+            raise EngineClosedError(f"no replica answers: {error}") from error
+
+    def call(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
+        """What one replica answers: the one named, or any."""
+        return self.run(self._call(method, *args, at=at), timeout_s)
+
+    async def _call(self, method: str, *args: Any, at: str | None = None) -> Any:
+        return await getattr(self._engines, method).remote(*args, at=at)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """What every replica answers that does."""
+        return list(self.run(self._call_all(method, *args)))
+
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        found = await self._engines.broadcast(method, *args).results_async(timeout_s=ASK_S)
+        return [item for item in found if not isinstance(item, BaseException)]
+
+    def start(self, owner: "RayClient", identity: str) -> None:
+        """Begin to hear, for a client."""
+        self.owner, self.identity = owner, identity
+        self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        assert self.owner is not None
+        self.owner.log.look()
+        self._loop.call_later(LOOK_S, self._look)
+
+    def close(self) -> None:
+        """End the loop. What is still open is no longer heard of."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    # -- what goes out
+
+    def submit(self, item: Submission) -> None:
+        stream = Stream(item, f"{self._client}-{item.request_id}")
+        self._unheard.add(item.request_id)
+        self._streams[item.request_id] = stream
+        self._loop.call_soon_threadsafe(self._begin, stream)
+
+    def _begin(self, stream: Stream) -> None:
+        stream.task = self._loop.create_task(self._run(stream))
+
+    def revise(self, item: Revision) -> None:
+        raise InvalidRequestError(
+            "a prompt in pieces needs an engine on this machine, or one over NIXL: over Ray it "
+            "must be whole"
+        )
+
+    def cancel(self, item: Cancel) -> None:
+        self._tell(item.request_id, "cancel")
+
+    def update(self, item: Update) -> None:
+        self._tell(item.request_id, "update", item.priority, item.paused)
+
+    def _tell(self, number: RequestId, op: str, *args: Any) -> None:
+        if (stream := self._streams.get(number)) is not None:
+            work = self._told(stream, op, *args)
+            self._loop.call_soon_threadsafe(self._loop.create_task, work)
+
+    async def _told(self, stream: Stream, op: str, *args: Any) -> None:
+        """Tell the replica that has a request; while none has, a cancel ends it here.
+
+        Of a replica that is gone the request is carried over with what was asked of it.
+        """
+        async with stream.telling:
+            if op == "cancel" and stream.replica is None:
+                assert stream.task is not None
+                stream.task.cancel()
+                return
+            while stream.replica is None and stream.item.request_id in self._streams:
+                await asyncio.sleep(0.01)
+            try:
+                await self._call("tell", stream.key, op, *args, at=stream.replica)
+            except Exception:  # noqa: BLE001 - its stream says what became of it
+                return
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._unheard)
+
+    def ring_use(self) -> dict[str, float]:
+        return {}
+
+    def replica_of(self, number: RequestId) -> Stream | None:
+        """Where a request is."""
+        return self._streams.get(number)
+
+    # -- what comes back
+
+    def receive(self) -> Iterator[Heard]:
+        while self._heard:
+            yield self._heard.popleft()
+
+    async def _run(self, stream: Stream) -> None:
+        """Hear one request to its end, on one replica."""
+        number = stream.item.request_id
+        lost, answers = None, self._ask(stream)
+        try:
+            async with asyncio.timeout(self._left_s(stream.item)) as limit:
+                async for batch in answers:
+                    limit.reschedule(None)  # from here the engine minds the deadline
+                    if lost := self._take(stream, batch):
+                        break
+                else:
+                    lost = None if number not in self._streams else "a replica ended its stream"
+        except TimeoutError:
+            answers.cancel()
+            self._end(number, FinishReason.TIMEOUT)
+        except asyncio.CancelledError:
+            answers.cancel()
+            self._end(number, FinishReason.CANCELLED)
+        except (QllmError, ValueError) as error:  # raised there: the request is wrong
+            self._end(number, FinishReason.ERROR, str(error))
+        except Exception as error:  # noqa: BLE001 - Ray's own: the replica is gone
+            lost = f"the replica is gone: {type(error).__name__}: {str(error).splitlines()[0]:.300}"
+        if lost is not None and self._streams.pop(number, None) is not None:
+            self._unheard.discard(number)
+            assert self.owner is not None
+            self.owner.lost(number, lost)
+
+    def _left_s(self, item: Submission) -> float | None:
+        after_ns = item.deadline_ns
+        return None if after_ns is None else max(0.0, (after_ns - time.monotonic_ns()) / 1e9)
+
+    def _ask(self, stream: Stream) -> Any:
+        item, now = stream.item, time.monotonic_ns()
+        deadline_ns = None if item.deadline_ns is None else item.deadline_ns - now
+        # clocks differ between machines: times go as what has passed, and what is left
+        aged = replace(item, arrival_ns=max(0, now - item.arrival_ns), deadline_ns=deadline_ns)
+        ask = Ask(stream.key, self.identity, *encode_submission(aged), asked=item)
+        return self._engines.options(stream=True).generate.remote(ask)
+
+    def _take(self, stream: Stream, batch: Sequence[Any]) -> str | None:
+        """Hear what a replica says at once; why it is lost, if it says so."""
+        number, now = stream.item.request_id, time.monotonic_ns()
+        for said in batch:
+            if isinstance(said, Placed):
+                stream.replica = said.replica
+                continue
+            if isinstance(said, Lost):
+                return said.why
+            record = Record(*said)
+            if record.kind == TOKEN_KIND:
+                self._unheard.discard(number)
+                self._heard.append(TokenAt(decode_token(record)[0], now))
+            elif record.kind == PROMPT_KIND:
+                self._heard.append(decode_prompt(record))
+            else:
+                end = decode_finish(record)
+                if end.metrics is not None:  # the clock there is another one
+                    known = replace(end.metrics, arrival_ns=stream.item.arrival_ns)
+                    end = end._replace(metrics=known)
+                self._heard.append(end)
+                del self._streams[number]
+                self._unheard.discard(number)
+        assert self.owner is not None
+        self.owner.hear()
+        return None
+
+    def _end(self, number: RequestId, reason: FinishReason, error: str | None = None) -> None:
+        """A request ends without a replica that says so."""
+        if self._streams.pop(number, None) is not None:
+            self._unheard.discard(number)
+            self._heard.append(End(number, reason, error, None))
+            assert self.owner is not None
+            self.owner.hear()
+
+
+class RayClient(RingClient):
+    """A front end of all engines of a deployment.
+
+    It has many methods because each answers one of `Client`, most in a line or two.
+
+    Args:
+        engines: Handle of the deployment of engines.
+        max_replays: Most times that one request is carried over to another replica.
+    """
+
+    _front_end: Streams
+
+    def __init__(self, engines: Any, max_replays: int = 3) -> None:
+        streams = Streams(engines)
+        super().__init__(streams)
+        try:
+            card = streams.call("card", timeout_s=FIRST_S)
+            self.hello = RemoteHello.from_json(card["card"])
+        except BaseException:
+            streams.close()
+            raise
+        self.info = self.hello.info
+        self.log = RequestLog(max_replays, lambda: None)
+        """Requests between two replicas."""
+        self.log.go_on(self.replay)
+        self._drains = False
+        streams.start(self, card["identity"])
+        self._register()
+
+    # -- called on the loop of the streams
+
+    def hear(self) -> None:
+        """Take what has come."""
+        self._take()
+
+    def lost(self, number: RequestId, why: str) -> None:
+        """Carry a request over whose replica is gone."""
+        if (entry := self._open.get(number)) is not None:
+            self._forget(number)
+            self.log.take(entry, self.now_ns(), why)
+            self.log.go_on(self.replay)
+
+    # -- as a client
+
+    @property
+    def _config(self) -> EngineConfig:
+        return self.hello.config
+
+    @property
+    def draining(self) -> bool:
+        return self._drains
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def failure(self) -> str | None:
+        return None
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        if submission.is_open:
+            self._front_end.revise(Revision(0, submission))  # says why not
+        self.log.keep(handle)
+        super().submit(submission, handle)
+
+    def _put(self, entry: Open, submission: Submission) -> None:
+        if self._over is not None:
+            raise EngineClosedError(self._over)
+        super()._put(entry, submission)
+
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        return [self._status(number) for number in request_ids]
+
+    def _status(self, number: RequestId) -> RequestStatus:
+        stream = self._front_end.replica_of(number)
+        if stream is None:
+            return RequestStatus.FINISHED
+        if stream.replica is None:
+            return RequestStatus.WAITING
+        said = self._front_end.call("tell", stream.key, "status", at=stream.replica)
+        return self._unseen(number) if said is None else RequestStatus(said)
+
+    def _ask(self, op: str, *args: Any) -> Any:
+        self.raise_if_closed()
+        if op == "stats":
+            return merged(self._front_end.call_all("ask", op))
+        return self._front_end.call("ask", op, *args)
+
+    @property
+    def trace(self) -> Trace:
+        self._refuse("the trace")
+
+    def call(self, function: Any) -> Any:
+        self._refuse("call")
+
+    def checkpoint(self, path: Any) -> int:
+        self._refuse("checkpoint")
+
+    def reset_prefix_cache(self) -> None:
+        self._front_end.call_all("ask", "reset_prefix_cache")
+
+    def delete_kv(self, tag: bytes) -> int:
+        return sum(self._front_end.call_all("ask", "delete_kv", tag))
+
+    def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
+        self._refuse("restore")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(f"{what} is for an engine on this machine; these are replicas of Ray")
+
+    def drain(self) -> None:
+        """Only here: the engines have other front ends."""
+        self.raise_if_closed()
+        self._drains = True
+
+    def _close(self) -> None:
+        with self.admission_lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._leave()
+        self.log.end_all("the engine was closed")
+        self._end_all("the engine was closed")
+        self._front_end.close()
+        self._unregister()

@@ -1,0 +1,264 @@
+"""One replica of Ray Serve: an engine in a process of its own, and who speaks for it."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import qllm
+from qllm.errors import EngineClosedError, InvalidRequestError
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import End, Open
+from qllm.frontend.waker import Waker
+from qllm.ingress.codec import (
+    EngineMetrics,
+    decode_submission,
+    encode_finish,
+    encode_prompt,
+    encode_token,
+)
+from qllm.ingress.layout import FINISH_KIND, PROMPT_KIND, REQUEST_KIND, TOKEN_KIND
+from qllm.ingress.messages import EngineCard
+from qllm.ingress.ring import Record
+from qllm.server.config import ServerConfig
+from qllm.server.serve import make_engine
+from qllm.torchless import forgo_torch
+from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
+
+from .load import Load
+from .scaling import BE_TOKENS, LATENESS
+from .wire import Ask, Lost, Placed, Said
+
+
+class Relay(Handle):
+    """A request here whose caller is elsewhere: what the engine says of it is passed on.
+
+    Args:
+        ask: As it came.
+        push: Called on the engine's receiver thread with what is to be sent.
+        on_token: Called there for each token.
+    """
+
+    def __init__(
+        self, ask: Ask, push: Callable[[Said], None], on_token: Callable[[], None]
+    ) -> None:
+        item = decode_submission(Record(REQUEST_KIND, ask.flags, ask.body))
+        if item.wrong is not None:
+            raise InvalidRequestError(item.wrong)
+        super().__init__(
+            number=item.request_id,
+            request_id=item.name,
+            prompt_token_ids=item.token_ids[: item.num_prompt_tokens],
+            detokenizer=None,
+            stop_on_text=False,
+            cancel=lambda _: None,
+            status=lambda _: RequestStatus.WAITING,
+            update=lambda _: None,
+        )
+        self.far_number = item.request_id
+        """What the front end calls it."""
+        for token_id in item.token_ids[item.num_prompt_tokens :]:
+            super().on_token(Sampled(self.far_number, token_id))  # the caller has them
+        now = time.monotonic_ns()
+        deadline_ns = None if item.deadline_ns is None else now + item.deadline_ns
+        self.asked_for = replace(
+            item,
+            token_ids=self.prompt_token_ids,
+            num_output_tokens=0,
+            arrival_ns=now - item.arrival_ns,
+            deadline_ns=deadline_ns,
+        )
+        self._push, self._on_token = push, on_token
+        self.log = self
+
+    def on_token(self, sampled: Sampled) -> bool:
+        stopped = super().on_token(sampled)
+        self._on_token()
+        self._push((TOKEN_KIND, *encode_token(sampled._replace(request_id=self.far_number), 0)))
+        return stopped
+
+    def on_prompt(self, first: int, part: PromptLogprobs) -> None:
+        super().on_prompt(first, part)
+        for body in encode_prompt(self.far_number, part):
+            self._push((PROMPT_KIND, 0, body))
+
+    def ended(self, end: End, known: EngineMetrics) -> None:
+        """Say how it ended."""
+        self._push((FINISH_KIND, *encode_finish(self.far_number, *end, known)))
+
+    # -- as a log: the engine's process is gone, and this one is not
+
+    def take(self, entry: Any, engine_ns: int, why: str) -> None:
+        """Say that another replica must go on with it."""
+        self._push(Lost(why))
+
+    def heard_of(self, entry: Any) -> None:
+        """Nothing to do: who waits elsewhere hears the token."""
+
+
+class Relayed(Open):
+    """An open request here whose end is passed on."""
+
+    handle: Relay
+
+    def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
+        self.handle.ended(end, known or replace(self.unknown, priority=self.priority))
+        super().finish(number, end, known)
+
+
+class EngineReplica:
+    """Serves one engine to front ends. Ray Serve makes it a deployment.
+
+    Args:
+        config: Settings of the server; those of its engine count here.
+        ttft_ms: Target for the first token of LS requests that have none of their own.
+        window_s: Over which lateness is counted.
+
+    Raises:
+        QllmError: The engine cannot be made.
+    """
+
+    def __init__(self, config: ServerConfig, ttft_ms: float | None, window_s: float) -> None:
+        if config.device == "cpu":
+            forgo_torch()
+        self._engine = make_engine(config)
+        self._client = self._engine.client
+        self._load = Load(ttft_ms, window_s)
+        self._relays: dict[str, Relay] = {}
+        meta = {"policy": config.policy}
+        card = EngineCard(self._client.info, self._engine.config, meta, config.model)
+        self._card = card.to_json()
+        self._identity = identity(self._card)
+
+    # -- what Ray Serve asks
+
+    def check_health(self) -> None:
+        """Raise once the engine has ended: Ray Serve makes another replica."""
+        if (why := self._engine.failure) is not None:
+            raise EngineClosedError(why)
+        self._engine.raise_if_closed()
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Which model and version it serves: the router passes others by."""
+        return {"identity": self._identity}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What is to be done here, from all front ends."""
+        return self._stats()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `Scaling` decides by."""
+        be_tokens = self._load.tokens()[1]
+        return {LATENESS: self._load.lateness(time.monotonic_ns()), BE_TOKENS: float(be_tokens)}
+
+    def _stats(self) -> dict[str, Any]:
+        (ls, be), (ls_tokens, be_tokens) = self._load.counts(), self._load.tokens()
+        return {"ls": ls, "be": be, "ls_tokens": ls_tokens, "be_tokens": be_tokens}
+
+    def __del__(self) -> None:
+        """Called by Ray Serve when the replica has drained."""
+        if (engine := getattr(self, "_engine", None)) is not None:
+            engine.close()
+
+    # -- what front ends ask
+
+    def card(self, at: str | None = None) -> dict[str, Any]:
+        """What a front end must know of the model."""
+        return {"card": self._card, "identity": self._identity}
+
+    async def generate(self, ask: Ask) -> AsyncIterator[list[Said]]:
+        """Serve one request: who has it, then its tokens as they come, then its end.
+
+        Raises:
+            InvalidRequestError: It is wrong.
+        """
+        if ask.identity != self._identity:  # while another model or version is rolled out
+            yield [Lost("this replica serves another model or version")]
+            return
+        due: deque[Said] = deque()
+        waker, event = Waker.here(), asyncio.Event()
+
+        def push(said: Said) -> None:
+            due.append(said)
+            waker.call(event.set)
+
+        load, key = self._load, ask.key
+        relay = Relay(ask, push, lambda: load.token(key, time.monotonic_ns()))
+        item = relay.asked_for
+        done = len(relay.token_ids)
+        load.opened(
+            key,
+            item.priority,
+            item.arrival_ns,
+            item.slo,
+            len(item.token_ids) + done,
+            item.max_tokens - done,
+        )
+        self._relays[key] = relay
+        try:
+            yield [Placed(_own_id())]
+            entry = Relayed(relay, item.arrival_ns, item.priority, item)
+            try:
+                self._client.replay(entry)
+            except EngineClosedError as error:
+                yield [Lost(str(error))]
+                return
+            while True:
+                await event.wait()
+                event.clear()
+                batch = [due.popleft() for _ in range(len(due))]
+                if batch:
+                    yield batch
+                if batch and _is_last(batch[-1]):
+                    return
+        finally:
+            del self._relays[key]
+            load.closed(key)
+            relay.cancel()  # nothing if it has ended
+
+    async def tell(self, key: str, op: str, *args: Any, at: str | None = None) -> str | None:
+        """Change an open request, or say where it is; nothing of one that is not here.
+
+        Args:
+            key: Which.
+            op: "cancel", "update" with a class and whether it is paused, or "status".
+            *args: Of the operation.
+            at: The replica; the router has seen to it.
+        """
+        relay = self._relays.get(key)
+        if relay is None:
+            return None
+        if op == "status":
+            return (await asyncio.to_thread(lambda: relay.status)).value
+        if op == "cancel":
+            relay.cancel()
+            return None
+        priority, paused = args
+        relay.update(priority=priority, paused=paused)
+        if priority is not None:
+            self._load.changed(key, priority)
+        return None
+
+    async def ask(self, op: str, *args: Any, at: str | None = None) -> Any:
+        """What the engine says: "stats", "watch", "reset_prefix_cache" or "delete_kv"."""
+        return await asyncio.to_thread(getattr(self._client, op), *args)
+
+
+def identity(card: dict[str, Any]) -> str:
+    """A digest of what makes engines give the same answers: release, model, kernels, settings."""
+    text = json.dumps([qllm.__version__, card["info"], card["config"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_last(said: Said) -> bool:
+    return isinstance(said, Lost) or said[0] == FINISH_KIND
+
+
+def _own_id() -> str:
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)

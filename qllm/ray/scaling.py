@@ -1,0 +1,59 @@
+"""How many replicas there should be: by how late LS requests are, and by how much BE work waits.
+
+Ray Serve's own policy counts requests. One BE request of 4,000 tokens and one LS request of 20 are
+the same to it, and a replica that is full of BE work is no reason for another one: its LS requests
+are served at once.
+"""
+
+from math import ceil
+from typing import Any
+
+LATENESS, BE_TOKENS = "ls_lateness", "be_tokens"
+"""What replicas report: TTFT of LS over target, and tokens of BE requests not computed yet."""
+DOWN_BELOW = 0.5
+"""A replica may go while LS requests take less than this part of their target."""
+MOST_AT_ONCE = 2.0
+"""At most so many times the replicas of now."""
+
+
+def wanted(
+    now: int, lateness: list[float], be_tokens: list[float], be_tokens_per_replica: int | None
+) -> int:
+    """The number of replicas that load asks for; bounds and delays are the caller's.
+
+    Args:
+        now: Replicas there are.
+        lateness: TTFT over target per replica; the worst one counts.
+        be_tokens: Tokens of BE requests not computed yet, per replica.
+        be_tokens_per_replica: More than so many each ask for another replica; None never does.
+    """
+    worst = max(lateness, default=0.0)
+    if worst > 1:
+        for_ls = max(now + 1, ceil(now * min(worst, MOST_AT_ONCE)))
+    else:
+        for_ls = now - (worst < DOWN_BELOW)
+    for_be = ceil(sum(be_tokens) / be_tokens_per_replica) if be_tokens_per_replica else 0
+    return max(for_ls, for_be)
+
+
+class Scaling:
+    """The autoscaling policy of the engines' deployment, as Ray Serve calls it.
+
+    Args:
+        be_tokens_per_replica: See `wanted`.
+    """
+
+    def __init__(self, be_tokens_per_replica: int | None = None) -> None:
+        self._be_tokens = be_tokens_per_replica
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """The replicas wanted, and the state to keep, of which there is none.
+
+        Args:
+            context: Ray's `AutoscalingContext`.
+        """
+        found = context.aggregated_metrics or {}
+        late, backlog = (list(found.get(name, {}).values()) for name in (LATENESS, BE_TOKENS))
+        if not late:  # no replica has reported yet
+            return context.target_num_replicas, {}
+        return wanted(context.target_num_replicas, late, backlog, self._be_tokens), {}
