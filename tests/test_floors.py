@@ -101,6 +101,7 @@ FLOORS = {
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
+    "frontend.routes": Floor("errors types", PURE),
     "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
         f"{BASE} cores engine frontend grammar ingress models plugins record",
