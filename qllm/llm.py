@@ -19,12 +19,7 @@ from typing import Any, Self
 
 from qllm.config import EngineConfig, engine_config
 from qllm.cores import Threads, num_threads
-from qllm.errors import (
-    ConfigError,
-    EngineClosedError,
-    QueueFullError,
-    RequestFailedError,
-)
+from qllm.errors import ConfigError, EngineClosedError, QueueFullError, RequestFailedError
 from qllm.frontend.checks import (
     check_request_id,
     check_timeout,

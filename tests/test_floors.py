@@ -133,9 +133,16 @@ FLOORS = {
         f"{BASE} engine ingress measure models plugins record runner scheduler sim",
         STDLIB | {"numpy", "torch", "transformers"},
     ),
+    "ray": Floor(
+        f"__init__ {BASE} frontend ingress llm record server torchless",
+        STDLIB | {"fastapi", "numpy", "pydantic", "ray"},
+    ),
+    "ray.load": Floor("types frontend.routes", PURE | {"threading"}),
+    "ray.scaling": Floor("", PURE),
+    "ray.stats": Floor("", PURE),
     "cli": Floor(
-        f"{BASE} cores device.rank kernels llm measure models plugins record server sim torchless "
-        "workloads",
+        f"{BASE} cores device.rank kernels llm measure models plugins ray record server sim "
+        "torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),

@@ -12,6 +12,8 @@ from qllm.torchless import forgo_torch
 from .app import Device, Threads, app, clean, parse_setting, quiet, split_settings
 from .settings import FLAGS, WithServerSettings
 
+OF_RAY = "ray."
+
 
 @app.command(cls=WithServerSettings)
 @clean
@@ -55,9 +57,14 @@ def serve(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.")
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="One engine per replica of Ray Serve: `qllm docs ray`.")
+    ] = False,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE: of the engine, or policy.NAME of the policy."),
+        typer.Option(
+            "--set", help="NAME=VALUE: of the engine, policy.NAME of the policy, ray.NAME of Ray."
+        ),
     ] = None,
     server: Annotated[
         list[str] | None,
@@ -75,7 +82,12 @@ def serve(
         from qllm.server.serve import serve_engine
     except ModuleNotFoundError as error:
         raise ConfigError(f"the server needs {error.name}: {pip_install('server')}") from error
-    engine_settings, policy_settings = split_settings(setting)
+    of_ray = [text for text in setting or () if text.startswith(OF_RAY)]
+    if of_ray and not ray:
+        raise ConfigError(f"{of_ray[0]} is a setting of Ray; give --ray too")
+    engine_settings, policy_settings = split_settings(
+        text for text in setting or () if text not in of_ray
+    )
     named = {
         "model": model,
         "role": role,
@@ -95,12 +107,17 @@ def serve(
         "trust_remote_code": trust_remote_code or None,
         "engine": engine_settings or None,
         "policy_settings": policy_settings or None,
+        "ray": dict(parse_setting(text.removeprefix(OF_RAY)) for text in of_ray) if ray else None,
     }
     flags: dict[str, Any] = dict(parse_setting(text) for text in server or ())
     flags |= ctx.meta.get(FLAGS, {})
     flags |= {name: value for name, value in named.items() if value is not None}
     loaded = load_config(config, os.environ, flags)
     quiet()
+    if loaded.ray is not None:
+        from qllm.ray import serve as serve_on_ray
+
+        return serve_on_ray(loaded)
     if loaded.device == "cpu":  # else torch is asked whether it sees a GPU
         forgo_torch()
-    (serve_engine if loaded.role == "engine" else run)(loaded)
+    return (serve_engine if loaded.role == "engine" else run)(loaded)

@@ -25,7 +25,7 @@ class WithSettings(TyperCommand):
 
 FLAGS = "qllm.server.flags"
 """Where a context keeps the settings of the server that have no parameter of the command."""
-NO_FLAGS = ("model", "engine", "policy_settings", "objectives", "api_keys", "engine_address")
+NO_FLAGS = ("model", "engine", "policy_settings", "objectives", "api_keys", "engine_address", "ray")
 """What the command takes in another form."""
 
 

@@ -4,7 +4,8 @@
     replica   one engine, as Ray Serve sees it
     router    which replica gets a request
     scaling   how many replicas there are
-    deploy    the application, and its settings
+    settings  of the application
+    deploy    the application
     data      a Ray dataset answered by engines that would be idle
 
 Ray is imported when one of these functions is called.
@@ -36,9 +37,25 @@ def app(args: Mapping[str, Any]) -> Any:
         ConfigError: A setting is wrong, or Ray is missing.
     """
     _need_ray()
-    from .deploy import build, config_of
+    from .deploy import build
+    from .settings import config_of
 
     return build(config_of(args, os.environ))
+
+
+def serve(config: Any) -> None:
+    """Run the application and wait: `qllm serve --ray`. Returns after SIGTERM or SIGINT, drained.
+
+    Args:
+        config: A `ServerConfig`.
+
+    Raises:
+        ConfigError: A setting is wrong, or Ray is missing.
+    """
+    _need_ray()
+    from .run import serve as run
+
+    run(config)
 
 
 def connect(name: str = "qllm") -> Any:

@@ -31,7 +31,7 @@ from qllm.record.trace import Trace
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 from .stats import merged
-from .wire import Ask, Lost, Placed
+from .wire import Ask, Local, Lost, Placed
 
 LOOK_S = 0.2
 """Between two looks at deadlines of requests that wait for a replica."""
@@ -50,12 +50,70 @@ class Stream:
     """
 
     def __init__(self, item: Submission, key: str) -> None:
-        self.item, self.key = item, key
+        self.item, self.key, self.local = item, key, Local(item)
         self.replica: str | None = None
         """Who has it; None while the router looks."""
         self.task: asyncio.Task[None] | None = None
         self.telling = asyncio.Lock()
         """Replicas hear what is asked of a request in the order in which it was."""
+
+
+class Calls:
+    """Questions to replicas, on an event loop of its own.
+
+    Args:
+        engines: Handle of their deployment.
+    """
+
+    def __init__(self, engines: Any) -> None:
+        self._engines = engines
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="qllm-receiver", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float = ASK_S) -> Any:
+        """Run a coroutine on the loop and wait for it; not from the loop itself.
+
+        Raises:
+            EngineClosedError: It took too long, or no replica answers.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
+        except QllmError:
+            raise
+        except Exception as error:  # Ray's: the deployment is gone, or the replica
+            raise EngineClosedError(f"no replica answers: {error}") from error
+
+    def one(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
+        """What one replica answers: the one named, or any."""
+        return self._run(self.ask(method, *args, at=at), timeout_s)
+
+    async def ask(self, method: str, *args: Any, at: str | None = None) -> Any:
+        """The same on the loop."""
+        return await getattr(self._engines, method).remote(*args, at=at)
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        """What every replica answers that does."""
+        return list(self._run(self._all(method, *args)))
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        asked = self._engines.broadcast(method, *args)
+        found = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
+        return [item for item in found if not isinstance(item, BaseException)]
+
+    def close(self) -> None:
+        """End the loop. What is still open is no longer heard of."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
 
 class Streams(FrontEndPort):
@@ -78,45 +136,8 @@ class Streams(FrontEndPort):
         self.identity = ""
         """Which model and version is asked for; a replica of another one refuses."""
         self.owner: RayClient | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="qllm-receiver", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = ASK_S) -> Any:
-        """Run a coroutine on the loop and wait for it; not from the loop itself.
-
-        Raises:
-            EngineClosedError: It took too long, or no replica answers.
-        """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
-        except QllmError:
-            raise
-        except Exception as error:  # Ray's: the deployment is gone, or the replica
-            raise EngineClosedError(f"no replica answers: {error}") from error
-
-    def call(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
-        """What one replica answers: the one named, or any."""
-        return self.run(self._call(method, *args, at=at), timeout_s)
-
-    async def _call(self, method: str, *args: Any, at: str | None = None) -> Any:
-        return await getattr(self._engines, method).remote(*args, at=at)
-
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers that does."""
-        return list(self.run(self._call_all(method, *args)))
-
-    async def _call_all(self, method: str, *args: Any) -> list[Any]:
-        found = await self._engines.broadcast(method, *args).results_async(timeout_s=ASK_S)
-        return [item for item in found if not isinstance(item, BaseException)]
+        self.calls = Calls(engines)
+        self._loop = self.calls.loop
 
     def start(self, owner: "RayClient", identity: str) -> None:
         """Begin to hear, for a client."""
@@ -127,12 +148,6 @@ class Streams(FrontEndPort):
         assert self.owner is not None
         self.owner.log.look()
         self._loop.call_later(LOOK_S, self._look)
-
-    def close(self) -> None:
-        """End the loop. What is still open is no longer heard of."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
 
     # -- what goes out
 
@@ -156,6 +171,9 @@ class Streams(FrontEndPort):
 
     def update(self, item: Update) -> None:
         self._tell(item.request_id, "update", item.priority, item.paused)
+        stream = self._streams.get(item.request_id)
+        if stream is not None and stream.local.load is not None and item.priority is not None:
+            stream.local.load.changed(stream.key, item.priority)
 
     def _tell(self, number: RequestId, op: str, *args: Any) -> None:
         if (stream := self._streams.get(number)) is not None:
@@ -175,7 +193,7 @@ class Streams(FrontEndPort):
             while stream.replica is None and stream.item.request_id in self._streams:
                 await asyncio.sleep(0.01)
             try:
-                await self._call("tell", stream.key, op, *args, at=stream.replica)
+                await self.calls.ask("tell", stream.key, op, *args, at=stream.replica)
             except Exception:  # noqa: BLE001 - its stream says what became of it
                 return
 
@@ -232,7 +250,7 @@ class Streams(FrontEndPort):
         deadline_ns = None if item.deadline_ns is None else item.deadline_ns - now
         # clocks differ between machines: times go as what has passed, and what is left
         aged = replace(item, arrival_ns=max(0, now - item.arrival_ns), deadline_ns=deadline_ns)
-        ask = Ask(stream.key, self.identity, *encode_submission(aged), asked=item)
+        ask = Ask(stream.key, self.identity, *encode_submission(aged), local=stream.local)
         return self._engines.options(stream=True).generate.remote(ask)
 
     def _take(self, stream: Stream, batch: Sequence[Any]) -> str | None:
@@ -247,6 +265,8 @@ class Streams(FrontEndPort):
             record = Record(*said)
             if record.kind == TOKEN_KIND:
                 self._unheard.discard(number)
+                if (load := stream.local.load) is not None:
+                    load.token(stream.key, now)
                 self._heard.append(TokenAt(decode_token(record)[0], now))
             elif record.kind == PROMPT_KIND:
                 self._heard.append(decode_prompt(record))
@@ -287,10 +307,10 @@ class RayClient(RingClient):
         streams = Streams(engines)
         super().__init__(streams)
         try:
-            card = streams.call("card", timeout_s=FIRST_S)
+            card = streams.calls.one("card", timeout_s=FIRST_S)
             self.hello = RemoteHello.from_json(card["card"])
         except BaseException:
-            streams.close()
+            streams.calls.close()
             raise
         self.info = self.hello.info
         self.log = RequestLog(max_replays, lambda: None)
@@ -350,14 +370,14 @@ class RayClient(RingClient):
             return RequestStatus.FINISHED
         if stream.replica is None:
             return RequestStatus.WAITING
-        said = self._front_end.call("tell", stream.key, "status", at=stream.replica)
+        said = self._front_end.calls.one("tell", stream.key, "status", at=stream.replica)
         return self._unseen(number) if said is None else RequestStatus(said)
 
     def _ask(self, op: str, *args: Any) -> Any:
         self.raise_if_closed()
         if op == "stats":
-            return merged(self._front_end.call_all("ask", op))
-        return self._front_end.call("ask", op, *args)
+            return merged(self._front_end.calls.all("ask", op))
+        return self._front_end.calls.one("ask", op, *args)
 
     @property
     def trace(self) -> Trace:
@@ -370,10 +390,10 @@ class RayClient(RingClient):
         self._refuse("checkpoint")
 
     def reset_prefix_cache(self) -> None:
-        self._front_end.call_all("ask", "reset_prefix_cache")
+        self._front_end.calls.all("ask", "reset_prefix_cache")
 
     def delete_kv(self, tag: bytes) -> int:
-        return sum(self._front_end.call_all("ask", "delete_kv", tag))
+        return sum(self._front_end.calls.all("ask", "delete_kv", tag))
 
     def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
         self._refuse("restore")
@@ -394,5 +414,5 @@ class RayClient(RingClient):
         self._leave()
         self.log.end_all("the engine was closed")
         self._end_all("the engine was closed")
-        self._front_end.close()
+        self._front_end.calls.close()
         self._unregister()

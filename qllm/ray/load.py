@@ -1,14 +1,25 @@
-"""What one replica has to do: counted where its requests come in, without a question to the engine.
+"""What a replica has to do, counted where requests pass, without a question to its engine.
 
-Router and autoscaler are told of it. Times are nanoseconds of one clock, tokens are those of
-prompts and answers.
+The replica counts those of all front ends and tells it to routers and the autoscaler; a router
+counts those of its own process, which it knows sooner. Times are nanoseconds of one clock.
 """
 
+import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from math import ceil
 
+from qllm.frontend.routes import Backlog
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, Slo
+
+Counts = dict[str, list[Sequence[int]]]
+"""Backlogs of LS and of BE as tuples, by front end; survives JSON."""
+
+
+def front_end_of(key: str) -> str:
+    """Which front end named a request so."""
+    return key.rpartition("-")[0]
 
 
 @dataclass(slots=True)
@@ -16,25 +27,39 @@ class _Open:
     priority: int
     arrival_ns: int
     ttft_ms: float | None
-    left: int
-    """Tokens not computed yet: of its prompt until the first token, and of its answer."""
     num_prompt: int
+    num_output: int
     waits: bool = True
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """What it adds to a `Backlog`."""
+        return 1, int(self.waits), self.num_prompt * self.waits, self.num_output
+
+    def late(self, now_ns: int) -> float:
+        """TTFT over target if its first token comes now; 0 if it is not LS, or has no target."""
+        if self.priority >= Priority.BE or self.ttft_ms is None:
+            return 0.0
+        return (now_ns - self.arrival_ns) / NS_PER_MS / self.ttft_ms
 
 
 class Load:
-    """Counts the open requests of a replica, and how late its LS requests were.
+    """Counts the open requests of a replica, and how late its LS requests were. From any thread.
 
     Args:
         ttft_ms: Target of LS requests that have none of their own; None: they count only then.
         window_s: How long a first token counts.
     """
 
-    def __init__(self, ttft_ms: float | None, window_s: float) -> None:
+    def __init__(self, ttft_ms: float | None = None, window_s: float = 30.0) -> None:
         self._ttft_ms, self._window_ns = ttft_ms, int(window_s * NS_PER_S)
+        self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
+        self._totals: dict[str, tuple[Backlog, Backlog]] = {}
         self._firsts: deque[tuple[int, float]] = deque()
         """When LS requests got their first token, and TTFT over target."""
+        self.num_opened = 0
+        """Requests that ever came."""
 
     def opened(
         self, key: str, priority: int, arrival_ns: int, slo: Slo, num_prompt: int, num_output: int
@@ -50,54 +75,78 @@ class Load:
             num_output: Most tokens that it will still have.
         """
         target = slo.ttft_ms or self._ttft_ms
-        left = num_prompt + num_output
-        self._open[key] = _Open(priority, arrival_ns, target, left, num_prompt)
+        with self._lock:
+            item = self._open[key] = _Open(priority, arrival_ns, target, num_prompt, num_output)
+            self.num_opened += 1
+            self._add(key, item, 1)
+
+    def _add(self, key: str, item: _Open, sign: int) -> None:
+        name = front_end_of(key)
+        both = self._totals.setdefault(name, (Backlog(), Backlog()))
+        total = both[item.priority >= Priority.BE]
+        num, waiting, prompt, output = item.counts
+        total.num += sign * num
+        total.num_waiting += sign * waiting
+        total.prompt_tokens += sign * prompt
+        total.output_tokens += sign * output
+        if not (both[0].num or both[1].num):
+            del self._totals[name]
 
     def changed(self, key: str, priority: int) -> None:
         """It has another class."""
-        if (item := self._open.get(key)) is not None:
-            item.priority = priority
+        with self._lock:
+            if (item := self._open.get(key)) is not None:
+                self._add(key, item, -1)
+                item.priority = priority
+                self._add(key, item, 1)
 
     def token(self, key: str, now_ns: int) -> None:
         """It has one more token."""
-        if (item := self._open.get(key)) is None:
-            return
-        if item.waits:
-            item.waits, item.left = False, item.left - item.num_prompt
-            if item.priority < Priority.BE and item.ttft_ms is not None:
-                late = (now_ns - item.arrival_ns) / NS_PER_MS / item.ttft_ms
-                self._firsts.append((now_ns, late))
-        item.left -= 1
+        with self._lock:
+            if (item := self._open.get(key)) is None:
+                return
+            if item.waits and item.priority < Priority.BE and item.ttft_ms is not None:
+                self._firsts.append((now_ns, item.late(now_ns)))
+            self._add(key, item, -1)
+            item.waits, item.num_output = False, item.num_output - 1
+            self._add(key, item, 1)
 
     def closed(self, key: str) -> None:
         """It has ended. Twice is once."""
-        self._open.pop(key, None)
+        with self._lock:
+            if (item := self._open.pop(key, None)) is not None:
+                self._add(key, item, -1)
 
     def lateness(self, now_ns: int) -> float:
         """TTFT over target of LS requests, the 90th percentile of the window; 0 without any.
 
         One that waits counts with the time it has waited, once that is over its target.
         """
-        while self._firsts and self._firsts[0][0] < now_ns - self._window_ns:
-            self._firsts.popleft()
-        found = [late for _, late in self._firsts]
-        for item in list(self._open.values()):
-            if item.waits and item.priority < Priority.BE and item.ttft_ms is not None:
-                late = (now_ns - item.arrival_ns) / NS_PER_MS / item.ttft_ms
-                found += [late] if late > 1 else []
-        found.sort()
+        with self._lock:
+            while self._firsts and self._firsts[0][0] < now_ns - self._window_ns:
+                self._firsts.popleft()
+            found = [late for _, late in self._firsts]
+            waiting = [item.late(now_ns) for item in self._open.values() if item.waits]
+        found = sorted(found + [late for late in waiting if late > 1])
         return found[ceil(0.9 * len(found)) - 1] if found else 0.0
 
-    def tokens(self) -> tuple[int, int]:
-        """Tokens not computed yet of LS and of BE requests."""
-        left = [0, 0]
-        for item in list(self._open.values()):
-            left[item.priority >= Priority.BE] += item.left
-        return left[0], left[1]
+    def counts(self) -> Counts:
+        """What is to be done, by front end."""
+        with self._lock:
+            return {name: [astuple(b) for b in both] for name, both in self._totals.items()}
 
-    def counts(self) -> tuple[int, int]:
-        """Open LS and BE requests."""
-        count = [0, 0]
-        for item in list(self._open.values()):
-            count[item.priority >= Priority.BE] += 1
-        return count[0], count[1]
+
+def added(several: Iterable[Counts], without: str | None = None) -> tuple[Backlog, Backlog]:
+    """The backlogs of LS and of BE of all front ends but one."""
+    both = [each for counts in several for name, each in counts.items() if name != without]
+    sums = (
+        [sum(column) for column in zip(*(each[i] for each in both), strict=True)] for i in (0, 1)
+    )
+    ls, be = (Backlog(*values) for values in sums)
+    return ls, be
+
+
+def be_tokens(counts: Mapping[str, list[Sequence[int]]]) -> int:
+    """Tokens of BE requests that are not computed yet."""
+    be = added([dict(counts)])[1]
+    return be.prompt_tokens + be.output_tokens

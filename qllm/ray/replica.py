@@ -29,7 +29,7 @@ from qllm.server.serve import make_engine
 from qllm.torchless import forgo_torch
 from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
 
-from .load import Load
+from .load import Load, be_tokens
 from .scaling import BE_TOKENS, LATENESS
 from .wire import Ask, Lost, Placed, Said
 
@@ -144,20 +144,16 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Which model and version it serves: the router passes others by."""
-        return {"identity": self._identity}
+        return {"identity": self._identity, "seats": self._engine.config.max_num_seqs}
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What is to be done here, from all front ends."""
-        return self._stats()
+        return {"backlogs": self._load.counts()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `Scaling` decides by."""
-        be_tokens = self._load.tokens()[1]
-        return {LATENESS: self._load.lateness(time.monotonic_ns()), BE_TOKENS: float(be_tokens)}
-
-    def _stats(self) -> dict[str, Any]:
-        (ls, be), (ls_tokens, be_tokens) = self._load.counts(), self._load.tokens()
-        return {"ls": ls, "be": be, "ls_tokens": ls_tokens, "be_tokens": be_tokens}
+        late = self._load.lateness(time.monotonic_ns())
+        return {LATENESS: late, BE_TOKENS: float(be_tokens(self._load.counts()))}
 
     def __del__(self) -> None:
         """Called by Ray Serve when the replica has drained."""

@@ -5,6 +5,17 @@ from typing import Any, NamedTuple
 
 from qllm.ingress import Submission
 
+from .load import Load
+
+
+@dataclass
+class Local:
+    """What a front end and the router of its process share of a request."""
+
+    item: Submission
+    load: Load | None = None
+    """Where it is counted, once it is routed."""
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -13,12 +24,12 @@ class Ask:
     key: str
     """What replicas call it; another one for each time it is sent."""
     identity: str
-    """Of the model and version that the front end serves."""
+    """Names the model and version that the front end serves."""
     flags: int
     body: bytes
     """A request's record, its times counted from now: arrival in the past, deadline to come."""
-    asked: Submission | None = None
-    """The same for the router of this process; it is not sent."""
+    local: Local | None = None
+    """For the router of this process; it is not sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ask, (self.key, self.identity, self.flags, self.body)

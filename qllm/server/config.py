@@ -305,7 +305,7 @@ def _environment(environ: Mapping[str, str]) -> Mapping[str, Any]:
     try:
         return _Environment({name: environ[name] for name in ours})()
     except SettingsError as error:
-        tables = ("engine", "policy_settings", "objectives")
+        tables = ("engine", "policy_settings", "objectives", "ray")
         name = next(name for name in tables if f'"{name}"' in str(error))
         why = f"{PREFIX}{name.upper()} is not JSON: {error.__cause__}"
         raise ConfigError(why) from error

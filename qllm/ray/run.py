@@ -1,0 +1,57 @@
+"""The application on a cluster that runs, or on one of this process: `qllm serve --ray`."""
+
+import signal
+import sys
+import threading
+
+import ray
+from ray import serve as ray_serve
+
+from qllm.errors import ConfigError
+from qllm.server.config import ServerConfig
+
+from .deploy import APP, build
+
+STORE_BYTES = 128 << 20
+"""Size of the object store where a cluster is started here: requests and tokens are small."""
+
+
+def serve(config: ServerConfig) -> None:
+    """See `qllm.ray.serve`."""
+    if config.port == 0:
+        raise ConfigError("port=0 does not go with Ray, whose proxy takes a port by its number")
+    application = build(config)
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    is_ours = start()
+    try:
+        ray_serve.start(http_options={"host": config.host, "port": config.port})
+        ray_serve.run(application, name=APP)
+        sys.stderr.write(f"qllm: {config.model_name} at http://{config.host}:{config.port}\n")
+        stop.wait()
+        ray_serve.delete(APP)  # drains
+    finally:
+        if is_ours:
+            ray_serve.shutdown()
+            ray.shutdown()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start() -> bool:
+    """Join the cluster that RAY_ADDRESS or this machine names, else start one in this process.
+
+    Returns:
+        Whether it was started here.
+    """
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False)
+        return True
+    return False

@@ -1,0 +1,110 @@
+"""Settings of an application on Ray: those of a server, and its table `ray`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from qllm.config import engine_config
+from qllm.errors import ConfigError
+from qllm.frontend.routes import load_route
+from qllm.server.config import ServerConfig, load_config
+from qllm.types import Priority
+
+NOT_HERE = ("role", "listen", "engine_address", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+"""Settings of a server that Ray Serve's own proxy, or its handles, take the place of."""
+
+
+class RaySettings(BaseModel):
+    """The table `ray` of the settings of a server. The string below a field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_replicas: int = Field(1, ge=0)
+    max_replicas: int = Field(1, ge=1)
+    route: str = "class"
+    """How a request finds its engine: a name, or `module:function` of yours."""
+    cpus: float | None = Field(None, ge=0)
+    """CPUs that Ray counts for one replica; by default `threads`, else 1."""
+    gpus: float | None = Field(None, ge=0)
+    """By default 1 with a device that is none, else 0."""
+    resources: dict[str, float] = {}
+    """Further ones that a node must have, by name."""
+    per_node: int | None = Field(None, ge=1)
+    """Most replicas on one node; None leaves it to their resources."""
+    ls_ttft_ms: float | None = Field(None, gt=0)
+    """Target for first tokens of LS: over it there are to be more replicas. By default `ls_slo`."""
+    be_tokens: int | None = Field(None, ge=1)
+    """BE tokens to be computed per replica, over which there are to be more; None never."""
+    window_s: float = Field(30.0, gt=0)
+    """Over which both are looked at."""
+    up_after_s: float = Field(10.0, ge=0)
+    """For which more must be wanted before there are."""
+    down_after_s: float = Field(300.0, ge=0)
+    """For which fewer must be."""
+    stats_s: float = Field(1.0, gt=0)
+    """How often replicas tell routers what they have to do."""
+    health_s: float = Field(5.0, gt=0)
+    """How often each is asked whether it is well."""
+
+    @field_validator("route")
+    @classmethod
+    def _known(cls, route: str) -> str:
+        load_route(route)
+        return route
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "RaySettings":
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas={self.max_replicas} must be at least "
+                f"min_replicas={self.min_replicas}"
+            )
+        return self
+
+
+def settings_of(config: ServerConfig) -> RaySettings:
+    """The checked table `ray`.
+
+    Raises:
+        ConfigError: A name is unknown, a value is not allowed, or something is set that goes with
+            other ways to serve.
+    """
+    wrong = [name for name in NOT_HERE if name in config.model_fields_set]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} does not go with Ray: its own proxy and handles do that")
+    try:
+        return RaySettings(**(config.ray or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(("ray", *map(str, first["loc"])))
+        known = ", ".join(RaySettings.model_fields)
+        text = f"{where}={first['input']!r:.200}: {first['msg']}; settings: {known}"
+        raise ConfigError(text) from None
+
+
+def config_of(args: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConfig:
+    """Settings from what `serve run` or a Serve config gives an application.
+
+    Args:
+        args: Settings of a server by name, those of a table as TABLE.NAME; `config` is a TOML file.
+        environ: The environment.
+
+    Raises:
+        ConfigError: A name is unknown or a value is not allowed.
+    """
+    flags: dict[str, Any] = {"ray": {}}
+    for name, value in args.items():
+        table, dot, inner = name.partition(".")
+        if dot:
+            flags.setdefault(table, {})[inner] = value
+        elif name != "config":
+            flags[name] = value
+    file = args.get("config")
+    return load_config(None if file is None else Path(file), environ, flags)
+
+
+def default_target(config: ServerConfig) -> float | None:
+    """The target of LS requests that an engine with these settings has."""
+    return engine_config(config.engine).default_slo(Priority.LS).ttft_ms
