@@ -6,8 +6,10 @@ BASE := .venv/.base
 READY := .venv/.ready
 CLIENTS := .venv/clients
 BROWSER := .venv/browser
+LINTERS := .venv/deploy
+RAY := .venv/ray
 
-.PHONY: demo talk test test-all test-peers test-talk check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
+.PHONY: demo talk test test-all test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -17,10 +19,10 @@ talk: $(BASE)  # a small model that answers: fetched and made once, then served;
 	.venv/bin/python scripts/talk.py
 	.venv/bin/qllm serve talk $(ARGS)
 
-test: $(CLIENTS)/.ready $(BROWSER)/.ready
+test: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready
 	scripts/test
 
-test-all: $(CLIENTS)/.ready $(BROWSER)/.ready  # every case of what `make test` samples
+test-all: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready  # every case of what `make test` samples
 	scripts/test --all
 
 test-peers: $(READY)  # after `make bench-peers`
@@ -29,7 +31,10 @@ test-peers: $(READY)  # after `make bench-peers`
 test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`
 	scripts/test -m talk -n 0
 
-check: $(CLIENTS)/.ready $(BROWSER)/.ready
+test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest tests/on_ray/with_ray.py $(ARGS)
+
+check: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready
 	scripts/check
 
 sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan and TSan
@@ -89,6 +94,19 @@ $(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
 	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/clients/requirements.txt
+	@touch $@
+
+# Ray, apart: it brings uvloop, which the server would run on then.
+$(RAY)/.ready: $(READY) locks/ray.txt
+	.venv/bin/python -m venv --without-pip $(RAY)
+	echo "import site; site.addsitedir('$$(echo "$$PWD"/.venv/lib/python*/site-packages)')" > "$$(echo $(RAY)/lib/python*/site-packages)/ours.pth"
+	.venv/bin/python -m pip --python $(RAY) install --quiet --disable-pip-version-check --no-deps --requirement locks/ray.txt
+	@touch $@
+
+# Linters and schemas for deploy/, apart: nothing of ours runs on them.
+$(LINTERS)/.ready: $(READY) tests/deploy/requirements.txt
+	.venv/bin/python -m venv $(LINTERS)
+	$(LINTERS)/bin/python $(INSTALL) --requirement tests/deploy/requirements.txt
 	@touch $@
 
 # Where nothing can be fetched, the tests of the page in a browser are skipped and say so.

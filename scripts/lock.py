@@ -3,12 +3,15 @@
     locks/run.txt       to serve, measure and draw: the extras `server` and `bench`
     locks/frontend.txt  all of a front end of an engine elsewhere: `server` and `rdma`, no torch
     locks/gguf.txt      what `make talk` needs beside `run`: the extra `gguf`
+    locks/ray.txt       to serve on Ray, beside `run`: the extra `ray`
     locks/dev.txt       what the tests need beside `run`: the extra `dev`
 
 It reads what is installed in this environment, whose versions must be those of constraints.txt.
+Ray has an environment of its own: `.venv/ray/bin/python scripts/lock.py` writes its lock too.
 """
 
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -19,6 +22,7 @@ LOCKS = {
     "run": ("bench", "server"),
     "frontend": ("rdma", "server"),
     "gguf": ("gguf",),
+    "ray": ("ray",),
     "dev": ("dev",),
 }
 WHOLE = ("run", "frontend")
@@ -64,4 +68,6 @@ def lock(name: str) -> str:
 
 if __name__ == "__main__":
     for each in LOCKS:
+        if each == "ray" and find_spec("ray") is None:
+            continue
         (ROOT / "locks" / f"{each}.txt").write_text(lock(each))

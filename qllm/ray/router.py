@@ -76,16 +76,16 @@ class EngineRouter(RequestRouter):
         return replicas[found]
 
     def _view(self, replica: RunningReplica, front_end: str) -> EngineView:
-        ours = self._sent.get(replica.replica_id, _NOTHING)
+        ours = self._sent.get(replica.replica_id)
         told = replica.routing_stats.get("backlogs", {})
         others = {name: both for name, both in told.items() if name != front_end}
-        ls, be = added([ours.counts(), others])
+        ls, be = added([others if ours is None else {**others, **ours.counts()}])
         return EngineView(
             name=replica.replica_id.unique_id,
             seats=int(replica.replica_metadata["seats"]),
             ls=ls,
             be=be,
-            num_sent=ours.num_opened,
+            num_sent=0 if ours is None else ours.num_opened,
         )
 
     def on_request_routed(
@@ -118,9 +118,6 @@ class EngineRouter(RequestRouter):
         super().update_replicas(replicas)
         there = {replica.replica_id for replica in replicas}
         self._sent = {name: load for name, load in self._sent.items() if name in there}
-
-
-_NOTHING = Load()
 
 
 def _ask_of(pending: PendingRequest) -> Ask | None:

@@ -1,0 +1,310 @@
+"""Engines as replicas of Ray Serve, on a cluster of this machine: `make test-ray` runs this.
+
+One cluster and one application with two replicas serve all tests but the last ones. Answers are
+compared with those of an engine alone, so it does not matter who has given them, and when.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+import qllm.ray
+from qllm.errors import ConfigError, InvalidRequestError
+from qllm.frontend.handle import Handle
+from qllm.llm import QLLMEngine
+from qllm.ray.data import map_batches
+from qllm.types import FinishReason, RequestStatus
+
+PORT = 8731
+URL = f"http://127.0.0.1:{PORT}"
+EXACT = "batch-invariant"
+ARGS = {
+    "model": "tiny",
+    "threads": 1,
+    "engine.exactness": EXACT,
+    "engine.max_num_seqs": 8,
+    "ray.cpus": 0.5,
+    "ray.stats_s": 0.2,
+    "ray.health_s": 1.0,
+    "drain_s": 60,
+    "shutdown_delay_s": 0,
+}
+LONG = 900
+"""Tokens of an answer that is not over before a test has done something to it."""
+
+
+def until(condition: Callable[[], Any], seconds: float = 300) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def app(cluster: None) -> None:
+    run()
+
+
+def run(**more: Any) -> None:
+    args = {**ARGS, "ray.min_replicas": 2, "ray.max_replicas": 2, **more}
+    serve.run(qllm.ray.app(args), name="qllm")
+
+
+@pytest.fixture(scope="session")
+def engines(app: None) -> Iterator[QLLMEngine]:
+    with qllm.ray.connect() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[QLLMEngine]:
+    with QLLMEngine.from_pretrained("tiny", threads=1, exactness=EXACT) as engine:
+        yield engine
+
+
+def replicas() -> set[int]:
+    """Processes of replicas that have an engine."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if line.startswith(b"ray::ServeReplica:qllm:engines"):
+            found.add(int(folder.name))
+    return found
+
+
+def engine_of(replica: int) -> int:
+    """The process of its engine."""
+    children = Path(f"/proc/{replica}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    (found,) = [
+        p for p in pids if b"qllm.engine.process" in Path(f"/proc/{p}/cmdline").read_bytes()
+    ]
+    return found
+
+
+def whole(count: int) -> None:
+    """Wait until so many replicas serve."""
+
+    def served() -> bool:
+        status = serve.status().applications["qllm"]
+        states = [s for d in status.deployments.values() for s in d.replica_states.values()]
+        running = status.deployments["engines"].replica_states.get("RUNNING", 0)
+        return running == count and sum(states) == count + 1
+
+    until(served)
+
+
+def ask_http(prompt: str, max_tokens: int, **more: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+    answer = httpx.post(f"{URL}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_http_answers_as_an_engine_alone(app: None, alone: QLLMEngine) -> None:
+    assert httpx.get(f"{URL}/ready", timeout=60).status_code == 200
+    for prompt, more in (("One day", {}), ("The sea", {"temperature": 0.9, "seed": 5})):
+        expected = alone.generate([prompt], max_tokens=20, **{"temperature": 0.0, **more})[0]
+        answer = ask_http(prompt, 20, **more)
+        assert answer["choices"][0]["text"] == expected.text
+        assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
+
+
+def test_a_stream_over_http_is_the_same_text(app: None, alone: QLLMEngine) -> None:
+    expected = alone.generate(["A ship"], max_tokens=30, temperature=0.0)[0]
+    body = {"prompt": "A ship", "max_tokens": 30, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{URL}/v1/completions", json=body, timeout=300) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1] if line.startswith("{")]
+    text = "".join(c["text"] for event in events for c in event["choices"])
+    assert text == expected.text
+
+
+def test_wrong_requests_are_refused_in_front(app: None, engines: QLLMEngine) -> None:
+    answer = httpx.post(f"{URL}/v1/completions", json={"prompt": "x", "max_tokens": -1}, timeout=60)
+    assert answer.status_code == 400
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        engines.submit("x", max_tokens=0)
+    with pytest.raises(ConfigError, match="replicas of Ray"):
+        engines.checkpoint("x")
+
+
+def test_log_probabilities_and_stop_strings_come_through(
+    engines: QLLMEngine, alone: QLLMEngine
+) -> None:
+    text = alone.generate(["Once"], max_tokens=24, temperature=0.0)[0].text
+    stop = text[len(text) // 2 :][:3]
+    for more in ({"logprobs": 2, "prompt_logprobs": 1}, {"stop": stop}):
+        found, expected = (
+            engine.generate(["Once"], max_tokens=24, temperature=0.0, progress=False, **more)[0]
+            for engine in (engines, alone)
+        )
+        assert found.token_ids == expected.token_ids
+        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+        assert (found.logprobs, found.prompt_logprobs) == (
+            expected.logprobs,
+            expected.prompt_logprobs,
+        )
+        assert found.metrics.num_prompt_tokens == expected.metrics.num_prompt_tokens
+
+
+def busy(engines: QLLMEngine) -> int:
+    return int(engines.stats()["num_live"])
+
+
+def test_who_gives_up_frees_the_engine(engines: QLLMEngine) -> None:
+    handles = [long(engines, seed) for seed in range(3)]
+    until(lambda: all(handle.token_ids for handle in handles))
+    assert busy(engines) == 3
+    for handle in handles:
+        handle.cancel()
+        assert handle.result(timeout=60).finish_reason is FinishReason.CANCELLED
+    until(lambda: busy(engines) == 0)
+
+
+def long(engine: QLLMEngine, seed: int, max_tokens: int = LONG, **more: Any) -> Handle:
+    """A sampled answer that goes on to its last token."""
+    options = {"temperature": 1.0, "seed": seed, "ignore_eos": True, **more}
+    return engine.submit(f"Story {seed}:", "BE", max_tokens, **options)
+
+
+def test_a_deadline_ends_a_request(engines: QLLMEngine) -> None:
+    handle = long(engines, 1, timeout_s=0.3)
+    assert handle.result(timeout=120).finish_reason is FinishReason.TIMEOUT
+    until(lambda: busy(engines) == 0)
+
+
+def test_a_request_is_paused_and_goes_on(engines: QLLMEngine, alone: QLLMEngine) -> None:
+    expected = long(alone, 4, 300).result(timeout=300).token_ids
+    handle = long(engines, 4, 300)
+    until(lambda: handle.token_ids)
+    handle.pause()
+    until(lambda: handle.status is RequestStatus.PAUSED)
+    count = len(handle.token_ids)
+    assert count < 300
+    handle.update(priority="LS")
+    handle.resume()
+    assert handle.result(timeout=300).token_ids == expected
+    assert handle.result().metrics.priority == 0
+
+
+def test_a_batch_has_an_answer_to_every_row(engines: QLLMEngine, alone: QLLMEngine) -> None:
+    prompts = [f"Row {i}" for i in range(12)]
+    expected = alone.generate(prompts, max_tokens=8, temperature=0.0, progress=False)
+    dataset = ray.data.from_items([{"prompt": p, "id": i} for i, p in enumerate(prompts)])
+    found = map_batches(dataset, batch_size=5, max_tokens=8, temperature=0.0).take_all()
+    rows = sorted(found, key=lambda row: row["id"])
+    assert [row["answer"] for row in rows] == [result.text for result in expected]
+    assert [row["answer_tokens"] for row in rows] == [len(r.token_ids) for r in expected]
+    assert {row["answer_end"] for row in rows} <= {"length", "stop"}
+
+
+@pytest.mark.parametrize("whom", ["replica", "engine"])
+def test_a_kill_under_load_loses_and_doubles_nothing(
+    whom: str, app: None, engines: QLLMEngine, alone: QLLMEngine
+) -> None:
+    whole(2)
+    seeds = list(range(10))
+    expected = [long(alone, seed, 200) for seed in seeds]
+    texts = [handle.result(timeout=600).text for handle in expected]
+    handles = [long(engines, seed, 200) for seed in seeds]
+    served = [Streamed(seed) for seed in seeds[:4]]
+    until(lambda: all(handle.token_ids for handle in handles[:2]) and any(s.text for s in served))
+    dead = sorted(replicas())[0]
+    os.kill(dead if whom == "replica" else engine_of(dead), signal.SIGKILL)
+    results = [handle.result(timeout=600) for handle in handles]
+    assert [r.token_ids for r in results] == [handle.token_ids for handle in expected]
+    assert {r.finish_reason for r in results} == {FinishReason.LENGTH}
+    assert [stream.wait() for stream in served] == texts[:4]
+    until(lambda: busy(engines) == 0)
+    whole(2)
+    assert dead not in replicas()
+
+
+class Streamed(threading.Thread):
+    """A client of HTTP that reads the stream of `long`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.text, self.done = "", False
+        self.body = {"prompt": f"Story {seed}:", "max_tokens": 200, "seed": seed}
+        self.body |= {"temperature": 1.0, "ignore_eos": True, "stream": True}
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", f"{URL}/v1/completions", json=self.body, timeout=600) as answer:
+            for line in answer.iter_lines():
+                said = line.removeprefix("data: ")
+                if said.startswith("{"):
+                    self.text += "".join(c["text"] for c in json.loads(said)["choices"])
+                self.done = self.done or said == "[DONE]"
+
+    def wait(self) -> str:
+        self.join(600)
+        assert self.done, self.text
+        return self.text
+
+
+def test_an_update_rolls_through_without_a_loss(
+    app: None, engines: QLLMEngine, alone: QLLMEngine
+) -> None:
+    """Other options, the same engine: old replicas end what they have, new ones take the rest."""
+    before, expected = replicas(), [long(alone, seed, 150) for seed in range(4)]
+    handles = [long(engines, seed, 150) for seed in range(4)]
+    until(lambda: all(handle.token_ids for handle in handles))
+    run(**{"max_ls": 99})  # is the server's, and new arguments make new replicas
+    more = [long(engines, seed, 150) for seed in range(4)]
+    for both in zip([*handles, *more], [*expected, *expected], strict=True):
+        found, wanted = (handle.result(timeout=600).token_ids for handle in both)
+        assert found == wanted
+    until(lambda: not replicas() & before)
+
+
+def test_late_ls_requests_bring_another_replica(cluster: None) -> None:
+    serve.delete("qllm")
+    slow = {"ray.min_replicas": 1, "ray.ls_ttft_ms": 0.01, "ray.up_after_s": 0, "ray.window_s": 5}
+    run(**slow)
+    assert len(replicas()) == 1
+    stop = threading.Event()
+
+    def asks() -> None:
+        while not stop.wait(0.2):
+            ask_http("Hi", 2)
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    try:
+        until(lambda: len(replicas()) == 2)
+    finally:
+        stop.set()
+        thread.join(300)
+
+
+def test_no_application_of_that_name(cluster: None) -> None:
+    with pytest.raises(ConfigError, match="no application 'other' runs"):
+        qllm.ray.connect("other")
