@@ -160,6 +160,7 @@ OWN_BENCHES = {
     "kernels.delta_net": "models.discover runner",
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
+    "serving.on_ray": "ray",
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.tier",

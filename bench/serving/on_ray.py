@@ -1,0 +1,232 @@
+"""Is every request answered with its tokens when a Ray replica is killed, and what does LS see?
+
+Two replicas of `tiny`, one thread each, behind `qllm.ray:app` on a cluster of this machine. 200
+requests, LS and BE mixed, arrive at random times of a seed, at half of what two engines were seen
+to compute; each is streamed over HTTP with token ids. Two runs: nothing happens (calm), and
+`kill -9` of a replica when half of them have come (killed). Expected are the tokens of an engine
+alone. Where cores are shared with other work, TTFT says little; answers and tokens do not depend
+on it. Needs the environment of `make test-ray`:
+
+    .venv/ray/bin/python -m bench.serving.on_ray [--requests 200] [--load 0.5] [--out FILE]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+import ray
+from ray import serve
+
+import qllm.ray
+from bench.common import SPECIAL, machine
+from qllm import QLLMEngine
+from qllm.record.summary import percentile
+
+PORT = 8741
+URL = f"http://127.0.0.1:{PORT}/v1/completions"
+LS_SHARE = 0.6
+EXACT = "batch-invariant"
+VOCABULARY = 3072
+"""Tokens that `tiny` knows."""
+
+
+class Job(NamedTuple):
+    """One request."""
+
+    at_s: float
+    is_ls: bool
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As it goes over HTTP."""
+        return {
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "service_tier": "default" if self.is_ls else "flex",
+        }
+
+
+class Seen(NamedTuple):
+    """What its client saw."""
+
+    job: Job
+    ttft_ms: float | None
+    tokens: list[int]
+    error: str | None
+
+
+def jobs_of(count: int, seed: int, vocab_size: int) -> list[Job]:
+    """Requests with arrivals between 0 and 1, to be stretched."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for at in np.sort(rng.random(count)):
+        is_ls = bool(rng.random() < LS_SHARE)
+        length = int(rng.integers(16, 64) if is_ls else rng.integers(100, 300))
+        output = int(rng.integers(16, 33) if is_ls else rng.integers(64, 129))
+        prompt = [int(i) for i in rng.integers(SPECIAL, vocab_size, length)]
+        found.append(Job(float(at), is_ls, prompt, output, int(rng.integers(2**31))))
+    return found
+
+
+def alone(jobs: list[Job]) -> tuple[list[list[int]], float]:
+    """The tokens of every job on an engine alone, all at once, and how long that took."""
+    with QLLMEngine.from_pretrained("tiny", threads=1, exactness=EXACT) as engine:
+        start = time.perf_counter()
+        handles = [
+            engine.submit(
+                job.prompt,
+                "LS" if job.is_ls else "BE",
+                job.max_tokens,
+                temperature=1.0,
+                seed=job.seed,
+                ignore_eos=True,
+            )
+            for job in jobs
+        ]
+        tokens = [list(handle.result().token_ids) for handle in handles]
+        return tokens, time.perf_counter() - start
+
+
+async def ask(session: aiohttp.ClientSession, job: Job, zero_s: float, over_s: float) -> Seen:
+    """Send one at its time and read its stream."""
+    await asyncio.sleep(zero_s + job.at_s * over_s - time.perf_counter())
+    start, ttft_ms, tokens = time.perf_counter(), None, []
+    try:
+        async with session.post(URL, json=job.body) as answer:
+            if answer.status != 200:
+                return Seen(job, None, [], f"{answer.status}: {await answer.text()}")
+            done = False
+            async for line in answer.content:
+                text = line.decode().removeprefix("data: ").strip()
+                done = done or text == "[DONE]"
+                if not text.startswith("{"):
+                    continue
+                said = json.loads(text)
+                if "error" in said:
+                    return Seen(job, ttft_ms, tokens, str(said["error"]))
+                for choice in said["choices"]:
+                    tokens += choice.get("token_ids") or []
+                if tokens and ttft_ms is None:
+                    ttft_ms = 1e3 * (time.perf_counter() - start)
+            return Seen(job, ttft_ms, tokens, None if done else "the stream was cut off")
+    except aiohttp.ClientError as error:
+        return Seen(job, ttft_ms, tokens, repr(error))
+
+
+def victim() -> int:
+    """The process of a replica that has an engine."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if line.startswith(b"ray::ServeReplica:qllm:engines"):
+            found.append(int(folder.name))
+    return min(found)
+
+
+def running() -> int:
+    """Replicas with an engine that serve."""
+    status = serve.status().applications["qllm"].deployments["engines"]
+    return int(status.replica_states.get("RUNNING", 0))
+
+
+async def turn(jobs: list[Job], over_s: float, kill: bool) -> tuple[list[Seen], float | None]:
+    """All jobs; with `kill` also how long until there were two replicas again."""
+    timeout = aiohttp.ClientTimeout(total=900)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        zero = time.perf_counter() + 1.0
+        asks = [asyncio.create_task(ask(session, job, zero, over_s)) for job in jobs]
+        back_s = None
+        if kill:
+            await asyncio.sleep(zero + jobs[len(jobs) // 2].at_s * over_s - time.perf_counter())
+            os.kill(victim(), signal.SIGKILL)
+            start = time.perf_counter()
+            while await asyncio.to_thread(running) == 2:
+                await asyncio.sleep(0.1)
+            while await asyncio.to_thread(running) < 2:
+                await asyncio.sleep(0.1)
+            back_s = time.perf_counter() - start
+        return await asyncio.gather(*asks), back_s
+
+
+def summary(seen: list[Seen], expected: list[list[int]]) -> dict[str, Any]:
+    """Counts, and TTFT of LS before and after the middle, when the kill is."""
+    middle = seen[len(seen) // 2].job.at_s
+    halves: dict[str, list[float]] = {"before": [], "after": []}
+    for one in seen:
+        if one.job.is_ls and one.ttft_ms is not None:
+            halves["after" if one.job.at_s >= middle else "before"].append(one.ttft_ms)
+    pairs = list(zip(seen, expected, strict=True))
+    return {
+        "answered": sum(one.error is None for one in seen),
+        "equal": sum(one.tokens == tokens for one, tokens in pairs),
+        "errors": [one.error for one in seen if one.error][:5],
+        "ls_ttft_ms": {
+            name: {"n": len(values), "p50": percentile(values, 50), "p99": percentile(values, 99)}
+            for name, values in halves.items()
+        },
+    }
+
+
+def main() -> None:
+    """Run both and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--load", type=float, default=0.5, help="of what two engines compute")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    jobs = jobs_of(args.requests, args.seed, VOCABULARY)
+    expected, took_s = alone(jobs)
+    over_s = took_s / 2 / args.load
+    ray.init(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
+    rows: dict[str, Any] = {}
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        settings = {"model": "tiny", "threads": 1, "engine.exactness": EXACT, "ray.cpus": 0.5}
+        settings |= {"ray.min_replicas": 2, "ray.max_replicas": 2, "ray.health_s": 1.0}
+        serve.run(qllm.ray.app(settings), name="qllm")
+        for name in ("calm", "killed"):
+            seen, back_s = asyncio.run(turn(jobs, over_s, kill=name == "killed"))
+            rows[name] = summary(seen, expected)
+            if back_s is not None:
+                rows[name]["two_replicas_again_s"] = back_s
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    found = {
+        "what": "a replica killed under load, Ray Serve",
+        "machine": machine(),
+        "ray": ray.__version__,
+        "requests": args.requests,
+        "load": args.load,
+        "seed": args.seed,
+        "arrivals_s": over_s,
+        **rows,
+    }
+    text = json.dumps(found)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
