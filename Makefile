@@ -32,7 +32,7 @@ test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`
 	scripts/test -m talk -n 0
 
 test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest tests/on_ray/with_ray.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest -W default tests/on_ray/with_*.py $(ARGS)  # Ray itself warns
 
 check: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready
 	scripts/check

@@ -27,6 +27,8 @@ ENGINES, HTTP = "engines", "http"
 """Names of the two deployments."""
 APP = "qllm"
 """Name of the application where none is given."""
+LOGGING = {"enable_access_log": False}
+"""For Ray Serve: the server has an access log of its own."""
 
 
 class HttpFrontEnd:
@@ -85,6 +87,7 @@ def build(config: ServerConfig) -> Any:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.shutdown_delay_s + config.drain_s,
         health_check_period_s=settings.health_s,
+        logging_config=LOGGING,
     )
     target = settings.ls_ttft_ms or default_target(config)
     without_keys = config.model_copy(update={"api_keys": SecretStr(""), "api_key_file": None})
@@ -102,6 +105,7 @@ def engine_options(config: ServerConfig, settings: RaySettings) -> dict[str, Any
         "graceful_shutdown_timeout_s": config.drain_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": settings.health_s,
+        "logging_config": LOGGING,
         "health_check_timeout_s": max(30.0, 2 * settings.health_s),
         "request_router_config": RequestRouterConfig(
             request_router_class=EngineRouter,

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,18 @@ def alone() -> Iterator[QLLMEngine]:
 
 def replicas() -> set[int]:
     """Processes of replicas that have an engine."""
+    return processes(b"ray::ServeReplica:qllm:engines")
+
+
+def processes(title: bytes) -> set[int]:
+    """Those whose line begins so."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if line.startswith(b"ray::ServeReplica:qllm:engines"):
+        if line.startswith(title):
             found.add(int(folder.name))
     return found
 
@@ -249,14 +255,18 @@ def test_a_kill_under_load_loses_and_doubles_nothing(
 class Streamed(threading.Thread):
     """A client of HTTP that reads the stream of `long`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, max_tokens: int = 200) -> None:
         super().__init__()
         self.text, self.done = "", False
-        self.body = {"prompt": f"Story {seed}:", "max_tokens": 200, "seed": seed}
+        self.body = {"prompt": f"Story {seed}:", "max_tokens": max_tokens, "seed": seed}
         self.body |= {"temperature": 1.0, "ignore_eos": True, "stream": True}
         self.start()
 
     def run(self) -> None:
+        with suppress(httpx.HTTPError):  # `done` says whether it was whole
+            self.read()
+
+    def read(self) -> None:
         with httpx.stream("POST", f"{URL}/v1/completions", json=self.body, timeout=600) as answer:
             for line in answer.iter_lines():
                 said = line.removeprefix("data: ")
@@ -283,6 +293,23 @@ def test_an_update_rolls_through_without_a_loss(
         found, wanted = (handle.result(timeout=600).token_ids for handle in both)
         assert found == wanted
     until(lambda: not replicas() & before)
+
+
+def test_when_the_front_end_dies_engines_do_its_work_no_longer(
+    app: None, engines: QLLMEngine
+) -> None:
+    whole(2)
+    served = [Streamed(seed, LONG) for seed in range(3)]
+    until(lambda: all(stream.text for stream in served))
+    assert busy(engines) == 3
+    (front_end,) = processes(b"ray::ServeReplica:qllm:http")
+    os.kill(front_end, signal.SIGKILL)
+    until(lambda: busy(engines) == 0, 60)
+    for stream in served:
+        stream.join(60)
+        assert not stream.done
+    whole(2)
+    assert ask_http("One day", 3)["usage"]["completion_tokens"] == 3
 
 
 def test_late_ls_requests_bring_another_replica(cluster: None) -> None:

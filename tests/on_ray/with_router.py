@@ -1,0 +1,133 @@
+"""The router on replicas that are only described: no cluster is started."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qllm.frontend.routes import EngineView, RequestView
+from qllm.ingress import Submission
+from qllm.ray.load import Load
+from qllm.ray.router import EngineRouter
+from qllm.ray.wire import Ask, Local
+from qllm.types import Priority, SamplingParams, Slo
+
+
+def asked(key: str = "here-1", priority: int = int(Priority.LS), num_prompt: int = 100) -> Ask:
+    item = Submission(
+        request_id=1,
+        name="x",
+        priority=priority,
+        token_ids=tuple(range(num_prompt)),
+        sampling=SamplingParams(seed=0),
+        stop_ids=frozenset(),
+        max_tokens=10,
+        slo=Slo(),
+        arrival_ns=0,
+        deadline_ns=None,
+    )
+    return Ask(key, "same", 0, b"", local=Local(item))
+
+
+def pending(*args: Any, number: str = "n", **kwargs: Any) -> Any:
+    return SimpleNamespace(
+        args=args, kwargs=kwargs, metadata=SimpleNamespace(internal_request_id=number)
+    )
+
+
+def replica(name: str, identity: str = "same", **backlogs: Any) -> Any:
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id=name),
+        routing_stats={"backlogs": backlogs} if backlogs else {},
+        replica_metadata={"identity": identity, "seats": 8},
+    )
+
+
+class Id(SimpleNamespace):
+    def __hash__(self) -> int:
+        return hash(self.unique_id)
+
+
+def hashable(*replicas: Any) -> list[Any]:
+    for each in replicas:
+        each.replica_id = Id(unique_id=each.replica_id.unique_id)
+    return list(replicas)
+
+
+@pytest.fixture
+def router() -> EngineRouter:
+    made: EngineRouter = EngineRouter.__new__(EngineRouter)
+    made.initialize_state(route="class")
+    return made
+
+
+def choose(router: EngineRouter, replicas: list[Any], request: Any) -> list[list[str]]:
+    ranks = asyncio.run(router.choose_replicas(replicas, request))
+    return [[r.replica_id.unique_id for r in rank] for rank in ranks]
+
+
+BUSY = [(1, 1, 4000, 10), (0, 0, 0, 0)]
+BE_WORK = [(0, 0, 0, 0), (5, 5, 4000, 500)]
+
+
+def test_ls_goes_where_ls_starts_first_and_be_where_least_is_to_do(router: EngineRouter) -> None:
+    both = hashable(replica("a", other=BUSY), replica("b", other=BE_WORK))
+    assert choose(router, both, pending(asked())) == [["b"]]
+    third = hashable(*both, replica("c", other=BUSY, more=BE_WORK))
+    be = asked(priority=int(Priority.BE))
+    assert choose(router, third, pending(be)) == [["a"]]
+
+
+def test_what_was_sent_from_here_counts_at_once_and_until_it_ends(router: EngineRouter) -> None:
+    both = hashable(replica("a"), replica("b"))
+    (first,) = choose(router, both, pending(asked()))
+    assert first == ["a"]
+    ask = asked("here-2")
+    router.on_request_routed(pending(ask, number="m"), both[0].replica_id, None)
+    assert isinstance(ask.local, Local)
+    assert isinstance(ask.local.load, Load)
+    assert choose(router, both, pending(asked("here-3"))) == [["b"]]
+    router.on_request_completed(both[0].replica_id, "m")
+    assert choose(router, both, pending(asked("here-3"))) == [["a"]]
+
+
+def test_what_a_replica_says_of_our_own_requests_is_not_counted_twice(
+    router: EngineRouter,
+) -> None:
+    """It is late, and we know better."""
+    both = hashable(replica("a", here=BUSY), replica("b", other=[(1, 1, 9, 9), (0, 0, 0, 0)]))
+    assert choose(router, both, pending(asked())) == [["a"]]
+
+
+def test_a_replica_of_another_model_is_passed_by_and_waited_for(router: EngineRouter) -> None:
+    old, new = hashable(replica("old", identity="other"), replica("new", other=BUSY))
+    assert choose(router, [old, new], pending(asked())) == [["new"]]
+    assert choose(router, [old], pending(asked())) == []  # Ray asks again
+
+
+def test_a_call_for_one_replica_goes_there_if_it_is_there(router: EngineRouter) -> None:
+    both = hashable(replica("a"), replica("b", identity="other"))
+    assert choose(router, both, pending("key", "cancel", at="b")) == [["b"]]
+    assert choose(router, both, pending("key", "cancel", at="gone")) == [["a", "b"]]
+    assert choose(router, both, pending()) == [["a", "b"]]
+    assert choose(router, both, None) == [["a", "b"]]
+
+
+def broken(request: RequestView, engines: Any) -> EngineView:
+    raise KeyError("no such engine")
+
+
+def stranger(request: RequestView, engines: Any) -> EngineView:
+    return EngineView(name="none of them")
+
+
+@pytest.mark.parametrize("route", [broken, stranger])
+def test_a_route_that_fails_is_told_once_and_the_least_loaded_taken(
+    route: Any, router: EngineRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    router._route = route
+    both = hashable(replica("a", other=BUSY), replica("b"))
+    assert choose(router, both, pending(asked())) == [["b"]]
+    assert choose(router, both, pending(asked())) == [["b"]]
+    assert [record.message[:16] for record in caplog.records] == ["the route failed"]
