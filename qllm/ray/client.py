@@ -51,6 +51,7 @@ class Stream:
 
     def __init__(self, item: Submission, key: str) -> None:
         self.item, self.key, self.local = item, key, Local(item)
+        self.num_tokens, self.priority = 0, item.priority
         self.replica: str | None = None
         """Who has it; None while the router looks."""
         self.task: asyncio.Task[None] | None = None
@@ -58,8 +59,31 @@ class Stream:
         """Replicas hear what is asked of a request in the order in which it was."""
 
 
+class LoopThread:
+    """An event loop on a thread of its own.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def close(self) -> None:
+        """End it; what is still to be done is not done."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+
 class Calls:
-    """Questions to replicas, on an event loop of its own.
+    """Questions to replicas. Not from the loop that hears tokens: callers may hold its locks.
 
     Args:
         engines: Handle of their deployment.
@@ -67,21 +91,27 @@ class Calls:
 
     def __init__(self, engines: Any) -> None:
         self._engines = engines
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="qllm-receiver", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("qllm-calls")
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float = ASK_S) -> Any:
-        """Run a coroutine on the loop and wait for it; not from the loop itself.
+    def one(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
+        """What one replica answers: the one named, or any.
 
         Raises:
-            EngineClosedError: It took too long, or no replica answers.
+            EngineClosedError: None has answered in time.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        return self._run(ask(self._engines, method, *args, at=at), timeout_s)
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        """What every replica answers that does."""
+        return list(self._run(self._all(method, *args), ASK_S))
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        asked = self._engines.broadcast(method, *args)
+        found = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
+        return [item for item in found if not isinstance(item, BaseException)]
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -92,28 +122,14 @@ class Calls:
         except Exception as error:  # Ray's: the deployment is gone, or the replica
             raise EngineClosedError(f"no replica answers: {error}") from error
 
-    def one(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
-        """What one replica answers: the one named, or any."""
-        return self._run(self.ask(method, *args, at=at), timeout_s)
-
-    async def ask(self, method: str, *args: Any, at: str | None = None) -> Any:
-        """The same on the loop."""
-        return await getattr(self._engines, method).remote(*args, at=at)
-
-    def all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers that does."""
-        return list(self._run(self._all(method, *args)))
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        asked = self._engines.broadcast(method, *args)
-        found = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
-        return [item for item in found if not isinstance(item, BaseException)]
-
     def close(self) -> None:
-        """End the loop. What is still open is no longer heard of."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+        """Ask no more."""
+        self._thread.close()
+
+
+async def ask(engines: Any, method: str, *args: Any, at: str | None = None) -> Any:
+    """What one replica answers: the one named, or any."""
+    return await getattr(engines, method).remote(*args, at=at)
 
 
 class Streams(FrontEndPort):
@@ -136,8 +152,8 @@ class Streams(FrontEndPort):
         self.identity = ""
         """Which model and version is asked for; a replica of another one refuses."""
         self.owner: RayClient | None = None
-        self.calls = Calls(engines)
-        self._loop = self.calls.loop
+        self._thread = LoopThread("qllm-receiver")
+        self._loop = self._thread.loop
 
     def start(self, owner: "RayClient", identity: str) -> None:
         """Begin to hear, for a client."""
@@ -148,6 +164,10 @@ class Streams(FrontEndPort):
         assert self.owner is not None
         self.owner.log.look()
         self._loop.call_later(LOOK_S, self._look)
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._thread.close()
 
     # -- what goes out
 
@@ -171,9 +191,8 @@ class Streams(FrontEndPort):
 
     def update(self, item: Update) -> None:
         self._tell(item.request_id, "update", item.priority, item.paused)
-        stream = self._streams.get(item.request_id)
-        if stream is not None and stream.local.load is not None and item.priority is not None:
-            stream.local.load.changed(stream.key, item.priority)
+        if item.priority is not None and (stream := self._streams.get(item.request_id)):
+            stream.priority = item.priority
 
     def _tell(self, number: RequestId, op: str, *args: Any) -> None:
         if (stream := self._streams.get(number)) is not None:
@@ -193,7 +212,7 @@ class Streams(FrontEndPort):
             while stream.replica is None and stream.item.request_id in self._streams:
                 await asyncio.sleep(0.01)
             try:
-                await self.calls.ask("tell", stream.key, op, *args, at=stream.replica)
+                await ask(self._engines, "tell", stream.key, op, *args, at=stream.replica)
             except Exception:  # noqa: BLE001 - its stream says what became of it
                 return
 
@@ -217,25 +236,28 @@ class Streams(FrontEndPort):
     async def _run(self, stream: Stream) -> None:
         """Hear one request to its end, on one replica."""
         number = stream.item.request_id
-        lost, answers = None, self._ask(stream)
+        lost, answers, is_over = None, None, False
         try:
+            answers = self._ask(stream)
             async with asyncio.timeout(self._left_s(stream.item)) as limit:
                 async for batch in answers:
                     limit.reschedule(None)  # from here the engine minds the deadline
                     if lost := self._take(stream, batch):
                         break
                 else:
-                    lost = None if number not in self._streams else "a replica ended its stream"
+                    is_over = number not in self._streams
+                    lost = None if is_over else "a replica ended its stream"
         except TimeoutError:
-            answers.cancel()
             self._end(number, FinishReason.TIMEOUT)
         except asyncio.CancelledError:
-            answers.cancel()
             self._end(number, FinishReason.CANCELLED)
         except (QllmError, ValueError) as error:  # raised there: the request is wrong
             self._end(number, FinishReason.ERROR, str(error))
         except Exception as error:  # noqa: BLE001 - Ray's own: the replica is gone
-            lost = f"the replica is gone: {type(error).__name__}: {str(error).splitlines()[0]:.300}"
+            first = (str(error).splitlines() or [""])[0]
+            lost = f"the replica is gone: {type(error).__name__}: {first:.300}"
+        if answers is not None and not is_over:
+            answers.cancel()
         if lost is not None and self._streams.pop(number, None) is not None:
             self._unheard.discard(number)
             assert self.owner is not None
@@ -265,8 +287,7 @@ class Streams(FrontEndPort):
             record = Record(*said)
             if record.kind == TOKEN_KIND:
                 self._unheard.discard(number)
-                if (load := stream.local.load) is not None:
-                    load.token(stream.key, now)
+                stream.num_tokens += 1
                 self._heard.append(TokenAt(decode_token(record)[0], now))
             elif record.kind == PROMPT_KIND:
                 self._heard.append(decode_prompt(record))
@@ -278,6 +299,8 @@ class Streams(FrontEndPort):
                 self._heard.append(end)
                 del self._streams[number]
                 self._unheard.discard(number)
+        if stream.num_tokens and (heard := stream.local.heard) is not None:
+            heard(stream.num_tokens, stream.priority)
         assert self.owner is not None
         self.owner.hear()
         return None
@@ -304,13 +327,14 @@ class RayClient(RingClient):
     _front_end: Streams
 
     def __init__(self, engines: Any, max_replays: int = 3) -> None:
-        streams = Streams(engines)
+        self._calls, streams = Calls(engines), Streams(engines)
         super().__init__(streams)
         try:
-            card = streams.calls.one("card", timeout_s=FIRST_S)
+            card = self._calls.one("card", timeout_s=FIRST_S)
             self.hello = RemoteHello.from_json(card["card"])
         except BaseException:
-            streams.calls.close()
+            self._calls.close()
+            streams.close()
             raise
         self.info = self.hello.info
         self.log = RequestLog(max_replays, lambda: None)
@@ -370,14 +394,14 @@ class RayClient(RingClient):
             return RequestStatus.FINISHED
         if stream.replica is None:
             return RequestStatus.WAITING
-        said = self._front_end.calls.one("tell", stream.key, "status", at=stream.replica)
+        said = self._calls.one("tell", stream.key, "status", at=stream.replica)
         return self._unseen(number) if said is None else RequestStatus(said)
 
     def _ask(self, op: str, *args: Any) -> Any:
         self.raise_if_closed()
         if op == "stats":
-            return merged(self._front_end.calls.all("ask", op))
-        return self._front_end.calls.one("ask", op, *args)
+            return merged(self._calls.all("ask", op))
+        return self._calls.one("ask", op, *args)
 
     @property
     def trace(self) -> Trace:
@@ -390,10 +414,10 @@ class RayClient(RingClient):
         self._refuse("checkpoint")
 
     def reset_prefix_cache(self) -> None:
-        self._front_end.calls.all("ask", "reset_prefix_cache")
+        self._calls.all("ask", "reset_prefix_cache")
 
     def delete_kv(self, tag: bytes) -> int:
-        return sum(self._front_end.calls.all("ask", "delete_kv", tag))
+        return sum(self._calls.all("ask", "delete_kv", tag))
 
     def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
         self._refuse("restore")
@@ -414,5 +438,6 @@ class RayClient(RingClient):
         self._leave()
         self.log.end_all("the engine was closed")
         self._end_all("the engine was closed")
-        self._front_end.calls.close()
+        self._calls.close()
+        self._front_end.close()
         self._unregister()

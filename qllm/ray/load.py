@@ -1,12 +1,11 @@
 """What a replica has to do, counted where requests pass, without a question to its engine.
 
-The replica counts those of all front ends and tells it to routers and the autoscaler; a router
-counts those of its own process, which it knows sooner. Times are nanoseconds of one clock.
+It is told to routers, by front end, and to the autoscaler. Times are nanoseconds of one clock.
 """
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
@@ -58,8 +57,6 @@ class Load:
         self._totals: dict[str, tuple[Backlog, Backlog]] = {}
         self._firsts: deque[tuple[int, float]] = deque()
         """When LS requests got their first token, and TTFT over target."""
-        self.num_opened = 0
-        """Requests that ever came."""
 
     def opened(
         self, key: str, priority: int, arrival_ns: int, slo: Slo, num_prompt: int, num_output: int
@@ -77,7 +74,6 @@ class Load:
         target = slo.ttft_ms or self._ttft_ms
         with self._lock:
             item = self._open[key] = _Open(priority, arrival_ns, target, num_prompt, num_output)
-            self.num_opened += 1
             self._add(key, item, 1)
 
     def _add(self, key: str, item: _Open, sign: int) -> None:
@@ -136,17 +132,14 @@ class Load:
             return {name: [astuple(b) for b in both] for name, both in self._totals.items()}
 
 
-def added(several: Iterable[Counts], without: str | None = None) -> tuple[Backlog, Backlog]:
-    """The backlogs of LS and of BE of all front ends but one."""
-    both = [each for counts in several for name, each in counts.items() if name != without]
-    sums = (
-        [sum(column) for column in zip(*(each[i] for each in both), strict=True)] for i in (0, 1)
-    )
-    ls, be = (Backlog(*values) for values in sums)
-    return ls, be
+def added(counts: Counts, without: Container[str] = ()) -> tuple[Backlog, Backlog]:
+    """The backlogs of LS and of BE of all front ends but some."""
+    each = [both for name, both in counts.items() if name not in without]
+    ls, be = ([sum(column) for column in zip(*(b[i] for b in each), strict=True)] for i in (0, 1))
+    return Backlog(*ls), Backlog(*be)
 
 
-def be_tokens(counts: Mapping[str, list[Sequence[int]]]) -> int:
+def be_tokens(counts: Counts) -> int:
     """Tokens of BE requests that are not computed yet."""
-    be = added([dict(counts)])[1]
+    be = added(counts)[1]
     return be.prompt_tokens + be.output_tokens

@@ -144,7 +144,9 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Which model and version it serves: the router passes others by."""
-        return {"identity": self._identity, "seats": self._engine.config.max_num_seqs}
+        config = self._engine.config
+        kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
+        return {"identity": self._identity, "seats": config.max_num_seqs, "kept_tokens": kept}
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What is to be done here, from all front ends."""

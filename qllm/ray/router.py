@@ -1,53 +1,49 @@
-"""Which replica gets a request: our route functions inside Ray Serve's router.
+"""Which replica gets a request: our routes inside Ray Serve's router.
 
-Ray Serve runs one router in every process that holds a handle of the deployment. What other
-processes have sent to a replica it hears from the replica, at most a second late; what this one
-has sent, it counts itself.
+Ray Serve runs one router in every process that holds a handle of the deployment. What this process
+has sent is kept as in a fleet without Ray (`qllm.frontend.router`). What other processes have sent
+the replicas say, at most a second late, and it is added to the views.
 """
 
-import logging
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from qllm.frontend.routes import (
-    FALLBACK,
-    WITHOUT_PAGES,
-    EngineView,
-    RequestView,
-    load_route,
-    page_names,
-)
+from qllm.frontend.router import Router
+from qllm.frontend.routes import Backlog, EngineView, load_route
 
-from .load import Load, added, front_end_of
-from .wire import Ask
-
-_log = logging.getLogger("qllm.ray")
+from .load import added, front_end_of
+from .wire import Ask, Local
 
 
 class EngineRouter(RequestRouter):
-    """Ray Serve's router with a route function of ours."""
+    """Ray Serve's router with a route of ours."""
 
     def initialize_state(self, route: str = "class") -> None:
         """Called once, with the `request_router_kwargs` of the deployment.
 
         Args:
-            route: Name of a route function, as `load_route` takes it.
+            route: As `load_route` takes it.
         """
-        self._route = load_route(route)
-        self._sent: dict[ReplicaID, Load] = {}
-        """Requests of this process that a replica has."""
+        self._router = Router(load_route(route))
+        self._lock = threading.Lock()
+        """Held while the views are looked at or changed: tokens are told on another thread."""
+        self._told: dict[str, tuple[Any, tuple[Backlog, Backlog]]] = {}
+        """By replica: what it said last, and what of it is in its view."""
+        self._front_ends: set[str] = set()
+        """Those of this process."""
         self._keys: dict[str, str] = {}
         """What replicas call a request, by Ray's id."""
-        self._has_raised = False
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas for one call, the best first; none of them sends it later."""
+        """Rank the replicas for one call: the one to take, or none yet."""
         if pending_request is None:
             return [candidate_replicas]
         if (at := pending_request.kwargs.get("at")) is not None:
@@ -56,72 +52,86 @@ class EngineRouter(RequestRouter):
         ask = _ask_of(pending_request)
         if ask is None:
             return [candidate_replicas]
-        same = [r for r in candidate_replicas if r.replica_metadata.get("identity") == ask.identity]
-        return [[self._choose(ask, same)]] if same else []
+        return [[found]] if (found := self._choose(ask, candidate_replicas)) else []
 
-    def _choose(self, ask: Ask, replicas: Sequence[RunningReplica]) -> RunningReplica:
-        item = ask.local.item  # type: ignore[union-attr]  # `_ask_of` has seen to it
-        pages = () if self._route in WITHOUT_PAGES else page_names(item.token_ids, item.cache_salt)
-        output = item.max_tokens - item.num_output_tokens
-        request = RequestView(item.priority, len(item.token_ids), output, pages=pages)
-        front_end = front_end_of(ask.key)
-        views = [self._view(replica, front_end) for replica in replicas]
-        try:
-            found = views.index(self._route(request, views))
-        except Exception as error:  # noqa: BLE001 - a plug-in's: the request is served all the same
-            found = views.index(FALLBACK(request, views))
-            if not self._has_raised:
-                self._has_raised = True
-                _log.exception("the route failed (%s); the least loaded replica is taken", error)
-        return replicas[found]
+    def _choose(self, ask: Ask, candidates: Sequence[RunningReplica]) -> RunningReplica | None:
+        assert ask.local is not None
+        item, local = ask.local.item, ask.local
+        with self._lock:
+            self._front_ends.add(front_end_of(ask.key))
+            self._look(candidates)
+            same = {
+                replica.replica_id.unique_id: replica
+                for replica in candidates
+                if replica.replica_metadata.get("identity") == ask.identity
+            }
+            output = item.max_tokens - item.num_output_tokens
+            local.view = self._router.view(item.priority, item.token_ids, output, item.cache_salt)
+            others = [engine.name for engine in self._router.engines if engine.name not in same]
+            found = self._router.choose(local.view, time.monotonic(), without=others)
+        return None if found is None else same[found.name]
 
-    def _view(self, replica: RunningReplica, front_end: str) -> EngineView:
-        ours = self._sent.get(replica.replica_id)
-        told = replica.routing_stats.get("backlogs", {})
-        others = {name: both for name, both in told.items() if name != front_end}
-        ls, be = added([others if ours is None else {**others, **ours.counts()}])
-        return EngineView(
-            name=replica.replica_id.unique_id,
-            seats=int(replica.replica_metadata["seats"]),
-            ls=ls,
-            be=be,
-            num_sent=0 if ours is None else ours.num_opened,
-        )
+    def _look(self, candidates: Sequence[RunningReplica]) -> None:
+        """Have a view of each replica, with what it says of other front ends' requests in it."""
+        views = {engine.name: engine for engine in self._router.engines}
+        names = {replica.replica_id.unique_id for replica in candidates}
+        for gone in views.keys() - names:
+            self._router.down(gone)
+            self._told.pop(gone, None)
+        for replica in candidates:
+            name, known = replica.replica_id.unique_id, replica.replica_metadata
+            if name not in views:
+                views[name] = self._router.up(
+                    name, seats=known.get("seats", 1), kept_tokens=known.get("kept_tokens", 0)
+                )
+            said = replica.routing_stats.get("backlogs", {})
+            before = self._told.get(name, ({}, (Backlog(), Backlog())))
+            if said != before[0]:
+                now = added(said, without=self._front_ends)
+                _replace(views[name], before[1], now)
+                self._told[name] = said, now
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Count what was sent."""
         ask = _ask_of(pending_request)
-        if ask is None or ask.local is None:
+        if ask is None or ask.local is None or ask.local.view is None:
             return
-        item, load = ask.local.item, self._sent.setdefault(replica_id, Load())
-        load.opened(
-            ask.key,
-            item.priority,
-            item.arrival_ns,
-            item.slo,
-            len(item.token_ids),
-            item.max_tokens - item.num_output_tokens,
-        )
-        ask.local.load = load
-        self._keys[pending_request.metadata.internal_request_id] = ask.key
+        key, local = ask.key, ask.local
+        with self._lock:
+            engines = {engine.name: engine for engine in self._router.engines}
+            if (engine := engines.get(replica_id.unique_id)) is None:
+                return
+            self._router.sent(key, local.view, engine)
+            self._keys[pending_request.metadata.internal_request_id] = key
+        local.heard = lambda count, priority: self._heard(key, count, priority)
+
+    def _heard(self, key: str, num_tokens: int, priority: int) -> None:
+        with self._lock:
+            self._router.heard(key, num_tokens, priority)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count it no more."""
-        key, load = self._keys.pop(internal_request_id, None), self._sent.get(replica_id)
-        if key is not None and load is not None:
-            load.closed(key)
+        if (key := self._keys.pop(internal_request_id, None)) is not None:
+            with self._lock:
+                self._router.left(key)
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called when there are others, or when they have told something new."""
-        super().update_replicas(replicas)
-        there = {replica.replica_id for replica in replicas}
-        self._sent = {name: load for name, load in self._sent.items() if name in there}
+
+def _replace(
+    view: EngineView, before: tuple[Backlog, Backlog], now: tuple[Backlog, Backlog]
+) -> None:
+    """Count what others have there now, and no longer what they had."""
+    for backlog, old, new in zip((view.ls, view.be), before, now, strict=True):
+        backlog.num += new.num - old.num
+        backlog.num_waiting += new.num_waiting - old.num_waiting
+        backlog.prompt_tokens += new.prompt_tokens - old.prompt_tokens
+        backlog.output_tokens += new.output_tokens - old.output_tokens
+    view.refresh()
 
 
 def _ask_of(pending: PendingRequest) -> Ask | None:
     """The request of ours in a call; None in other calls."""
     args = pending.args
-    is_ours = bool(args) and isinstance(args[0], Ask) and args[0].local is not None
+    is_ours = bool(args) and isinstance(args[0], Ask) and isinstance(args[0].local, Local)
     return args[0] if is_ours else None

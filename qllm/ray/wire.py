@@ -1,11 +1,11 @@
 """What front ends and replicas say to each other. Records are those of the rings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from qllm.frontend.routes import RequestView
 from qllm.ingress import Submission
-
-from .load import Load
 
 
 @dataclass
@@ -13,8 +13,10 @@ class Local:
     """What a front end and the router of its process share of a request."""
 
     item: Submission
-    load: Load | None = None
-    """Where it is counted, once it is routed."""
+    view: RequestView | None = None
+    """As the route saw it."""
+    heard: Callable[[int, int], None] | None = None
+    """Told how many tokens it has and its class, once it is routed."""
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,15 @@ def test_a_deadline_ends_a_request(engines: QLLMEngine) -> None:
     until(lambda: busy(engines) == 0)
 
 
+def test_who_waits_too_short_is_told_where_the_request_is(engines: QLLMEngine) -> None:
+    """It asks the replica with the handle's lock, which tokens take too."""
+    handle = long(engines, 2)
+    until(lambda: handle.token_ids)
+    with pytest.raises(TimeoutError, match=r"is running after 0\.01 s"):
+        handle.result(timeout=0.01)
+    handle.cancel()
+
+
 def test_a_request_is_paused_and_goes_on(engines: QLLMEngine, alone: QLLMEngine) -> None:
     expected = long(alone, 4, 300).result(timeout=300).token_ids
     handle = long(engines, 4, 300)

@@ -8,7 +8,6 @@ import pytest
 
 from qllm.frontend.routes import EngineView, RequestView
 from qllm.ingress import Submission
-from qllm.ray.load import Load
 from qllm.ray.router import EngineRouter
 from qllm.ray.wire import Ask, Local
 from qllm.types import Priority, SamplingParams, Slo
@@ -81,13 +80,14 @@ def test_ls_goes_where_ls_starts_first_and_be_where_least_is_to_do(router: Engin
 
 def test_what_was_sent_from_here_counts_at_once_and_until_it_ends(router: EngineRouter) -> None:
     both = hashable(replica("a"), replica("b"))
-    (first,) = choose(router, both, pending(asked()))
-    assert first == ["a"]
     ask = asked("here-2")
+    assert choose(router, both, pending(ask)) == [["a"]]
     router.on_request_routed(pending(ask, number="m"), both[0].replica_id, None)
-    assert isinstance(ask.local, Local)
-    assert isinstance(ask.local.load, Load)
+    assert ask.local is not None
+    assert ask.local.heard is not None
     assert choose(router, both, pending(asked("here-3"))) == [["b"]]
+    ask.local.heard(1, ask.local.item.priority)  # its prompt is computed: LS starts there again
+    assert choose(router, both, pending(asked("here-3", num_prompt=1))) == [["b"]]  # fewer open
     router.on_request_completed(both[0].replica_id, "m")
     assert choose(router, both, pending(asked("here-3"))) == [["a"]]
 
@@ -114,6 +114,28 @@ def test_a_call_for_one_replica_goes_there_if_it_is_there(router: EngineRouter) 
     assert choose(router, both, None) == [["a", "b"]]
 
 
+def test_others_requests_count_as_long_as_a_replica_says_so(router: EngineRouter) -> None:
+    both = hashable(replica("a", other=BUSY), replica("b"))
+    assert choose(router, both, pending(asked())) == [["b"]]
+    both[0].routing_stats = {"backlogs": {}}
+    both[1].routing_stats = {"backlogs": {"other": BUSY}}
+    assert choose(router, both, pending(asked())) == [["a"]]
+    assert choose(router, both[1:], pending(asked())) == [["b"]]  # the other one is gone
+
+
+def test_a_prompt_that_begins_alike_goes_where_its_beginning_is(router: EngineRouter) -> None:
+    router.initialize_state(route="prefix")
+    both = hashable(replica("a"), replica("b"))
+    for each in both:
+        each.replica_metadata["kept_tokens"] = 10_000
+    first = asked("here-1", num_prompt=640)
+    assert choose(router, both, pending(first)) == [["a"]]
+    router.on_request_routed(pending(first), both[0].replica_id, None)
+    router.on_request_completed(both[0].replica_id, "n")
+    assert choose(router, both[::-1], pending(asked("here-2", num_prompt=700))) == [["a"]]
+    assert choose(router, both[::-1], pending(asked("here-3", num_prompt=30))) != []
+
+
 def broken(request: RequestView, engines: Any) -> EngineView:
     raise KeyError("no such engine")
 
@@ -126,8 +148,8 @@ def stranger(request: RequestView, engines: Any) -> EngineView:
 def test_a_route_that_fails_is_told_once_and_the_least_loaded_taken(
     route: Any, router: EngineRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    router._route = route
+    router._router.route = route
     both = hashable(replica("a", other=BUSY), replica("b"))
     assert choose(router, both, pending(asked())) == [["b"]]
     assert choose(router, both, pending(asked())) == [["b"]]
-    assert [record.message[:16] for record in caplog.records] == ["the route failed"]
+    assert [record.message[:16] for record in caplog.records] == ["the route made n"]
