@@ -1,12 +1,12 @@
 """Is every request answered with its tokens when a Ray replica is killed, and what does LS see?
 
 Two replicas of `tiny`, one thread each, behind `qllm.ray:app` on a cluster of this machine. 200
-requests, LS and BE mixed, arrive at random times of a seed, at a twentieth of what two engines alone
-were seen to compute (more is beyond what Ray's streams carry on two cores); each is streamed over
-HTTP with token ids. Two runs: nothing happens (calm), and
-`kill -9` of a replica when half of them have come (killed). Expected are the tokens of an engine
-alone. Where cores are shared with other work, TTFT says little; answers and tokens do not depend
-on it. Needs the environment of `make test-ray`:
+requests, LS and BE mixed, arrive at random times of a seed, at a twentieth of what two engines
+alone were seen to compute (more is beyond what Ray's streams carry on two cores); each is streamed
+over HTTP with token ids. Two runs: nothing happens (calm), and `kill -9` of a replica when half of
+them have come (killed). Expected are the tokens of an engine alone. Where cores are shared with
+other work, TTFT says little; answers and tokens do not depend on it. Needs the environment of
+`make test-ray`:
 
     .venv/ray/bin/python -m bench.serving.on_ray [--requests 200] [--load 0.05] [--out FILE]
 """
