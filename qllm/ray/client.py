@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -35,6 +36,8 @@ from .wire import Ask, Local, Lost, Placed
 
 LOOK_S = 0.2
 """Between two looks at deadlines of requests that wait for a replica."""
+BEAT_S = 3.0
+"""Between two times that replicas are told that somebody listens."""
 ASK_S = 30.0
 """For which a question waits for a replica to answer."""
 FIRST_S = 600.0
@@ -159,6 +162,16 @@ class Streams(FrontEndPort):
         """Begin to hear, for a client."""
         self.owner, self.identity = owner, identity
         self._loop.call_soon_threadsafe(self._look)
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._beats()))
+
+    async def _beats(self) -> None:
+        """Say that somebody listens, as long as requests are open."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._streams:
+                with suppress(Exception):  # a replica that is gone hears of nobody
+                    asked = self._engines.broadcast("beat", self._client)
+                    await asked.results_async(timeout_s=BEAT_S, return_exceptions=True)
 
     def _look(self) -> None:
         assert self.owner is not None

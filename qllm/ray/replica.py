@@ -29,9 +29,12 @@ from qllm.server.serve import make_engine
 from qllm.torchless import forgo_torch
 from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
 
-from .load import Load, be_tokens
+from .load import Load, be_tokens, front_end_of
 from .scaling import BE_TOKENS, LATENESS
 from .wire import Ask, Lost, Placed, Said
+
+SILENT_TICKS = 20
+"""Seconds without a word of a front end, counted by a clock that stands still with the process."""
 
 
 class Relay(Handle):
@@ -129,6 +132,9 @@ class EngineReplica:
         self._client = self._engine.client
         self._load = Load(ttft_ms, window_s)
         self._relays: dict[str, Relay] = {}
+        self._silent: dict[str, int] = {}
+        """Seconds since each front end was heard of."""
+        self._watch: asyncio.Task[None] | None = None
         meta = {"policy": config.policy}
         card = EngineCard(self._client.info, self._engine.config, meta, config.model)
         self._card = card.to_json()
@@ -197,6 +203,9 @@ class EngineReplica:
             item.max_tokens - done,
         )
         self._relays[key] = relay
+        self.beat(front_end_of(key))
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._leave_the_dead())
         try:
             yield [Placed(_own_id())]
             entry = Relayed(relay, item.arrival_ns, item.priority, item)
@@ -217,6 +226,20 @@ class EngineReplica:
             del self._relays[key]
             load.closed(key)
             relay.cancel()  # nothing if it has ended
+
+    def beat(self, front_end: str) -> None:
+        """Hear that a front end lives."""
+        self._silent[front_end] = 0
+
+    async def _leave_the_dead(self) -> None:
+        """End the requests of front ends that are gone: Ray lets their streams go on."""
+        while True:
+            await asyncio.sleep(1)
+            open_now = {front_end_of(key) for key in self._relays}
+            self._silent = {name: self._silent.get(name, 0) + 1 for name in open_now}
+            for key, relay in list(self._relays.items()):
+                if self._silent[front_end_of(key)] > SILENT_TICKS:
+                    relay.cancel()
 
     async def tell(self, key: str, op: str, *args: Any, at: str | None = None) -> str | None:
         """Change an open request, or say where it is; nothing of one that is not here.
