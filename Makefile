@@ -9,7 +9,7 @@ BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
 
-.PHONY: demo talk test test-all test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-capacity bench-kernels bench-families bench-report clean
+.PHONY: demo talk test test-all test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -58,6 +58,9 @@ bench-peers: $(READY)  # installs vLLM, transformers and llama.cpp under the use
 
 bench-papers: $(READY)
 	.venv/bin/python -m bench.papers.papers $(ARGS)
+
+bench-ray: $(RAY)/.ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m bench.serving.on_ray --out bench/results/on_ray.json $(ARGS)
 
 bench-capacity: $(READY)
 	.venv/bin/python -m bench.serving.capacity $(ARGS)

@@ -116,3 +116,20 @@ def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
             found = f"{over['ratio']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"
             lines.append((what, found, f"<= {document['reach']:g}", over["holds"]))
     return lines
+
+
+def on_ray_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/serving/on_ray.py`."""
+    lines: list[Line] = []
+    asked = document["requests"]
+    for name, what in (("killed", "one of two replicas killed"), ("calm", "none killed")):
+        row = document[name]
+        whole = row["answered"] == row["equal"] == asked
+        found = f"{row['answered']} and {row['equal']} of {asked}"
+        lines.append((f"{what}: answered, with the tokens of an engine alone", found, "all", whole))
+        before, after = (row["ls_ttft_ms"][half]["p99"] for half in ("before", "after"))
+        halves = "before and after the kill" if name == "killed" else "in the same halves"
+        lines.append((f"  LS TTFT p99 {halves}: ms", f"{before:.0f}, {after:.0f}", "", None))
+    back_s = document["killed"]["two_replicas_again_s"]
+    lines.append(("  two replicas again after: s", f"{back_s:.0f}", "", None))
+    return lines
