@@ -117,6 +117,14 @@ def test_first_tokens_are_forgotten_after_the_window() -> None:
     assert load.lateness(1_301 * MS) == 0.0
 
 
+def test_a_request_that_had_its_first_token_elsewhere_is_not_late() -> None:
+    load = Load(ttft_ms=100.0)
+    load.opened("a-1", LS, 0, Slo(), 100, 10, is_moved=True)
+    assert load.lateness(900 * MS) == 0.0
+    load.token("a-1", 900 * MS)
+    assert load.lateness(900 * MS) == 0.0
+
+
 def test_who_still_waits_counts_once_it_is_late() -> None:
     load = Load(ttft_ms=100.0)
     opened(load, "a-1")

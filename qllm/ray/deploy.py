@@ -133,7 +133,14 @@ def engine_options(config: ServerConfig, settings: RaySettings) -> dict[str, Any
 
 def connected(name: str) -> QLLMEngine:
     """See `qllm.ray.connect`."""
-    ray.init(ignore_reinit_error=True, namespace=None)
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            raise ConfigError(
+                "no Ray cluster is found: start an application on this machine (`qllm serve "
+                "MODEL --ray`), or name a cluster in RAY_ADDRESS"
+            ) from error
     try:
         engines = serve.get_deployment_handle(ENGINES, name)
     except RayServeException as error:

@@ -59,7 +59,14 @@ class Load:
         """When LS requests got their first token, and TTFT over target."""
 
     def opened(
-        self, key: str, priority: int, arrival_ns: int, slo: Slo, num_prompt: int, num_output: int
+        self,
+        key: str,
+        priority: int,
+        arrival_ns: int,
+        slo: Slo,
+        num_prompt: int,
+        num_output: int,
+        is_moved: bool = False,
     ) -> None:
         """A request has come.
 
@@ -70,8 +77,9 @@ class Load:
             slo: Its targets.
             num_prompt: Tokens to prefill, what another engine had produced included.
             num_output: Most tokens that it will still have.
+            is_moved: It had its first token elsewhere, and cannot be late.
         """
-        target = slo.ttft_ms or self._ttft_ms
+        target = None if is_moved else slo.ttft_ms or self._ttft_ms
         with self._lock:
             item = self._open[key] = _Open(priority, arrival_ns, target, num_prompt, num_output)
             self._add(key, item, 1)

@@ -201,6 +201,7 @@ class EngineReplica:
             item.slo,
             len(item.token_ids) + done,
             item.max_tokens - done,
+            is_moved=done > 0,
         )
         self._relays[key] = relay
         self.beat(front_end_of(key))
