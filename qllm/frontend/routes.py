@@ -35,7 +35,9 @@ class Costs:
     token_s: float = 1 / 8000
     """Seconds to compute a token of a prompt."""
     step_s: float = 1 / 1000
-    """Seconds of a decode step."""
+    """Seconds of a decode step of one row."""
+    output_s: float = 1 / 16000
+    """Seconds for a token of a decode step in which all seats are taken."""
 
     @property
     def boundary(self) -> float:
@@ -116,7 +118,7 @@ class EngineView:
             start_s += ls.output_tokens / ls.num * costs.step_s
         self.ls_start_s = start_s
         tokens, outputs = ls.prompt_tokens + be.prompt_tokens, ls.output_tokens + be.output_tokens
-        self.busy_s = tokens * costs.token_s + outputs * costs.step_s / self.seats
+        self.busy_s = tokens * costs.token_s + outputs * costs.output_s
 
     @property
     def num_open(self) -> int:
@@ -201,7 +203,9 @@ ROUTES: dict[str, Route] = {
 FALLBACK: Route = least
 """Chooses where a route of a plug-in raised, or returned what is no engine."""
 WITHOUT_PAGES = frozenset({by_class, by_length, least, round_robin})
-"""Routes for which nobody has to name the pages of a prompt."""
+"""Routes that do not look at the pages of a prompt, which are not named for them."""
+WITHOUT_POOLS = frozenset({by_class, by_prefix, least, round_robin})
+"""Routes that do not look at pools and at what is short."""
 
 
 def load_route(name: str) -> Route:

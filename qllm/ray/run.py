@@ -1,5 +1,6 @@
 """The application on a cluster that runs, or on one of this process: `qllm serve --ray`."""
 
+import os
 import signal
 import sys
 import threading
@@ -14,6 +15,9 @@ from .deploy import APP, build
 
 STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
+
+PROXY_MAY_TAKE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
+"""Ray Serve gives its proxy 5 s to start, kills it and gives up: too little on a busy laptop."""
 
 
 def serve(config: ServerConfig) -> None:
@@ -52,6 +56,7 @@ def start() -> bool:
     try:
         ray.init(address="auto", log_to_driver=False)
     except ConnectionError:
+        os.environ.setdefault(*PROXY_MAY_TAKE)
         ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False)
         return True
     return False

@@ -24,6 +24,7 @@ from qllm.errors import ConfigError, InvalidRequestError
 from qllm.frontend.handle import Handle
 from qllm.llm import QLLMEngine
 from qllm.ray.data import map_batches
+from qllm.ray.run import PROXY_MAY_TAKE
 from qllm.types import FinishReason, RequestStatus
 
 PORT = 8731
@@ -54,6 +55,7 @@ def until(condition: Callable[[], Any], seconds: float = 300) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> Iterator[None]:
+    os.environ.setdefault(*PROXY_MAY_TAKE)
     ray.init(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     yield
