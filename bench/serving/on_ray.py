@@ -138,14 +138,14 @@ def victim() -> int:
             line = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if line.startswith(b"ray::ServeReplica:qllm:engines"):
+        if line.startswith(b"ray::ServeReplica:bench:engines"):
             found.append(int(folder.name))
     return min(found)
 
 
 def running() -> int:
     """Replicas with an engine that serve."""
-    status = serve.status().applications["qllm"].deployments["engines"]
+    status = serve.status().applications["bench"].deployments["engines"]
     return int(status.replica_states.get("RUNNING", 0))
 
 
@@ -206,7 +206,7 @@ def main() -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         settings = {"model": "tiny", "threads": 1, "engine.exactness": EXACT, "ray.cpus": 0.5}
         settings |= {"ray.min_replicas": 2, "ray.max_replicas": 2, "ray.health_s": 1.0}
-        serve.run(qllm.ray.app(settings), name="qllm")
+        serve.run(qllm.ray.app(settings), name="bench")
         for name in ("calm", "killed"):
             seen, back_s = asyncio.run(turn(jobs, over_s, kill=name == "killed"))
             rows[name] = summary(seen, expected)
