@@ -1,0 +1,409 @@
+"""What a front end and replicas of Ray say to each other, without Ray and without a model.
+
+`Cluster` stands for the handle of a deployment, `Sums` for an engine whose next token is a function
+of all tokens before it, so that an answer which was carried over wrongly is another one.
+"""
+
+import asyncio
+import itertools
+import pickle
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from qllm.config import EngineConfig
+from qllm.errors import EngineClosedError, InvalidRequestError
+from qllm.frontend.handle import Handle
+from qllm.frontend.open import Open
+from qllm.ingress import Submission, Update
+from qllm.ingress.codec import EngineMetrics
+from qllm.ingress.messages import ModelInfo
+from qllm.plan import ModelShape
+from qllm.ray import client as clients
+from qllm.ray import replica as replicas
+from qllm.ray.client import RayClient
+from qllm.ray.replica import EngineReplica
+from qllm.server.config import ServerConfig
+from qllm.types import FinishReason, RequestStatus, Sampled, SamplingParams, Slo
+
+VOCABULARY = 997
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    return sum((i + 1) * t for i, t in enumerate(tokens)) % VOCABULARY
+
+
+def answer(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    tokens = prompt
+    for _ in range(count):
+        tokens += (next_token(tokens),)
+    return tokens[len(prompt) :]
+
+
+class Sums:
+    """An engine, and the client of it: a token for each open request at every `step`."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.config, self.client, self.failure = EngineConfig(), self, None
+        shape = ModelShape(
+            num_layers=1,
+            is_moe=(True,),
+            num_experts=2,
+            experts_per_token=1,
+            vocab_size=VOCABULARY,
+            max_position=4096,
+        )
+        self.info = ModelInfo("sums", shape, frozenset(), {}, ("fast",), {}, None)
+        self.open: dict[int, Open] = {}
+        self.paused: set[int] = set()
+        self.was_told: list[Update] = []
+        self._numbers = numbers
+
+    def raise_if_closed(self) -> None:
+        if self.failure is not None:
+            raise EngineClosedError(self.failure)
+
+    def close(self) -> None:
+        self.open.clear()
+
+    def replay(self, entry: Open) -> None:
+        self.raise_if_closed()
+        number = next(self._numbers)
+        entry.handle.move(number, self.cancel, self.status, self.update)
+        self.open[number] = entry
+
+    def cancel(self, number: int) -> None:
+        self._end(number, FinishReason.CANCELLED)
+
+    def update(self, item: Update) -> None:
+        self.was_told.append(item)
+        if item.paused is not None:
+            (self.paused.add if item.paused else self.paused.discard)(item.request_id)
+
+    def status(self, number: int) -> RequestStatus:
+        return RequestStatus.PAUSED if number in self.paused else RequestStatus.RUNNING
+
+    def _end(self, number: int, reason: FinishReason) -> None:
+        if (entry := self.open.pop(number, None)) is not None:
+            known = EngineMetrics.unknown(1, entry.priority, len(entry.handle.prompt_token_ids))
+            entry.finish(number, (reason, None), known)
+
+    def step(self) -> None:
+        for number, entry in list(self.open.items()):
+            if number in self.paused:
+                continue
+            item = entry.rest(number)
+            entry.handle.on_token(Sampled(number, next_token(item.token_ids)))
+            if item.num_output_tokens + 1 >= item.max_tokens:
+                self._end(number, FinishReason.LENGTH)
+
+    def crash(self) -> None:
+        self.failure = "the engine was killed"
+        for number, entry in list(self.open.items()):
+            del self.open[number]
+            entry.handle.log.take(entry, 0, self.failure)  # type: ignore[union-attr]
+
+    def stats(self) -> dict[str, Any]:
+        return {"num_live": len(self.open)}
+
+
+SERVING: ContextVar[int] = ContextVar("SERVING")
+"""Which replica a task stands for."""
+
+
+class DiedError(Exception):
+    """As Ray raises it."""
+
+
+class Cluster:
+    """The handle of a deployment of replicas; a call goes to the one that has least to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        numbers = itertools.count(100)
+        self.engines = [Sums(numbers) for _ in range(count)]
+        made = iter(self.engines)
+        monkeypatch.setattr(replicas, "make_engine", lambda _: next(made))
+        monkeypatch.setattr(replicas, "_own_id", lambda: str(SERVING.get()))
+        monkeypatch.setattr(replicas, "forgo_torch", lambda: None)  # other tests need it
+        config = ServerConfig(model="sums")
+        self.replicas = [EngineReplica(config, None, 30.0) for _ in range(count)]
+        self.alive = set(range(count))
+        self.takes_calls = threading.Event()
+        self.takes_calls.set()
+        self.sent: list[int] = []
+        """Which replica got each request."""
+
+    def options(self, **_: Any) -> "Cluster":
+        return self
+
+    def __getattr__(self, method: str) -> Any:
+        cluster = self
+
+        class Method:
+            def remote(self, *args: Any, at: str | None = None) -> Any:
+                sent = pickle.loads(pickle.dumps(args))
+                if method == "generate":
+                    return Stream(cluster, *sent)
+                return cluster.call(method, *sent, at=at)
+
+        return Method()
+
+    def pick(self) -> int:
+        return min(self.alive, key=lambda i: (len(self.engines[i].open), i))
+
+    async def call(self, method: str, *args: Any, at: str | None = None) -> Any:
+        found = self.pick() if at is None else int(at)
+        if found not in self.alive:
+            raise DiedError("the actor is dead")
+        result = getattr(self.replicas[found], method)(*args)
+        return await result if asyncio.iscoroutine(result) else result
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        cluster = self
+
+        class Asked:
+            async def results_async(self, **_: Any) -> list[Any]:
+                return [await cluster.call(method, *args, at=str(i)) for i in cluster.alive]
+
+        return Asked()
+
+    def kill(self, number: int) -> None:
+        self.alive.discard(number)
+        self.engines[number].open.clear()
+
+    def step(self) -> None:
+        for i in sorted(self.alive):
+            self.engines[i].step()
+
+
+class Stream:
+    """What a replica streams; it raises when the replica dies."""
+
+    def __init__(self, cluster: Cluster, ask: Any) -> None:
+        self._cluster, self._ask = cluster, ask
+
+    def cancel(self) -> None:
+        """Who iterates it leaves, which ends it here."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        cluster = self._cluster
+        while not cluster.takes_calls.is_set() or not cluster.alive:
+            await asyncio.sleep(0.005)
+        number = cluster.pick()
+        cluster.sent.append(number)
+        source = cluster.replicas[number].generate(self._ask)
+        SERVING.set(number)
+        item: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(source, None))
+                while not item.done() and number in cluster.alive:
+                    await asyncio.wait([item], timeout=0.005)
+                if number not in cluster.alive:
+                    raise DiedError("the actor died\nand more")
+                if (said := item.result()) is None:
+                    return
+                yield pickle.loads(pickle.dumps(said))
+        finally:
+            item.cancel()
+            await asyncio.gather(item, return_exceptions=True)
+            await source.aclose()
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch, 2)
+
+
+@pytest.fixture
+def front(cluster: Cluster) -> Iterator[RayClient]:
+    made = RayClient(cluster)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], Any], cluster: Cluster | None = None) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        if cluster is not None:
+            cluster.step()
+        time.sleep(0.002)
+
+
+def submit(front: RayClient, *prompt: int, most: int = 12, **more: Any) -> Handle:
+    with front.admission_lock:
+        number = front.new_number()
+        handle = Handle(
+            number=number,
+            request_id=f"r{number}",
+            prompt_token_ids=prompt,
+            detokenizer=None,
+            stop_on_text=False,
+            cancel=front.cancel,
+            status=front.status,
+            update=front.update,
+        )
+        fields: dict[str, Any] = {"priority": 0, "deadline_ns": None, **more}
+        item = Submission(
+            request_id=number,
+            name=handle.request_id,
+            token_ids=prompt,
+            sampling=SamplingParams(seed=1),
+            stop_ids=frozenset(),
+            max_tokens=most,
+            slo=Slo(),
+            arrival_ns=front.now_ns(),
+            **fields,
+        )
+        front.submit(item, handle)
+    return handle
+
+
+def test_answers_come_and_the_work_is_shared(cluster: Cluster, front: RayClient) -> None:
+    first = submit(front, 3, 4)
+    until(lambda: len(cluster.sent) == 1 and cluster.engines[0].open)
+    second = submit(front, 5)
+    until(lambda: second.has_ended and first.has_ended, cluster)
+    assert (first.token_ids, second.token_ids) == (answer((3, 4), 12), answer((5,), 12))
+    assert sorted(cluster.sent) == [0, 1]
+    assert first.finish_reason is FinishReason.LENGTH
+    assert first.result().metrics.num_output_tokens == 12
+    assert front.num_waiting == 0
+    assert front.stats()["num_live"] == 0
+    until(lambda: all(not r._relays and r._load.counts() == {} for r in cluster.replicas))
+
+
+@pytest.mark.parametrize("how", ["replica", "engine"])
+def test_a_death_loses_and_doubles_no_token(cluster: Cluster, front: RayClient, how: str) -> None:
+    handles = [submit(front, i + 1, 7, most=20) for i in range(6)]
+    until(lambda: all(len(h.token_ids) >= 4 for h in handles), cluster)
+    if how == "replica":
+        cluster.kill(0)
+    else:
+        cluster.engines[0].crash()
+        cluster.alive.discard(0)
+    until(lambda: all(handle.has_ended for handle in handles), cluster)
+    assert [h.token_ids for h in handles] == [answer((i + 1, 7), 20) for i in range(6)]
+    assert {h.finish_reason for h in handles} == {FinishReason.LENGTH}
+    assert cluster.engines[1].open == {}
+
+
+def test_a_request_that_kills_again_and_again_ends(cluster: Cluster, front: RayClient) -> None:
+    handle = submit(front, 9, most=50)
+    until(lambda: len(handle.token_ids) >= 2, cluster)
+    cluster.kill(0)
+    until(lambda: cluster.engines[1].open)  # tried there, and no token yet
+    cluster.kill(1)
+    until(lambda: handle.has_ended)
+    assert handle.finish_reason is FinishReason.ERROR
+    with pytest.raises(Exception, match="2 engines died while they had this request"):
+        handle.result()
+
+
+def test_while_there_is_no_replica_requests_wait(cluster: Cluster, front: RayClient) -> None:
+    cluster.takes_calls.clear()
+    handle, given_up = submit(front, 2), submit(front, 4)
+    late = submit(front, 3, deadline_ns=front.now_ns() + 50_000_000)
+    until(lambda: late.has_ended)
+    assert late.finish_reason is FinishReason.TIMEOUT
+    assert handle.status is RequestStatus.WAITING
+    assert front.num_waiting == 2
+    given_up.cancel()
+    until(lambda: given_up.has_ended)
+    assert given_up.finish_reason is FinishReason.CANCELLED
+    cluster.takes_calls.set()
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 12)
+
+
+def test_a_cancel_reaches_the_engine(cluster: Cluster, front: RayClient) -> None:
+    handle = submit(front, 2, most=500)
+    until(lambda: handle.token_ids, cluster)
+    handle.cancel()
+    until(lambda: handle.has_ended)
+    assert cluster.engines[0].open == {}
+    assert handle.result().metrics.num_prompt_tokens == 1
+
+
+def test_a_pause_and_a_class_reach_the_engine_and_go_along(
+    cluster: Cluster, front: RayClient
+) -> None:
+    handle = submit(front, 2, most=30)
+    until(lambda: handle.token_ids, cluster)
+    handle.update(priority="BE")
+    handle.pause()
+    until(lambda: cluster.engines[0].paused)
+    assert handle.status is RequestStatus.PAUSED
+    assert [(u.priority, u.paused) for u in cluster.engines[0].was_told] == [
+        (10, None),
+        (None, True),
+    ]
+    cluster.kill(0)
+    until(lambda: cluster.engines[1].paused)
+    handle.resume()
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 30)
+
+
+def test_who_waits_too_short_does_not_stand_against_the_tokens(
+    cluster: Cluster, front: RayClient
+) -> None:
+    """It asks for the status with the handle's lock, which whoever delivers tokens takes."""
+    handle = submit(front, 2, most=100_000)
+    until(lambda: handle.token_ids, cluster)
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.wait(0.0005):
+            cluster.step()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(20):
+            with pytest.raises(TimeoutError, match="is running"):
+                handle.result(timeout=0.001)
+    finally:
+        stop.set()
+        thread.join()
+    handle.cancel()
+
+
+def test_another_model_is_refused_by_the_replica(cluster: Cluster, front: RayClient) -> None:
+    cluster.replicas[0]._identity = "another"
+    handle = submit(front, 2)
+    until(lambda: handle.has_ended, cluster)
+    assert handle.finish_reason is FinishReason.ERROR  # the fake router always takes the first
+    assert cluster.engines[0].open == {}
+
+
+def test_an_open_prompt_is_refused(front: RayClient) -> None:
+    with pytest.raises(InvalidRequestError, match="over Ray it must be whole"):
+        submit(front, 2, is_open=True)
+    assert front.handles == {}
+
+
+def test_requests_of_a_front_end_that_is_gone_end(
+    cluster: Cluster, front: RayClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = submit(front, 2, most=10**6)
+    until(lambda: handle.token_ids, cluster)
+    assert 3 * clients.BEAT_S < replicas.SILENT_TICKS
+    monkeypatch.setattr(replicas, "SILENT_TICKS", 1)
+    monkeypatch.setattr(cluster.replicas[0], "beat", lambda _: None)  # none is heard
+    until(lambda: not cluster.engines[0].open)
+
+
+def test_close_ends_what_is_open(cluster: Cluster, front: RayClient) -> None:
+    handle = submit(front, 2, most=10**6)
+    until(lambda: handle.token_ids, cluster)
+    front.close()
+    assert handle.has_ended
+    assert handle.finish_reason is FinishReason.CANCELLED
+    with pytest.raises(EngineClosedError):
+        submit(front, 3)
