@@ -365,7 +365,7 @@ class Front:
                             request_id=f"{ask.answer_id}-{len(handles)}",
                             cache_salt=ask.cache_salt,
                             cache_owner=ask.cache_owner,
-                            cache_ttl_s=ask.cache_ttl_s,
+                            cache_ttl_s=self._ttl_s(ask, priority),
                         )
                     )
                     if ask.replay:
@@ -375,6 +375,11 @@ class Front:
             _cancel_all(handles)
             raise
         return handles
+
+    def _ttl_s(self, ask: Ask, priority: Priority) -> float | None:
+        """How long its KV is not displaced: a call's result, the next turn, comes soon."""
+        has_tools = priority is Priority.LS and bool(ask.template.get("tools"))
+        return ask.cache_ttl_s or (self.config.tool_ttl_s if has_tools else 0) or None
 
     @staticmethod
     def _send(engine: QLLMEngine, ask: Ask) -> Handle:
