@@ -83,6 +83,16 @@ class Ask:
         texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
         return sum(len(x) if isinstance(x, str | list) else SHORT for x in texts) < SHORT
 
+    def ttl_s(self, priority: Priority, tool_ttl_s: float) -> float | None:
+        """How long its KV is kept for the turns that follow; None if nothing says so.
+
+        Args:
+            priority: The class that it has.
+            tool_ttl_s: For an LS conversation with tools, which a call's result goes on with.
+        """
+        has_tools = priority is Priority.LS and bool(self.template.get("tools"))
+        return self.cache_ttl_s or (tool_ttl_s if has_tools else 0) or None
+
 
 class Sends(Protocol):
     """Has prompts that came in pieces; `open_prompts.OpenPrompts` does."""

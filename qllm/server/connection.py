@@ -14,7 +14,6 @@ and HTTP/1.0 nothing that may be written before an answer: there its end is that
 import asyncio
 from typing import Any
 
-import h11
 import httptools
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -138,7 +137,7 @@ class AfterOffer(Limited, H11Protocol):
     def handle_events(self) -> None:
         """See uvicorn."""
         super().handle_events()
-        if self.conn.their_state is not h11.IDLE:
+        if self._is_answering:
             self._head_came()
 
 

@@ -343,8 +343,9 @@ class Front:
         defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
+        ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
         if ask.opened is not None:
-            return [self._send(engine, ask)]
+            return [self._send(engine, ask, ttl_s)]
         try:
             if ask.messages is not None:
                 prompts = [self.render(ask)]
@@ -365,7 +366,7 @@ class Front:
                             request_id=f"{ask.answer_id}-{len(handles)}",
                             cache_salt=ask.cache_salt,
                             cache_owner=ask.cache_owner,
-                            cache_ttl_s=self._ttl_s(ask, priority),
+                            cache_ttl_s=ttl_s,
                         )
                     )
                     if ask.replay:
@@ -376,13 +377,8 @@ class Front:
             raise
         return handles
 
-    def _ttl_s(self, ask: Ask, priority: Priority) -> float | None:
-        """How long its KV is not displaced: a call's result, the next turn, comes soon."""
-        has_tools = priority is Priority.LS and bool(ask.template.get("tools"))
-        return ask.cache_ttl_s or (self.config.tool_ttl_s if has_tools else 0) or None
-
     @staticmethod
-    def _send(engine: QLLMEngine, ask: Ask) -> Handle:
+    def _send(engine: QLLMEngine, ask: Ask, ttl_s: float | None) -> Handle:
         """Say that a prompt is whole; on a thread of the class."""
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
         handle: Handle = ask.opened.prompt.send(
@@ -390,7 +386,7 @@ class Front:
             sampling=params,
             slo=ask.slo,
             timeout_s=ask.timeout_s,
-            cache_ttl_s=ask.cache_ttl_s,
+            cache_ttl_s=ttl_s,
         )
         return handle
 
