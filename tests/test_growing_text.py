@@ -1,6 +1,7 @@
 """Text that comes in pieces has the ids of the whole; what is wrong is said, and loses nothing."""
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
@@ -22,11 +23,11 @@ from qllm.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from qllm.frontend.growing import HELD, GrowingText
+from qllm.frontend.growing import HELD, SET_ASIDE, GrowingText
 from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt, common_prefix
 from qllm.frontend.handle import Result
 from qllm.ingress import Revision
-from qllm.types import FinishReason, RequestStatus
+from qllm.types import FinishReason, RequestStatus, StructuredOutputs
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +200,17 @@ def test_a_stop_string_ends_the_answer(tiny: QLLMEngine) -> None:
     prompt.append(WORDS[20:])
     result = prompt.send(30, stop=stop).result(60)
     assert (result.finish_reason, result.text) == (FinishReason.STOP, want[: want.find(stop)])
+
+
+def test_a_form_of_the_answer(tiny: QLLMEngine) -> None:
+    form = StructuredOutputs(regex="[0-9]{4} [a-z]{3}")
+    asks = SamplingParams(temperature=1.0, seed=3, structured_outputs=form)
+    want = tiny.submit(WORDS, "LS", 30, sampling=asks).result(60)
+    prompt = tiny.open("LS", WORDS[:20])
+    prompt.append(WORDS[20:])
+    found = prompt.send(30, sampling=asks).result(60)
+    assert (found.token_ids, found.text) == (want.token_ids, want.text)
+    assert re.fullmatch(str(form.regex), found.text)
 
 
 def test_times_count_from_the_last_piece_and_from_the_first(tiny: QLLMEngine) -> None:
@@ -394,6 +406,7 @@ def test_the_characters_that_are_tokenised_grow_with_the_text_alone(
         per_char.append(tokenizer.num_chars / size)
         assert growing.num_bytes == size
         assert bool(growing.num_whole) is not agrees
+        assert not agrees or len(growing._tail) < 2 * SET_ASIDE  # what is joined with each piece
         growing.look()
         assert growing.token_ids == growing.finish()
     assert max(per_char) < 16
