@@ -70,6 +70,12 @@ class Ask:
     """Whether it goes on with a new engine when its engine has ended."""
 
     @property
+    def names(self) -> frozenset[str | None]:
+        """What its caller may call it."""
+        own = self.answer_id.partition("-")[2]
+        return frozenset({self.answer_id, own, self.other_id} - {""})
+
+    @property
     def is_short(self) -> bool:
         """Whether making tokens of its text takes about as long as to hand it to a thread.
 

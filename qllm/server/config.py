@@ -92,9 +92,9 @@ class ServerConfig(BaseSettings):
     """Classes by the name of an InferenceObjective, which gateways send in a header; another name
     leaves the class to the request."""
     rate_per_minute: int | None = Field(None, ge=1)
-    """Most POST requests of one API key per minute."""
+    """Most POST and PUT requests of one API key per minute."""
     max_concurrent: int | None = Field(None, ge=1)
-    """Most POST requests of one API key at once."""
+    """Most POST and PUT requests of one API key at once."""
     max_choices: int = Field(128, ge=1)
     """Most prompts times n of one request."""
     max_body_bytes: int = Field(4 * MIB, ge=1024)

@@ -238,6 +238,8 @@ class Front:
             handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= takes
+            if ask.opened is not None and isinstance(error, asyncio.CancelledError):
+                ask.opened.prompt.cancel()  # it may be sent by now, and nobody waits for it
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
@@ -247,9 +249,10 @@ class Front:
         )
         answer.shows_tokens = ask.max_tokens != 0
         answer.answer_id, answer.caller = ask.answer_id, ask.caller
-        own = ask.answer_id.partition("-")[2]
-        answer.names = frozenset({ask.answer_id, own, ask.other_id} - {""})
+        answer.names = ask.names
         self.answers.add(answer)
+        if ask.opened is not None:
+            ask.opened.has_seat = False
         if answer.exchange is not None:
             answer.exchange.opened(ask.answer_id, served.priority.name, served.demoted)
         return answer
