@@ -17,6 +17,7 @@ CHOICES = {
     "on_policy_error": ("fail", "fcfs"),
     "loop": ("host", "conditional"),
     "prefix_cache": ("auto", True, False, "approximate"),
+    "role": ("both", "prefill", "decode"),
 }
 """Settings that name one of a few."""
 DEVICE_LOOP = "conditional"
@@ -42,6 +43,8 @@ ONLY_HOST_LOOP = {
     "swap_kv_tokens": 0,
     "kv_dir": None,
     "kv_ttl_s": None,
+    "role": "both",
+    "handover_gib": 0.0,
 }
 """Settings that a loop on the device does not have, and the values they have there."""
 
@@ -114,6 +117,12 @@ class EngineConfig:
     kv_ttl_s: float | None = None
     """Kept KV is deleted, in RAM and in the file, once nobody has used it for so many seconds;
     None: when its room is needed."""
+    role: str = "both"
+    """"prefill": a request is handed over once it has its first token; "decode", "both": it is not,
+    and front ends send new requests to engines of role "decode" only if there are no others."""
+    handover_gib: float = 0.0
+    """Most GiB of KV on its way to other engines, and as many on its way from them: requests that
+    move go on where they were. 0: they are computed again (docs/handover.md)."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -170,6 +179,9 @@ class EngineConfig:
             raise ConfigError(f"kv_ttl_s={shown(ttl)} must be None or a number in (0, {most:g}]")
         if not _is_number(gib) or not 0 < gib <= MAX_KV_GIB:
             raise ConfigError(f"kv_dir_gib={shown(gib)} must be a number in (0, {MAX_KV_GIB}]")
+        gib = self.handover_gib
+        if not _is_number(gib) or not 0 <= gib <= MAX_KV_GIB:
+            raise ConfigError(f"handover_gib={shown(gib)} must be a number in [0, {MAX_KV_GIB}]")
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str) and self.kv_dir):
             raise ConfigError(f"kv_dir={shown(self.kv_dir)} must be None or the path of a folder")
         if self.kv_dir is not None and self.prefix_cache in (False, "approximate"):

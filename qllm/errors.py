@@ -82,6 +82,10 @@ CRASHED = "the engine crashed"
 """How the error of a request begins that ended with its engine, not by itself."""
 
 
+MOVED = "the request goes on elsewhere; ticket: "
+"""How the error of a request begins that was handed over; the ticket of its KV follows, if any."""
+
+
 class EngineClosedError(QllmError):
     """The engine was closed, or its loop has crashed (then `__cause__` says why)."""
 

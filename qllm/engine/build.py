@@ -14,6 +14,8 @@ from qllm.cuda.streams import StreamApi
 from qllm.engine.coming import LoadingIngress
 from qllm.engine.costs import Costs
 from qllm.engine.grammars import GrammarIngress
+from qllm.engine.handed import HandedIngress
+from qllm.engine.handover import HandOver, Pull, handover_of
 from qllm.engine.holding import Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
@@ -258,6 +260,7 @@ class EngineCore(LoadedRunner):
         now_ns: The engine's clock.
         threads: Threads torch computes with; None leaves torch's choice.
         decided: See `EngineLoop`.
+        pull: Fetches KV of other engines.
 
     Raises:
         ConfigError: A setting that the device does not have.
@@ -275,9 +278,11 @@ class EngineCore(LoadedRunner):
         now_ns: Callable[[], int],
         threads: int | None,
         decided: Callable[[int, int], None] | None = None,
+        pull: Pull | None = None,
     ) -> None:
+        self.handover: HandOver | None = None
         weights = ""
-        if config.kv_dir is not None:  # now, since the runner packs them
+        if config.kv_dir is not None or config.handover_gib:  # now, since the runner packs them
             with torch_threads(threads):
                 weights = weights_digest(loaded.model)
         super().__init__(loaded, policy, config, threads)
@@ -292,7 +297,8 @@ class EngineCore(LoadedRunner):
             costs = Costs(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
-            self.loading = LoadingIngress(self.grammars, prefix)
+            self.handed = HandedIngress(self.grammars, costs)
+            self.loading = LoadingIngress(self.handed, prefix, self.handed.has_kv)
             self.loop = EngineLoop(
                 self.loading,
                 decider,
@@ -305,6 +311,11 @@ class EngineCore(LoadedRunner):
                 prefix=prefix,
                 costs=costs,
             )
+            if config.handover_gib:
+                self.handover = handover_of(
+                    self.loop, self.runner, config, weights, ingress.put, pull
+                )
+                self.handed.handover = self.loop.newcomers = self.handover
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:
                 kept.close()
@@ -322,6 +333,8 @@ class EngineCore(LoadedRunner):
         text = None if crash is None else crash_text(crash)
         open_ids = dict.fromkeys(open_requests)
         self.grammars.close()
+        if self.handover is not None:
+            self.handover.close()
         left = (*self.loop.pending, *self.loop.ingress.drain(), *self.held)
         for item in left:
             if isinstance(item, Call):
@@ -358,6 +371,7 @@ class EngineCore(LoadedRunner):
                 "in_tokens": loop.effects.tokens_in,
                 "blocks_used": loop.scheduler.swap.num_used,
             },
+            "handover": {} if self.handover is None else self.handover.stats(),
         }
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
@@ -377,6 +391,8 @@ class EngineCore(LoadedRunner):
 
     def delete_kv(self, tag: bytes) -> int:
         """Delete the kept KV of an owner or a salt. Called on the loop's thread."""
+        if self.handover is not None:
+            self.handover.outbox.delete(tag)
         return 0 if self.loop.prefix is None else self.loop.prefix.delete(tag)
 
     def settle_file(self) -> None:

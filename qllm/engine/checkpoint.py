@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from qllm.engine import archive
 from qllm.engine.holding import Held, HoldingIngress
-from qllm.engine.loop import EngineLoop, Live
+from qllm.engine.live import Live
+from qllm.engine.loop import EngineLoop
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission, Update
 from qllm.ingress.admission import refusal

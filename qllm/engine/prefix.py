@@ -136,7 +136,8 @@ class PrefixCache:
             return self.store.capacity
         return max(1, self._copy_bytes // self._page_bytes) if self._page_bytes else 1
 
-    def _chain(self, item: Submission, ids: Sequence[int]) -> Chain:
+    def chain(self, item: Submission, ids: Sequence[int]) -> Chain:
+        """The names of the pages of a request that has these tokens."""
         regime = self._runner.kv_regime(item.num_prompt_tokens, len(ids))
         root = (self._identity.encode(), regime.encode(), item.cache_salt)
         return Chain(ids, self.page_size, root)
@@ -144,7 +145,7 @@ class PrefixCache:
     def add(self, item: Submission, request: Request) -> None:
         """A request arrived; the scheduler knows it."""
         user = _User(
-            request, item, self._chain(item, item.token_ids), request.priority > Priority.LS
+            request, item, self.chain(item, item.token_ids), request.priority > Priority.LS
         )
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
@@ -162,7 +163,7 @@ class PrefixCache:
     def _begin_again(self, user: _User, token_ids: Sequence[int]) -> None:
         self._unpin(user)
         user.staged = None
-        user.chain = self._chain(user.submission, token_ids)
+        user.chain = self.chain(user.submission, token_ids)
         user.num_kept = 0
         self._wait(user.request.request_id)
 
@@ -174,7 +175,7 @@ class PrefixCache:
         user.submission = item
         if user.has_kv:
             user.num_kept = min(user.num_kept, num_kept // self.page_size)
-            user.chain = self._chain(item, item.token_ids).following(user.chain, num_kept)
+            user.chain = self.chain(item, item.token_ids).following(user.chain, num_kept)
         else:
             self._waiting[user.is_be].pop(request_id, None)
             self._begin_again(user, item.token_ids)
@@ -406,7 +407,7 @@ class PrefixCache:
         """Start to load what a request needs of the file; None if it need not wait for it."""
         if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
             return None
-        names = self._chain(item, item.token_ids).usable(item.num_prompt_tokens)
+        names = self.chain(item, item.token_ids).usable(item.num_prompt_tokens)
         used = [user.num_staged for user in self._users.values() if not user.request.is_admitted]
         room = self.store.capacity - self.tier.num_coming - sum(used)
         target = self._runner.load_target(item.num_prompt_tokens + item.max_tokens)

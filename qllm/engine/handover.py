@@ -1,0 +1,459 @@
+"""A request goes on in another engine, with its KV.
+
+    engine A   give: it leaves its frame, its KV waits under a ticket, and it ends here (`MOVED`)
+    front end  submits it again at B, prompt and output, and says where its KV is
+    engine B   holds it back, fetches the KV, checks it, and goes on where A was
+
+What comes is believed if it is of the same model, weights, kernels and settings, of exactly these
+tokens, and undamaged. Otherwise, and if nothing comes in time, B computes the request as after an
+eviction: a hand-over changes how long a request takes, and never a token.
+"""
+
+import logging
+import mmap
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.config import EngineConfig
+from qllm.engine.kv_file import Layout
+from qllm.engine.kv_identity import layout_of, software
+from qllm.engine.live import Live
+from qllm.engine.loop import EngineLoop
+from qllm.engine.outbox import Outbox
+from qllm.engine.own_threads import set_own_torch_threads
+from qllm.engine.parcel import Header, Part, read_header, tensor
+from qllm.errors import MOVED, CheckpointError
+from qllm.ingress import Call, Submission
+from qllm.ingress.messages import Source
+from qllm.record import trace
+from qllm.runner.frame import SavedRows
+from qllm.runner.kv import RequestKV, SlabKV
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.prefix import tag_of
+from qllm.scheduler.request import Request
+from qllm.types import FinishReason, Frontier, RequestId
+
+WORKERS = 2
+"""Requests whose KV is fetched at once."""
+
+Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
+"""Told the header of a parcel and the bytes of all of it: which (offset, length) to fetch."""
+Pull = Callable[[Source, Callable[[int], None], Choose, Callable[[], bool]], mmap.mmap]
+"""Fetches a parcel. Asked for its place: raise if a parcel of so many bytes is not wanted, choose
+its ranges, and end soon once the last returns False. Raises whatever went wrong."""
+
+_log = logging.getLogger("qllm")
+
+
+class Brought(NamedTuple):
+    """What came of a request, checked."""
+
+    kv: RequestKV
+    kept: SavedRows | None
+    hidden: list[Tensor]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was handed over so far."""
+
+    given: int = 0
+    """Requests that left."""
+    given_tokens: int = 0
+    """Tokens whose KV left with them."""
+    taken: int = 0
+    """Requests that came and went on where they were."""
+    taken_tokens: int = 0
+    found_tokens: int = 0
+    """Of those tokens, they lay in pages that were here already."""
+    missed: int = 0
+    """Requests that came and were computed, for whatever reason."""
+
+
+class HandOver:
+    """Gives and takes requests with their KV. Lives on the engine's thread but for `fetch`.
+
+    Args:
+        loop: Has the requests.
+        runner: Has their KV.
+        identity: Everything that decides the bits of KV, and where a row may stop, by name.
+        layout: Of a page, where our kernels run every layer; they take no other shape.
+        page_size: Tokens of a page.
+        most_bytes: Of KV that waits here, and of KV that comes.
+        put: Has the loop call something between two programs.
+        pull: Fetches a parcel, on a thread; None where nothing can be fetched.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        runner: TorchRunner,
+        identity: Mapping[str, str],
+        layout: Layout | None,
+        page_size: int,
+        most_bytes: int,
+        put: Callable[[Call], None],
+        pull: Pull | None = None,
+    ) -> None:
+        self._loop, self._runner, self._put = loop, runner, put
+        self._identity, self._layout, self._page_size = dict(identity), layout, page_size
+        self._most_bytes, self._pull = most_bytes, pull
+        self.outbox = Outbox(most_bytes)
+        self.counts = Counts()
+        self.brought: dict[RequestId, Brought] = {}
+        """KV of requests that arrive in this turn of the loop."""
+        self._workers = ThreadPoolExecutor(
+            WORKERS, "qllm-fetch", initializer=set_own_torch_threads, initargs=(1,)
+        )
+        self._lock = threading.Lock()
+        self._num_coming = 0
+        """Bytes of the parcels that are being fetched."""
+
+    # -- a request leaves
+
+    def give(self, request_id: RequestId) -> str | None:
+        """End a request that goes on elsewhere; its ticket, which its end tells too.
+
+        Returns:
+            Empty if it leaves without KV: there is none, or no room; None if it is not known, or
+            waits for more of its prompt: then it stays.
+        """
+        live = self._loop.live.get(request_id)
+        if live is None or live.request.is_open:
+            return None
+        ticket = self._pack(live)
+        self.counts.given += 1
+        self._loop.finish(request_id, FinishReason.ERROR, MOVED + ticket)
+        return ticket
+
+    def heard(self, event: trace.Event) -> None:
+        """Let each request leave that has got its first token here; a listener of the loop."""
+        if not isinstance(event, trace.Token):
+            return
+        live = self._loop.live.get(event.request_id)
+        if live is None or live.submission.num_output_tokens or live.request.num_output_tokens > 1:
+            return
+        self._put(Call(partial(self.give, event.request_id), _ignore))
+
+    def _pack(self, live: Live) -> str:
+        """Let a row leave its frame, at the start of the layer it is in; the ticket of its KV."""
+        submission, request = live
+        request_id, scheduler = request.request_id, self._loop.scheduler
+        parked = scheduler.away.get(request_id)
+        if parked is None and request.frame_id is not None:
+            parked = scheduler.frames[request.frame_id]
+        if parked is not None:
+            at = parked.program.layer_start(parked.index)
+            self._runner.leave(parked.program, request_id, at)
+        state = self._runner.requests[request_id]
+        kv, kept = state.kv, state.kept
+        if not isinstance(kv, SlabKV) or not (kv.committed or kept is not None):
+            return ""
+        names: Sequence[bytes] = ()
+        if self._loop.prefix is not None:
+            names = self._loop.prefix.chain(submission, state.ids).upto(kv.committed)
+        says = {
+            "identity": self._identity,
+            "tokens": _digest(state.ids),
+            "committed": kv.committed,
+            "kept": None if kept is None else [kept.lo, kept.hi, kept.layer],
+            "pages": [name.hex() for name in names],
+        }
+        tensors = self._tensors(kv, len(names), kv.committed if kept is None else kept.hi)
+        if kept is not None:
+            tensors["hidden"] = [kept.x_TD]
+        if state.owes_prompt and state.hidden:
+            tensors["last_hidden"] = state.hidden
+        ticket = self.outbox.put(says, tensors, tag_of(submission.cache_salt))
+        self.counts.given_tokens += kv.committed if ticket else 0
+        return ticket
+
+    def _tensors(self, kv: SlabKV, num_pages: int, hi: int) -> dict[str, Sequence[Tensor]]:
+        """KV below `hi`, where it lies: whole pages, then the rest of each layer, and states."""
+        size, found = self._page_size, dict[str, Sequence[Tensor]]()
+        slabs = [i for i, slab in enumerate(kv.slabs) if slab and i not in kv.states.layers]
+        for page in range(num_pages):
+            parts = [kv.read(layer, page * size, (page + 1) * size) for layer in slabs]
+            for name, pieces in zip("kv", zip(*parts, strict=True), strict=True):
+                found[f"page.{page}.{name}"] = pieces
+        for layer in slabs:
+            for name, piece in zip("kv", kv.read(layer, num_pages * size, hi), strict=True):
+                found[f"{name}.{layer}"] = [piece]
+        found |= {name: [state] for name, state in kv.states.export().items()}
+        return found
+
+    # -- a request comes
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether requests can come with KV."""
+        return self._pull is not None
+
+    def now_ns(self) -> int:
+        """The engine's clock."""
+        return self._loop.now_ns()
+
+    def fetch(
+        self, item: Submission, source: Source, wanted: Callable[[], bool]
+    ) -> Future[Brought]:
+        """Begin to fetch the KV of a request, on another thread.
+
+        Args:
+            item: The request.
+            source: Where its KV is.
+            wanted: Asked again and again: False if nobody waits for it any more.
+        """
+        return self._workers.submit(self._fetch, item, source, wanted)
+
+    def _fetch(self, item: Submission, source: Source, wanted: Callable[[], bool]) -> Brought:
+        assert self._pull is not None
+        taken, found, pages = 0, list[Header](), dict[int, Any]()
+
+        def allow(num_bytes: int) -> None:
+            nonlocal taken
+            with self._lock:
+                if self._num_coming + num_bytes > self._most_bytes:
+                    raise CheckpointError(
+                        f"{num_bytes} bytes of KV come, and there is room for "
+                        f"{self._most_bytes - self._num_coming} (handover_gib)"
+                    )
+                self._num_coming += num_bytes
+                taken += num_bytes
+
+        def choose(memory: memoryview, num_bytes: int) -> list[tuple[int, int]]:
+            header = read_header(memory, num_bytes)
+            found.append(header)
+            self._check(header, item)
+            pages.update(self._pages_here(header, item))
+            here = {f"page.{page}.{name}" for page in pages for name in "kv"}
+            parts = [part for name, part in header.parts.items() if name not in here]
+            return [(part.at, part.end - part.at) for part in parts]
+
+        try:
+            memory = self._pull(source, allow, choose, wanted)
+            with torch.inference_mode():
+                return self._stage(memory, found[0], item, pages)
+        finally:
+            with self._lock:
+                self._num_coming -= taken
+
+    def _check(self, header: Header, item: Submission) -> None:
+        """Return if a parcel is of this request, in an engine like this one.
+
+        Raises:
+            CheckpointError: It is not; says what differs.
+        """
+        says, size = header.says, self._page_size
+        theirs = says.get("identity")
+        if theirs != self._identity:
+            theirs = theirs if isinstance(theirs, dict) else {}
+            wrong = next(
+                (n for n in self._identity if theirs.get(n) != self._identity[n]), "release"
+            )
+            raise CheckpointError(f"the KV is of an engine with another {wrong}")
+        if says.get("tokens") != _digest(item.token_ids):
+            raise CheckpointError("the KV is of other tokens")
+        try:
+            committed, kept, names = says["committed"], says["kept"], says["pages"]
+            lo, hi, layer = (committed, committed, 1) if kept is None else kept
+            numbers = (committed, lo, hi, layer)
+            is_sane = all(type(n) is int for n in numbers) and type(names) is list
+            is_sane = is_sane and 0 <= lo == committed <= hi <= len(item.token_ids)
+            is_sane = is_sane and committed < len(item.token_ids) and (kept is None or lo < hi)
+            is_sane = is_sane and 0 < layer <= self._runner.shape.num_layers
+            is_sane = is_sane and len(names) * size <= committed
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"KV whose header makes no sense: {error!r:.100}") from error
+        if not is_sane or header.parts.keys() != self._names(header, len(names), hi):
+            raise CheckpointError("KV whose header makes no sense")
+        self._check_shapes(header, item, len(names), hi)
+
+    def _names(self, header: Header, num_pages: int, hi: int) -> set[str]:
+        """The tensors that belong to a request, by which layers have states."""
+        states = {n for n in header.parts if n.startswith("state.")}
+        layers = {n.split(".")[1] for n in states}
+        found = {n for n in header.parts if n[:2] in ("k.", "v.")}
+        if found or num_pages:
+            attend = {str(i) for i in range(self._runner.parts.num_kv_layers)} - layers
+            found = {f"{name}.{layer}" for name in "kv" for layer in attend}
+        elif not layers:
+            raise CheckpointError("KV of no layer")
+        found |= {f"page.{page}.{name}" for page in range(num_pages) for name in "kv"} | states
+        if header.says["kept"] is not None:
+            found.add("hidden")
+        committed = header.says["committed"]
+        lasting = {f"state.{layer}.{committed}." for layer in layers} if committed else set()
+        if not all(any(n.startswith(start) for n in states) for start in lasting):
+            raise CheckpointError("a layer's state is not that of its committed tokens")
+        return found | (header.parts.keys() & {"last_hidden"})
+
+    def _check_shapes(self, header: Header, item: Submission, num_pages: int, hi: int) -> None:
+        """Our kernels read KV by address: its shapes are what they expect, or it is not taken."""
+        lo, size = num_pages * self._page_size, self._page_size
+        for name, part in header.parts.items():
+            kind, shape = name.split(".")[0], part.shape
+            is_page, is_rest = kind == "page", kind in ("k", "v")
+            if not (is_page or is_rest):
+                continue
+            num_tokens, layers = (size, None) if is_page else (hi - lo, 1)
+            if self._layout is not None:
+                whole = self._layout.k if name[-1] == "k" or kind == "k" else self._layout.v
+                expected = (layers or whole[0], whole[1], num_tokens, whole[3])
+                is_ours = (shape, part.dtype) == (expected, self._layout.dtype)
+            else:
+                is_ours = len(shape) == 4 and shape[2] == num_tokens and shape[0] == (layers or 0)
+            if not is_ours:
+                raise CheckpointError(f"{name!r:.40} of another shape: {shape}")
+        committed, owed = header.says["committed"], item.sampling.prompt_logprobs is not None
+        rows = {"hidden": hi - committed, "last_hidden": committed}
+        for name in header.parts.keys() & rows.keys():
+            self._check_rows(header.parts[name], rows[name])
+        if owed and not item.num_output_tokens and committed and "last_hidden" not in header.parts:
+            raise CheckpointError("log-probabilities of the prompt are owed, and not all has come")
+
+    def _check_rows(self, part: Part, num_rows: int) -> None:
+        head = self._runner.parts.lm_head
+        if part.shape[:1] != (num_rows,) or part.shape[1:] != (head.in_features,):
+            raise CheckpointError(f"{part.name} of another shape: {part.shape}")
+
+    def _pages_here(self, header: Header, item: Submission) -> dict[int, Any]:
+        """The pages of a request that the prefix cache has; called from another thread."""
+        prefix, found = self._loop.prefix, dict[int, Any]()
+        if prefix is None:
+            return found
+        ours = prefix.chain(item, item.token_ids).upto(header.says["committed"])
+        for page, (name, theirs) in enumerate(zip(ours, header.says["pages"], strict=False)):
+            if name.hex() != theirs:
+                break
+            try:
+                found[page] = prefix.store.read(name)
+            except KeyError:
+                continue
+        return found
+
+    def _stage(
+        self, memory: mmap.mmap, header: Header, item: Submission, pages: Mapping[int, Any]
+    ) -> Brought:
+        """Put what came into KV that will be the request's."""
+        says, size = header.says, self._page_size
+        parts = {name: part for name, part in header.parts.items() if name[:5] != "page."}
+        tensors = {name: tensor(memory, part) for name, part in parts.items()}
+        kv = self._runner.backend.new_kv(item.num_prompt_tokens + item.max_tokens)
+        num_pages = len(says["pages"])
+        for page in range(num_pages):
+            here = pages.get(page)
+            if here is None:
+                here = tuple(tensor(memory, header.parts[f"page.{page}.{n}"]) for n in "kv")
+            kv.copy_in(page * size, here)
+        for name, k in tensors.items():
+            if name.startswith("k."):
+                layer = int(name[2:])
+                kv.write(layer, k, tensors[f"v.{layer}"], num_pages * size)
+        kv.states.restore(
+            {name: t.clone() for name, t in tensors.items() if name.startswith("state.")}
+        )
+        kv.committed = says["committed"]
+        kept = None
+        if says["kept"] is not None:
+            lo, hi, layer = says["kept"]
+            kept = SavedRows(lo, hi, layer, tensors["hidden"].clone())
+        hidden = [tensors[n].clone() for n in ("last_hidden",) if n in tensors]
+        self.counts.found_tokens += len(pages) * size
+        return Brought(kv, kept, hidden)
+
+    def enter(self, item: Submission, request: Request) -> bool:
+        """See `Newcomers.enter`: it goes on in blocks, or swapped out where they are short."""
+        brought = self.brought.pop(item.request_id, None)
+        if brought is None:
+            return False
+        kv, kept = brought.kv, brought.kept
+        scheduler, now = self._loop.scheduler, self._loop.now_ns()
+        if kept is not None and kept.hi - kept.lo > scheduler.limits.max_step_tokens:
+            kept = None
+        if not (kv.committed or kept):
+            self.missed("its row is longer than a step here (max_step_tokens)")
+            return False
+        request.num_computed_tokens = kv.committed
+        if kept is not None:
+            request.frontier = Frontier(kept.lo, kept.hi, kept.layer)
+        request.admitted_ns = request.last_progress_ns = now
+        if item.num_output_tokens:
+            request.first_token_ns = request.last_token_ns = now
+        need = scheduler.pool.blocks_for(request.num_written_tokens)
+        try:
+            scheduler.adopt(request, swapped=need > scheduler.pool.num_free)
+        except CheckpointError as error:
+            request.reset()
+            self.missed(str(error))
+            return False
+        kv.written = request.num_written_tokens
+        state = self._runner.requests[item.request_id]
+        state.kv, state.kept, state.hidden = kv, kept, brought.hidden
+        self.counts.taken += 1
+        self.counts.taken_tokens += kv.committed
+        return True
+
+    def missed(self, why: str) -> None:
+        """A request that was to come with KV is computed."""
+        self.counts.missed += 1
+        _log.info("a request is computed, as its KV was not handed over: %s", why)
+
+    def stats(self) -> dict[str, int]:
+        """Counts for statistics. Callable from any thread."""
+        return {**asdict(self.counts), "waiting_bytes": self.outbox.num_bytes}
+
+    def close(self) -> None:
+        """Fetch nothing more; nothing is waited for."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _ignore(*_: object) -> None:
+    """Nobody waits for the answer."""
+
+
+def _digest(token_ids: Sequence[int]) -> str:
+    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def handover_of(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    config: EngineConfig,
+    weights: str,
+    put: Callable[[Call], None],
+    pull: Pull | None,
+) -> HandOver:
+    """The hand-over of an engine.
+
+    Args:
+        loop: Has the requests.
+        runner: Has their KV.
+        config: Settings.
+        weights: Digest of the weights.
+        put: See `HandOver`.
+        pull: See `HandOver`.
+    """
+    identity = {
+        "model": runner.fingerprint(),
+        "weights": weights,
+        "software": software(),
+        "kernels": repr(sorted(runner.names.items())),
+        "dtype": str(runner.parts.lm_head.weight.dtype),
+        "exactness": config.exactness,
+        "page size": str(config.page_size),
+    }
+    layout = None if runner.backend.why_inexact else layout_of(runner, config.page_size)
+    most_bytes = int(config.handover_gib * (1 << 30))
+    made = HandOver(loop, runner, identity, layout, config.page_size, most_bytes, put, pull)
+    if config.role == "prefill":
+        loop.listeners += (made.heard,)
+    return made
