@@ -45,14 +45,25 @@ class HandedIngress(HoldingIngress[Coming]):
         """Fetches; set before anything arrives. Without one no request comes with KV."""
         self._expected: dict[RequestId, tuple[Source, float]] = {}
 
+    @property
+    def giving(self) -> HandOver:
+        """What hands over here.
+
+        Raises:
+            ConfigError: Nothing does.
+        """
+        if self.handover is None:
+            raise ConfigError("this engine hands nothing over: handover_gib=0")
+        return self.handover
+
     def expect(self, request_id: RequestId, source: Source) -> None:
         """Say where the KV is of a request that comes soon. Callable from any thread.
 
         Raises:
             ConfigError: This engine fetches none.
         """
-        if self.handover is None or not self.handover.can_fetch:
-            raise ConfigError("this engine takes no KV of others (handover_gib)")
+        if not self.giving.can_fetch:
+            raise ConfigError("this engine meets no others to take KV from (listen)")
         now = time.monotonic()
         for number, (_, since_s) in list(self._expected.items()):
             if now - since_s > EXPECT_S or len(self._expected) >= MAX_EXPECTED:

@@ -12,25 +12,24 @@ eviction: a hand-over changes how long a request takes, and never a token.
 import logging
 import mmap
 import threading
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qllm.config import EngineConfig
-from qllm.engine.kv_file import Layout
 from qllm.engine.kv_identity import layout_of, software
 from qllm.engine.live import Live
 from qllm.engine.loop import EngineLoop
 from qllm.engine.outbox import Outbox
 from qllm.engine.own_threads import set_own_torch_threads
-from qllm.engine.parcel import Header, Part, read_header, tensor
+from qllm.engine.parcel import Header, read_header, tensor
+from qllm.engine.terms import Carried, Terms, digest_of, page_parts
 from qllm.errors import MOVED, CheckpointError
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import Source
@@ -60,6 +59,8 @@ class Brought(NamedTuple):
     kv: RequestKV
     kept: SavedRows | None
     hidden: list[Tensor]
+    num_found: int
+    """Tokens of it that lay in pages which were here."""
 
 
 @dataclass(slots=True)
@@ -85,9 +86,7 @@ class HandOver:
     Args:
         loop: Has the requests.
         runner: Has their KV.
-        identity: Everything that decides the bits of KV, and where a row may stop, by name.
-        layout: Of a page, where our kernels run every layer; they take no other shape.
-        page_size: Tokens of a page.
+        terms: What KV must be like.
         most_bytes: Of KV that waits here, and of KV that comes.
         put: Has the loop call something between two programs.
         pull: Fetches a parcel, on a thread; None where nothing can be fetched.
@@ -97,16 +96,13 @@ class HandOver:
         self,
         loop: EngineLoop,
         runner: TorchRunner,
-        identity: Mapping[str, str],
-        layout: Layout | None,
-        page_size: int,
+        terms: Terms,
         most_bytes: int,
         put: Callable[[Call], None],
         pull: Pull | None = None,
     ) -> None:
         self._loop, self._runner, self._put = loop, runner, put
-        self._identity, self._layout, self._page_size = dict(identity), layout, page_size
-        self._most_bytes, self._pull = most_bytes, pull
+        self._terms, self._most_bytes, self._pull = terms, most_bytes, pull
         self.outbox = Outbox(most_bytes)
         self.counts = Counts()
         self.brought: dict[RequestId, Brought] = {}
@@ -162,8 +158,8 @@ class HandOver:
         if self._loop.prefix is not None:
             names = self._loop.prefix.chain(submission, state.ids).upto(kv.committed)
         says = {
-            "identity": self._identity,
-            "tokens": _digest(state.ids),
+            "identity": dict(self._terms.identity),
+            "tokens": digest_of(state.ids),
             "committed": kv.committed,
             "kept": None if kept is None else [kept.lo, kept.hi, kept.layer],
             "pages": [name.hex() for name in names],
@@ -179,12 +175,11 @@ class HandOver:
 
     def _tensors(self, kv: SlabKV, num_pages: int, hi: int) -> dict[str, Sequence[Tensor]]:
         """KV below `hi`, where it lies: whole pages, then the rest of each layer, and states."""
-        size, found = self._page_size, dict[str, Sequence[Tensor]]()
+        size, found = self._terms.page_size, dict[str, Sequence[Tensor]]()
         slabs = [i for i, slab in enumerate(kv.slabs) if slab and i not in kv.states.layers]
         for page in range(num_pages):
             parts = [kv.read(layer, page * size, (page + 1) * size) for layer in slabs]
-            for name, pieces in zip("kv", zip(*parts, strict=True), strict=True):
-                found[f"page.{page}.{name}"] = pieces
+            found |= zip(page_parts(page), zip(*parts, strict=True), strict=True)
         for layer in slabs:
             for name, piece in zip("kv", kv.read(layer, num_pages * size, hi), strict=True):
                 found[f"{name}.{layer}"] = [piece]
@@ -216,7 +211,7 @@ class HandOver:
 
     def _fetch(self, item: Submission, source: Source, wanted: Callable[[], bool]) -> Brought:
         assert self._pull is not None
-        taken, found, pages = 0, list[Header](), dict[int, Any]()
+        taken, found, pages = 0, list[tuple[Header, Carried]](), dict[int, Any]()
 
         def allow(num_bytes: int) -> None:
             nonlocal taken
@@ -231,144 +226,59 @@ class HandOver:
 
         def choose(memory: memoryview, num_bytes: int) -> list[tuple[int, int]]:
             header = read_header(memory, num_bytes)
-            found.append(header)
-            self._check(header, item)
-            pages.update(self._pages_here(header, item))
-            here = {f"page.{page}.{name}" for page in pages for name in "kv"}
+            found.append((header, self._terms.check(header, item)))
+            pages.update(self._pages_here(found[0][1], item))
+            here = {name for page in pages for name in page_parts(page)}
             parts = [part for name, part in header.parts.items() if name not in here]
             return [(part.at, part.end - part.at) for part in parts]
 
         try:
             memory = self._pull(source, allow, choose, wanted)
             with torch.inference_mode():
-                return self._stage(memory, found[0], item, pages)
+                return self._stage(memory, *found[0], item, pages)
         finally:
             with self._lock:
                 self._num_coming -= taken
 
-    def _check(self, header: Header, item: Submission) -> None:
-        """Return if a parcel is of this request, in an engine like this one.
-
-        Raises:
-            CheckpointError: It is not; says what differs.
-        """
-        says, size = header.says, self._page_size
-        theirs = says.get("identity")
-        if theirs != self._identity:
-            theirs = theirs if isinstance(theirs, dict) else {}
-            wrong = next(
-                (n for n in self._identity if theirs.get(n) != self._identity[n]), "release"
-            )
-            raise CheckpointError(f"the KV is of an engine with another {wrong}")
-        if says.get("tokens") != _digest(item.token_ids):
-            raise CheckpointError("the KV is of other tokens")
-        try:
-            committed, kept, names = says["committed"], says["kept"], says["pages"]
-            lo, hi, layer = (committed, committed, 1) if kept is None else kept
-            numbers = (committed, lo, hi, layer)
-            is_sane = all(type(n) is int for n in numbers) and type(names) is list
-            is_sane = is_sane and 0 <= lo == committed <= hi <= len(item.token_ids)
-            is_sane = is_sane and committed < len(item.token_ids) and (kept is None or lo < hi)
-            is_sane = is_sane and 0 < layer <= self._runner.shape.num_layers
-            is_sane = is_sane and len(names) * size <= committed
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"KV whose header makes no sense: {error!r:.100}") from error
-        if not is_sane or header.parts.keys() != self._names(header, len(names), hi):
-            raise CheckpointError("KV whose header makes no sense")
-        self._check_shapes(header, item, len(names), hi)
-
-    def _names(self, header: Header, num_pages: int, hi: int) -> set[str]:
-        """The tensors that belong to a request, by which layers have states."""
-        states = {n for n in header.parts if n.startswith("state.")}
-        layers = {n.split(".")[1] for n in states}
-        found = {n for n in header.parts if n[:2] in ("k.", "v.")}
-        if found or num_pages:
-            attend = {str(i) for i in range(self._runner.parts.num_kv_layers)} - layers
-            found = {f"{name}.{layer}" for name in "kv" for layer in attend}
-        elif not layers:
-            raise CheckpointError("KV of no layer")
-        found |= {f"page.{page}.{name}" for page in range(num_pages) for name in "kv"} | states
-        if header.says["kept"] is not None:
-            found.add("hidden")
-        committed = header.says["committed"]
-        lasting = {f"state.{layer}.{committed}." for layer in layers} if committed else set()
-        if not all(any(n.startswith(start) for n in states) for start in lasting):
-            raise CheckpointError("a layer's state is not that of its committed tokens")
-        return found | (header.parts.keys() & {"last_hidden"})
-
-    def _check_shapes(self, header: Header, item: Submission, num_pages: int, hi: int) -> None:
-        """Our kernels read KV by address: its shapes are what they expect, or it is not taken."""
-        lo, size = num_pages * self._page_size, self._page_size
-        for name, part in header.parts.items():
-            kind, shape = name.split(".")[0], part.shape
-            is_page, is_rest = kind == "page", kind in ("k", "v")
-            if not (is_page or is_rest):
-                continue
-            num_tokens, layers = (size, None) if is_page else (hi - lo, 1)
-            if self._layout is not None:
-                whole = self._layout.k if name[-1] == "k" or kind == "k" else self._layout.v
-                expected = (layers or whole[0], whole[1], num_tokens, whole[3])
-                is_ours = (shape, part.dtype) == (expected, self._layout.dtype)
-            else:
-                is_ours = len(shape) == 4 and shape[2] == num_tokens and shape[0] == (layers or 0)
-            if not is_ours:
-                raise CheckpointError(f"{name!r:.40} of another shape: {shape}")
-        committed, owed = header.says["committed"], item.sampling.prompt_logprobs is not None
-        rows = {"hidden": hi - committed, "last_hidden": committed}
-        for name in header.parts.keys() & rows.keys():
-            self._check_rows(header.parts[name], rows[name])
-        if owed and not item.num_output_tokens and committed and "last_hidden" not in header.parts:
-            raise CheckpointError("log-probabilities of the prompt are owed, and not all has come")
-
-    def _check_rows(self, part: Part, num_rows: int) -> None:
-        head = self._runner.parts.lm_head
-        if part.shape[:1] != (num_rows,) or part.shape[1:] != (head.in_features,):
-            raise CheckpointError(f"{part.name} of another shape: {part.shape}")
-
-    def _pages_here(self, header: Header, item: Submission) -> dict[int, Any]:
+    def _pages_here(self, carried: Carried, item: Submission) -> dict[int, Any]:
         """The pages of a request that the prefix cache has; called from another thread."""
         prefix, found = self._loop.prefix, dict[int, Any]()
         if prefix is None:
             return found
-        ours = prefix.chain(item, item.token_ids).upto(header.says["committed"])
-        for page, (name, theirs) in enumerate(zip(ours, header.says["pages"], strict=False)):
+        ours = prefix.chain(item, item.token_ids).upto(carried.committed)
+        for page, (name, theirs) in enumerate(zip(ours, carried.pages, strict=False)):
             if name.hex() != theirs:
                 break
-            try:
+            with suppress(KeyError):
                 found[page] = prefix.store.read(name)
-            except KeyError:
-                continue
         return found
 
     def _stage(
-        self, memory: mmap.mmap, header: Header, item: Submission, pages: Mapping[int, Any]
+        self,
+        memory: mmap.mmap,
+        header: Header,
+        carried: Carried,
+        item: Submission,
+        pages: Mapping[int, Any],
     ) -> Brought:
         """Put what came into KV that will be the request's."""
-        says, size = header.says, self._page_size
-        parts = {name: part for name, part in header.parts.items() if name[:5] != "page."}
-        tensors = {name: tensor(memory, part) for name, part in parts.items()}
+        size, parts = self._terms.page_size, header.parts
+        rest = {n: tensor(memory, part) for n, part in parts.items() if not n.startswith("page.")}
         kv = self._runner.backend.new_kv(item.num_prompt_tokens + item.max_tokens)
-        num_pages = len(says["pages"])
-        for page in range(num_pages):
+        for page in range(len(carried.pages)):
             here = pages.get(page)
             if here is None:
-                here = tuple(tensor(memory, header.parts[f"page.{page}.{n}"]) for n in "kv")
+                here = tuple(tensor(memory, parts[name]) for name in page_parts(page))
             kv.copy_in(page * size, here)
-        for name, k in tensors.items():
+        for name, k in rest.items():
             if name.startswith("k."):
                 layer = int(name[2:])
-                kv.write(layer, k, tensors[f"v.{layer}"], num_pages * size)
-        kv.states.restore(
-            {name: t.clone() for name, t in tensors.items() if name.startswith("state.")}
-        )
-        kv.committed = says["committed"]
-        kept = None
-        if says["kept"] is not None:
-            lo, hi, layer = says["kept"]
-            kept = SavedRows(lo, hi, layer, tensors["hidden"].clone())
-        hidden = [tensors[n].clone() for n in ("last_hidden",) if n in tensors]
-        self.counts.found_tokens += len(pages) * size
-        return Brought(kv, kept, hidden)
+                kv.write(layer, k, rest[f"v.{layer}"], len(carried.pages) * size)
+        kv.states.restore({n: t.clone() for n, t in rest.items() if n.startswith("state.")})
+        kv.committed = carried.committed
+        kept = carried.kept and SavedRows(*carried.kept, rest["hidden"].clone())
+        hidden = [rest[name].clone() for name in ("last_hidden",) if name in rest]
+        return Brought(kv, kept, hidden, len(pages) * size)
 
     def enter(self, item: Submission, request: Request) -> bool:
         """See `Newcomers.enter`: it goes on in blocks, or swapped out where they are short."""
@@ -400,6 +310,7 @@ class HandOver:
         state.kv, state.kept, state.hidden = kv, kept, brought.hidden
         self.counts.taken += 1
         self.counts.taken_tokens += kv.committed
+        self.counts.found_tokens += brought.num_found
         return True
 
     def missed(self, why: str) -> None:
@@ -418,10 +329,6 @@ class HandOver:
 
 def _ignore(*_: object) -> None:
     """Nobody waits for the answer."""
-
-
-def _digest(token_ids: Sequence[int]) -> str:
-    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 def handover_of(
@@ -453,7 +360,11 @@ def handover_of(
     }
     layout = None if runner.backend.why_inexact else layout_of(runner, config.page_size)
     most_bytes = int(config.handover_gib * (1 << 30))
-    made = HandOver(loop, runner, identity, layout, config.page_size, most_bytes, put, pull)
+    terms = Terms(
+        identity, layout, config.page_size, runner.shape.num_layers, runner.parts.num_kv_layers,
+        runner.parts.lm_head.in_features,
+    )  # fmt: skip
+    made = HandOver(loop, runner, terms, most_bytes, put, pull)
     if config.role == "prefill":
         loop.listeners += (made.heard,)
     return made

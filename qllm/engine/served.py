@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from qllm.config import EngineConfig
 from qllm.engine import checkpoint
 from qllm.engine.build import EngineCore, LoadedRunner
+from qllm.engine.handed import HandedIngress
+from qllm.engine.handover import Pull
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
@@ -42,6 +44,8 @@ class ProcessContext(NamedTuple):
     profile: str | None
     """Profile of the links to front ends of other hosts; None if none may come."""
     threads: int | None
+    pull: Pull | None = None
+    """Fetches KV of other engines."""
 
 
 class ServedEngine(ABC):
@@ -179,6 +183,15 @@ class ServedEngine(ABC):
         """Take over the requests of a checkpoint, which get the numbers from `first` on."""
         raise self._has_none("restore")
 
+    @property
+    def handed(self) -> HandedIngress:
+        """Where requests come from that another engine handed over; knows what hands over here.
+
+        Raises:
+            ConfigError: This engine does neither.
+        """
+        raise self._has_none("hand-over")
+
     def _has_none(self, what: str) -> ConfigError:
         loop = self.prepared.config.loop
         return ConfigError(f"{what} is not there with loop={loop!r}; make the engine without it")
@@ -204,7 +217,7 @@ class LoopEngine(ServedEngine):
         self.prepared = self._core = EngineCore(
             loaded, policy, config,
             ingress=self._ingress, sink=RingSink(self._ingress.ports), now_ns=context.now_ns,
-            threads=context.threads, decided=self._ingress.decided,
+            threads=context.threads, decided=self._ingress.decided, pull=context.pull,
         )  # fmt: skip
 
     def serve(self) -> BaseException | None:
@@ -268,6 +281,10 @@ class LoopEngine(ServedEngine):
         count = int(self.on_loop(lambda: self._core.delete_kv(tag)))
         self._core.settle_file()
         return count
+
+    @property
+    def handed(self) -> HandedIngress:
+        return self._core.handed
 
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         core, numbers = self._core, itertools.count(first)

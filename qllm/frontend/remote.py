@@ -112,6 +112,7 @@ class RemoteClient(RingClient):
         self, address: Address, wire: Wire, hello: RemoteHello, front_end: NixlFrontEnd
     ) -> None:
         self._address, self._wire = address, wire
+        self.meets_at = str(address)
         self.hello, self.info = hello, hello.info
         self.clock = Clock()
         self._far: dict[str, Any] = {"draining": False, "error": None}

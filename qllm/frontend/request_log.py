@@ -94,6 +94,37 @@ class RequestLog:
             return FinishReason.ERROR, text
         return None
 
+    # -- an engine has handed a request over
+
+    def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
+        """Let a request go on at another engine, at once: nothing is wrong with it.
+
+        Args:
+            entry: The request.
+            engine_ns: What the clock says of the engine that it leaves.
+            back: Submits it there again, if there is no other.
+        """
+        entry.shift(time.monotonic_ns() - engine_ns)
+        entry.has_moved = True
+        self.heard_of(entry)
+        threading.Thread(target=self._move, args=(entry, back), name="qllm-move").start()
+
+    def _move(self, entry: Open, back: Callable[[Open], None]) -> None:
+        with self._lock:
+            self._replay = replay = self._replay or back
+            number = next(self._numbers)
+        try:
+            if (end := entry.end()) is None:
+                replay(entry)
+                return
+        except QllmError as error:
+            if self.max_replays and isinstance(error, EngineClosedError | QueueFullError):
+                entry.num_replays += 1
+                self._put_back(number, entry)  # waits as one whose engine has died
+                return
+            end = FinishReason.ERROR, str(error)
+        entry.finish(number, end)
+
     # -- a new one
 
     def go_on(self, replay: Callable[[Open], None]) -> None:
