@@ -70,7 +70,7 @@ def serve(
     serving` explains them.
     """
     try:
-        from qllm.server.config import load_config
+        from qllm.server.config import ENGINE_ROLES, load_config
         from qllm.server.serve import serve as run
         from qllm.server.serve import serve_engine
     except ModuleNotFoundError as error:
@@ -103,4 +103,4 @@ def serve(
     quiet()
     if loaded.device == "cpu":  # else torch is asked whether it sees a GPU
         forgo_torch()
-    (serve_engine if loaded.role == "engine" else run)(loaded)
+    (serve_engine if loaded.role in ENGINE_ROLES else run)(loaded)

@@ -58,7 +58,7 @@ def make_engine(config: ServerConfig) -> QLLMEngine:
         trust_remote_code=config.trust_remote_code,
         threads=config.threads,
         meeting=_meeting(config),
-        **config.engine,
+        **config.engine_settings,
     )
     if config.hang_s:
         engine.end_if_stuck(config.hang_s)
