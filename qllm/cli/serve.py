@@ -20,10 +20,11 @@ def serve(
     model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     role: Annotated[
-        str | None, typer.Option(help="all; or engine and frontend, on two hosts.")
+        str | None,
+        typer.Option(help="all; or engine (also prefill, decode) and frontend, on several hosts."),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT for front ends (role engine).")
+        str | None, typer.Option(help="HOST:PORT for front ends and other engines (engine roles).")
     ] = None,
     engine: Annotated[
         str | None, typer.Option(help="HOST:PORT of the engine (role frontend).")

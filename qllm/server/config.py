@@ -181,13 +181,6 @@ class ServerConfig(BaseSettings):
         return parse_threads(value) if isinstance(value, str) else num_threads(value)
 
     @property
-    def engine_settings(self) -> dict[str, Any]:
-        """Settings of the engine: `engine`, and what the role makes of it."""
-        if self.role not in ("prefill", "decode"):
-            return self.engine
-        return {"handover_gib": HANDOVER_GIB, **self.engine, "role": self.role}
-
-    @property
     def model_names(self) -> tuple[str, ...]:
         """All that clients may call the model."""
         return self.served_model_name or (self.model,)
