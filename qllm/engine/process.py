@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine.build import crash_text
+from qllm.engine.own_threads import set_own_torch_threads
 from qllm.engine.pulling import Puller, give
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
@@ -311,6 +312,7 @@ class EngineProcess:
     def _hand(self, wire: Wire, ticket: str) -> None:
         """Another engine fetches the KV of a request that has left."""
         assert self._start.meeting is not None
+        set_own_torch_threads(1)
         outbox = self.engine.handed.giving.outbox
         if (parcel := outbox.read(ticket)) is None:
             raise ConfigError("no KV is kept under this ticket (any more)")
