@@ -70,7 +70,7 @@ ROWS: dict[str, Callable[[str, bool], Row]] = {
     "restart": lambda m, quick: restart_row(m, 1 if quick else 4, 4000),
     "handover_tcp": lambda m, quick: handover_row(m, 2 if quick else 6, 4000, "tcp"),
     "handover_shm": lambda m, quick: handover_row(m, 2 if quick else 6, 4000, "shm"),
-    "mover": lambda m, quick: mover_row(m, 8 if quick else 10),
+    "mover": lambda m, quick: mover_row(m, 8 if quick else 20),
 }
 
 
