@@ -28,6 +28,7 @@ from qllm.errors import MOVED, CheckpointError, ConfigError
 from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL, Submission
 from qllm.ingress.messages import Source
+from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 
@@ -57,9 +58,14 @@ def prompt_of(n: int, seed: int = 1) -> list[int]:
 
 
 def engine_of(family: str, dtype: str = "bf16", **settings: Any) -> QLLMEngine:
-    made = QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**SETTINGS, **settings})
-    object.__setattr__(made._client.runner.backend.costs, "range_ns", 0.5)
-    return made
+    model = make_model(family, DTYPES[dtype])
+    return in_pieces(QLLMEngine.from_model(model, **{**SETTINGS, **settings}))
+
+
+def in_pieces(engine: QLLMEngine) -> QLLMEngine:
+    """Cut every operator as finely as can be, however fast the machine is."""
+    object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
+    return engine
 
 
 @dataclass
@@ -221,6 +227,18 @@ def in_experts(program: Program | None, index: Index, count: int) -> bool:
     return op.kind is OpKind.EXPERTS and op.layer >= 1 and index.pos > 0
 
 
+def in_attention(program: Program | None, index: Index, count: int) -> bool:
+    """Between two tokens of a layer, where one carries a state to the next."""
+    assert program is not None
+    ops = program.ops[max(0, index.op - 1) : index.op + 1]
+    return all(op.kind is OpKind.ATTN and op.layer >= 1 for op in ops) and program.rows[0].lo == 0
+
+
+def decoding(program: Program | None, index: Index, count: int) -> bool:
+    assert program is not None
+    return program.rows[0].lo >= 75
+
+
 def after(least: int) -> Wanted:
     return lambda program, index, count: count >= least
 
@@ -259,16 +277,22 @@ def test_a_request_that_moves_anywhere_gets_the_tokens_of_one_that_stayed(
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax"])
 def test_layers_with_states_go_along(family: str) -> None:
     dtype = torch.bfloat16 if family == "qwen3_next" else torch.float32
-    how = {**SETTINGS, "max_segment_ms": 0.1}
-    models = [tiny_configs.tiny_model(family).to(dtype) for _ in range(2)]
-    a, b = (QLLMEngine.from_model(copy.deepcopy(models[0]), **how) for _ in models)
+    cut_alike = {"max_segment_ms": 0.001}  # bits depend on it
+    how = {**SETTINGS, **cut_alike, "handover_gib": 0.1}
+    model = tiny_configs.tiny_model(family).to(dtype)
+    a, b = (in_pieces(QLLMEngine.from_model(copy.deepcopy(model), **how)) for _ in range(2))
     with a, b:
         connect(a, b)
         ids = [i % tiny_configs.VOCAB for i in prompt_of(70)]
         spec = {"prompt": ids, "max_tokens": 20, "sampling": GREEDY}
         stayed = a.submit(priority="BE", **spec).result(60)
-        for n, wanted in enumerate((in_experts, after(40), after(200)), 1):
+        for n, wanted in enumerate((in_experts, in_attention, decoding), 1):
             left = leave(a, wanted, priority="BE", **spec)
+            says = core_of(a).handover.outbox._left[left.ticket]
+            of_use = {says.says["committed"], *(says.says["kept"] or ())[1:2]}
+            states = [name for name in says.tensors if name.startswith("state.")]
+            found = {int(name.split(".")[2]) for name in states}
+            assert found == of_use if wanted is decoding else found <= of_use
             assert same(go_on(b, left), stayed), left.where
             assert taken(b) == (n, 0), left.where
 
@@ -614,6 +638,7 @@ def test_a_row_longer_than_a_step_is_begun_again() -> None:
     with engine_of("mixtral") as a, engine_of("mixtral", max_step_tokens=32) as b:
         connect(a, b)
         stayed = a.submit(priority="BE", **SPEC).result(60)
+        a.reset_prefix_cache()
         left = leave(a, in_experts, priority="BE", **SPEC)
         says = core_of(a).handover.outbox._left[left.ticket].says
         assert (says["committed"], says["kept"]) == (0, [0, 150, 1])
@@ -667,6 +692,8 @@ def test_a_prefill_engine_hands_over_after_the_first_token() -> None:
             return give(number)
 
         core.handover.give = seen
+        events = list[Event]()
+        core.loop.listeners += (events.append,)
         handle = a.submit(priority="LS", **SPEC)
         until(lambda: handle.has_ended)
         assert len(handle.token_ids) == 1
@@ -674,6 +701,10 @@ def test_a_prefill_engine_hands_over_after_the_first_token() -> None:
         assert error is not None
         assert error.startswith(MOVED)
         left = Left(handle, given[0], error.removeprefix(MOVED), "", [])
+        a.call(lambda: None)  # what it does as the request ends is done
+        (end,) = [event for event in events if isinstance(event, Finished)]
+        assert end.error == "the request goes on elsewhere"
+        assert len(left.ticket) == 32
         decoded = go_on(b, left)
         core.handover._pull = connect(a, b).pull
         stayed = go_on(a, left)

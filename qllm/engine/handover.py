@@ -183,7 +183,10 @@ class HandOver:
         for layer in slabs:
             for name, piece in zip("kv", kv.read(layer, num_pages * size, hi), strict=True):
                 found[f"{name}.{layer}"] = [piece]
-        found |= {name: [state] for name, state in kv.states.export().items()}
+        positions = {str(kv.committed), str(hi)}  # others are of a layer that is done again
+        for name, state in kv.states.export().items():
+            if name.split(".")[2] in positions:
+                found[name] = [state]
         return found
 
     # -- a request comes

@@ -16,7 +16,7 @@ from qllm.engine.live import Live, request_of
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Newcomers, Sink
 from qllm.engine.revising import Revising, why
-from qllm.errors import PolicyError
+from qllm.errors import PolicyError, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.record import trace
@@ -467,7 +467,8 @@ class EngineLoop:
         if self.prefix is not None:
             self.prefix.remove(request_id)
         self.runner.remove(request_id)
-        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
+        said = without_ticket(error)
+        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=said)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
 
     def _emit(self, event: trace.Event) -> RequestMetrics | None:
