@@ -22,7 +22,13 @@ ALLOWED = {
         "skip_special_tokens",
         "clean_up_tokenization_spaces",
     ],
-    "fields that users read": ["longest_stall_ms", "p90", "be_stall_ms", "by_frame_id"],
+    "fields that users read": [
+        "longest_stall_ms",
+        "p90",
+        "be_stall_ms",
+        "by_frame_id",
+        "found_tokens",
+    ],
     "fields of requests and files": [
         "model_config",
         "qllm_costs",

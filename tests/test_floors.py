@@ -83,7 +83,8 @@ FLOORS = {
     ),
     "engine.own_threads": Floor("", STDLIB | {"torch"}),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
-    "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
+    "engine.live": Floor("ingress scheduler", PURE),
+    "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
     "engine.keeper": Floor(BASE, PURE),
     "engine.prefix": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
     "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
@@ -96,8 +97,8 @@ FLOORS = {
         PURE,
     ),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol engine.revising "
-        "ingress record runner.protocol scheduler",
+        f"{BASE} engine.costs engine.effects engine.live engine.prefix engine.protocol "
+        "engine.revising ingress record runner.protocol scheduler",
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
@@ -155,6 +156,7 @@ OWN_BENCHES = {
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.tier",
+    "kv.handover": "frontend.open frontend.request_log",
 }
 """Benches that import more than the others."""
 

@@ -1,3 +1,4 @@
+# Over 500 lines: one way to leave or to be refused per test, with the table of bad parcels.
 """A request goes on in another engine, with its KV: the tokens and bits of one that stayed."""
 
 import copy

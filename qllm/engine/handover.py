@@ -75,7 +75,7 @@ class Counts:
     """Requests that came and went on where they were."""
     taken_tokens: int = 0
     found_tokens: int = 0
-    """Of those tokens, they lay in pages that were here already."""
+    """Tokens taken that lay in pages which were here already."""
     missed: int = 0
     """Requests that came and were computed, for whatever reason."""
 

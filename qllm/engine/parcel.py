@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property

@@ -45,7 +45,7 @@ class Bytes:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
     @property

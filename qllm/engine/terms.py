@@ -33,12 +33,12 @@ class Terms(NamedTuple):
     identity: Mapping[str, str]
     """Everything that decides the bits of KV beside tokens, by name."""
     layout: Layout | None
-    """Of a page, where our kernels run every layer: they read KV by address."""
+    """A page's, where our kernels run every layer: they read KV by address."""
     page_size: int
     num_layers: int
     num_kv_layers: int
     width: int
-    """Of a hidden state."""
+    """Numbers of a hidden state."""
 
     def check(self, header: Header, item: Submission) -> Carried:
         """Return what a parcel says, if it is of this request, in an engine like this one.
