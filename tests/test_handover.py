@@ -289,11 +289,10 @@ def test_layers_with_states_go_along(family: str) -> None:
         stayed = a.submit(priority="BE", **spec).result(60)
         for n, wanted in enumerate((in_experts, in_attention, decoding), 1):
             left = leave(a, wanted, priority="BE", **spec)
-            says = core_of(a).handover.outbox._left[left.ticket]
-            of_use = {says.says["committed"], *(says.says["kept"] or ())[1:2]}
-            states = [name for name in says.tensors if name.startswith("state.")]
-            found = {int(name.split(".")[2]) for name in states}
-            assert found == of_use if wanted is decoding else found <= of_use
+            sent = core_of(a).handover.outbox._left[left.ticket]
+            states = [name for name in sent.tensors if name.startswith("state.")]
+            assert all(int(name.split(".")[2]) >= sent.says["committed"] for name in states)
+            assert states or wanted is not decoding
             assert same(go_on(b, left), stayed), left.where
             assert taken(b) == (n, 0), left.where
 

@@ -183,9 +183,8 @@ class HandOver:
         for layer in slabs:
             for name, piece in zip("kv", kv.read(layer, num_pages * size, hi), strict=True):
                 found[f"{name}.{layer}"] = [piece]
-        positions = {str(kv.committed), str(hi)}  # others are of a layer that is done again
         for name, state in kv.states.export().items():
-            if name.split(".")[2] in positions:
+            if int(name.split(".")[2]) >= kv.committed:  # else it is to be overwritten
                 found[name] = [state]
         return found
 
