@@ -472,6 +472,9 @@ BAD: dict[str, Callable[[bytearray], object]] = {
     "sizes that are no numbers": part("k.0", 2, [1, 2, 12.0, 32]),
     "many dimensions": part("k.0", 2, [1] * 9),
     "a tensor of another layer": part("k.0", 0, "k.9"),
+    "a layer under other names": rewrite(
+        lambda document: [p.insert(0, f"o{p.pop(0)}") for p in document["parts"] if p[0][2:] == "2"]
+    ),
     "no layers": rewrite(lambda document: document.update(parts=[])),
     "no JSON object": rewrite(lambda document: document.pop("says")),
 }
