@@ -125,6 +125,8 @@ class Driver(enum.StrEnum):
     """Hooks on the unmodified layer, which unwind at the router."""
     DENSE = "dense"
     """A layer without experts, run whole."""
+    AROUND = "around"
+    """A layer called with what the model's own forward gives it; under hooks, if it has experts."""
 
 
 class Slo(NamedTuple):

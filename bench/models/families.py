@@ -121,7 +121,7 @@ def support(model: Any) -> dict[str, Any]:
         pass
     names = ("experts", "router", "linear", "head", "attention", "state")
     return {
-        "grain": "expert" if drivers & {"fast", "hooked"} else "layer",
+        "grain": "expert" if kernels["experts"] else "layer",
         "native": [name for name in names if kernels.get(name, "").startswith("qllm")],
         "exactness": levels,
     }

@@ -15,13 +15,14 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
+from qllm.models.around import Around, Leave
 from qllm.models.hybrid import state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
 from qllm.models.quantised_experts import all_quantised
@@ -90,6 +91,8 @@ class LayerParts:
     """Whether `self_attn` asks the cache how long the sequence is: it runs for one request."""
     new_state: Callable[[], Any] | None = None
     """Makes the state of a request, if `self_attn` is no attention but carries a state."""
+    around: Around | None = None
+    """How the model's own forward calls the layer, if it has to be called so."""
 
 
 class Chunk(int):
@@ -109,6 +112,8 @@ class ModelParts:
     """What the model does to its logits; None is nothing."""
     rotary_emb: nn.Module | None
     """None: no layer is given position embeddings."""
+    around: Around | None = None
+    """What the model's own forward does around its layers, if it has to be asked."""
     latent_kv: bool
     """The KV cache holds MLA latents."""
     shape: ModelShape
@@ -421,26 +426,99 @@ def _refuse_extras(base: Any, config: Any) -> None:
 def discover(model: Any) -> ModelParts:
     """Find the parts of a model that `refuse_unsafe` accepted.
 
+    A model whose layers cannot be driven part by part is driven as its own forward drives them.
+
     Raises:
         ModelError: Something is not declared, or it is no MoE decoder.
     """
+    try:
+        return _discover(model, None)
+    except ModelError as error:
+        first = error
+    try:
+        around = _around(model)
+    except ModelError as second:
+        raise ModelError(f"{first}; and {second}") from second
+    except Exception as second:
+        what = f"its layers cannot be tried: {type(second).__name__}: {second}"
+        raise ModelError(f"{first}; and {what}") from second
+    return _discover(model, around)
+
+
+def _around(model: Any) -> Around:
+    """How a model's forward calls its layers.
+
+    Raises:
+        ModelError: It does something that is not known here, or has no weights yet.
+    """
     base = base_model(model)
-    layers = layer_parts(base)
+    layers = decoder_layers(base)
+    for module in base.modules():
+        _refuse_rope_types(module)
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind not in STATIC_ROPE:
+            raise ModelError(f"{type(module).__name__} has rope type {kind!r}: not supported there")
+    if any(t.device.type == "meta" for t in base.parameters()):
+        raise ModelError("its layers cannot be tried without weights")
+    kinds, attentions = _recorded(base, "attentions"), []
+    for layer in layers:
+        found = [m for m in layer.modules() if isinstance(m, kinds)]
+        attentions.append(found[0] if len(found) == 1 else None)
+    has_experts = any(_can_drive(m) for m in base.modules())
+    routers = [m for m in base.modules() if isinstance(m, _recorded(base, "router_logits"))]
+    top_k = next((int(r.top_k) for r in routers if hasattr(r, "top_k")), 0)  # type: ignore[arg-type]
+    if has_experts and not top_k:
+        top_k = _top_k((), base.config)
+    return Around(model, base, layers, attentions, top_k)
+
+
+def _around_parts(base: Any, around: Around) -> tuple[LayerParts, ...]:
+    """Parts of the layers that are called as the model's forward calls them."""
+    out = []
+    kinds = _recorded(base, "attentions")
+    for index, layer in enumerate(around.layers):
+        experts = next((m for m in layer.modules() if _can_drive(m)), None)
+        if not around.may_stop[index]:
+            experts = None
+        parents = (m for m in layer.modules() if experts is not None and experts in m.children())
+        block = next(parents, None)
+        out.append(
+            LayerParts(
+                index=index,
+                layer=layer,
+                self_attn=None if experts is None else _child_of(layer, kinds),
+                driver=Driver.AROUND,
+                is_moe=experts is not None,
+                mlp=block,
+                router=_router(base, block, experts),
+                experts=experts,
+                new_state=partial(around.new_state, index),
+                around=around,
+            )
+        )
+    return tuple(out)
+
+
+def _discover(model: Any, around: Around | None) -> ModelParts:
+    base = base_model(model)
+    layers = layer_parts(base) if around is None else _around_parts(base, around)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")
     config = base.config
-    _refuse_extras(base, config)
+    if around is None:
+        _refuse_extras(base, config)
     experts = next((parts.experts for parts in layers if parts.experts is not None), None)
-    multiplier = getattr(base, "embedding_multiplier", None)
+    multiplier = None if around is not None else getattr(base, "embedding_multiplier", None)
     return ModelParts(
         embed=model.get_input_embeddings(),
         embedding_multiplier=None if multiplier is None else float(multiplier),
         layers=layers,
-        norm=_norm(base),
+        norm=_norm(base) if around is None else Leave(around),
         lm_head=head,
         logit_rule=logit_rule_of(model, config),
-        rotary_emb=_rotary(base, layers, head.weight),
+        rotary_emb=_rotary(base, layers, head.weight) if around is None else None,
+        around=around,
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
             num_layers=len(layers),

@@ -45,6 +45,9 @@ def _called(parts: ModelParts) -> Iterator[nn.Module]:
     """Modules that compute when their part is computed by its own modules."""
     yield from parts.embed.modules()
     yield from parts.norm.modules()
+    if parts.around is not None:
+        experts = [m for layer in parts.layers if layer.experts for m in layer.experts.modules()]
+        yield from (m for layer in parts.around.layers for m in layer.modules() if m not in experts)
     for layer in parts.layers:
         mlp = None if layer.is_moe else layer.mlp
         norms = layer.input_layernorm, layer.post_attention_layernorm

@@ -22,6 +22,7 @@ from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
 from qllm.runner.invariance import find_invariance
+from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
@@ -228,6 +229,8 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
 
     A dense layer of unknown glue is driven by hooks.
     """
+    if parts.around is not None:
+        return AroundDriver(parts)
     if len(parts.attentions) > 1:
         return WholeDriver(parts)
     if parts.input_layernorm is None:

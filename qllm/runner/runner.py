@@ -22,6 +22,7 @@ from qllm.runner.compute import RunOp
 from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
 from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.layers import attention
+from qllm.runner.layers.around import embed
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.native import attend_some
 from qllm.runner.layers.work import Work
@@ -206,7 +207,8 @@ class TorchRunner:
     def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
         frame.rope = self.rope.rows(program, self.requests)
-        frame.load_rows(self.requests, self.parts.lm_head.weight)
+        around = self.parts.around
+        frame.load_rows(self.requests, self.parts.lm_head.weight if around is None else around.like)
         return frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
@@ -299,7 +301,13 @@ class TorchRunner:
     # ops
 
     def _embed(self, frame: Frame, op: Op, pos: int) -> int:
-        program = frame.program
+        program, around = frame.program, self.parts.around
+        if around is not None:
+            frame.flush()
+            num = sum(program.rows[r].num_tokens for r in program.groups[op.group])
+            frame.x_TD = embed(around, *self._calling(frame, op.group, 0, num))
+            frame.group = op.group
+            return 0
         ids: list[int] = []
         for r in program.groups[op.group]:
             row = program.rows[r]
@@ -316,6 +324,12 @@ class TorchRunner:
     def new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
         return self.backend.new_step(frame.spans(self.requests, group, lo, hi), hi - lo)
+
+    def _calling(self, frame: Frame, group: int, lo: int, hi: int) -> tuple[Any, ...]:
+        """What a driver needs to call a layer as the model's forward does; nothing elsewhere."""
+        if self.parts.around is None:
+            return ()
+        return frame.rope_of(group, lo, hi), frame.step_of(group, lo, hi, self.new_step)
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
@@ -341,7 +355,8 @@ class TorchRunner:
         lo, hi = op.lo, op.hi
         if hi - lo != x.shape[0]:
             x, mid = x[lo:hi], mid[lo:hi]
-        state.routed[lo] = self._drivers[op.layer].route(x, mid)
+        calling = self._calling(frame, op.group, lo, hi)
+        state.routed[lo] = self._drivers[op.layer].route(x, mid, *calling)
         return 0
 
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
@@ -374,7 +389,7 @@ class TorchRunner:
         assert mid is not None
         whole = hi - lo == x.shape[0]
         part, mid_part = (x, mid) if whole else (x[lo:hi], mid[lo:hi])
-        driver = self._drivers[layer]
+        driver, calling = self._drivers[layer], self._calling(frame, op.group, lo, hi)
         if self.shape.is_moe[layer]:
             assert state.work is not None
             assert state.weights_TK is not None
@@ -382,9 +397,9 @@ class TorchRunner:
                 raise InvariantError(f"layer {layer} combines before all its experts ran (I1)")
             routed = state.routed[lo]
             experts = state.work.combine(lo, hi, state.weights_TK, routed.x_TD.dtype)
-            out = driver.combine(part, mid_part, routed, experts)
+            out = driver.combine(part, mid_part, routed, experts, *calling)
         else:
-            out = driver.dense(part, mid_part)
+            out = driver.dense(part, mid_part, *calling)
         if not whole:
             if lo == 0:
                 state.next_TD = torch.empty_like(x)

@@ -12,13 +12,14 @@ pass that is forgotten, stopped in between or run in another way finds where it 
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from qllm.errors import InvariantError
 from qllm.models.hybrid import LightningState
+from qllm.models.layer_cache import LayerCache
 
 NewState = Callable[[], Any]
 """Makes the state of one layer of a request that has no token yet."""
@@ -41,6 +42,8 @@ class States:
         held = self._held.get(layer, {})
         if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
+        if isinstance(saved := held[position], Saved):
+            held[position] = new_state().load(saved.tensors)
         return copy.deepcopy(held[position]) if position == committed else held.pop(position)
 
     def advance(
@@ -64,6 +67,14 @@ class States:
             return state, state
         spare = next((p for p in held if p != committed), None)
         return held[position], new_state() if spare is None else held.pop(spare)
+
+    def last(self, layer: int, new_state: NewState) -> Any:
+        """The state of the last token that the layer has seen, itself."""
+        held = self._held[layer]
+        position = max(held)
+        if isinstance(saved := held[position], Saved):
+            held[position] = new_state().load(saved.tensors)
+        return held[position]
 
     def put(self, layer: int, position: int, state: Any, committed: int) -> None:
         """Hold a state, and that of the committed tokens; the others go."""
@@ -105,8 +116,18 @@ class States:
             self._held.setdefault(index, {})[at] = _restored(named)
 
 
+class Saved(NamedTuple):
+    """A `LayerCache` that was restored; its layer makes the empty one."""
+
+    tensors: dict[str, Tensor]
+
+
 def tensors_of(state: Any) -> dict[str, Tensor]:
     """Tensors of one state, by name."""
+    if isinstance(state, Saved):
+        return state.tensors
+    if isinstance(state, LayerCache):
+        return state.tensors()
     if isinstance(state, LightningState):
         return {} if state.value is None else {"value": state.value}
     found = {}
@@ -119,6 +140,8 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 def _restored(tensors: Mapping[str, Tensor]) -> Any:
     """The state that had these tensors."""
+    if any(name.startswith("cache.") for name in tensors):
+        return Saved(dict(tensors))
     if "value" in tensors:
         state = LightningState()
         state.value = tensors["value"]
