@@ -1,8 +1,8 @@
 """What a model's own forward does around its decoder layers, learned by running it.
 
 Layers whose arguments are more than hidden states, positions and the cache (several residual
-streams, token ids for a router, masks that an indexer reads, values of earlier layers) are called as
-the model's forward calls them. That forward is run with stubs in place of its layers:
+streams, token ids for a router, masks that an indexer reads, values of earlier layers) are called
+as the model's forward calls them. That forward is run with stubs in place of its layers:
 
     enter    ids of tokens [lo, hi)  ->  input of the first layer, and the arguments of each
     leave    output of the last layer ->  what the output head is given
@@ -192,7 +192,9 @@ class Around:
                 _, found = self._bound(number, args, kwargs)
                 out = real(torch.cat(xs[number][lo : lo + CHUNK], 1), **found)
                 right = torch.cat(ys[number][lo : lo + CHUNK], 1)
-                off, size = ((t.float().flatten(2).norm(dim=-1)) for t in (_first(out) - right, right))
+                off, size = (
+                    (t.float().flatten(2).norm(dim=-1)) for t in (_first(out) - right, right)
+                )
                 same.append(bool((off <= CLOSE * size).float().mean() > MOST))
                 return (right, *out[1:]) if isinstance(out, tuple) else right
 
@@ -219,7 +221,9 @@ class Around:
                 if number and x is not made[-1][0]:
                     raise self._error("computes between its layers")
                 given.append(found)
-                made.append([x.clone(), *(x.new_empty(0) for _ in range(self._lengths[number] - 1))])
+                made.append(
+                    [x.clone(), *(x.new_empty(0) for _ in range(self._lengths[number] - 1))]
+                )
                 return tuple(made[-1]) if self._lengths[number] else made[-1][0]
 
             return run
@@ -232,7 +236,9 @@ class Around:
                     self.caches[number].add(name)
                 for layer, values in enumerate(made[:number]):
                     self.handed[number] += [
-                        Handed(name, layer, place) for place, one in enumerate(values) if one is value
+                        Handed(name, layer, place)
+                        for place, one in enumerate(values)
+                        if one is value
                     ]
         if any(value.place == 0 for handed in self.handed for value in handed):
             raise self._error("hands its layers hidden states of earlier ones")
@@ -355,7 +361,9 @@ def _kept(cache: Cache) -> dict[str, Tensor]:
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(t, other[name]) for name, t in one.items()
+    )
 
 
 def _of_length(fresh: Any, length: int, like: Tensor) -> Any:

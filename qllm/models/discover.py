@@ -9,13 +9,10 @@ forward and of its MoE block's, without docstrings, annotations and the name of 
 A glue that is not in the tables below is driven by hooks.
 """
 
-import ast
-import hashlib
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +20,9 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.around import Around, Leave
+from qllm.models.digests import fingerprint
 from qllm.models.hybrid import state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
-from qllm.models.quantised_experts import all_quantised
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -36,7 +33,6 @@ CACHES = {"cache_params", "past_key_values"}
 LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
 STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rope types that give a position the same values in every call."""
-MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
 
 LAYER_GLUE = {
     "beedea11a992": "plain",  # mixtral, phimoe
@@ -119,6 +115,11 @@ class ModelParts:
     shape: ModelShape
 
     @property
+    def like(self) -> Tensor:
+        """Dtype, device and width of what layers are given, in its last dimension."""
+        return self.lm_head.weight if self.around is None else self.around.like
+
+    @property
     def num_kv_layers(self) -> int:
         """Layers of the cache: some layers attend twice, some never."""
         found: list[Any] = self.attentions
@@ -128,42 +129,6 @@ class ModelParts:
     def attentions(self) -> list[nn.Module]:
         """All attention, in order."""
         return [attn for layer in self.layers for attn in layer.attentions]
-
-
-class _Normal(ast.NodeTransformer):
-    """Drop what does not change the meaning: annotations, docstrings, the MoE child's name."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.name, node.returns, node.decorator_list = "f", None, []
-        if ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-        self.generic_visit(node)
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        node.attr = MOE_NAMES.get(node.attr, node.attr)
-        return node
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Digest of the forward of a module's class, names normalised; empty if it has no source."""
-    return source_digest(inspect.unwrap(type(module).forward))
-
-
-@cache
-def source_digest(function: Callable[..., Any]) -> str:
-    """Digest of the source of a function, names normalised; empty if it has no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    text = ast.unparse(_Normal().visit(tree))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -529,25 +494,3 @@ def _discover(model: Any, around: Around | None) -> ModelParts:
             max_position=_max_position(config),
         ),
     )
-
-
-def identity(model: nn.Module, expert_weights: str = "auto") -> str:
-    """Digest of a model: its class, its settings, a sample of its weights' bytes, their format."""
-    kind = type(model).__name__ + expert_weights.removeprefix("auto")
-    digest = hashlib.sha256(kind.encode())
-    settings = base_model(model).config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        settings.pop(name, None)
-    digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
-    quantised = all_quantised(model)
-    for name, experts in quantised.items():
-        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            continue
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

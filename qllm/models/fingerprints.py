@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from qllm.models.digests import fingerprint, source_digest
 from qllm.models.discover import (
     BLOCK_GLUE,
     LAYER_GLUE,
     LayerParts,
     base_model,
-    fingerprint,
     layer_parts,
-    source_digest,
 )
 
 TESTED_TRANSFORMERS = "5.23.0"

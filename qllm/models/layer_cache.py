@@ -1,8 +1,8 @@
 """What one layer keeps of one request in transformers' cache, whatever it is.
 
-Keys and values, windows of them, keys of an indexer, compressed keys and what is not compressed yet,
-states of convolutions and recurrences, counters: attributes of a layer of the cache. A pass that
-starts from committed tokens leaves their state as it is, so it works on a copy.
+Keys and values, windows of them, keys of an indexer, compressed keys and those that wait for their
+compression, states of convolutions and recurrences, counters: attributes of a layer of the cache. A
+pass that starts from committed tokens leaves their state as it is, so it works on a copy.
 """
 
 import copy

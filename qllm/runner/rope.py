@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.models.discover import STATIC_ROPE, ModelParts, base_model, source_digest
+from qllm.models.digests import source_digest
+from qllm.models.discover import STATIC_ROPE, ModelParts, base_model
 from qllm.runner.frame import RequestState
 from qllm.scheduler.program import Program
 from qllm.types import RequestId

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
-from qllm.models.discover import ModelParts, discover, identity
+from qllm.models.discover import ModelParts, discover
+from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
@@ -201,15 +202,11 @@ class TorchRunner:
                 raise InvariantError(f"{row} starts off {request.kv.committed} (I2)")
         for row, blocks in zip(program.rows, tables or [()] * len(program.rows), strict=True):
             self.requests[row.request_id].kv.hold(blocks, row.hi)
-        with torch.inference_mode():
-            self.frames[program.frame_id] = self._new_frame(program)
-
-    def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
-        frame.rope = self.rope.rows(program, self.requests)
-        around = self.parts.around
-        frame.load_rows(self.requests, self.parts.lm_head.weight if around is None else around.like)
-        return frame
+        with torch.inference_mode():
+            frame.rope = self.rope.rows(program, self.requests)
+            frame.load_rows(self.requests, self.parts.like)
+        self.frames[program.frame_id] = frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self.frames[program.frame_id]
@@ -301,23 +298,14 @@ class TorchRunner:
     # ops
 
     def _embed(self, frame: Frame, op: Op, pos: int) -> int:
-        program, around = frame.program, self.parts.around
-        if around is not None:
-            frame.flush()
-            num = sum(program.rows[r].num_tokens for r in program.groups[op.group])
-            frame.x_TD = embed(around, *self._calling(frame, op.group, 0, num))
-            frame.group = op.group
-            return 0
-        ids: list[int] = []
-        for r in program.groups[op.group]:
-            row = program.rows[r]
-            is_dead = row.request_id in frame.dead
-            own = [] if is_dead else self.requests[row.request_id].ids
-            ids += [0] * row.num_tokens if is_dead else own[row.lo : row.hi]
-        x = self.parts.embed(torch.tensor(ids, device=self._device))
-        if self.parts.embedding_multiplier is not None:
-            x = x * self.parts.embedding_multiplier
+        parts = self.parts
         frame.flush()
+        if parts.around is not None:
+            x = embed(parts.around, *self._calling(frame, op))
+        else:
+            x = parts.embed(torch.tensor(frame.ids(self.requests, op.group), device=self._device))
+            if parts.embedding_multiplier is not None:
+                x = x * parts.embedding_multiplier
         frame.x_TD, frame.group = x, op.group
         return 0
 
@@ -325,11 +313,12 @@ class TorchRunner:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
         return self.backend.new_step(frame.spans(self.requests, group, lo, hi), hi - lo)
 
-    def _calling(self, frame: Frame, group: int, lo: int, hi: int) -> tuple[Any, ...]:
+    def _calling(self, frame: Frame, op: Op) -> tuple[Any, ...]:
         """What a driver needs to call a layer as the model's forward does; nothing elsewhere."""
         if self.parts.around is None:
             return ()
-        return frame.rope_of(group, lo, hi), frame.step_of(group, lo, hi, self.new_step)
+        where = op.group, op.lo, op.hi
+        return frame.rope_of(*where), frame.step_of(*where, self.new_step)
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
@@ -355,8 +344,7 @@ class TorchRunner:
         lo, hi = op.lo, op.hi
         if hi - lo != x.shape[0]:
             x, mid = x[lo:hi], mid[lo:hi]
-        calling = self._calling(frame, op.group, lo, hi)
-        state.routed[lo] = self._drivers[op.layer].route(x, mid, *calling)
+        state.routed[lo] = self._drivers[op.layer].route(x, mid, *self._calling(frame, op))
         return 0
 
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
@@ -389,7 +377,7 @@ class TorchRunner:
         assert mid is not None
         whole = hi - lo == x.shape[0]
         part, mid_part = (x, mid) if whole else (x[lo:hi], mid[lo:hi])
-        driver, calling = self._drivers[layer], self._calling(frame, op.group, lo, hi)
+        driver, calling = self._drivers[layer], self._calling(frame, op)
         if self.shape.is_moe[layer]:
             assert state.work is not None
             assert state.weights_TK is not None

@@ -1,8 +1,8 @@
 """Layers that are called as the model's own forward calls them (`qllm.models.around`).
 
 One request after the other, and one block of its tokens after the other. A layer with experts is
-driven by hooks and stops at them; what else a layer does runs whole. Whatever the layer keeps in the
-cache is a state of the request (`runner.states`):
+driven by hooks and stops at them; other layers run whole. Whatever a layer keeps in the cache is a
+state of the request (`runner.states`):
 
     attend    committed state -> state of the new tokens, as far as the attention writes it
     route     on a copy of that, which is dropped
@@ -134,8 +134,10 @@ class AroundDriver:
             ids = torch.arange(self._around.top_k, device=x.device).expand(num, -1)
             return Routed(x, ids, x.new_zeros(ids.shape), {})
         like = found[0][1]
-        kept = {name: _put_together(num, [(at, r.siblings[name]) for at, r in found])
-                for name in like.siblings}
+        kept = {
+            name: _put_together(num, [(at, r.siblings[name]) for at, r in found])
+            for name in like.siblings
+        }
         ids, x, weights = (
             _put_together(num, [(at, getattr(r, name)) for at, r in found])
             for name in ("ids", "hidden", "weights")
