@@ -54,7 +54,7 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_head_dim": 32,
     "v_head_dim": 16,
-    "index_n_heads": 4,
+    "index_n_heads": 32,
     "index_head_dim": 32,
     "index_topk": 16,
     "sliding_window": 16,
@@ -68,7 +68,12 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
 }
-"""Set where a config class has the name. All differ from what the classes have by default."""
+"""Set where a config class has the name. All differ from what the classes have by default.
+
+An indexer sums positive scores of its heads; with few heads many sums are 0, and which of equal
+ones are taken depends on how many keys a call sees. Published ones have 64 heads, and equal sums
+hardly ever.
+"""
 MLA_SIZES = {"num_key_value_heads": 4}
 """For families with latents: every head has its own expanded keys."""
 MIXED = ["linear_attention", "full_attention"] * 2

@@ -317,13 +317,11 @@ class TorchRunner:
         """What a driver needs to call a layer as the model's forward does; nothing elsewhere."""
         if self.parts.around is None:
             return ()
-        where = op.group, op.lo, op.hi
-        return frame.rope_of(*where), frame.step_of(*where, self.new_step)
+        return frame.rope_of(*op[2:]), frame.step_of(*op[2:], self.new_step)
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
-        x, state = frame.activate(group), frame.layer
-        step = frame.step_of(group, lo, hi, self.new_step)
+        x, state, step = frame.activate(group), frame.layer, frame.step_of(*op[2:], self.new_step)
         rope = frame.rope_of(group, lo, hi, self.parts.layers[layer].rope_kind)
         whole, costs = hi - lo == x.shape[0], self.backend.costs
         driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
