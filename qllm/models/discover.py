@@ -403,6 +403,8 @@ def discover(model: Any) -> ModelParts:
     try:
         around = _around(model)
     except ModelError as second:
+        if str(second) == str(first):
+            raise
         raise ModelError(f"{first}; and {second}") from second
     except Exception as second:
         what = f"its layers cannot be tried: {type(second).__name__}: {second}"

@@ -50,7 +50,7 @@ class LayerCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it as tensors by name."""
-        found = {"cache.": torch.empty(0)}
+        found = {"cache.": torch.empty(0)}  # it has a name even if it keeps nothing
         for index, layer in self.layers.items():
             for path, value in _values(layer):
                 name = f"cache.{index}.{path}"
@@ -60,6 +60,7 @@ class LayerCache:
                     found[f"{name}={type(value).__name__}"] = torch.tensor(value)
         for kind in ("attended", "handed"):
             for lo, values in getattr(self, kind).items():
+                found[f"{kind}.{lo}."] = torch.empty(0)
                 found.update({f"{kind}.{lo}.{place}": t for place, t in values.items()})
         return found
 
@@ -72,8 +73,10 @@ class LayerCache:
             number, _, path = rest.partition(".")
             if kind == "cache":
                 _set(self.layers[int(number)], path, tensor)
-            else:
-                getattr(self, kind).setdefault(int(number), {})[int(path)] = tensor
+                continue
+            values = getattr(self, kind).setdefault(int(number), {})
+            if path:
+                values[int(path)] = tensor
         return self
 
     def refuse_unknown(self) -> None:
@@ -93,10 +96,13 @@ class LayerCache:
 
     def compact(self) -> None:
         """Let go of what views hold beside what they show."""
+        made: dict[int, Tensor] = {}  # what is kept under two names stays one
         for layer in self.layers.values():
             for name, value in list(_values(layer)):
                 if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-                    _put(layer, name, value.clone(memory_format=torch.contiguous_format))
+                    if id(value) not in made:
+                        made[id(value)] = value.clone(memory_format=torch.contiguous_format)
+                    _put(layer, name, made[id(value)])
 
 
 def _copy(layer: Any) -> Any:
