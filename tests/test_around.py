@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_equality import CUTS
+from test_equality import cuts_of
 from test_swap_models import Always, finished, one_pass
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -48,11 +48,8 @@ def prompt_of(num: int, seed: int = 0) -> list[int]:
 def runner_of(family: str) -> TorchRunner:
     """A runner with as many boundaries as there can be."""
     runner = cpu_runner(copy.deepcopy(model_of(family)), kernels="reference")
-    around = runner.parts.around
-    assert around is not None
     assert {driver.value for driver in runner.drivers} == {Driver.AROUND.value}
-    no_blocks = CUTS._replace(max_cost=float("inf"), max_block=1 << 30, min_block=1 << 30)
-    runner.backend.cuts = CUTS if around.goes_on else no_blocks
+    runner.backend.cuts = cuts_of(runner)
     object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     return runner
 
