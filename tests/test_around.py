@@ -130,7 +130,7 @@ def test_a_pass_that_is_dropped_at_any_boundary_leaves_what_was_committed(family
     add(runner, 2)
     for step, samples in zip(STEPS, expected, strict=True):
         program = begin(runner, 2, *step)
-        for num in range(sum(1 for _ in boundaries(runner, program))):
+        for num in range(step[0] % 5, sum(1 for _ in boundaries(runner, program)), 7):
             runner.drop(program)
             program = begin(runner, 2, *step)
             for i, _ in enumerate(boundaries(runner, program)):
@@ -145,7 +145,7 @@ def test_a_row_leaves_its_frame_at_any_boundary_and_goes_on(family: str) -> None
     runner = runner_of(family)
     expected, last = plain(runner, 1)
     number, inside = 2, 0
-    for num in range(0, 10_000, 3):
+    for num in range(1, 10_000, 5):
         add(runner, number)
         finished(runner, begin(runner, number, *STEPS[0]))
         program = begin(runner, number, *STEPS[1])
@@ -202,7 +202,8 @@ def test_a_long_prompt_gives_the_tokens_of_generate(
     )
     assert drivers == [Driver.AROUND]
     assert all_families.difference(found, expected) <= all_families.CLOSE
-    assert min(len(set(stream.tokens)) for stream in expected) > 2
+    spread = [max(stream.logprobs) - min(stream.logprobs) for stream in expected]
+    assert min(spread) > 10 * all_families.CLOSE, "it would not show a wrong step"
 
 
 def test_a_checkpoint_goes_on_in_a_new_engine(family: str, tmp_path: Path) -> None:
@@ -247,9 +248,8 @@ def test_what_the_forward_shows() -> None:
 @pytest.mark.parametrize("kind", sorted(JOINED))
 def test_a_pass_on_a_copy_leaves_the_committed_layer_of_the_cache(kind: str) -> None:
     """Those that share their tensors with a copy never write into one."""
-    family = "deepseek_v4" if kind.startswith("Deepseek") else "deepseek_v32"
     made = {"DynamicLayer": DynamicLayer()}
-    for state in ("deepseek_v4", "deepseek_v32", "dots3_note_text"):
+    for state in ("deepseek_v4", "deepseek_v32"):
         for layer in discover(model_of(state)).around.fresh:  # type: ignore[union-attr]
             made.setdefault(type(layer).__name__, layer)
     layer = copy.deepcopy(made[kind])
@@ -272,7 +272,7 @@ def test_a_pass_on_a_copy_leaves_the_committed_layer_of_the_cache(kind: str) -> 
         grow(other.layers[0], 7, seed)
     assert_same(held.tensors(), before)
     assert other.tensors().keys() >= before.keys()
-    assert not torch.equal(other.tensors()["cache.0.keys"], before["cache.0.keys"]), family
+    assert not torch.equal(other.tensors()["cache.0.keys"], before["cache.0.keys"])
 
 
 def test_what_is_not_known_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,4 +331,4 @@ def test_hooks_are_called_but_for_experts_and_head(caplog: pytest.LogCaptureFixt
         assert "hooks on model.layers.1.mlp.experts are never called" in caplog.text
         called.clear()
         engine.submit(prompt_of(9), "LS", 2, sampling=GREEDY).result(60)
-    assert called == ["attention"] * 2
+    assert set(called) == {"attention"}

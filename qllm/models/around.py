@@ -242,6 +242,12 @@ class Around:
                     ]
         if any(value.place == 0 for handed in self.handed for value in handed):
             raise self._error("hands its layers hidden states of earlier ones")
+        one, other = (self.enter(ids_1T[0], 0, shift).given for shift in (0.0, 1.0))
+        if not _same(_tensors(one), _tensors(other)):
+            raise self._error("hands its layers what it computes of hidden states of earlier ones")
+        x_RW = self.like.new_ones((2, self.like.shape[1]))
+        if not torch.equal(self.leave(x_RW), self.leave(x_RW, 1.0)):
+            raise self._error("computes its output from hidden states of more than its last layer")
 
     def _bound(self, number: int, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Hidden states, and the other arguments by name."""
@@ -275,8 +281,14 @@ class Around:
 
     # what a driver asks
 
-    def enter(self, ids: Tensor, lo: int) -> Entry:
-        """What the layers are given for tokens `ids`, [T], at positions from `lo` on."""
+    def enter(self, ids: Tensor, lo: int, shift: float = 0.0) -> Entry:
+        """What the layers are given for tokens `ids`, [T], at positions from `lo` on.
+
+        Args:
+            ids: Tokens.
+            lo: Position of the first.
+            shift: Added to hidden states by what stands for a layer.
+        """
         cache, given = self.cache_of(lo), []
         first: list[Tensor] = []
 
@@ -288,7 +300,7 @@ class Around:
                 given.append({name: v for name, v in found.items() if name not in beyond})
                 if number == len(self.layers) - 1:
                     raise Unwind
-                length = self._lengths[number]
+                length, x = self._lengths[number], x + shift if shift else x
                 return (x, *[None] * (length - 1)) if length else x
 
             return run
@@ -298,14 +310,19 @@ class Around:
         x = first[0]
         return Entry(x.reshape(x.shape[1], -1), given, cache)
 
-    def leave(self, x_RW: Tensor) -> Tensor:
-        """What the output head is given for rows of the last layer's output: [R, D]."""
+    def leave(self, x_RW: Tensor, shift: float = 0.0) -> Tensor:
+        """What the output head is given for rows of the last layer's output: [R, D].
+
+        Args:
+            x_RW: The rows.
+            shift: See `enter`.
+        """
         last, found = len(self.layers) - 1, []
         x = x_RW.reshape(1, len(x_RW), *self.shape)
 
         def stub(number: int) -> Stub:
             def run(*args: Any, **kwargs: Any) -> Any:
-                y = x if number == last else self._bound(number, args, kwargs)[0]
+                y = x if number == last else self._bound(number, args, kwargs)[0] + shift
                 length = self._lengths[number]
                 return (y, *[None] * (length - 1)) if length else y
 
@@ -353,6 +370,18 @@ def _members(value: Any) -> list[int] | None:
 
 def _first(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
+
+
+def _tensors(value: Any, name: str = "") -> dict[str, Tensor]:
+    """All tensors in a value, by where they are."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    members: Any = ()
+    if isinstance(value, Mapping):
+        members = value.items()
+    elif isinstance(value, list | tuple):
+        members = enumerate(value)
+    return {n: t for key, x in members for n, t in _tensors(x, f"{name}.{key}").items()}
 
 
 def _kept(cache: Cache) -> dict[str, Tensor]:
