@@ -124,7 +124,7 @@ PARTS = {
     "biogpt": "no norm before its output head",
     "ctrl": "no norm before its output head",
     "gemma3n_text": "hidden_size_per_layer_input is 16",
-    "inkling2_text": "Inkling2TextModel computes its output from hidden states of more than its last",
+    "inkling2_text": "computes its output from hidden states of more than its last",
     "gpt2": "no norm before its output head",
     "gpt_bigcode": "no norm before its output head",
     "gpt_neox": "no norm before its output head",

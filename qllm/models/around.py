@@ -142,6 +142,7 @@ class Around:
         self.shape = firsts[0].shape[2:]
         self.like = firsts[0].new_empty((0, self.shape.numel()))
         self._follow_values(self._ids(TRIED))
+        self._refuse_earlier(self._ids(TRIED))
 
     def _stops(self, number: int, real: Stub, args: Any, kwargs: Any) -> bool:
         """Whether a layer keeps nothing before it calls its attention."""
@@ -242,6 +243,9 @@ class Around:
                     ]
         if any(value.place == 0 for handed in self.handed for value in handed):
             raise self._error("hands its layers hidden states of earlier ones")
+
+    def _refuse_earlier(self, ids_1T: Tensor) -> None:
+        """Refuse what is computed of hidden states other than the last layer's."""
         one, other = (self.enter(ids_1T[0], 0, shift).given for shift in (0.0, 1.0))
         if not _same(_tensors(one), _tensors(other)):
             raise self._error("hands its layers what it computes of hidden states of earlier ones")
