@@ -96,6 +96,8 @@ class Around:
         """Of the hidden states of one token: streams and their width."""
         self.like = torch.empty(0)
         """Dtype and device of hidden states, and their width: [0, W]."""
+        self.attention_lengths = [0] * len(self.layers)
+        """Of the tuples that the attention of each layer returns; 0 where it returns one tensor."""
         self.may_stop = [True] * len(self.layers)
         """Per layer, whether it can be left at its attention: nothing was kept before that."""
         with torch.inference_mode():
@@ -119,7 +121,8 @@ class Around:
                 _, found = self._bound(number, args, kwargs)
                 self.may_stop[number] = self._stops(number, real, args, kwargs)
                 before = {name: _members(value) for name, value in found.items()}
-                out = real(*args, **kwargs)
+                with replaced(self._measured(number)):
+                    out = real(*args, **kwargs)
                 for name, members in before.items():
                     if _members(found[name]) != members:
                         raise self._error(f"hands its layers a {name} that they write to")
@@ -143,6 +146,20 @@ class Around:
         self.like = firsts[0].new_empty((0, self.shape.numel()))
         self._follow_values(self._ids(TRIED))
         self._refuse_earlier(self._ids(TRIED))
+
+    def _measured(self, number: int) -> dict[nn.Module, Stub]:
+        """Stubs that see how long a tuple the attention of a layer returns."""
+        attention = self._attentions[number]
+        if attention is None:
+            return {}
+        real: Stub = attention.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = real(*args, **kwargs)
+            self.attention_lengths[number] = len(out) if isinstance(out, tuple) else 0
+            return out
+
+        return {attention: run}
 
     def _stops(self, number: int, real: Stub, args: Any, kwargs: Any) -> bool:
         """Whether a layer keeps nothing before it calls its attention."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from qllm.models.around import Around, Entry
@@ -25,7 +25,7 @@ from qllm.models.discover import LayerParts
 from qllm.models.layer_cache import LayerCache
 from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import Routed
-from qllm.runner.layers.hooked import Beside, HookedLayer, tensors_beside
+from qllm.runner.layers.hooked import Beside, HookedLayer, RoutedRows, tensors_beside
 from qllm.runner.layers.recurrent import over_spans
 
 Ids = tuple[Tensor, ...]
@@ -68,7 +68,7 @@ class AroundDriver:
         parts: Of the layer.
     """
 
-    covered = ()
+    covered: tuple[nn.Module, ...] = ()
 
     def __init__(self, parts: LayerParts) -> None:
         assert parts.around is not None
@@ -79,7 +79,8 @@ class AroundDriver:
         self._hooked: HookedLayer | None = None
         if parts.is_moe:
             own = parts.layer, parts.self_attn, parts.router, parts.experts
-            self._hooked = HookedLayer(*own)
+            length = parts.around.attention_lengths[parts.index]
+            self._hooked = HookedLayer(*own, attention_len=length)
         self._sources = sorted({handed.layer for handed in self._around.handed[self._index]})
         later = self._around.handed[self._index + 1 :]
         self._gives = any(handed.layer == self._index for all_ in later for handed in all_)
@@ -120,7 +121,8 @@ class AroundDriver:
     def route(self, x_TD: Tensor, mid_TD: Tensor, rope: Ids = (), step: Any = None) -> Routed:
         """Experts of all tokens; those of dead ones are of no account."""
         assert self._hooked is not None
-        num, found, copies = len(x_TD), [], {}
+        num, copies = len(x_TD), dict[int, LayerCache]()
+        found: list[tuple[slice, RoutedRows]] = []
         for span in spans_of(self._around, step):
             state = span.kv.states.last(self._index, self._new_state)
             key, rows = id(span.kv), slice(span.at, span.at + span.hi - span.lo)

@@ -56,6 +56,8 @@ class HookedLayer:
         router: Inside the layer; None if there is none, or it is not known.
         experts: Inside the layer; None in a dense layer.
         mixer: Called in place of the attention's forward, which it is given first.
+        attention_len: Length of the tuple that the attention returns; 0 if it returns no tuple.
+            Attention modules of transformers return (output, weights); else as seen by `attend`.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class HookedLayer:
         router: nn.Module | None = None,
         experts: nn.Module | None = None,
         mixer: Stub | None = None,
+        attention_len: int = 2,
     ) -> None:
         self._layer, self._mixer = layer, mixer
         self._attention = attention
-        # Attention modules of transformers return (output, weights); else as seen by `attend`.
-        self._attention_len = 2
+        self._attention_len = attention_len
         self._experts = experts
         self._siblings: dict[str, nn.Module] = {}
         if experts is not None:
