@@ -77,7 +77,6 @@ DENSE = [
     "emu3",
     "ernie4_5",
     "exaone4",
-    "falcon_h1",
     "fuyu",
     "gemma",
     "gemma2",
@@ -118,8 +117,6 @@ DENSE = [
     "vaultgemma",
     "youtu",
 ]
-AROUND = ["falcon_h1"]
-"""Dense, and called as their own forward calls them: what they keep is a state."""
 PARTS = {
     "biogpt": "no norm before its output head",
     "ctrl": "no norm before its output head",

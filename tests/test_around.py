@@ -24,9 +24,9 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, Index, Program
 from qllm.types import Driver, Sampled
 
-KINDS = ["deepseek_v4", "deepseek_v32", "glm_moe_dsa", "inkling_text", "falcon_h1", "zaya"]
+KINDS = ["deepseek_v4", "deepseek_v32", "glm_moe_dsa", "inkling_text", "zaya"]
 """Streams and compressed keys; an indexer; its choices handed on; convolutions around attention;
-a recurrence beside it; values of routers handed on."""
+values of routers handed on."""
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 LONG = 150
 """Tokens: windows and compression of the tiny models go round several times."""

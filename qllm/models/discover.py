@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.around import Around, Leave
 from qllm.models.digests import fingerprint
-from qllm.models.hybrid import state_makers
+from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
 from qllm.plan import ModelShape
 from qllm.types import Driver
@@ -391,20 +391,19 @@ def _refuse_extras(base: Any, config: Any) -> None:
 def discover(model: Any) -> ModelParts:
     """Find the parts of a model that `refuse_unsafe` accepted.
 
-    A model whose layers cannot be driven part by part is driven as its own forward drives them.
+    A model whose layers keep more than parts of them can be run with is driven as its own forward
+    drives it.
 
     Raises:
         ModelError: Something is not declared, or it is no MoE decoder.
     """
     try:
         return _discover(model, None)
-    except ModelError as error:
+    except KeepsMoreError as error:
         first = error
     try:
         around = _around(model)
     except ModelError as second:
-        if str(second) == str(first):
-            raise
         raise ModelError(f"{first}; and {second}") from second
     except Exception as second:
         what = f"its layers cannot be tried: {type(second).__name__}: {second}"
