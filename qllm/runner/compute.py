@@ -214,7 +214,8 @@ def _refuse_states(parts: ModelParts, drivers: Iterable[LayerDriver]) -> None:
     for layer, driver in zip(parts.layers, drivers, strict=True):
         if layer.new_state is not None and not _has_delta_kernel(driver):
             raise ModelError(
-                f"layer {layer.index} carries a state ({type(layer.self_attn).__name__}), whose "
+                f"layer {layer.index} carries a state "
+                f"({type(layer.self_attn or layer.layer).__name__}), whose "
                 "last bits depend on how a prompt is cut into passes: "
                 "exactness='batch-invariant' is not possible, use 'order'"
             )
