@@ -474,7 +474,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
     @property
     def drivers(self) -> tuple[str, ...]:
-        """Per layer: "fast", "hooked" or "dense"."""
+        """Per layer: "fast", "hooked", "dense" or "around" (see `Driver`)."""
         return self._client.info.drivers
 
     @property
