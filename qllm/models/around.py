@@ -39,10 +39,10 @@ class Handed(NamedTuple):
     """A value that one layer returns beside the hidden states and a later one is given."""
 
     name: str
-    """Of the argument."""
+    """Name of the argument."""
     layer: int
     place: int
-    """In the tuple that the layer returns."""
+    """Its place in the tuple that the layer returns."""
 
 
 class Entry(NamedTuple):
@@ -91,13 +91,13 @@ class Around:
         self.fresh += [DynamicLayer() for _ in range(len(self.layers) - len(self.fresh))]
         """Empty layers of transformers' cache, by index."""
         self._lengths: list[int] = []
-        """Of the tuples that layers return; 0 where they return the hidden states alone."""
+        """Lengths of the tuples that layers return; 0 where they return the hidden states alone."""
         self.shape = torch.Size()
-        """Of the hidden states of one token: streams and their width."""
+        """Shape of the hidden states of one token: streams and their width."""
         self.like = torch.empty(0)
         """Dtype and device of hidden states, and their width: [0, W]."""
         self.attention_lengths = [0] * len(self.layers)
-        """Of the tuples that the attention of each layer returns; 0 where it returns one tensor."""
+        """Lengths of the tuples that each layer's attention returns; 0 where it is one tensor."""
         self.may_stop = [True] * len(self.layers)
         """Per layer, whether it can be left at its attention: nothing was kept before that."""
         with torch.inference_mode():
@@ -119,7 +119,8 @@ class Around:
         def see(number: int, real: Stub) -> Stub:
             def run(*args: Any, **kwargs: Any) -> Any:
                 _, found = self._bound(number, args, kwargs)
-                self.may_stop[number] = self._stops(number, real, args, kwargs)
+                attention = self._attentions[number]
+                self.may_stop[number] = _keeps_nothing_before(attention, real, args, kwargs)
                 before = {name: _members(value) for name, value in found.items()}
                 with replaced(self._measured(number)):
                     out = real(*args, **kwargs)
@@ -160,34 +161,6 @@ class Around:
             return out
 
         return {attention: run}
-
-    def _stops(self, number: int, real: Stub, args: Any, kwargs: Any) -> bool:
-        """Whether a layer keeps nothing before it calls its attention."""
-        attention = self._attentions[number]
-        if attention is None:
-            return False
-        copies: list[Any] = []
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, Cache):
-                return value
-            copies.append(Cache(layers=copy.deepcopy(value.layers)))
-            return copies[-1]
-
-        def stub(*_: Any, **__: Any) -> Any:
-            raise Unwind
-
-        before = None
-        with replaced({attention: stub}):
-            try:
-                given = [copied(value) for value in args]
-                named = {name: copied(value) for name, value in kwargs.items()}
-                before = [_kept(cache) for cache in copies]
-                real(*given, **named)
-            except Unwind:
-                after = [_kept(cache) for cache in copies]
-                return all(_same(x, y) for x, y in zip(before or [], after, strict=True))
-        return False
 
     def _tries_chunks(self) -> bool:
         """Run every layer on the same hidden states token by token and in two chunks."""
@@ -387,6 +360,42 @@ def _members(value: Any) -> list[int] | None:
     if isinstance(value, Mapping):
         return [id(member) for pair in value.items() for member in pair]
     return [id(member) for member in value] if isinstance(value, list) else None
+
+
+def _keeps_nothing_before(
+    attention: nn.Module | None, real: Stub, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a layer calls its attention, and leaves the cache as it is before that.
+
+    Args:
+        attention: In the layer.
+        real: The layer's forward.
+        args: What it is called with; copies of the cache are used.
+        kwargs: The rest.
+    """
+    if attention is None:
+        return False
+    copies: list[Cache] = []
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Cache):
+            return value
+        copies.append(Cache(layers=copy.deepcopy(value.layers)))
+        return copies[-1]
+
+    def stub(*_: Any, **__: Any) -> Any:
+        raise Unwind
+
+    given = [copied(value) for value in args]
+    named = {name: copied(value) for name, value in kwargs.items()}
+    before = [_kept(cache) for cache in copies]
+    with replaced({attention: stub}):
+        try:
+            real(*given, **named)
+        except Unwind:
+            after = [_kept(cache) for cache in copies]
+            return all(_same(x, y) for x, y in zip(before, after, strict=True))
+    return False
 
 
 def _first(out: Any) -> Any:

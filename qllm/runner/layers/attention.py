@@ -84,7 +84,7 @@ class Step:
         self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
         self.entries: dict[int, Any] = {}
-        """Of layers that are called as the model's forward does: `Entry`, by first token."""
+        """How layers are called for some tokens (`models.around.Entry`), by the first of them."""
 
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
