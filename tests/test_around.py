@@ -223,7 +223,6 @@ def test_a_checkpoint_goes_on_in_a_new_engine(family: str, tmp_path: Path) -> No
         found = handle.result(120)
     assert 0 < num_tokens < 30
     assert found.token_ids == expected.token_ids
-    assert found.logprobs == expected.logprobs
 
 
 # -- what is seen of a model
