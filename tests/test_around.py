@@ -321,13 +321,22 @@ def test_what_is_not_known_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPa
     assert discover(model).around is not None
 
 
-def test_hooks_are_called_but_for_experts_and_head(caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_are_called_but_for_the_head(caplog: pytest.LogCaptureFixture) -> None:
     model = copy.deepcopy(model_of("deepseek_v32"))
-    called: list[str] = []
-    model.model.layers[1].self_attn.register_forward_hook(lambda *_: called.append("attention"))
-    model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: called.append("experts"))
+    layer, called = model.model.layers[1], dict[str, list[Any]]()
+    for name, module in (("attention", layer.self_attn), ("experts", layer.mlp.experts)):
+        module.register_forward_hook(
+            lambda _, args, out, name=name: called.setdefault(name, []).append(
+                [x.clone() for x in (*args, out) if isinstance(x, torch.Tensor)]
+            )
+        )
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with torch.inference_mode():
+        model(torch.tensor([prompt_of(9)]))
+    direct = {name: list(seen) for name, seen in called.items()}
     with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
-        assert "hooks on model.layers.1.mlp.experts are never called" in caplog.text
+        assert "hooks on lm_head are never called" in caplog.text
         called.clear()
-        engine.submit(prompt_of(9), "LS", 2, sampling=GREEDY).result(60)
-    assert set(called) == {"attention"}
+        engine.submit(prompt_of(9), "LS", 1, sampling=GREEDY).result(60)
+    torch.testing.assert_close(called["experts"], direct["experts"])
+    assert "attention" in called

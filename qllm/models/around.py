@@ -88,7 +88,7 @@ class Around:
         self.handed: list[list[Handed]] = [[] for _ in self.layers]
         """Per layer, what it is given of earlier ones."""
         self.fresh: list[Any] = DynamicCache(config=base.config).layers
-        self.fresh += [DynamicLayer() for _ in range(len(self.layers) - len(self.fresh))]
+        self.fresh += [DynamicLayer() for _ in range(len(self.layers) - len(self.fresh))]  # type: ignore[no-untyped-call]
         """Empty layers of transformers' cache, by index."""
         self._lengths: list[int] = []
         """Lengths of the tuples that layers return; 0 where they return the hidden states alone."""
@@ -110,7 +110,8 @@ class Around:
     def _ids(self, num_tokens: int) -> Tensor:
         device = self._base.get_input_embeddings().weight.device
         size = self._model.get_output_embeddings().out_features
-        return (torch.arange(1, 1 + num_tokens, device=device) % size)[None]
+        ids: Tensor = torch.arange(1, 1 + num_tokens, device=device) % size
+        return ids[None]
 
     def _learn(self) -> None:
         """Run the forward, and look at its layers."""
@@ -427,8 +428,8 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def _of_length(fresh: Any, length: int, like: Tensor) -> Any:
     """A copy of an empty layer of a cache that says it has so many tokens."""
-    made = copy.copy(fresh)
-    if length and isinstance(made, CacheLayerMixin):
+    made: Any = copy.copy(fresh)
+    if length and isinstance(fresh, CacheLayerMixin):
         made.keys = made.values = like.new_empty((1, 1, 1, 1)).expand(1, 1, length, 1)
         made.dtype, made.device, made.is_initialized = like.dtype, like.device, True
         if hasattr(made, "cumulative_length"):

@@ -435,7 +435,7 @@ def _around(model: Any) -> Around:
     top_k = next((int(r.top_k) for r in routers if hasattr(r, "top_k")), 0)  # type: ignore[arg-type]
     if has_experts and not top_k:
         top_k = _top_k((), base.config)
-    return Around(model, base, layers, attentions, top_k)
+    return Around(model, base, list(layers), attentions, top_k)
 
 
 def _around_parts(base: Any, around: Around) -> tuple[LayerParts, ...]:

@@ -44,7 +44,7 @@ class LayerCache:
         self.handed: dict[int, dict[int, Tensor]] = {}
         """What the layer gave beside the hidden states, by first position and place."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerCache":
+    def __deepcopy__(self, _: dict[int, Any]) -> "LayerCache":
         """A copy from which a pass may go on; what belonged to the last pass is not in it."""
         return LayerCache({index: _copy(layer) for index, layer in self.layers.items()})
 

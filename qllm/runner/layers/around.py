@@ -25,7 +25,13 @@ from qllm.models.discover import LayerParts
 from qllm.models.layer_cache import LayerCache
 from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import Routed
-from qllm.runner.layers.hooked import Beside, HookedLayer, RoutedRows, tensors_beside
+from qllm.runner.layers.hooked import (
+    Beside,
+    HookedLayer,
+    RoutedRows,
+    RouterExtras,
+    tensors_beside,
+)
 from qllm.runner.layers.recurrent import over_spans
 
 Ids = tuple[Tensor, ...]
@@ -136,7 +142,7 @@ class AroundDriver:
             ids = torch.arange(self._around.top_k, device=x.device).expand(num, -1)
             return Routed(x, ids, x.new_zeros(ids.shape), {})
         like = found[0][1]
-        kept = {
+        kept: dict[str, RouterExtras] = {
             name: _put_together(num, [(at, r.siblings[name]) for at, r in found])
             for name in like.siblings
         }
