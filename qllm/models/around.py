@@ -240,8 +240,9 @@ class Around:
         one, other = (self.enter(ids_1T[0], 0, shift).given for shift in (0.0, 1.0))
         if not _same(_tensors(one), _tensors(other)):
             raise self._error("hands its layers what it computes of hidden states of earlier ones")
-        x_RW = self.like.new_ones((2, self.like.shape[1]))
-        if not torch.equal(self.leave(x_RW), self.leave(x_RW, 1.0)):
+        wide = self.like.shape[1]  # no constant row, which a norm after it would make equal again
+        x_RW = torch.linspace(-1, 1, 2 * wide).reshape(2, wide).to(self.like)
+        if not torch.equal(self.leave(x_RW), self.leave(x_RW, 1.0, 1)):
             raise self._error("computes its output from hidden states of more than its last layer")
 
     def _bound(self, number: int, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -305,12 +306,13 @@ class Around:
         x = first[0]
         return Entry(x.reshape(x.shape[1], -1), given, cache)
 
-    def leave(self, x_RW: Tensor, shift: float = 0.0) -> Tensor:
+    def leave(self, x_RW: Tensor, shift: float = 0.0, token: int = 0) -> Tensor:
         """What the output head is given for rows of the last layer's output: [R, D].
 
         Args:
             x_RW: The rows.
             shift: See `enter`.
+            token: Id of their tokens, which must not count.
         """
         last, found = len(self.layers) - 1, []
         x = x_RW.reshape(1, len(x_RW), *self.shape)
@@ -329,7 +331,7 @@ class Around:
 
         stubs: dict[nn.Module, Stub] = {layer: stub(i) for i, layer in enumerate(self.layers)}
         stubs[self._model.get_output_embeddings()] = head
-        ids = torch.zeros((1, len(x_RW)), dtype=torch.long, device=x_RW.device)
+        ids = torch.full((1, len(x_RW)), token, device=x_RW.device)
         with replaced(stubs), suppress(Unwind):
             self._model.forward(input_ids=ids, use_cache=False)
         if not found:
