@@ -44,7 +44,7 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan models kernels.quantised torchless",
+        "errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
@@ -75,9 +75,7 @@ FLOORS = {
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
     "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
-    "engine.kv_identity": Floor(
-        "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
-    ),
+    "engine.kv_identity": Floor("engine.kv_file kernels models runner", STDLIB | {"torch"}),
     "engine.mover": Floor(
         "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
     ),

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.hybrid import state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
-from qllm.models.quantised_experts import all_quantised
+from qllm.models.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.quantised_linears import QuantisedLinear, all_linears, linear_in
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -114,6 +115,11 @@ class ModelParts:
     shape: ModelShape
 
     @property
+    def like(self) -> Tensor:
+        """A tensor on the device and of the dtype that the model computes in."""
+        return _like(self.lm_head)
+
+    @property
     def num_kv_layers(self) -> int:
         """Layers of the cache: some layers attend twice, some never."""
         found: list[Any] = self.attentions
@@ -123,6 +129,11 @@ class ModelParts:
     def attentions(self) -> list[nn.Module]:
         """All attention, in order."""
         return [attn for layer in self.layers for attn in layer.attentions]
+
+
+def _like(head: nn.Linear) -> Tensor:
+    held = linear_in(head)
+    return head.weight if held is None else held.weight.scale_NG.new_empty(0, dtype=torch.bfloat16)
 
 
 class _Normal(ast.NodeTransformer):
@@ -440,7 +451,7 @@ def discover(model: Any) -> ModelParts:
         norm=_norm(base),
         lm_head=head,
         logit_rule=logit_rule_of(model, config),
-        rotary_emb=_rotary(base, layers, head.weight),
+        rotary_emb=_rotary(base, layers, _like(head)),
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
             num_layers=len(layers),
@@ -461,9 +472,10 @@ def identity(model: nn.Module, expert_weights: str = "auto") -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)
     digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
-    quantised = all_quantised(model)
-    for name, experts in quantised.items():
-        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
+    quantised: dict[str, QuantisedExperts | QuantisedLinear]
+    quantised = {**all_quantised(model), **all_linears(model)}
+    for name, held in quantised.items():
+        digest.update(f"{name}{held.kind}".encode() + held.sample())
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
             digest.update(f"{name}{tuple(parameter.shape)}".encode())

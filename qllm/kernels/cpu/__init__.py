@@ -40,6 +40,8 @@ NEAR = 2.0**-8
 """One step of bf16, relative to a sum of absolute products."""
 HUGE_PAGE = 2 << 20
 """Bytes."""
+PANEL = 64
+"""Outputs that lie together in a packed weight."""
 ARENA_NUMEL = 8 << 20
 """Values that an arena gets from the system at once, if they are enough."""
 
@@ -53,6 +55,8 @@ class MatrixStruct(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("format", c_void_p),
+        ("rest", c_void_p),
+        ("first", c_int64),
     )
 
 
@@ -202,6 +206,17 @@ class Matrix:
             None if format is None else ctypes.addressof(format),
         )
         self.address = ctypes.addressof(self.struct)
+
+    def followed_by(self, rest: "Matrix | None") -> None:
+        """Put the outputs of another matrix, perhaps in another format, below its own.
+
+        Its own are a multiple of PANEL, and neither changes afterwards.
+        """
+        if rest is None:
+            return
+        self._rest, self.struct.rest, self.struct.first = rest, rest.address, self.num_out
+        self.num_out += rest.num_out
+        self.struct.n = self.num_out
 
     def linear(self, x: Tensor) -> Tensor:
         """`F.linear`; x is bf16 [..., in]."""
