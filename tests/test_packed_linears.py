@@ -65,7 +65,8 @@ def test_everything_packed_computes_the_bits_of_bf16(
         ours, plain = load(quantised).model, load(values).model
         held = all_linears(ours)
         assert "lm_head" in held
-        assert len(held) == sum(type(m) is torch.nn.Linear for m in ours.modules())
+        linears = [n for n, m in ours.named_modules() if type(m) is torch.nn.Linear]
+        assert set(held) == {n for n in linears if not n.endswith("shared_expert_gate")}
         runner = cpu_runner(ours, **settings)
         if settings in ({}, {"batch_invariant": True}):
             assert runner.names["head"] == f"qllm {cpu.kind()} {kind}"

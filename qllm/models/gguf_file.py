@@ -153,7 +153,7 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         else:
             into[target] = partial(_read, raw, tensor, None, tuple(shapes[target].shape))
     kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
-    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, [raw])
 
 
 def _read(

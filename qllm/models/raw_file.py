@@ -6,7 +6,10 @@ mapped as a whole, and whose codes are packed as they come, would be in memory t
 
 import mmap
 import os
+import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,8 +21,9 @@ MAPPED = 256 << 10
 """Bytes from which on a tensor is mapped and not copied."""
 ALIGNED = 8
 """Where a mapped tensor may begin, for views of any dtype."""
-AHEAD = 64 << 20
-"""Bytes that the system reads before they are asked for."""
+AHEAD, AT_ONCE = 1 << 30, 8 << 20
+"""Bytes that the system reads before they are asked for, and at once."""
+WAIT_S = 0.01
 
 
 class RawFile:
@@ -33,7 +37,9 @@ class RawFile:
         self._path = path
         self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._number)
-        self._advised = (0, 0)
+        self.size = os.fstat(self._number).st_size
+        self.num_read = 0
+        """Bytes that were asked for; a hint, as threads count together."""
 
     def read(self, start: int, num_bytes: int) -> Tensor:
         """Bytes from `start` on, uint8 [num_bytes]; where they are many, a mapping of them alone.
@@ -41,7 +47,7 @@ class RawFile:
         Raises:
             ModelError: The file ends before.
         """
-        self._look_ahead(start, start + num_bytes)
+        self.num_read += num_bytes
         if num_bytes >= MAPPED and start % ALIGNED == 0:
             return self._mapped(start, num_bytes)
         out = torch.empty(num_bytes, dtype=torch.uint8)
@@ -53,19 +59,38 @@ class RawFile:
             left = left[got:]
         return out
 
+    def advise(self, start: int, num_bytes: int) -> None:
+        """Tell the system that some bytes are read soon."""
+        os.posix_fadvise(self._number, start, num_bytes, os.POSIX_FADV_WILLNEED)
+
     def _mapped(self, start: int, num_bytes: int) -> Tensor:
         inside = start % mmap.ALLOCATIONGRANULARITY
-        if os.fstat(self._number).st_size < start + num_bytes:
+        if self.size < start + num_bytes:
             raise ModelError(f"{self._path} ends too early; download it again")
         flags, pages = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         found = mmap.mmap(self._number, inside + num_bytes, flags, pages, offset=start - inside)
         return torch.frombuffer(found, dtype=torch.uint8, count=num_bytes, offset=inside)
 
-    def _look_ahead(self, start: int, end: int) -> None:
-        first, last = self._advised
-        if first <= start and end + AHEAD // 2 <= last:
-            return
-        begin = max(start, last) if first <= start <= last else start
-        self._advised = (start, end + AHEAD)
-        length = end + AHEAD - begin
-        os.posix_fadvise(self._number, begin, length, os.POSIX_FADV_WILLNEED)
+
+@contextmanager
+def reading_ahead(files: Sequence[RawFile]) -> Iterator[None]:
+    """Let the system read some files one after the other, no more than AHEAD before us."""
+    over = threading.Event()
+
+    def run() -> None:
+        asked = 0
+        for file in files:
+            for start in range(0, file.size, AT_ONCE):
+                while asked - sum(one.num_read for one in files) > AHEAD:
+                    if over.wait(WAIT_S):
+                        return
+                file.advise(start, AT_ONCE)
+                asked += AT_ONCE
+
+    thread = threading.Thread(target=run, name="qllm-read-ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -50,6 +50,7 @@ from qllm.models.quantised_experts import (
 )
 from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
 from qllm.models.quantised_weights import Weights
+from qllm.models.raw_file import reading_ahead
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
@@ -213,7 +214,7 @@ class _Held:
         rest: dict[str, Callable[[], Weight]],
     ) -> None:
         """Read what can stay, and leave in `rest` what cannot."""
-        with _reading() as begin:
+        with _reading() as begin, reading_ahead(checkpoint.files):
             for path, names in _by_module(places).items():
                 found = _packed(skeleton.get_submodule(path), names, places, checkpoint, begin)
                 if found is not None:
