@@ -166,7 +166,7 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-_LINEAR = re.compile(r"layers\..*(proj|\.w[123])")
+LINEAR = re.compile(r"layers\..*(proj|\.w[123])")
 Write = Callable[[int, int, torch.Generator], Written]
 Others = Sequence[tuple[str, Write]]
 EVERY = re.compile(r"layers\..*(proj|\.w[123])|lm_head")
@@ -213,7 +213,7 @@ def configure(folder: Path, **settings: object) -> None:
 
 
 def publish(
-    plain: Path, form: str, place: Path, linear: re.Pattern[str] = _LINEAR, others: Others = ()
+    plain: Path, form: str, place: Path, linear: re.Pattern[str] = LINEAR, others: Others = ()
 ) -> tuple[Path, Path]:
     """Two folders of a bf16 checkpoint: quantised in a format, and with its bf16 values.
 

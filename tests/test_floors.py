@@ -150,6 +150,8 @@ OWN_BENCHES = {
     "kernels.delta_net": "models.discover runner",
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
+    "kernels.perplexity_talk": "models runner",
+    "models.real_size": "models",  # counts packed bytes, and the bytes of a token
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.tier",

@@ -72,10 +72,11 @@ def test_packed_weights_compute_the_bits_of_bf16(folders: Folders, form: str) ->
     assert (f" {kind} g" in runner.names["experts"]) == (kind != "")
     assert runner.names["sweep"].startswith("3 of 3")
     linears = all_linears(runner.model)
-    assert {x.kind.split()[0] for x in linears.values()} == (
-        {kind} - {""} if form != "mxfp4" else set()
-    )
-    assert len(linears) in (0, sum(type(m) is torch.nn.Linear for m in runner.model.modules()) - 1)
+    named = {n for n, m in runner.model.named_modules() if type(m) is torch.nn.Linear}
+    quantised_too = {n for n in named if published.LINEAR.search(n)}
+    stay = form not in ("mxfp4", "gptq-act-order")
+    assert set(linears) == (quantised_too if stay else set())
+    assert {x.kind.split()[0] for x in linears.values()} == ({kind} if stay else set())
     plain = cpu_runner(load(values).model)
     ids = prompt_of(9)
     assert same(logits_of(runner, ids), logits_of(plain, ids))

@@ -38,6 +38,7 @@ SEED = 1
 CHUNK = 16 << 20
 REACH = {"load": 1.5, "rss": 1.1, "decode": 1.4}
 """At most."""
+ROWS = ("decode", "prefill", "beside")
 PROMPTS = (512, 2048)
 LS_TOKENS, BE_TOKENS = 64, 2048
 
@@ -138,7 +139,7 @@ class Bench:
         self._rng = np.random.default_rng(SEED)
 
     def prompt(self, num: int) -> list[int]:
-        """Of so many tokens, another one every time."""
+        """Random ids, so many, and others every time."""
         return ids(self._rng, self._vocab, num)
 
     def decode(self, table: Table) -> dict[str, Any]:
@@ -240,6 +241,19 @@ def loading(table: Table, folder: Path, rounds: int) -> tuple[Any, dict[str, Any
     return loaded, found | {"packed_bytes": packed, "rss": rss}
 
 
+def folder_of(folder: Path, num_layers: int | None, place: Path) -> Path:
+    """The checkpoint to load, once it is known that there is memory for it."""
+    if num_layers is not None:
+        folder = with_layers(folder, num_layers, place)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if size * 1.1 > (free := free_bytes()):
+        raise SystemExit(
+            f"{size / 1e9:.1f} GB of weights need a tenth more, and {free / 1e9:.1f} GB of memory "
+            "are free: take --layers"
+        )
+    return folder
+
+
 def main() -> None:
     """Load it and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -247,6 +261,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--layers", type=int, help="take only so many, an even number")
     parser.add_argument("--rounds", type=int, default=1, help="how often it is loaded")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="beside loading")
     parser.add_argument("--no-check", action="store_true", help="without the start-up check")
     parser.add_argument("--quick", action="store_true", help="only shows that it runs")
     parser.add_argument("--out", type=Path)
@@ -254,18 +269,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     cpu.set_threads(args.threads)
     table, place = Table(), tempfile.TemporaryDirectory()
-    folder = args.folder
-    if args.layers is not None:
-        folder = with_layers(folder, args.layers, Path(place.name))
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if size * 1.1 > (free := free_bytes()):
-        raise SystemExit(
-            f"{size / 1e9:.1f} GB of weights need a tenth more, and {free / 1e9:.1f} GB of memory "
-            "are free: take --layers"
-        )
-    loaded, rows = loading(table, folder, args.rounds)
-    said = loaded.weights
-    rows = {"load": rows}
+    folder = folder_of(args.folder, args.layers, Path(place.name))
+    loaded, found = loading(table, folder, args.rounds)
+    rows: dict[str, Any] = {"load": found}
     engine, seconds = timed(
         lambda: QLLMEngine.from_model(
             loaded.model, threads=args.threads, max_kv_tokens=16384, conformance=not args.no_check
@@ -278,11 +284,11 @@ def main() -> None:
         rss = peak_bytes() / packed
         table.add(f"peak memory over the packed weights, engine {how}", f"{rss:.3f}")
         bench = Bench(engine, loaded.model, Reading(loaded.model, args.threads), args.quick)
-        rows |= {"engine_s": seconds, "rss": rss, "decode": bench.decode(table)}
-        rows |= {"prefill": bench.prefill(table), "beside": bench.beside(table)}
+        rows |= {"engine_s": seconds, "rss": rss}
+        rows |= {name: getattr(bench, name)(table) for name in args.rows}
         kernels = engine.kernels
     config = {"threads": args.threads, "layers": loaded.model.config.num_hidden_layers}
-    config |= {"seed": SEED, "kernels": kernels, "weights": said}
+    config |= {"seed": SEED, "kernels": kernels, "weights": loaded.weights}
     result = {"bench": "real_size", "machine": machine(), "config": config, "rows": plain(rows)}
     result |= {"lines": table.lines, "losing": table.losing}
     if args.out is not None:
