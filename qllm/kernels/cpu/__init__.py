@@ -15,6 +15,7 @@ import ctypes
 import logging
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from importlib import import_module
@@ -38,6 +39,8 @@ SUM_PAIRS = frozenset({TILES, "AVX-512 BF16"})
 """Kernels that sum products of bf16 in pairs."""
 NEAR = 2.0**-8
 """One step of bf16, relative to a sum of absolute products."""
+_threads: tuple[int, int] | None = None
+"""The process, and how many threads it has set."""
 HUGE_PAGE = 2 << 20
 """Bytes."""
 PANEL = 64
@@ -99,9 +102,14 @@ def kind() -> str:
 
 
 def set_threads(num: int) -> None:
-    """Threads that the kernels compute with; nothing where they were not built."""
-    if native is not None:
+    """Threads that the kernels compute with; nothing where they were not built.
+
+    Not while they compute, but with the number that is set already.
+    """
+    global _threads
+    if native is not None and _threads != (os.getpid(), num):
         native.threads(num)
+        _threads = os.getpid(), num
 
 
 def packed_numel(num_out: int, num_in: int) -> int:
