@@ -414,6 +414,10 @@ SMALL = {
     "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),
+    "weights.json": ("Experts in 4 bits", itemgetter("lines")),
+    "real_size.json": ("30B parameters in 4 bits", itemgetter("lines")),
+    "four_bits.json": ("In 4 bits, beside llama.cpp", itemgetter("lines")),
+    "perplexity_talk.json": ("Perplexity of `talk` per format", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
 """Results of one table: title, and the lines of it."""

@@ -44,7 +44,7 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan models kernels.quantised torchless",
+        "errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
@@ -75,9 +75,7 @@ FLOORS = {
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
     "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
-    "engine.kv_identity": Floor(
-        "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
-    ),
+    "engine.kv_identity": Floor("engine.kv_file kernels models runner", STDLIB | {"torch"}),
     "engine.mover": Floor(
         "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
     ),
@@ -152,6 +150,8 @@ OWN_BENCHES = {
     "kernels.delta_net": "models.discover runner",
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
+    "kernels.perplexity_talk": "models runner",
+    "models.real_size": "models",  # counts packed bytes, and the bytes of a token
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.tier",

@@ -28,7 +28,7 @@ from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.loader import LoadedModel
-from qllm.models.quantised_experts import weight_bytes
+from qllm.models.quantised_linears import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace

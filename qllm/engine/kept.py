@@ -72,7 +72,7 @@ class KeptPages:
         keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
         self._store = store = PageStore[Any](config.prefix_cache_tokens // page_size, keep_ls_ns)
         decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
-        dtype = runner.parts.lm_head.weight.dtype
+        dtype = runner.parts.like.dtype
         identity = repr((*decides, config.exactness, str(dtype), page_size))
         segment_ms = config.max_segment_ms
         copy_bytes = (

@@ -23,6 +23,7 @@ from qllm.models.around import Around, Leave
 from qllm.models.digests import fingerprint
 from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
+from qllm.models.quantised_linears import linear_in
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -117,7 +118,7 @@ class ModelParts:
     @property
     def like(self) -> Tensor:
         """Dtype, device and width of what layers are given, in its last dimension."""
-        return self.lm_head.weight if self.around is None else self.around.like
+        return _like(self.lm_head) if self.around is None else self.around.like
 
     @property
     def num_kv_layers(self) -> int:
@@ -129,6 +130,11 @@ class ModelParts:
     def attentions(self) -> list[nn.Module]:
         """All attention, in order."""
         return [attn for layer in self.layers for attn in layer.attentions]
+
+
+def _like(head: nn.Linear) -> Tensor:
+    held = linear_in(head)
+    return head.weight if held is None else held.weight.scale_NG.new_empty(0, dtype=torch.bfloat16)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -483,7 +489,7 @@ def _discover(model: Any, around: Around | None) -> ModelParts:
         norm=_norm(base) if around is None else Leave(around),
         lm_head=head,
         logit_rule=logit_rule_of(model, config),
-        rotary_emb=_rotary(base, layers, head.weight) if around is None else None,
+        rotary_emb=_rotary(base, layers, _like(head)) if around is None else None,
         around=around,
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from qllm.models.discover import base_model
-from qllm.models.quantised_experts import all_quantised
+from qllm.models.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.quantised_linears import QuantisedLinear, all_linears
 
 
 def identity(model: nn.Module, expert_weights: str = "auto") -> str:
@@ -17,9 +18,10 @@ def identity(model: nn.Module, expert_weights: str = "auto") -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)
     digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
-    quantised = all_quantised(model)
-    for name, experts in quantised.items():
-        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
+    quantised: dict[str, QuantisedExperts | QuantisedLinear]
+    quantised = {**all_quantised(model), **all_linears(model)}
+    for name, held in quantised.items():
+        digest.update(f"{name}{held.kind}".encode() + held.sample())
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
             digest.update(f"{name}{tuple(parameter.shape)}".encode())

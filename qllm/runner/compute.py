@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
+from qllm.models.quantised_linears import linear_in
 from qllm.runner.invariance import find_invariance
 from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
-from qllm.runner.layers.native import NativeDriver, is_usable
+from qllm.runner.layers.native import NativeDriver, is_read, is_usable
 from qllm.runner.layers.native_experts import is_covered
 from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
 from qllm.runner.layers.work import Bank
@@ -79,7 +80,7 @@ class Compute:
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
-        self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
+        self.streams = kind == "fast" and parts.like.device.type == "cpu"
         """Greedy rows keep the best of their logits alone (`runner.heads`)."""
         covered = {m for driver in self.drivers for m in driver.covered}
         rule, self._enters_rule = PLAIN, False
@@ -131,21 +132,20 @@ class Compute:
             ops[kind] = ruled(ops[kind])
 
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
-        """Addresses of the weights that our kernels multiply."""
-        weights: list[Any] = [m.weight for m in covered]
+        """The parameters that our kernels multiply, by their `id`."""
+        linears: list[Any] = list(covered)
         found: set[int] = set()
         if self._native["linears"]:
             modules = [m for layer in parts.layers for m in layer.layer.modules()]
-            weights += [m.weight for m in modules if type(m) is nn.Linear]
+            linears += [m for m in modules if type(m) is nn.Linear]
         if self._native["experts"]:
             for layer in parts.layers:
                 if layer.experts is not None and is_covered(layer.experts):
-                    weights += layer.experts.parameters()
-                    if quantised_in(layer.experts) is not None:
-                        found.add(0)  # see `rows.matrices`
+                    held = quantised_in(layer.experts) is not None
+                    found |= {id(w) for w in layer.experts.parameters() if held or is_usable(w)}
         if self._native["head"]:
-            weights.append(parts.lm_head.weight)
-        return found | {w.data_ptr() for w in weights if is_usable(w)}
+            linears.append(parts.lm_head)
+        return found | {id(m.weight) for m in linears if is_read(m)}
 
     @property
     def stops_between_keys(self) -> bool:
@@ -201,13 +201,17 @@ def _sizes(parts: ModelParts) -> dict[str, int]:
     """Bytes of what may be packed."""
     experts = [m for layer in parts.layers if layer.experts for m in layer.experts.parameters()]
     modules = [m for layer in parts.layers for m in layer.layer.modules()]
-    linears = [m.weight for m in modules if type(m) is nn.Linear]
-    found: dict[str, list[Tensor]] = {
-        "experts": [*experts],
-        "linears": [*linears],
-        "head": [parts.lm_head.weight],
+    linears = [m for m in modules if type(m) is nn.Linear]
+    return {
+        "experts": sum(w.numel() * w.element_size() for w in experts),
+        "linears": sum(map(_size, linears)),
+        "head": _size(parts.lm_head),
     }
-    return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
+
+
+def _size(module: nn.Linear) -> int:
+    held = linear_in(module)
+    return module.weight.nbytes if held is None else held.num_bytes
 
 
 def _refuse_states(parts: ModelParts, drivers: Iterable[LayerDriver]) -> None:

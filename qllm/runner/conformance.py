@@ -133,7 +133,7 @@ class _Probe:
         self.logits: dict[tuple[RequestId, int], Tensor] = {}
         self._last: tuple[Program, Index] | None = None
         self._tables = runner.backend.new_tables()
-        dtype = runner.parts.lm_head.weight.dtype
+        dtype = runner.parts.like.dtype
         self._unit, self._bound = unit(dtype), BOUND.get(dtype, 8.0)
 
     def take(self, request_id: RequestId, num_tokens: int, logits_V: Tensor) -> None:

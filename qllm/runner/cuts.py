@@ -154,7 +154,7 @@ def cut_rule(
     Blocks of queries shrink with their position, to one query. An attention that can stop between
     keys needs no block below `KEY_QUERIES`.
     """
-    dtype = parts.lm_head.weight.dtype
+    dtype = parts.like.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
     width = parts.lm_head.in_features
     item = parts.lm_head.weight.element_size()

@@ -68,9 +68,9 @@ class TorchRunner:
         self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
-        self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
+        self._device, self._identity = parts.like.device, identity(model, expert_weights)
         with torch.inference_mode():
-            self.rope = Ropes(model, parts, self._device, parts.lm_head.weight.dtype)
+            self.rope = Ropes(model, parts, self._device, parts.like.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)
         self.backend = make_backend(parts)
         attention.install(parts.attentions)

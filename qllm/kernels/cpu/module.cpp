@@ -171,6 +171,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(add),
     QLLM_KERNEL(best),
     QLLM_KERNEL(mask),
+    QLLM_FUNCTION(pack_codes, &pack_codes, "See kernels.h."),
     QLLM_FUNCTION(sweep, &sweep, "See sweep.h."),
     QLLM_FUNCTION(head, &head, "See sweep.h."),
     {nullptr, nullptr, 0, nullptr},

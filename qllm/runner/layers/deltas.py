@@ -14,10 +14,13 @@ from qllm.errors import InvariantError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaState
 from qllm.kernels.cpu.norms import Norm
+from qllm.kernels.cpu.quantised import matrix_of
+from qllm.kernels.quantised import Quantised
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import delta_linears, delta_net_kind
+from qllm.models.quantised_linears import weight_of
 from qllm.runner.layers.attention import Span
-from qllm.runner.layers.native import is_usable
+from qllm.runner.layers.native import is_read, is_usable
 from qllm.runner.states import NewState
 
 
@@ -31,9 +34,10 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
     attn: Any = parts.self_attn
     if arena is None or parts.new_state is None or delta_net_kind(attn) is None:
         return None
-    weights = [attn.conv1d.weight[:, 0], attn.norm.weight, *(x.weight for x in delta_linears(attn))]
     widths = (attn.head_k_dim, attn.head_v_dim)
-    if not all(map(is_usable, weights)) or any(width % HEAD_MULTIPLE for width in widths):
+    are_read = all(map(is_usable, (attn.conv1d.weight[:, 0], attn.norm.weight)))
+    are_read = are_read and all(map(is_read, delta_linears(attn)))
+    if not are_read or any(width % HEAD_MULTIPLE for width in widths):
         return None
     return DeltaMixer(attn, parts.new_state, arena)
 
@@ -52,8 +56,8 @@ class DeltaMixer:
         self.covered = (*delta_linears(module), module.conv1d)
         """Modules that are never called."""
         self._kernel = DeltaNet(
-            cpu.Matrix([_rows_of(module)], arena=arena),
-            cpu.Matrix([module.out_proj.weight.detach()], arena=arena),
+            matrix_of(_rows_of(module), arena=arena),
+            matrix_of([weight_of(module.out_proj)], arena=arena),
             module.conv1d.weight[:, 0],
             -module.A_log.detach().float().exp(),
             module.dt_bias,
@@ -114,17 +118,17 @@ def _of_requests(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def _rows_of(module: Any) -> Tensor:
-    """All projections of the input on top of each other: q, k, v, z, b, a."""
+def _rows_of(module: Any) -> list[Tensor | Quantised]:
+    """All projections of the input, to be put on top of each other: q, k, v, z, b, a."""
     if delta_net_kind(module) == "split":
-        names = ("qkv", "z", "b", "a")
-        return torch.cat([getattr(module, f"in_proj_{x}").weight.detach() for x in names])
+        return [weight_of(getattr(module, f"in_proj_{x}")) for x in ("qkv", "z", "b", "a")]
     heads, key = module.num_k_heads, module.head_k_dim
     share = module.num_v_heads // heads
     widths = (key, key, share * module.head_v_dim, share * module.head_v_dim)
-    found: list[Tensor] = []
+    found: list[Tensor | Quantised] = []
     for name, sizes in (("qkvz", widths), ("ba", (share, share))):
-        weight = getattr(module, f"in_proj_{name}").weight.detach()
-        parts = weight.unflatten(0, (heads, -1)).split(sizes, 1)
-        found.extend(part.flatten(0, 1) for part in parts)
-    return torch.cat(found)
+        weight = weight_of(getattr(module, f"in_proj_{name}"))
+        order = torch.arange(weight.shape[0]).reshape(heads, -1).split(sizes, 1)
+        rows = torch.cat([part.flatten() for part in order])
+        found.append(weight.rows(rows) if isinstance(weight, Quantised) else weight[rows])
+    return found

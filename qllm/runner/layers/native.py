@@ -15,6 +15,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
 from qllm.kernels.cpu.experts import Mlp
 from qllm.kernels.cpu.norms import Norm
+from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import (
@@ -26,6 +27,7 @@ from qllm.models.fingerprints import (
     router_kind,
 )
 from qllm.models.heard import is_heard
+from qllm.models.quantised_linears import linear_in, values_of, weight_of
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, RouterExtras
@@ -35,6 +37,11 @@ def is_usable(tensor: Tensor) -> bool:
     """Whether the kernels can read a weight."""
     in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
     return in_memory and tensor.shape[-1] % 2 == 0 and cpu.MISSING is None
+
+
+def is_read(module: Any) -> bool:
+    """Whether the kernels can read the weight of a linear module."""
+    return linear_in(module) is not None or is_usable(module.weight)
 
 
 def _is_norm(module: Any) -> bool:
@@ -55,8 +62,8 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
     biases = [x.bias for x in linears]
     if any(b is not None for b in biases):
         given = zip(linears, biases, strict=True)
-        biases = [x.weight.new_zeros(x.out_features) if b is None else b for x, b in given]
-    return cpu.Matrix([x.weight.detach() for x in linears], biases, arena)
+        biases = [torch.zeros(x.out_features).bfloat16() if b is None else b for x, b in given]
+    return matrix_of([weight_of(x) for x in linears], biases, arena)
 
 
 class NativeLayer(NamedTuple):
@@ -130,7 +137,7 @@ class NativeDriver(FastDriver):
             kind is not None
             and not is_heard(attn)
             and attn.head_dim % HEAD_MULTIPLE == 0
-            and all(is_usable(getattr(attn, f"{x}_proj").weight) for x in "qkvo")
+            and all(is_read(getattr(attn, f"{x}_proj")) for x in "qkvo")
             and _is_norm(self._norm)
             and ("norm" not in kind or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
         )
@@ -143,7 +150,7 @@ class NativeDriver(FastDriver):
             and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
             and attn.qk_rope_head_dim <= MAX_ROTATED
             and attn.qk_nope_head_dim % 2 == 0
-            and all(is_usable(x.weight) for x in latent_linears(attn))
+            and all(is_read(x) for x in latent_linears(attn))
             and all(_is_norm(x) for x in (self._norm, attn.kv_a_layernorm))
             and (attn.q_lora_rank is None or _is_norm(attn.q_a_layernorm))
         )
@@ -163,15 +170,15 @@ class NativeDriver(FastDriver):
             is_swiglu(mlp)
             and not is_heard(mlp)
             and (gate is None or not is_heard(gate))
-            and all(is_usable(getattr(mlp, f"{x}_proj").weight) for x in ("gate", "up", "down"))
+            and all(is_read(getattr(mlp, f"{x}_proj")) for x in ("gate", "up", "down"))
             and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
-            and (gate is None or is_usable(gate.weight))
+            and (gate is None or is_read(gate))
         )
 
     def _make_mlp(self, mlp: Any, gate: Any) -> None:
         linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        gate_FD, up_FD, down_DF = (x.weight.detach() for x in linears)
-        share = None if gate is None else gate.weight.detach()
+        gate_FD, up_FD, down_DF = (weight_of(x) for x in linears)
+        share = None if gate is None else weight_of(gate)
         self._mlp_kernel = Mlp(gate_FD, up_FD, down_DF, share)
         self._mlp_norm = None if self._parts.is_moe else _norm(self._post_norm)
         self.covered += (*linears, *([] if gate is None else [gate]))
@@ -198,7 +205,7 @@ class NativeDriver(FastDriver):
         up = None
         if attn.q_lora_rank is not None:
             up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
-        expand = attn.kv_b_proj.weight.detach().view(attn.num_heads, -1, attn.kv_lora_rank)
+        expand = values_of(attn.kv_b_proj).view(attn.num_heads, -1, attn.kv_lora_rank)
         self._attention = Latents(
             _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
             up,
