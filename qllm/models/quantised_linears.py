@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qllm.kernels import cpu
 from qllm.kernels.cpu.quantised import problem_of
 from qllm.kernels.quantised import Quantised
-from qllm.models.quantised_experts import ATTRIBUTE, all_quantised
+from qllm.models.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import checksum, sample_of, tensors_of
 
 

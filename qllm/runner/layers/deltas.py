@@ -128,7 +128,7 @@ def _rows_of(module: Any) -> list[Tensor | Quantised]:
     found: list[Tensor | Quantised] = []
     for name, sizes in (("qkvz", widths), ("ba", (share, share))):
         weight = weight_of(getattr(module, f"in_proj_{name}"))
-        order = torch.arange(weight.shape[0]).reshape(heads, -1).split(sizes, 1)
+        order = torch.split(torch.arange(weight.shape[0]).reshape(heads, -1), sizes, 1)
         rows = torch.cat([part.flatten() for part in order])
         found.append(weight.rows(rows) if isinstance(weight, Quantised) else weight[rows])
     return found
