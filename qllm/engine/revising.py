@@ -123,10 +123,11 @@ class Revising:
     def _revise(self, whole: Submission, request: Request, keep: int, now_ns: int) -> Revised:
         number, count = request.request_id, len(whole.token_ids)
         asks = whole.sampling.prompt_logprobs is not None
+        if not whole.is_open:
+            keep = min(keep, count - 1)  # logits are those of a token that is computed
         kept = 0 if asks else self._runner.keepable(number, keep, count)
         self.num_restarts += kept == 0 < min(keep, request.num_written_tokens)
         if not whole.is_open:
-            kept = min(kept, count - 1)  # logits are those of a token that is computed
             request.is_open = False
             request.max_tokens, request.slo = whole.max_tokens, whole.slo
         had_kv = request.is_admitted or request.num_swapped_tokens > 0
