@@ -496,5 +496,5 @@ class EngineLoop:
     @property
     def most_tokens(self) -> int:
         """Longest sequence that is served."""
-        limits = self.scheduler.limits
-        return min(limits.num_blocks * limits.block_size, self.runner.shape.max_position)
+        limits, shape = self.scheduler.limits, self.runner.shape
+        return shape.longest(limits.num_blocks * limits.block_size)

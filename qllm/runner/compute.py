@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
 from qllm.runner.invariance import find_invariance
@@ -26,8 +27,8 @@ from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
-from qllm.runner.layers.native import NativeDriver, is_usable
-from qllm.runner.layers.native_experts import is_covered
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
 from qllm.runner.layers.work import Bank
 from qllm.runner.sweep import Sweep
@@ -147,6 +148,13 @@ class Compute:
         return found | {w.data_ptr() for w in weights if is_usable(w)}
 
     @property
+    def is_ours(self) -> bool:
+        """Whether our kernels compute all of every layer."""
+        whole = [isinstance(d, NativeDriver) and d.is_complete for d in self.drivers]
+        banks = [isinstance(bank, NativeBank) for bank in self._held]
+        return all(whole) and all(banks)
+
+    @property
     def stops_between_keys(self) -> bool:
         """Whether every layer's attention can stop between two blocks of keys."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
@@ -220,7 +228,7 @@ def _refuse_states(parts: ModelParts, drivers: Iterable[LayerDriver]) -> None:
 
 
 def _has_delta_kernel(driver: LayerDriver) -> bool:
-    return isinstance(driver, HookedDriver) and isinstance(driver.mixer, DeltaMixer)
+    return isinstance(getattr(driver, "mixer", None), DeltaMixer)
 
 
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
@@ -230,9 +238,9 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
     """
     if len(parts.attentions) > 1:
         return WholeDriver(parts)
-    if parts.input_layernorm is None:
-        mixer = delta_mixer(parts, arena)
+    mixer = delta_mixer(parts, arena)
+    if parts.input_layernorm is None or (parts.new_state is not None and mixer is None):
         return HookedDriver(parts, mixer, () if mixer is None else mixer.covered)
     if arena is None or parts.rope_kind is not None:  # our kernels turn all layers alike
         return FastDriver(parts)
-    return NativeDriver(parts, arena)
+    return NativeDriver(parts, arena, mixer)

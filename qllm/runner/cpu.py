@@ -113,7 +113,7 @@ class CpuBackend:
 
     @property
     def why_inexact(self) -> str:
-        if self.is_native:
+        if self.is_native or self.compute.is_ours:
             return ""
         return (
             "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
@@ -148,7 +148,7 @@ class CpuBackend:
         compute.enter()
 
     def new_kv(self, capacity: int) -> RequestKV:
-        return SlabKV(self._parts.num_kv_layers, capacity)
+        return SlabKV(self._parts.num_kv_layers, capacity, self._parts.kv_layers)
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
         """KV does not move when it is swapped out."""

@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.models.discover import ModelParts
-from qllm.runner.layers.native import is_usable
 from qllm.runner.layers.rows import PLAIN, RowRule
 
 Linear = Callable[[Tensor], Tensor]
