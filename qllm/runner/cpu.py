@@ -104,7 +104,7 @@ class CpuBackend:
     @property
     def is_native(self) -> bool:
         """Whether our kernels run every layer."""
-        return self.sweep.num_layers == len(self.drivers)
+        return self.sweep.num_layers == len(self.drivers) or self.compute.is_ours
 
     shares_blocks = False
     copy_bytes_per_ms = 4_000_000
@@ -113,7 +113,7 @@ class CpuBackend:
 
     @property
     def why_inexact(self) -> str:
-        if self.is_native or self.compute.is_ours:
+        if self.is_native:
             return ""
         return (
             "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
