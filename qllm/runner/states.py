@@ -57,7 +57,8 @@ class States:
         found = {i: held[position] for i, held in self._held.items() if position in held}
         if not found or len(found) < len(self._held):
             return None
-        self._lent.add(position)
+        here = {p for held in self._held.values() for p in held}
+        self._lent = {p for p in self._lent if p in here} | {position}
         return found
 
     def borrow(self, position: int, states: Mapping[int, Any]) -> None:
@@ -109,8 +110,6 @@ class States:
         """Hold a state, that of the committed tokens, and those of marks; the others go."""
         held, kept = self._held.setdefault(layer, {}), {committed, *self.marks}
         self._held[layer] = {p: s for p, s in held.items() if p in kept} | {position: state}
-        if self._lent:
-            self._lent = {p for p in self._lent if p >= committed}
 
     def clear(self) -> None:
         """The request computes again from its first token."""
