@@ -411,6 +411,8 @@ SMALL = {
     "kv.json": ("KV that outlives its row", kv_lines),
     "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
+    "delta_net.json": ("Gated DeltaNet", itemgetter("lines")),
+    "hybrid.json": ("Qwen3-Next's shape", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
