@@ -80,9 +80,7 @@ def qwen() -> Any:
 
 def test_our_kernels_run_every_layer_and_the_cache_is_on(model: Any) -> None:
     with engine_of(model, conformance=True) as engine:
-        assert engine.kernels["attention"].endswith(
-            "(2 of 4 layers), sdpa per sequence on slabs (transformers' own eager with sinks)"
-        )
+        assert engine.kernels["attention"].endswith("(2 of 4 layers)")
         assert engine.kernels["state"].endswith("(2 of 4 layers)")
         assert engine.kernels["router"].endswith("(4 of 4 layers)")
         assert set(engine.drivers) == {"fast"}
@@ -155,9 +153,7 @@ def test_preempted_evicted_and_swapped_requests_give_the_same_tokens(model: Any)
     prompts = [prompt_of(200, i) for i in range(3)] + [prompt_of(150, 0) + prompt_of(60, 9)]
     with engine_of(model, prefix_cache=False) as engine:
         want = [run(engine, ids, 80).token_ids for ids in prompts]
-        each = engine.info.shape.state_tokens if hasattr(engine, "info") else 0
-    with engine_of(model) as engine:
-        each = engine._client.info.shape.state_tokens  # type: ignore[attr-defined]
+        each = engine.stats()["states"]["tokens_per_request"]
     for swap in (0, 8 * (each + 320)):
         room = 2 * (each + 320)
         with engine_of(model, max_kv_tokens=room, swap_kv_tokens=swap) as engine:
@@ -179,23 +175,27 @@ def test_preempted_evicted_and_swapped_requests_give_the_same_tokens(model: Any)
 
 def test_an_eviction_goes_back_to_the_states_of_its_own_answer(qwen: Any) -> None:
     with engine_of(qwen) as engine:
-        handle = engine.submit(prompt_of(100), "BE", 120, sampling=GREEDY)
+        handle = engine.submit(prompt_of(100), "BE", 600, sampling=GREEDY)
         stream = iter(handle)
         for _ in range(40):  # position 128 was passed
             next(stream)
+        handle.update(paused=True)
         loop = engine._client.loop  # type: ignore[attr-defined]
 
-        def evict() -> None:
+        def evict() -> int:
             (number,) = loop.live
+            before = loop.live[number].request.num_computed_tokens
             for effect in loop.scheduler.evict(number, number, Evict.RECOMPUTE):
                 loop.effects.apply(effect)
+            return int(before)
 
-        engine.call(evict)
+        computed = engine.call(evict)
+        handle.update(paused=False)
         found = handle.result(120)
         assert found.metrics.evictions == 1
-        assert found.metrics.evict_recomputed_tokens < PAGE + 40
+        assert found.metrics.evict_recomputed_tokens <= computed % PAGE + PAGE
     with engine_of(qwen, prefix_cache=False) as engine:
-        assert run(engine, prompt_of(100), 120).token_ids == found.token_ids
+        assert run(engine, prompt_of(100), 600).token_ids == found.token_ids
 
 
 def test_no_more_states_are_kept_than_the_budget_holds(qwen: Any) -> None:

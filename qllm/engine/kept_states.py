@@ -19,7 +19,7 @@ from typing import Any
 from qllm.engine.keeper import Keeper
 from qllm.engine.prefix_users import User
 from qllm.errors import InvariantError
-from qllm.scheduler.prefix import Name, PageStore, Tag, tag_of
+from qllm.scheduler.prefix import Name, PageStore, tag_of
 
 
 class KeptStates:
@@ -134,17 +134,6 @@ class KeptStates:
             if not store.displace(user.request.priority, now):
                 return False
         return True
-
-    # -- deletion
-
-    def drop(self, names: Iterable[Name]) -> None:
-        """Forget states, which are not pinned."""
-        for name in names:
-            self.store.drop(name)
-
-    def delete(self, tag: Tag) -> None:
-        """Forget the states of an owner or a salt, of which none is pinned."""
-        self.drop(self.store.tagged(tag))
 
     def stats(self) -> dict[str, int]:
         """Counts for statistics. Callable from any thread."""

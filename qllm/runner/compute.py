@@ -167,15 +167,14 @@ class Compute:
         fused = Counter(part for driver in native for part in driver.names)
         sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
         ours = f"qllm {cpu.kind()}" if native else ""
-        total = len(self.drivers)
+        total, deltas = len(self.drivers), sum(map(_has_delta_kernel, self.drivers))
 
         def attends(torch_name: str) -> str:
             kernel = f"{ours} ({fused['attention']} of {total} layers)"
-            rest = [torch_name] if fused["attention"] < total else []
+            rest = [torch_name] if fused["attention"] + deltas < total else []
             return ", ".join([kernel, *rest] if fused["attention"] else rest)
 
         mlp = {"mlp": f"{ours} ({fused['mlp']} of {total} layers)"} if fused["mlp"] else {}
-        deltas = sum(map(_has_delta_kernel, self.drivers))
         states = {"state": f"qllm {cpu.kind()} ({deltas} of {total} layers)"} if deltas else {}
         return (
             mlp
