@@ -18,6 +18,7 @@ from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaSta
 from qllm.kernels.cpu.norms import Norm
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import delta_linears, delta_net_kind
+from qllm.models.heard import is_heard
 from qllm.runner.layers.attention import Span
 from qllm.runner.states import NewState
 
@@ -32,6 +33,8 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
     attn: Any = parts.self_attn
     if arena is None or parts.new_state is None or delta_net_kind(attn) is None:
         return None
+    if is_heard(attn):
+        return None  # the module computes, and calls its hooks
     weights = [attn.conv1d.weight[:, 0], attn.norm.weight, *(x.weight for x in delta_linears(attn))]
     widths = (attn.head_k_dim, attn.head_v_dim)
     if not all(map(is_usable, weights)) or any(width % HEAD_MULTIPLE for width in widths):
