@@ -298,6 +298,7 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout(self._stall_s):
                 await send(message)
 
+        scope["state"]["has_events"] = True
         try:
             await super().__call__(scope, receive, send_in_time)
         except* TimeoutError:

@@ -238,6 +238,8 @@ class Front:
             handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= takes
+            if ask.opened is not None and isinstance(error, asyncio.CancelledError):
+                ask.opened.prompt.cancel()  # it may be sent by now, and nobody waits for it
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
@@ -247,9 +249,10 @@ class Front:
         )
         answer.shows_tokens = ask.max_tokens != 0
         answer.answer_id, answer.caller = ask.answer_id, ask.caller
-        own = ask.answer_id.partition("-")[2]
-        answer.names = frozenset({ask.answer_id, own, ask.other_id} - {""})
+        answer.names = ask.names
         self.answers.add(answer)
+        if ask.opened is not None:
+            ask.opened.has_seat = False
         if answer.exchange is not None:
             answer.exchange.opened(ask.answer_id, served.priority.name, served.demoted)
         return answer
@@ -343,8 +346,9 @@ class Front:
         defaults = _defaults(engine)
         prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
+        ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
         if ask.opened is not None:
-            return [self._send(engine, ask)]
+            return [self._send(engine, ask, ttl_s)]
         try:
             if ask.messages is not None:
                 prompts = [self.render(ask)]
@@ -365,7 +369,7 @@ class Front:
                             request_id=f"{ask.answer_id}-{len(handles)}",
                             cache_salt=ask.cache_salt,
                             cache_owner=ask.cache_owner,
-                            cache_ttl_s=ask.cache_ttl_s,
+                            cache_ttl_s=ttl_s,
                         )
                     )
                     if ask.replay:
@@ -377,7 +381,7 @@ class Front:
         return handles
 
     @staticmethod
-    def _send(engine: QLLMEngine, ask: Ask) -> Handle:
+    def _send(engine: QLLMEngine, ask: Ask, ttl_s: float | None) -> Handle:
         """Say that a prompt is whole; on a thread of the class."""
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
         handle: Handle = ask.opened.prompt.send(
@@ -385,7 +389,7 @@ class Front:
             sampling=params,
             slo=ask.slo,
             timeout_s=ask.timeout_s,
-            cache_ttl_s=ask.cache_ttl_s,
+            cache_ttl_s=ttl_s,
         )
         return handle
 
