@@ -1,5 +1,6 @@
 """Kept states of hybrids: a hit changes no token and no bit, and none is kept beyond its budget."""
 
+import copy
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -122,7 +123,8 @@ def test_a_hit_has_the_tokens_pages_and_states_of_a_cold_run(model: Any) -> None
 
 def test_chats_go_on_from_the_end_of_a_turn(model: Any) -> None:
     rng, turns = random.Random(1), []
-    with engine_of(model) as engine, engine_of(model, prefix_cache=False) as plain:
+    other = copy.deepcopy(model)
+    with engine_of(model) as engine, engine_of(other, prefix_cache=False) as plain:
         ids = prompt_of(90)
         for number in range(5):
             found = run(engine, ids, 75)
