@@ -108,7 +108,7 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     asked = config.prefix_cache
     if asked is False:
         return "prefix_cache=False"
-    if runner.parts.has_states and runner.model.device.type != "cpu":
+    if runner.parts.has_states and runner.parts.lm_head.weight.device.type != "cpu":
         reason, allowed = STATES_ON_DEVICE, "use 'auto' or False"
     elif runner.state_bytes and not num_states(config, runner):
         reason = (

@@ -149,7 +149,7 @@ class HookedDriver:
         mixer: Callable[..., Any] | None = None,
         covered: tuple[nn.Module, ...] = (),
     ) -> None:
-        self.kind = Driver.HOOKED if parts.driver is Driver.FAST else parts.driver
+        self.kind: Driver = Driver.HOOKED if parts.driver is Driver.FAST else parts.driver
         self.covered = covered
         if mixer is None and parts.new_state is not None:
             mixer = RecurrentMixer(parts.self_attn, parts.new_state)

@@ -81,7 +81,7 @@ def _halves_of_heads(linear: nn.Linear, heads: int) -> tuple[nn.Linear, nn.Linea
 
 
 def _half(x: Tensor, heads: int, half: int) -> Tensor:
-    return x.unflatten(0, (heads, 2, -1))[:, half].flatten(0, 1)
+    return x.reshape(heads, 2, -1, *x.shape[1:])[:, half].flatten(0, 1)
 
 
 class NativeLayer(NamedTuple):

@@ -3,9 +3,9 @@
 How much they carry, and whether a prompt cut into chunks leaves what a whole one does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,11 @@ class Carried(NamedTuple):
 
 def carry(mixer: RecurrentMixer | DeltaMixer, x_TD: Tensor, cuts: list[int]) -> Carried:
     """Run the mixer of a layer over the tokens of one request, a pass between every two cuts."""
-    kv, outs = SlabKV(0, len(x_TD)), []
+    kv, outs, call = SlabKV(0, len(x_TD)), [], cast(Callable[..., Any], mixer)
     for lo, hi in pairwise(cuts):
         step = Step([Span(kv, 0, lo, hi)], hi - lo, latent=False)
         given: dict[str, Any] = {mixer.cache_name: step}
-        out: Any = mixer(mixer.forward, x_TD[None, lo:hi], **given)
+        out = call(mixer.forward, x_TD[None, lo:hi], **given)
         outs.append((out[0] if isinstance(out, tuple) else out)[0])
         kv.committed = hi
     state = kv.states.take(mixer.index, cuts[-1], cuts[-1], dict)
@@ -84,8 +84,9 @@ def kv_token_bytes(parts: ModelParts, model: nn.Module) -> int:
 def _kv_width(attn: Any, config: Any) -> int:
     if hasattr(attn, "kv_lora_rank"):
         return int(attn.kv_lora_rank + attn.qk_rope_head_dim)
-    linears = [getattr(attn, name, None) for name in ("k_proj", "v_proj")]
-    if all(isinstance(x, nn.Linear) for x in linears):
+    both = [getattr(attn, name, None) for name in ("k_proj", "v_proj")]
+    linears = [x for x in both if isinstance(x, nn.Linear)]
+    if len(linears) == len(both):
         return sum(int(x.out_features) for x in linears)
     head_dim = getattr(attn, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
