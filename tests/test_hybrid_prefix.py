@@ -137,7 +137,7 @@ def test_chats_go_on_from_the_end_of_a_turn(model: Any) -> None:
 
 
 def test_a_prompt_leaves_its_states_where_it_leaves_what_is_kept(qwen: Any) -> None:
-    """Of a system prompt that many share, the second request leaves them, the third finds them."""
+    """The second request with a system prompt leaves them after it, the third finds them."""
     system = prompt_of(210)
     with engine_of(qwen) as engine:
         found = [run(engine, system + prompt_of(100, i)).metrics.num_cached_tokens

@@ -23,7 +23,7 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 
 REACH = 0.6
-"""Of the roofline."""
+"""The share of the roofline that is asked."""
 SIZES = {"num_hidden_layers": 4, "num_experts": 48, "vocab_size": 32768}
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
 PROMPT = 64

@@ -135,7 +135,7 @@ class NativeDriver(FastDriver):
         self._arena, self.mixer = arena, mixer
         self._first_norm = _norm(self._norm) if _is_norm(self._norm) else None
         self._gate: cpu.Matrix | None = None
-        """Of what attention gives, with the norm before it."""
+        """The product that makes it, of what the norm before attention gives."""
         self._attention: Attention | Latents | None = None
         self._router_kernel: Router | None = None
         self._mlp_kernel: Mlp | None = None
