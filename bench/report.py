@@ -413,6 +413,8 @@ SMALL = {
     "streams.json": ("Prompts that come in pieces", streams_lines),
     "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
+    "delta_net.json": ("Gated DeltaNet", itemgetter("lines")),
+    "hybrid.json": ("Qwen3-Next's shape", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),
     "weights.json": ("Experts in 4 bits", itemgetter("lines")),
     "real_size.json": ("30B parameters in 4 bits", itemgetter("lines")),

@@ -302,7 +302,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         asked = asked_sampling(sampling, options, self.sampling_defaults)
         params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
         level = priority_class(priority)
-        most = most_tokens(len(token_ids), max_tokens, self.config, shape.max_position)
+        most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         targets = slo_of(slo, self.config.default_slo(level))
         check_timeout("timeout_s", timeout_s)
         check_timeout("cache_ttl_s", cache_ttl_s)
@@ -344,8 +344,8 @@ class QLLMEngine(Offline, KeptKv, Opens):
         Raises:
             InvalidRequestError: Something about them is wrong.
         """
-        longest = self._client.info.shape.max_position
-        most = most_tokens(len(token_ids), max_tokens, self.config, longest)
+        shape = self._client.info.shape
+        most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
 
     def replay(self, request: Open) -> None:

@@ -83,9 +83,17 @@ FLOORS = {
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
     "engine.keeper": Floor(BASE, PURE),
-    "engine.prefix": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
+    "engine.prefix_users": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
+    "engine.kept_states": Floor(f"{BASE} engine.keeper engine.prefix_users scheduler", PURE),
+    "engine.prefix": Floor(
+        f"{BASE} engine.keeper engine.kept_states engine.prefix_users engine.tier ingress "
+        "scheduler",
+        PURE,
+    ),
     "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
-    "engine.coming": Floor(f"{BASE} engine.holding engine.prefix engine.tier ingress", PURE),
+    "engine.coming": Floor(
+        f"{BASE} engine.holding engine.prefix engine.prefix_users engine.tier ingress", PURE
+    ),
     "engine.holding": Floor("types ingress", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.revising": Floor(

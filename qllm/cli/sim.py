@@ -163,7 +163,7 @@ def _named(
         seconds=seconds,
         capacity=machine.capacity(config),
         load=load,
-        max_len=min(machine.shape.max_position, config.max_kv_tokens),
+        max_len=machine.model_shape().longest(config.max_kv_tokens),
     )
 
 

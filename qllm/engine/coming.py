@@ -1,7 +1,8 @@
 """Requests whose KV lies in a file arrive at the scheduler once it is loaded, or is late."""
 
 from qllm.engine.holding import HoldingIngress, Inbox
-from qllm.engine.prefix import PrefixCache, Staged
+from qllm.engine.prefix import PrefixCache
+from qllm.engine.prefix_users import Staged
 from qllm.ingress import Submission
 
 

@@ -80,8 +80,7 @@ class Revising:
             arrival_ns=before.arrival_ns,
             cache_salt=before.cache_salt,
         )
-        limits = self._scheduler.limits
-        wrong = refusal(whole, self._runner.shape, limits.num_blocks * limits.block_size)
+        wrong = refusal(whole, self._runner.shape, self._scheduler.limits.max_kv_tokens)
         if wrong is not None:
             raise InvalidRequestError(wrong)
         return whole

@@ -39,6 +39,8 @@ LAYER_GLUE = {
     "beedea11a992": "plain",  # mixtral, phimoe
     "81d96d2d9d08": "plain",  # qwen2_moe, qwen3_moe, olmoe, deepseek_v3
     "dd4f84571e97": "plain",  # gpt_oss: its block returns a tuple
+    "197d68bfbce0": "plain",  # qwen3_next, qwen3_5_moe: attention, or a Gated DeltaNet
+    "74a792a86065": "plain",  # qwen3_5
     "0e4c9842356c": "scaled",  # granitemoe: both sums scale what they add
 }
 """Fingerprint of DecoderLayer.forward -> what its glue does."""
@@ -51,7 +53,7 @@ BLOCK_GLUE = {
     "b42d4fc5f32f": "plain",  # granitemoe, transformers 5.17
     "36df0733fead": "plain",  # phimoe
     "ed30505cbacb": "shared",  # deepseek_v3
-    "7b1ca88b5a70": "gated_shared",  # qwen2_moe
+    "7b1ca88b5a70": "gated_shared",  # qwen2_moe, qwen3_next, qwen3_5_moe
 }
 """Fingerprint of the MoE block's forward -> what its glue does."""
 
@@ -125,6 +127,17 @@ class ModelParts:
         """Layers of the cache: some layers attend twice, some never."""
         found: list[Any] = self.attentions
         return max([len(self.layers), *(int(attn.layer_idx) + 1 for attn in found)])
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer carries a state."""
+        return any(layer.new_state is not None for layer in self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers of the cache that keys and values are written to."""
+        found: list[Any] = self.attentions
+        return tuple(sorted({int(attn.layer_idx) for attn in found}))
 
     @property
     def attentions(self) -> list[nn.Module]:
@@ -240,7 +253,7 @@ def _layer_parts(
     source = "" if attn is None else inspect.getsource(inspect.unwrap(type(attn).forward))
     one_by_one = "get_seq_length" in source
     known = layer_glue is not None and (experts is None or block_glue is not None)
-    known = known and len(attentions) == 1 and new_state is None and not one_by_one
+    known = known and len(attentions) == (new_state is None) and not one_by_one
     if len(attentions) > 1:
         experts = block = None
     driver = Driver.HOOKED

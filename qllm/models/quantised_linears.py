@@ -83,6 +83,11 @@ def all_linears(model: nn.Module) -> dict[str, QuantisedLinear]:
     return {name: linear for name, linear in found.items() if linear is not None}
 
 
+def is_read(module: Any) -> bool:
+    """Whether the CPU kernels can read the weight of a linear module."""
+    return linear_in(module) is not None or cpu.is_usable(module.weight)
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights, quantised ones as they are."""
     plain = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")

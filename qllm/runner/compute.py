@@ -19,17 +19,18 @@ from torch import nn
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
-from qllm.models.quantised_linears import linear_in
+from qllm.models.quantised_linears import is_read, linear_in
 from qllm.runner.invariance import find_invariance
 from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
-from qllm.runner.layers.native import NativeDriver, is_read, is_usable
-from qllm.runner.layers.native_experts import is_covered
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
 from qllm.runner.layers.work import Bank
 from qllm.runner.sweep import Sweep
@@ -148,6 +149,13 @@ class Compute:
         return found | {id(m.weight) for m in linears if is_read(m)}
 
     @property
+    def is_ours(self) -> bool:
+        """Whether our kernels compute all of every layer."""
+        whole = [isinstance(d, NativeDriver) and d.is_complete for d in self.drivers]
+        banks = [isinstance(bank, NativeBank) for bank in self._held]
+        return all(whole) and all(banks)
+
+    @property
     def stops_between_keys(self) -> bool:
         """Whether every layer's attention can stop between two blocks of keys."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
@@ -160,15 +168,14 @@ class Compute:
         fused = Counter(part for driver in native for part in driver.names)
         sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
         ours = f"qllm {cpu.kind()}" if native else ""
-        total = len(self.drivers)
+        total, deltas = len(self.drivers), sum(map(_has_delta_kernel, self.drivers))
 
         def attends(torch_name: str) -> str:
             kernel = f"{ours} ({fused['attention']} of {total} layers)"
-            rest = [torch_name] if fused["attention"] < total else []
+            rest = [torch_name] if fused["attention"] + deltas < total else []
             return ", ".join([kernel, *rest] if fused["attention"] else rest)
 
         mlp = {"mlp": f"{ours} ({fused['mlp']} of {total} layers)"} if fused["mlp"] else {}
-        deltas = sum(map(_has_delta_kernel, self.drivers))
         states = {"state": f"qllm {cpu.kind()} ({deltas} of {total} layers)"} if deltas else {}
         return (
             mlp
@@ -226,7 +233,7 @@ def _refuse_states(parts: ModelParts, drivers: Iterable[LayerDriver]) -> None:
 
 
 def _has_delta_kernel(driver: LayerDriver) -> bool:
-    return isinstance(driver, HookedDriver) and isinstance(driver.mixer, DeltaMixer)
+    return isinstance(getattr(driver, "mixer", None), DeltaMixer)
 
 
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
@@ -238,9 +245,9 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
         return AroundDriver(parts)
     if len(parts.attentions) > 1:
         return WholeDriver(parts)
-    if parts.input_layernorm is None:
-        mixer = delta_mixer(parts, arena)
+    mixer = delta_mixer(parts, arena)
+    if parts.input_layernorm is None or (parts.new_state is not None and mixer is None):
         return HookedDriver(parts, mixer, () if mixer is None else mixer.covered)
     if arena is None or parts.rope_kind is not None:  # our kernels turn all layers alike
         return FastDriver(parts)
-    return NativeDriver(parts, arena)
+    return NativeDriver(parts, arena, mixer)

@@ -26,6 +26,7 @@ from qllm.runner.layers import attention
 from qllm.runner.layers.around import embed
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.native import attend_some
+from qllm.runner.layers.trial import charged
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Longest, Segments, Stop
 from qllm.runner.rope import Ropes
@@ -80,12 +81,12 @@ class TorchRunner:
             self.close()  # the model is the caller's, as it was
             raise
         self._follow_backend()
+        self.shape, self.state_bytes = charged(self.shape, model, parts, self._drivers)
 
     def _follow_backend(self) -> None:
         """Take up what the backend computes with now."""
         compute, self._drivers = self.backend.compute, self.backend.drivers
         self.drivers = tuple(driver.kind for driver in self._drivers)
-        """The driver of each layer."""
         self._ops: dict[OpKind, RunOp] = {
             OpKind.EMBED: self._embed,
             OpKind.ATTN: self._attn,

@@ -109,7 +109,7 @@ class _World:
         """Let a request arrive; None if the engine would refuse it in `submit`."""
         total = spec.longest_prompt + spec.max_tokens
         room = self._config.num_blocks * self._config.block_size
-        if total > min(room, self.runner.shape.max_position):
+        if total > self.runner.shape.longest(room):
             self.refused += 1
             return None
         request_id = self._count

@@ -49,6 +49,12 @@ ARENA_NUMEL = 8 << 20
 """Values that an arena gets from the system at once, if they are enough."""
 
 
+def is_usable(tensor: Tensor) -> bool:
+    """Whether the kernels can read a weight."""
+    in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
+    return in_memory and tensor.shape[-1] % 2 == 0 and MISSING is None
+
+
 class MatrixStruct(ctypes.Structure):
     """`Matrix` of kernels.h."""
 

@@ -89,7 +89,8 @@ struct Attention {
   Heads heads;
   Matrix qkv;
   Norm norm, q_norm, k_norm;   // of a head or, with norm_whole, of all
-  int64_t norm_whole, cos_width;  // cos is [T, cos_width]: H, or H / 2 without its copy
+  int64_t norm_whole, cos_width;  // cos is [T, cos_width]: `rotated`, or half of it without its copy
+  int64_t rotated;             // the first values of a head, which are turned
   float clip;                  // of queries, keys and values; infinity is none
 };
 
@@ -224,6 +225,8 @@ struct Kernels {
                   int64_t width);
   // out [num] = x + y * scale; out may be one of them
   void (*add)(uint16_t* out, const uint16_t* x, const uint16_t* y, float scale, int64_t num);
+  // out [num] *= sigmoid(by), which is rounded first
+  void (*gate)(uint16_t* out, const uint16_t* by, int64_t num);
   // Largest logit [rows] so far and the lowest id of it, given logits [rows, num] of the ids from
   // `first`; NaN is larger than any.
   void (*best)(float* peaks, int64_t* ids, const uint16_t* logits, int64_t rows, int64_t num,

@@ -169,6 +169,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(mlp),
     QLLM_KERNEL(combine),
     QLLM_KERNEL(add),
+    QLLM_KERNEL(gate),
     QLLM_KERNEL(best),
     QLLM_KERNEL(mask),
     QLLM_FUNCTION(pack_codes, &pack_codes, "See kernels.h."),

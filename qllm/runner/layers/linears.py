@@ -11,8 +11,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.quantised import Quantised
 from qllm.models.discover import ModelParts
-from qllm.models.quantised_linears import linear_in, values_of, weight_of
-from qllm.runner.layers.native import is_read
+from qllm.models.quantised_linears import is_read, linear_in, values_of, weight_of
 from qllm.runner.layers.rows import PLAIN, RowRule
 
 Linear = Callable[[Tensor], Tensor]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.experts import Clamp, Experts
 from qllm.models.digests import source_digest
 from qllm.models.discover import PACKED
 from qllm.models.quantised_experts import WEIGHTS, quantised_in, say_rounded
-from qllm.runner.layers.native import is_usable
 from qllm.runner.layers.work import Work
 
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
