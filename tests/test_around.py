@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from bench.models import families as all_families
 from bench.models import tiny_configs
 from qllm import QLLMEngine, SamplingParams
-from qllm.errors import ModelError
+from qllm.errors import ConfigError, ModelError
 from qllm.models.discover import discover
 from qllm.models.layer_cache import JOINED, LayerCache
 from qllm.plan import Row
@@ -340,3 +340,13 @@ def test_hooks_are_called_but_for_the_head(caplog: pytest.LogCaptureFixture) -> 
         engine.submit(prompt_of(9), "LS", 1, sampling=GREEDY).result(60)
     torch.testing.assert_close(called["experts"], direct["experts"])
     assert "attention" in called
+
+
+def test_it_has_no_prefix_cache_and_says_why() -> None:
+    model = model_of("deepseek_v32")
+    with pytest.raises(ConfigError, match=r"what its layers keep .* grows with every token"):
+        QLLMEngine.from_model(
+            model, threads=1, conformance=False, prefix_cache="approximate", max_kv_tokens=512
+        )
+    with QLLMEngine.from_model(model, threads=1, conformance=False, max_kv_tokens=512) as engine:
+        assert "grows with every token" in str(engine.stats()["prefix_cache"])

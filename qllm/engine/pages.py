@@ -91,6 +91,7 @@ STATES_IN_FILE = "layers carry a state, and the file holds pages of keys and val
 STATES_ON_DEVICE = "layers carry a state, and those are kept on a CPU alone"
 
 
+STATES_GROW = "what its layers keep beside keys and values grows with every token"
 SHAPES = "the keys and values of its layers have different shapes, and a page holds those of one"
 
 
@@ -108,7 +109,9 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     asked = config.prefix_cache
     if asked is False:
         return "prefix_cache=False"
-    if runner.parts.has_states and runner.parts.lm_head.weight.device.type != "cpu":
+    if runner.parts.around is not None:
+        reason, allowed = STATES_GROW, "use 'auto' or False"
+    elif runner.parts.has_states and runner.parts.like.device.type != "cpu":
         reason, allowed = STATES_ON_DEVICE, "use 'auto' or False"
     elif runner.state_bytes and not num_states(config, runner):
         reason = (

@@ -85,7 +85,7 @@ def _check_chunks(runner: "TorchRunner") -> None:
     """A prompt in chunks leaves the states that a whole one does; to the bit, where KV is exact."""
     backend = runner.backend
     for mixer in mixers_of(backend.drivers):
-        refuse_chunks(mixer, runner.parts.lm_head.weight, exact=not backend.why_inexact)
+        refuse_chunks(mixer, runner.parts.like, exact=not backend.why_inexact)
 
 
 def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:

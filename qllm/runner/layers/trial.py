@@ -77,7 +77,7 @@ def kv_token_bytes(parts: ModelParts, model: nn.Module) -> int:
         model: Its config is asked where an attention does not say it.
     """
     config = base_model(model).config
-    size = parts.lm_head.weight.element_size()
+    size = parts.like.element_size()
     return size * sum(_kv_width(attn, config) for attn in parts.attentions)
 
 
@@ -100,7 +100,7 @@ def charged(
 
     A request has the states that it goes on from, and those that it writes.
     """
-    num_bytes = state_bytes(drivers, parts.lm_head.weight)
+    num_bytes = state_bytes(drivers, parts.like)
     token_bytes = max(kv_token_bytes(parts, model), LEAST_TOKEN_BYTES)
     return shape._replace(state_tokens=-(-2 * num_bytes // token_bytes)), num_bytes
 
