@@ -23,6 +23,13 @@ from qllm.models.around import Around, Leave
 from qllm.models.digests import fingerprint
 from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
+from qllm.models.positions import (
+    STATIC_ROPE,
+    max_position,
+    refuse_rope_types,
+    rope_kind,
+    rotary_of,
+)
 from qllm.models.quantised_linears import linear_in
 from qllm.plan import ModelShape
 from qllm.types import Driver
@@ -32,8 +39,6 @@ PACKED = "qllm_packed"
 CACHES = {"cache_params", "past_key_values"}
 """Names of the argument that is transformers' cache."""
 LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
-STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Rope types that give a position the same values in every call."""
 
 LAYER_GLUE = {
     "beedea11a992": "plain",  # mixtral, phimoe
@@ -281,7 +286,7 @@ def _layer_parts(
         shared_gate=gate,
         residual_multiplier=_multiplier(layer) if layer_glue == "scaled" else None,
         window=None if new_state is not None else _window(base, index),
-        rope_kind=_rope_kind(base, index),
+        rope_kind=rope_kind(base, index),
         one_by_one=one_by_one,
         new_state=new_state,
     )
@@ -289,17 +294,6 @@ def _layer_parts(
 
 def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inspect.unwrap(type(module).forward)).parameters
-
-
-def _rotary_child(base: Any) -> Any:
-    return getattr(base, "rotary_emb", None) or getattr(base, "pos_emb", None)
-
-
-def _rope_kind(base: Any, index: int) -> str | None:
-    rotary = _rotary_child(base)
-    if not isinstance(rotary, nn.Module) or "layer_type" not in _arguments(rotary):
-        return None
-    return str(base.config.layer_types[index])
 
 
 def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
@@ -351,45 +345,9 @@ def _norm(base: Any) -> nn.Module:
 
 
 def _rotary(base: Any, layers: tuple[LayerParts, ...], like: Tensor) -> nn.Module | None:
-    """The module that gives embeddings of positions to the layers."""
-    rotary = _rotary_child(base)
-    if not isinstance(rotary, nn.Module):
-        if any(layer.new_state is not None for layer in layers):
-            return None  # states know the order of tokens; the start-up check sees the rest
-        raise ModelError(
-            f"{type(base).__name__} has no `rotary_emb`: other embeddings of positions than "
-            "rotary ones are not supported"
-        )
-    _refuse_rope_types(rotary)
-    positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-    what = f"{type(rotary).__name__} does not give embeddings of positions"
-    for kind in {layer.rope_kind for layer in layers if layer.new_state is None}:
-        given = {} if kind is None else {"layer_type": kind}
-        try:
-            with torch.inference_mode():
-                found = rotary(like.new_empty(0), positions, **given)
-        except Exception as error:
-            raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, Tensor) and (not isinstance(found, tuple) or len(found) != 2):
-            raise ModelError(f"{what}: it returned {type(found).__name__}")
-    return rotary
-
-
-def _refuse_rope_types(rotary: Any) -> None:
-    kinds = getattr(rotary, "rope_type", None)
-    for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else ():
-        if kind not in STATIC_ROPE:
-            raise ModelError(
-                f"{type(rotary).__name__} has rope type {kind!r} for {layer_type}: where every "
-                f"type of layer has its own, only {', '.join(sorted(STATIC_ROPE))} are supported"
-            )
-
-
-def _max_position(config: Any) -> int:
-    """Longest sequence; dynamic NTK is made to go beyond `max_position_embeddings` by a factor."""
-    length = getattr(config, "max_position_embeddings", 1 << 30)
-    rope = getattr(config, "rope_parameters", None) or {}
-    return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)
+    attend = [layer for layer in layers if layer.new_state is None]
+    kinds = {layer.rope_kind for layer in attend}
+    return rotary_of(base, kinds, like, may_lack=len(attend) < len(layers))
 
 
 EXTRAS = {
@@ -439,7 +397,7 @@ def _around(model: Any) -> Around:
     base = base_model(model)
     layers = decoder_layers(base)
     for module in base.modules():
-        _refuse_rope_types(module)
+        refuse_rope_types(module)
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str) and kind not in STATIC_ROPE:
             raise ModelError(f"{type(module).__name__} has rope type {kind!r}: not supported there")
@@ -502,7 +460,7 @@ def _discover(model: Any, around: Around | None) -> ModelParts:
         norm=_norm(base) if around is None else Leave(around),
         lm_head=head,
         logit_rule=logit_rule_of(model, config),
-        rotary_emb=_rotary(base, layers, _like(head)) if around is None else None,
+        rotary_emb=None if around is not None else _rotary(base, layers, _like(head)),
         around=around,
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
@@ -511,6 +469,6 @@ def _discover(model: Any, around: Around | None) -> ModelParts:
             experts_per_token=0 if experts is None else _top_k(layers, config),
             is_moe=tuple(parts.is_moe for parts in layers),
             vocab_size=head.out_features,
-            max_position=_max_position(config),
+            max_position=max_position(config),
         ),
     )

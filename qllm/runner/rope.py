@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.models.digests import source_digest
-from qllm.models.discover import STATIC_ROPE, ModelParts, base_model
+from qllm.models.discover import ModelParts, base_model
+from qllm.models.positions import STATIC_ROPE
 from qllm.runner.frame import RequestState
 from qllm.scheduler.program import Program
 from qllm.types import RequestId

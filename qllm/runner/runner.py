@@ -316,9 +316,8 @@ class TorchRunner:
 
     def _calling(self, frame: Frame, op: Op) -> tuple[Any, ...]:
         """What a driver needs to call a layer as the model's forward does; nothing elsewhere."""
-        if self.parts.around is None:
-            return ()
-        return frame.rope_of(*op[2:]), frame.step_of(*op[2:], self.new_step)
+        where = op[2:] if self.parts.around is not None else None
+        return (frame.rope_of(*where), frame.step_of(*where, self.new_step)) if where else ()
 
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
