@@ -53,5 +53,5 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _sum(weight: torch.Tensor) -> int:
-    flat = weight.detach().contiguous().reshape(-1)
+    flat = weight.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)

@@ -34,7 +34,7 @@ class RequestLog:
 
     def __init__(self, max_replays: int, on_replay: Callable[[], None]) -> None:
         self.max_replays = max_replays
-        self._on_replay = on_replay
+        self.on_replay = on_replay
         self._lock = threading.RLock()
         self._waiting: dict[RequestId, Open] = {}
         """In the order in which they go on."""
@@ -49,6 +49,11 @@ class RequestLog:
         """Carry its request over if its engine dies from now on."""
         if self.max_replays:
             handle.log = self
+
+    def handles(self) -> list[Handle]:
+        """Those that wait here."""
+        with self._lock:
+            return [entry.handle for entry in self._waiting.values()]
 
     def holds(self, handle: Handle) -> bool:
         """Whether its request waits here."""
@@ -143,7 +148,7 @@ class RequestLog:
             self._trial = None
             entry.finish(number, (FinishReason.ERROR, str(error)))
         else:
-            self._on_replay()
+            self.on_replay()
         return True
 
     def _put_back(self, number: RequestId, entry: Open) -> None:

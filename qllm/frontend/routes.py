@@ -35,7 +35,9 @@ class Costs:
     token_s: float = 1 / 8000
     """Seconds to compute a token of a prompt."""
     step_s: float = 1 / 1000
-    """Seconds of a decode step."""
+    """Seconds of a decode step of one row."""
+    output_s: float = 1 / 16000
+    """Seconds for a token of a decode step in which all seats are taken."""
 
     @property
     def boundary(self) -> float:
@@ -116,7 +118,7 @@ class EngineView:
             start_s += ls.output_tokens / ls.num * costs.step_s
         self.ls_start_s = start_s
         tokens, outputs = ls.prompt_tokens + be.prompt_tokens, ls.output_tokens + be.output_tokens
-        self.busy_s = tokens * costs.token_s + outputs * costs.step_s / self.seats
+        self.busy_s = tokens * costs.token_s + outputs * costs.output_s
 
     @property
     def num_open(self) -> int:
