@@ -229,9 +229,14 @@ def test_at_most_one_engine_changes_its_pool_in_a_period() -> None:
     assert moved == [1, 1, 1, 2, 2, 2], "the last engine of a pool stays"
 
 
-def test_length_says_what_is_short_by_the_costs_of_the_engines() -> None:
+def plug_in(request: RequestView, engines: Any) -> EngineView:
+    return by_length(request, engines)
+
+
+@pytest.mark.parametrize("route", [by_length, plug_in])
+def test_length_and_plug_ins_are_told_what_is_short_by_the_costs(route: Any) -> None:
     entries: list[Entry] = []
-    router = Router(by_length, entries.append)
+    router = Router(route, entries.append)
     router.up("a")
     router.cost("a", Costs(0.001, 0.1))
     for tokens in (100, 101):

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -46,12 +47,15 @@ _log = logging.getLogger("qllm.fleet")
 class _Log(RequestLog):
     """The requests of a fleet. What it hears of them the router hears too."""
 
-    def __init__(self, max_replays: int, router: "_Routing") -> None:
-        super().__init__(max_replays, lambda: None)
+    def __init__(self, max_replays: int, max_trials: int, router: "_Routing") -> None:
+        super().__init__(max_replays, lambda: None, max_trials)
         self._router = router
+        self.num_taken = Counter[str]()
+        """Requests that outlived each engine, or ended with it."""
 
     def take(self, entry: Open, engine_ns: int, why: str) -> None:
-        self._router.left(entry)
+        if (name := self._router.left(entry)) is not None:
+            self.num_taken[name] += 1
         super().take(entry, engine_ns, why)
 
     def heard_of(self, entry: Open) -> None:
@@ -124,11 +128,10 @@ class _Routing:
             else:
                 self.router.heard(key, len(entry.token_ns), entry.priority)
 
-    def left(self, entry: Open) -> None:
+    def left(self, entry: Open) -> str | None:
         with self.lock:
             key = self._keys.pop(entry.handle, None)
-            if key is not None:
-                self.router.left(key)
+            return None if key is None else self.router.left(key)
 
     def _leave(self, handle: Handle, key: int) -> None:
         with self.lock:
@@ -166,6 +169,7 @@ class FleetClient(Client):
         met: Clients of those that answer.
         route: Chooses among them.
         max_replays: Most times that a request goes on elsewhere after its engine died.
+        max_trials: Most of these that end before it had a token there (see `RequestLog`).
         record: Called with every entry of the router.
     """
 
@@ -177,13 +181,14 @@ class FleetClient(Client):
         route: Route,
         *,
         max_replays: int = 3,
+        max_trials: int = 2,
         record: Callable[[Entry], object] | None = None,
     ) -> None:
         super().__init__()
         self.members = {member.name: member for member in members}
         self._card = card
         self._routing = _Routing(route, record)
-        self.log = _Log(max_replays, self._routing)
+        self.log = _Log(max_replays, max_trials, self._routing)
         """Open requests between two engines."""
         self._stats = FleetStats()
         self._counts = itertools.count()
@@ -253,6 +258,7 @@ class FleetClient(Client):
     # -- engines come and go
 
     def _enter(self, member: Member, client: RingClient) -> None:
+        client._unregister()  # the fleet closes it
         client.number_from(self._counts)
         config = client.config
         with self._routing.lock:
@@ -302,7 +308,6 @@ class FleetClient(Client):
     def _lose(self, member: Member, client: RingClient, why: str) -> None:
         with self._routing.lock:
             self._routing.router.down(member.name)
-            member.num_moved += len(client.open_handles())
             wait_s = member.is_out(why)
             others = any(map(takes_requests, self.members.values()))
         _log.error("%s; it is tried again in %.1f s", why, wait_s)
@@ -343,7 +348,7 @@ class FleetClient(Client):
                     "up": takes_requests(member),
                     "why": member.why or None,
                     "met": member.num_met,
-                    "moved": member.num_moved,
+                    "taken": self.log.num_taken[name],
                     "sent": 0 if view is None else view.num_sent,
                     "pool": view and ("short" if view.is_short else "long"),
                     "LS": 0 if view is None else view.ls.num,
@@ -451,8 +456,9 @@ class FleetClient(Client):
 
     @property
     def num_waiting(self) -> int:
-        """Of the engine with the fewest."""
-        return min((client.num_waiting for client in self._up()), default=0)
+        """Of the engine with the fewest, of those that take requests."""
+        taking = [m.client for m in self.members.values() if takes_requests(m)]
+        return min((c.num_waiting for c in taking if c is not None), default=0)
 
     def stats(self) -> dict[str, Any]:
         """Sums and extremes over the engines; counts include those of engines that are gone."""
@@ -525,7 +531,9 @@ class FleetClient(Client):
 
     def disown(self) -> None:
         super().disown()
-        self._ended.set()
+        for client in self._up():
+            client.disown()
+        self.log.disown(self._whose())
 
     def _close(self) -> None:
         with self.admission_lock:

@@ -6,10 +6,9 @@ out --(met, and equal to the others)--> up --(gone)--> out, for a time that grow
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from qllm.config import EngineConfig
 from qllm.errors import ConfigError, QllmError, shown
 from qllm.frontend.rings import RingClient
 
@@ -52,8 +51,6 @@ class Member:
         """Engines that were met there, one after the other."""
         self.keeps_file = True
         """Whether KV that it keeps may outlive it; nobody knows before it was met."""
-        self.num_moved = 0
-        """Requests that went on elsewhere, since it was gone."""
         self._num_gone = 0
         self._up_s = 0.0
         self.next_s = 0.0
@@ -125,9 +122,9 @@ def card_of(name: str, client: RingClient) -> Card:
     """What an engine says of itself, as far as its answers depend on it."""
     hello = client.hello
     info, config = hello.info._asdict(), asdict(hello.config)
-    parts = {name: value for name, value in info.items() if name != "name"}
-    names = [f.name for f in fields(EngineConfig) if f.name not in OF_ONE_ENGINE]
-    parts |= {name: config[name] for name in names}
+    parts = {what: config[what] for what in config if what not in OF_ONE_ENGINE}
+    del info["name"]  # the same model may lie at different places
+    parts |= {what if what not in config else f"{what} in use": info[what] for what in info}
     return Card(name, {**parts, "policy": hello.trace_meta["policy"]})
 
 

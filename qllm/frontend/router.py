@@ -12,7 +12,7 @@ choices, live and simulated (`replayed`). State grows with engines, open request
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,13 +20,13 @@ from qllm.frontend.routes import (
     FALLBACK,
     PAGE_TOKENS,
     WITHOUT_PAGES,
+    WITHOUT_POOLS,
     Backlog,
     Costs,
     EngineView,
     RequestView,
     Role,
     Route,
-    by_length,
     is_short,
     page_names,
     pool_change,
@@ -109,7 +109,9 @@ class Router:
         self.num_errors = 0
         """Choices that the route did not make."""
         self._record = record or (lambda _: None)
-        self._uses_pages = route not in WITHOUT_PAGES
+        self._uses_pages, self._uses_pools = route not in WITHOUT_PAGES, route not in WITHOUT_POOLS
+        self._taking: list[EngineView] = []
+        """Those that take prompts."""
         self._open: dict[Hashable, _Sent] = {}
         self._moved_at_s: float | None = None
 
@@ -142,12 +144,14 @@ class Router:
             num_sent=min((e.num_sent for e in self.engines), default=0),
         )
         self.engines.append(view)
+        self._taking = [engine for engine in self.engines if engine.role != "decode"]
         return view
 
     def down(self, name: str) -> None:
         """Let an engine go. What it had open is to be told as `left`."""
         self._record(("down", name))
         self.engines = [engine for engine in self.engines if engine.name != name]
+        self._taking = [engine for engine in self._taking if engine.name != name]
 
     def cost(self, name: str, costs: Costs) -> None:
         """Note how fast an engine is now."""
@@ -174,13 +178,13 @@ class Router:
             now_s: Time, for pools.
             without: Names of engines that take no prompts now.
         """
-        engines = [e for e in self.engines if e.role != "decode" and e.name not in without]
-        if self.route is by_length and engines:
+        engines = self._taking
+        if without:
+            engines = [engine for engine in engines if engine.name not in without]
+        if self._uses_pools and engines:
             self._change_pools(engines, now_s)
             short = is_short(request.num_prompt_tokens, engines)
-            request = RequestView(
-                request.priority, request.num_prompt_tokens, request.max_tokens, short
-            )
+            request = replace(request, is_short=short)
         found = self._asked(request, engines) if engines else None
         self._record(("choose", request, now_s, tuple(without), found and found.name))
         return found
@@ -244,13 +248,15 @@ class Router:
         sent.add(1)
         sent.engine.refresh()
 
-    def left(self, key: Hashable) -> None:
-        """Note that a request is no longer at its engine."""
+    def left(self, key: Hashable) -> str | None:
+        """Note that a request is no longer at its engine; the name of that."""
         sent = self._open.pop(key, None)
-        if sent is not None:
-            self._record(("left", key))
-            sent.add(-1)
-            sent.engine.refresh()
+        if sent is None:
+            return None
+        self._record(("left", key))
+        sent.add(-1)
+        sent.engine.refresh()
+        return sent.engine.name
 
     def forget_kept(self) -> None:
         """Note that engines have deleted what they kept."""

@@ -203,7 +203,9 @@ ROUTES: dict[str, Route] = {
 FALLBACK: Route = least
 """Chooses where a route of a plug-in raised, or returned what is no engine."""
 WITHOUT_PAGES = frozenset({by_class, by_length, least, round_robin})
-"""Routes for which nobody has to name the pages of a prompt."""
+"""Routes that do not look at the pages of a prompt, which are not named for them."""
+WITHOUT_POOLS = frozenset({by_class, by_prefix, least, round_robin})
+"""Routes that do not look at pools and at what is short."""
 
 
 def load_route(name: str) -> Route:

@@ -36,7 +36,7 @@ class FleetMetrics:
         self._open = gauge("requests_open", "Requests of this front end at the engine", "class")
         self._counts = {
             "sent": counter("requests_sent", "Requests that the engine got", "engine"),
-            "moved": counter("requests_moved", "Requests that outlived the engine", "engine"),
+            "taken": counter("requests_taken", "Requests open when the engine went", "engine"),
             "met": counter("engine_meetings", "Times that the engine was met", "engine"),
         }
         self._errors = counter("route_errors", "Choices that the route did not make")
