@@ -14,7 +14,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from qllm.config import EngineConfig, engine_config
@@ -35,7 +34,7 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, close_collected
 from qllm.frontend.detokenizer import Detokenizer
-from qllm.frontend.fleet import FleetClient
+from qllm.frontend.fleet import FleetClient, meet
 from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv
@@ -49,9 +48,6 @@ from qllm.frontend.prompts import (
     to_sampling,
     to_token_ids,
 )
-from qllm.frontend.remote import RemoteClient
-from qllm.frontend.rings import RingClient
-from qllm.frontend.routes import Route, load_route
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
 from qllm.ingress import Submission
@@ -89,6 +85,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
         """What structured outputs are checked with."""
         self._client = client
+        self.fleet = client if isinstance(client, FleetClient) else None
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
 
@@ -194,42 +191,30 @@ class QLLMEngine(Offline, KeptKv, Opens):
         secret_file: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         trust_remote_code: bool = False,
-        route: str | Route = "class",
         **fleet: Any,
     ) -> Self:
         """Become a front end of an engine on another host; it tokenises here, without weights.
 
-        Several addresses with commas between are a fleet (docs/fleet.md): requests go where the
-        route sends them, and on elsewhere when their engine dies.
+        Several addresses with commas between are a fleet: see docs/fleet.md.
 
         Requests end when this is closed, its process ends, or the connection does. `call`,
         `checkpoint`, `restore` and `trace` are for the engine's own host.
 
         Args:
-            address: HOST:PORT of the engine's `meeting`; in a fleet also the path at which an
-                engine of this machine listens.
+            address: HOST:PORT of the engine's `meeting`; in a fleet also a path (`listen`).
             profile: What the rings go over, the same on both sides: "tcp", "shm" or "rdma".
             secret_file: Holds the secret that both sides share; needed unless the address is
                 loopback.
             tokenizer: Where the tokenizer is, as `from_pretrained` takes it; by default where the
                 engine found its model.
             trust_remote_code: Run code that comes with the tokenizer.
-            route: Of a fleet: a name, `module:function`, or a function.
-            **fleet: Further arguments of `FleetClient.connect`.
+            **fleet: Arguments of `FleetClient.connect`, such as `route` (a name or function).
 
         Raises:
-            ConfigError: A secret, NIXL, the tokenizer or a device is missing; profiles differ; the
-                engines of a fleet are not alike.
+            ConfigError: A secret, NIXL, the tokenizer or a device is missing; sides differ.
             EngineClosedError: Nobody answers there, or who answers is not the engine.
         """
-        file = None if secret_file is None else Path(secret_file)
-        names = [name.strip() for name in address.split(",") if name.strip()]
-        client: RingClient | FleetClient
-        if len(names) > 1:
-            chosen = load_route(route) if isinstance(route, str) else route
-            client = FleetClient.connect(names, chosen, profile=profile, secret_file=file, **fleet)
-        else:
-            client = RemoteClient.connect(address, profile, file)
+        client = meet(address, profile, secret_file, fleet)
         where = client.hello.model if tokenizer is None else os.fspath(tokenizer)
         policy, config = client.hello.trace_meta["policy"], client.hello.config
         return cls(client, tokenizer_of(client, where, trust_remote_code), policy, config)
@@ -484,11 +469,6 @@ class QLLMEngine(Offline, KeptKv, Opens):
     def failure(self) -> str | None:
         """Why the engine ended by itself: a supervisor makes a new one. None while it serves."""
         return self._client.failure
-
-    @property
-    def fleet(self) -> FleetClient | None:
-        """Its engines, if there are several."""
-        return self._client if isinstance(self._client, FleetClient) else None
 
     @property
     def num_waiting(self) -> int:

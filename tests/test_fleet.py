@@ -249,7 +249,7 @@ def test_a_flapping_engine_is_held_out_longer_each_time() -> None:
         ({"info": {"weights": "other"}}, "weights is 'other' there and 'w' here"),
         ({"info": {"software": "old"}}, "software is 'old' there"),
         ({"info": {"vocabulary": "v"}}, "vocabulary is 'v' there and None here"),
-        ({"info": {"kernels": {"experts": "avx2"}}}, "kernels is"),
+        ({"info": {"kernels": {"experts": "avx2"}}}, "kernels in use is"),
         ({"config": {"exactness": "batch-invariant"}}, "exactness is 'batch-invariant' there"),
         ({"config": {"max_kv_tokens": 32}}, "max_kv_tokens is 32 there and 65536 here"),
         ({"policy": "Fcfs()"}, "policy is"),

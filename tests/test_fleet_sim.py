@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from qllm.cli import app
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, PolicyError
 from qllm.frontend.router import Entry, replayed
@@ -129,6 +131,13 @@ def test_a_route_that_raises_is_replaced() -> None:
 def test_wrong_arguments_are_refused(how: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         serve(**how)
+
+
+def test_the_command_compares_routes() -> None:
+    line = "sim --workload S2 --preset cpu --model 300m --seconds 3 --engines 2 --policy fcfs"
+    done = CliRunner().invoke(app, [*line.split(), "--route", "least,class"])
+    assert done.exit_code == 0, done.output
+    assert all(f"fcfs, {route}" in done.output for route in ("least", "class"))
 
 
 def test_the_router_knows_how_fast_the_machine_is() -> None:

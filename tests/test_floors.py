@@ -136,8 +136,8 @@ FLOORS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "cli": Floor(
-        f"{BASE} cores device.rank kernels llm measure models plugins record server sim torchless "
-        "workloads",
+        f"{BASE} cores device.rank frontend.routes kernels llm measure models plugins record "
+        "server sim torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
@@ -148,6 +148,7 @@ POLICIES = Floor(
 )
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
+    "serving.fleet": "frontend.members frontend.router frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     # captures the stages of models that it only compiles
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover runner.runner",

@@ -11,28 +11,28 @@ how often it changed hands.
 import itertools
 import logging
 import math
+import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qllm.errors import ConfigError, EngineClosedError, QllmError, QueueFullError
+from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.frontend.client import Client, MakeHandle
+from qllm.frontend.fleet_requests import FleetLog, SharedRouter
 from qllm.frontend.fleet_stats import FleetStats
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import Backoff, Card, Member, meet_all
+from qllm.frontend.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
 from qllm.frontend.remote import RemoteClient
-from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
-from qllm.frontend.router import Entry, Router
-from qllm.frontend.routes import Costs, RequestView, Route
+from qllm.frontend.router import Entry
+from qllm.frontend.routes import Costs, Route, load_route
 from qllm.ingress import Revision, Submission, Update
 from qllm.record.trace import Trace
 from qllm.types import NS_PER_S, RequestId, RequestStatus
@@ -44,118 +44,34 @@ COST_EVERY = 20
 _log = logging.getLogger("qllm.fleet")
 
 
-class _Log(RequestLog):
-    """The requests of a fleet. What it hears of them the router hears too."""
+def meet(
+    address: str,
+    profile: str,
+    secret_file: str | os.PathLike[str] | None,
+    fleet: Mapping[str, Any],
+) -> "RemoteClient | FleetClient":
+    """Meet the engine at an address, or the engines at several with commas between.
 
-    def __init__(self, max_replays: int, max_trials: int, router: "_Routing") -> None:
-        super().__init__(max_replays, lambda: None, max_trials)
-        self._router = router
-        self.num_taken = Counter[str]()
-        """Requests that outlived each engine, or ended with it."""
+    Args:
+        address: As for `QLLMEngine.connect`.
+        profile: What rings to other hosts go over.
+        secret_file: Holds the secret that both sides share.
+        fleet: Arguments of `FleetClient.connect`, `route` by its name too.
 
-    def take(self, entry: Open, engine_ns: int, why: str) -> None:
-        if (name := self._router.left(entry)) is not None:
-            self.num_taken[name] += 1
-        super().take(entry, engine_ns, why)
-
-    def heard_of(self, entry: Open) -> None:
-        self._router.heard(entry)
-        super().heard_of(entry)
-
-
-class _Routing:
-    """A router that threads share, with open requests as its keys."""
-
-    def __init__(self, route: Route, record: Callable[[Entry], object] | None) -> None:
-        self.lock = threading.Lock()
-        self.router = Router(route, record)
-        self._numbers = itertools.count()
-        self._keys: dict[Handle, int] = {}
-
-    @contextmanager
-    def sent(
-        self, handle: Handle, submission: Submission, members: "dict[str, Member]"
-    ) -> Iterator[RingClient]:
-        """Choose an engine that has room, and give its client to the block that submits.
-
-        Raises:
-            EngineClosedError: No engine takes requests.
-            QueueFullError: Those that do have no room.
-        """
-        request = self.router.view(
-            submission.priority,
-            submission.token_ids,
-            submission.max_tokens - submission.num_output_tokens,
-            submission.cache_salt,
-        )
-        client, key = self._choose(handle, request, submission.num_output_tokens, members)
-        try:
-            yield client
-        except BaseException:
-            self._leave(handle, key)
-            raise
-
-    def _choose(
-        self, handle: Handle, request: RequestView, num_done: int, members: "dict[str, Member]"
-    ) -> tuple[RingClient, int]:
-        with self.lock:
-            closed = {n for n, member in members.items() if not takes_requests(member)}
-            full = {n for n in members.keys() - closed if is_full(members[n])}
-            found = self.router.choose(request, time.monotonic(), sorted(closed | full))
-            client = None if found is None else members[found.name].client
-            if found is None or client is None:
-                raise self._none(members, full)
-            key = next(self._numbers)
-            self._keys[handle] = key
-            self.router.sent(key, request, found, num_done)
-        return client, key
-
-    @staticmethod
-    def _none(members: "dict[str, Member]", full: set[str]) -> QllmError:
-        if full:
-            return QueueFullError(f"all of {len(full)} engines have full queues; try again later")
-        return EngineClosedError(none_serves(members))
-
-    def heard(self, entry: Open) -> None:
-        handle = entry.handle
-        with self.lock:
-            key = self._keys.get(handle)
-            if key is None:
-                return
-            if handle.has_ended:
-                del self._keys[handle]
-                self.router.left(key)
-            else:
-                self.router.heard(key, len(entry.token_ns), entry.priority)
-
-    def left(self, entry: Open) -> str | None:
-        with self.lock:
-            key = self._keys.pop(entry.handle, None)
-            return None if key is None else self.router.left(key)
-
-    def _leave(self, handle: Handle, key: int) -> None:
-        with self.lock:
-            if self._keys.get(handle) == key:
-                del self._keys[handle]
-            self.router.left(key)
-
-
-def takes_requests(member: Member) -> bool:
-    """Whether an engine serves and does not drain."""
-    client = member.client
-    return client is not None and client.failure is None and not client.draining
-
-
-def is_full(member: Member) -> bool:
-    """Whether as many requests wait at an engine as may."""
-    client = member.client
-    return client is not None and client.num_waiting >= client.config.max_waiting
-
-
-def none_serves(members: "dict[str, Member]") -> str:
-    """Why no engine takes requests."""
-    whys = "; ".join(f"{name}: {member.why or 'it drains'}" for name, member in members.items())
-    return f"none of {len(members)} engines serves ({whys})"
+    Raises:
+        ConfigError: As `RemoteClient.connect` and `FleetClient.connect`; or a single engine was
+            given arguments of a fleet.
+        EngineClosedError: None answers.
+    """
+    file = None if secret_file is None else Path(secret_file)
+    names = [name.strip() for name in address.split(",") if name.strip()]
+    if len(names) < 2:
+        if fleet:
+            raise ConfigError(f"{min(fleet)} is for several engines; name them with commas between")
+        return RemoteClient.connect(address, profile, file)
+    route = fleet.get("route", "class")
+    settings = {**fleet, "route": load_route(route) if isinstance(route, str) else route}
+    return FleetClient.connect(names, profile=profile, secret_file=file, **settings)
 
 
 class FleetClient(Client):
@@ -187,8 +103,8 @@ class FleetClient(Client):
         super().__init__()
         self.members = {member.name: member for member in members}
         self._card = card
-        self._routing = _Routing(route, record)
-        self.log = _Log(max_replays, max_trials, self._routing)
+        self._routing = SharedRouter(route, record)
+        self.log = FleetLog(max_replays, max_trials, self._routing)
         """Open requests between two engines."""
         self._stats = FleetStats()
         self._counts = itertools.count()
@@ -456,7 +372,7 @@ class FleetClient(Client):
 
     @property
     def num_waiting(self) -> int:
-        """Of the engine with the fewest, of those that take requests."""
+        """Requests without KV at the engine that has fewest of them, and takes more."""
         taking = [m.client for m in self.members.values() if takes_requests(m)]
         return min((c.num_waiting for c in taking if c is not None), default=0)
 
@@ -472,7 +388,7 @@ class FleetClient(Client):
         return self._stats.merged(told)
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
-        """Of the first engine that is up: a timeline is one engine's."""
+        """The timeline of the first engine that is up."""
         for name, member in self.members.items():
             if (client := member.client) is not None:
                 since, self._watched = since if client is self._watched else 0, client

@@ -165,3 +165,21 @@ def meet_all(members: list[Member]) -> tuple[Card, dict[Member, RingClient]]:
             client.close()
         raise
     return cards[0], met
+
+
+def takes_requests(member: Member) -> bool:
+    """Whether an engine serves and does not drain."""
+    client = member.client
+    return client is not None and client.failure is None and not client.draining
+
+
+def is_full(member: Member) -> bool:
+    """Whether as many requests wait at an engine as may."""
+    client = member.client
+    return client is not None and client.num_waiting >= client.config.max_waiting
+
+
+def none_serves(members: dict[str, Member]) -> str:
+    """Why no engine takes requests."""
+    whys = "; ".join(f"{name}: {member.why or 'it drains'}" for name, member in members.items())
+    return f"none of {len(members)} engines serves ({whys})"

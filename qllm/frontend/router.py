@@ -34,7 +34,7 @@ from qllm.frontend.routes import (
 from qllm.types import Priority
 
 UNKNOWN = Costs()
-"""Of an engine that has not told its costs."""
+"""What stands for the costs of an engine that has not told them."""
 PERIOD_S = 1.0
 """At most one engine changes its pool in this time."""
 Entry = tuple[Any, ...]

@@ -51,7 +51,7 @@ class ServerConfig(BaseSettings):
     engine_address: str | None = None
     """HOST:PORT of the engine (role "frontend"). Several with commas between are a fleet."""
     route: str = "class"
-    """Of a fleet: which engine gets a request. class, length, prefix, least, round-robin, or a
+    """Which engine of a fleet gets a request: class, length, prefix, least, round-robin, or a
     function of yours as module:function (docs/fleet.md)."""
     profile: Literal["tcp", "shm", "rdma"] = "tcp"
     """What the rings between two hosts go over; the same on both sides."""

@@ -49,10 +49,9 @@ def make_engine(config: ServerConfig) -> QLLMEngine:
             backoff = Backoff(
                 config.restart_backoff_s, config.restart_backoff_cap_s, config.restart_window_s
             )
-            fleet = {"max_replays": config.max_replays, "backoff": backoff}
+            fleet = {"route": config.route, "max_replays": config.max_replays, "backoff": backoff}
         return QLLMEngine.connect(
             config.engine_address,
-            route=config.route,
             **fleet,
             profile=config.profile,
             secret_file=config.secret_file,
