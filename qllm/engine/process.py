@@ -153,7 +153,8 @@ class EngineProcess:
         )
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
-        loaded, identity = load(start.model, **start.load), {}
+        loaded = load(start.model, **start.load)
+        identity: dict[str, str] = {}
         if start.listen is not None or start.meeting is not None:  # before the runner packs them
             with torch_threads(start.threads):
                 identity = {"weights": weights_digest(loaded.model), "software": software()}
