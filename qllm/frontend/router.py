@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from qllm.frontend.routes import (
@@ -41,36 +40,24 @@ Entry = tuple[Any, ...]
 _log = logging.getLogger("qllm.router")
 
 
-class Kept:
-    """Names of the pages that an engine had last: what it probably keeps.
+class Kept(OrderedDict[int, None]):
+    """Names of the pages that an engine had last, oldest first: what it probably keeps.
 
     Args:
         capacity: Most pages.
     """
 
     def __init__(self, capacity: int) -> None:
+        super().__init__()
         self.capacity = capacity
-        self._pages: OrderedDict[int, None] = OrderedDict()
 
-    def __contains__(self, page: int) -> bool:
-        """Return whether the engine had the page."""
-        return page in self._pages
-
-    def __len__(self) -> int:
-        """Return the number of pages."""
-        return len(self._pages)
-
-    def add(self, pages: Iterable[int]) -> None:
+    def add(self, pages: Sequence[int]) -> None:
         """Note that a prompt with these pages went there; the first outlive those after them."""
-        for page in reversed(tuple(pages)):
-            self._pages[page] = None
-            self._pages.move_to_end(page)
-        for page in tuple(islice(self._pages, max(0, len(self._pages) - self.capacity))):
-            del self._pages[page]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._pages.clear()
+        for page in reversed(pages):
+            self[page] = None
+            self.move_to_end(page)
+        for _ in range(len(self) - self.capacity):
+            self.popitem(last=False)
 
 
 @dataclass(slots=True)

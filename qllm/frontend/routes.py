@@ -79,7 +79,7 @@ class Backlog:
     """Most tokens that open requests may still get."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineView:
     """What a route sees of an engine. A route must not change it."""
 
@@ -148,9 +148,14 @@ def by_class(request: RequestView, engines: Engines) -> EngineView:
 
 
 def by_length(request: RequestView, engines: Engines) -> EngineView:
-    """By class among the engines of the pool for short or for long prompts (`pool_change`)."""
-    pool = [engine for engine in engines if engine.is_short is request.is_short]
-    return by_class(request, pool or engines)
+    """By class, but long prompts only to the engines of their pool (`pool_change`).
+
+    Short ones may go to an engine for long prompts too, where they start first there: they hold
+    nobody up for long.
+    """
+    if request.is_short:
+        return by_class(request, engines)
+    return by_class(request, [e for e in engines if not e.is_short] or engines)
 
 
 LOAD_RATIO = 1.5
@@ -166,15 +171,11 @@ def by_prefix(request: RequestView, engines: Engines) -> EngineView:
     fallback = by_class(request, engines)
     if not request.pages:
         return fallback
-    most, best = fallback.num_kept(request), [fallback]
-    for engine in engines:
-        kept = engine.num_kept(request)
-        if kept > most:
-            most, best = kept, [engine]
-        elif kept == most and engine is not fallback:
-            best.append(engine)
+    kept = [engine.num_kept(request) for engine in engines]
+    most = max(kept)
+    best = [engine for engine, tokens in zip(engines, kept, strict=True) if tokens == most]
     found = by_class(request, best)
-    saved_s = (most - fallback.num_kept(request)) * found.costs.token_s
+    saved_s = (most - kept[engines.index(fallback)]) * found.costs.token_s
     load, least = (
         (found.ls_start_s, fallback.ls_start_s)
         if request.is_ls
@@ -245,16 +246,16 @@ def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
     """
     name, names = int.from_bytes(salt[:32], "little"), []
     for lo in range(0, min(len(token_ids) // PAGE_TOKENS, MAX_PAGES) * PAGE_TOKENS, PAGE_TOKENS):
-        name = hash((name, *token_ids[lo : lo + PAGE_TOKENS]))
+        name = hash((name, tuple(token_ids[lo : lo + PAGE_TOKENS])))
         names.append(name)
     return tuple(names)
 
 
 # -- pools of `by_length`
 
-WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 1.0, 4.0, 1.0
+WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 0.1, 10.0, 1.0
 """Weights of `pressure`: per waiting prompt, per second of prompts, per free share of seats."""
-HYSTERESIS = 2.0
+HYSTERESIS = 1.0
 """An engine changes its pool where pressures differ by more."""
 
 
