@@ -207,7 +207,7 @@ class FleetClient(Client):
     def _try(self, member: Member) -> None:
         try:
             client = member.meet(self._card)
-        except QllmError as error:
+        except Exception as error:  # noqa: BLE001 - told, and tried again
             wait_s = member.is_out(str(error))
             _log.warning("the engine at %s is out for %.1f s: %s", member.name, wait_s, error)
             return
