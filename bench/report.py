@@ -28,6 +28,7 @@ from bench.report_lines import (
     rate_lines,
     ttft_lines,
 )
+from bench.report_streams import streams_lines
 from bench.sim.validate_sim import BOUND, NUMBERS
 from bench.sim.validate_sim import draw as draw_predictions
 
@@ -409,6 +410,7 @@ SMALL = {
     "differential.json": ("Two schedulers, the same decisions", differential_lines),
     "sim_speed.json": ("The simulator's speed", sim_speed_lines),
     "kv.json": ("KV that outlives its row", kv_lines),
+    "streams.json": ("Prompts that come in pieces", streams_lines),
     "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),

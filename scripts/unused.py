@@ -73,6 +73,7 @@ ALLOWED = {
         "settings_cls",
         "_load_env_vars",
         "keep_alive",
+        "eof_received",
         "formatTime",
         "datefmt",
     ],

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -358,18 +359,39 @@ def test_swapped_out_prompts_are_cut_where_they_lie(model: Any) -> None:
             assert found[0].metrics.evictions == 0
 
 
-def test_rope_that_follows_the_length_is_computed_again() -> None:
-    """Phi's long factors hold for all of a prompt that is longer than the original length."""
-    made = Engine(rope_model("phimoe-longrope", "bf16"), prefix_cache=False)
-    with made:
+@pytest.mark.parametrize("kind", ["phimoe-longrope", "mixtral-dynamic"])
+def test_rope_that_follows_the_length_is_computed_again(kind: str) -> None:
+    """Phi's long factors hold for all of a prompt that is longer than the original length.
+
+    With dynamic NTK each longer length has its own, and the last token is a length of its own.
+    """
+    with Engine(rope_model(kind, "bf16"), prefix_cache=False) as made:
         at = made.runner.rope.switch.at
-        ids = ids_of(at + 20)
+        ids = ids_of(at + 40)
         prompt = made.engine.open("LS")
-        prompt.append(ids[: at - 5])
-        made.settle(prompt)
-        prompt.append(ids[at - 5 :])
-        made.settle(prompt)
+        for lo, hi in ((0, at - 5), (at - 5, at + 20), (at + 20, at + 40)):
+            prompt.append(ids[lo:hi])
+            made.settle(prompt)
         found = made.end(prompt)
-        assert found[0].metrics.revise_lost_tokens == at - 6
-        assert made.loop.revising.num_restarts == 1
+        lost = [at - 6] if kind == "phimoe-longrope" else [at - 6, at + 19, at + 39]
+        assert found[0].metrics.revise_lost_tokens == sum(lost)
+        assert made.loop.revising.num_restarts == len(lost)
         equal(found, made.whole(ids))
+
+
+def test_kept_in_a_file_too(model: Any, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"prefix_cache": True, "kv_dir": str(tmp_path), "kv_dir_gib": 0.01}
+    known: list[int] = []
+    with Engine(make_model("qwen3_moe", torch.bfloat16), **how) as made:
+        prompt = made.engine.open("BE")
+        known = walk(prompt, [(None, 150), (70, 60), (None, 90)], 1, lambda: made.settle(prompt))
+        found = made.end(prompt)
+    with Engine(make_model("qwen3_moe", torch.bfloat16), **how) as made:
+        prompt = made.engine.open("LS")
+        prompt.append(known[:100])
+        made.settle(prompt)
+        prompt.append(known[100:])
+        equal(made.end(prompt), found)
+        made.engine.call(made.loop.prefix.check)
+    with Engine(make_model("qwen3_moe", torch.bfloat16), prefix_cache=False) as made:
+        equal(made.whole(known), found)

@@ -1,6 +1,7 @@
 """Text that comes in pieces has the ids of the whole; what is wrong is said, and loses nothing."""
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
@@ -22,11 +23,11 @@ from qllm.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from qllm.frontend.growing import HELD, GrowingText
+from qllm.frontend.growing import HELD, SET_ASIDE, GrowingText
 from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt, common_prefix
 from qllm.frontend.handle import Result
 from qllm.ingress import Revision
-from qllm.types import FinishReason, RequestStatus
+from qllm.types import FinishReason, RequestStatus, StructuredOutputs
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +202,17 @@ def test_a_stop_string_ends_the_answer(tiny: QLLMEngine) -> None:
     assert (result.finish_reason, result.text) == (FinishReason.STOP, want[: want.find(stop)])
 
 
+def test_a_form_of_the_answer(tiny: QLLMEngine) -> None:
+    form = StructuredOutputs(regex="[0-9]{4} [a-z]{3}")
+    asks = SamplingParams(temperature=1.0, seed=3, structured_outputs=form)
+    want = tiny.submit(WORDS, "LS", 30, sampling=asks).result(60)
+    prompt = tiny.open("LS", WORDS[:20])
+    prompt.append(WORDS[20:])
+    found = prompt.send(30, sampling=asks).result(60)
+    assert (found.token_ids, found.text) == (want.token_ids, want.text)
+    assert re.fullmatch(str(form.regex), found.text)
+
+
 def test_times_count_from_the_last_piece_and_from_the_first(tiny: QLLMEngine) -> None:
     prompt = tiny.open("LS", "a b c")
     opened = prompt.handle
@@ -362,3 +374,85 @@ def test_common_prefix() -> None:
         2,
         1,
     ]
+
+
+class Counting:
+    """A tokenizer of one token per character, which counts the characters that it is given."""
+
+    is_fast = True
+
+    def __init__(self, agrees: bool = True) -> None:
+        self.num_chars, self.agrees = 0, agrees
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        self.num_chars += len(text)
+        shift = 0 if self.agrees else len(text)  # every token depends on all of the text
+        ids = [(ord(c) + shift) % 64 for c in text]
+        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(text))]}
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+@pytest.mark.parametrize("step", [1, 100])
+def test_the_characters_that_are_tokenised_grow_with_the_text_alone(
+    agrees: bool, step: int
+) -> None:
+    """Not with its square: also where the context never comes out as it was."""
+    per_char = []
+    for size in (20_000, 100_000):
+        tokenizer = Counting(agrees)
+        growing = GrowingText(tokenizer, lambda text, t=tokenizer: t(text)["input_ids"])  # type: ignore[misc]
+        for at in range(0, size, step):
+            growing.append("abcdefghij"[(at // step) % 10] * step)
+        per_char.append(tokenizer.num_chars / size)
+        assert growing.num_bytes == size
+        assert bool(growing.num_whole) is not agrees
+        assert not agrees or len(growing._tail) < 2 * SET_ASIDE  # what is joined with each piece
+        growing.look()
+        assert growing.token_ids == growing.finish()
+    assert max(per_char) < 16
+
+
+def test_telling_the_engine_looks_at_no_token_that_cannot_have_changed(
+    tiny: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [0]
+
+    def counted(a: Any, b: Any) -> int:
+        seen[0] += len(a)
+        return common_prefix(a, b)
+
+    monkeypatch.setattr("qllm.frontend.growing_prompt.common_prefix", counted)
+    prompt = tiny.open("LS")
+    append_all(prompt, WORDS * 60)
+    assert seen[0] < 1000
+    prompt.replace(prompt.num_tokens - 3, "x")
+    assert seen[0] < 1000
+    prompt.cancel()
+
+
+def test_what_is_refused_first_does_not_say_what_a_prompt_is_made_of(tiny: QLLMEngine) -> None:
+    for wrong in (b"bytes", {1: 2}, [-1], 5, None):
+        prompt = tiny.open("LS")
+        for change in (prompt.append, lambda piece, p=prompt: p.replace(0, piece)):
+            with pytest.raises(InvalidRequestError):
+                change(wrong)  # type: ignore[operator]
+        prompt.append("text")
+        assert prompt.num_bytes == 4
+        prompt.cancel()
+
+
+def test_bytes_are_those_of_what_is_there(tiny: QLLMEngine) -> None:
+    prompt = tiny.open("LS", "añ🙂b" * 40)
+    for _ in range(3):
+        prompt.replace(prompt.num_tokens // 2, "ü" * 30)
+        prompt.append("")
+        assert prompt.num_bytes == len(text_of(prompt).encode())
+    prompt.replace(0, "")
+    assert (prompt.num_bytes, prompt.num_tokens, text_of(prompt)) == (0, 0, "")
+    prompt.append("é")
+    assert prompt.num_bytes == 2
+    assert prompt.send(1).result(60).prompt_token_ids == tuple(tiny.tokenizer("é")["input_ids"])
+    ids = tiny.open("LS", [1, 2, 3])
+    ids.replace(1, [5])
+    assert ids.num_bytes == 8
+    ids.cancel()

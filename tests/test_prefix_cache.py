@@ -158,6 +158,18 @@ def test_salts_share_nothing(model: Any) -> None:
             run(engine, [1], cache_salt=5)
 
 
+@pytest.mark.parametrize(("keep_ls_s", "found"), [(600, 128), (0, 0)])
+def test_best_effort_displaces_no_young_pages_of_chats(
+    model: Any, keep_ls_s: float, found: int
+) -> None:
+    settings_ = {"prefix_cache_tokens": 256, "keep_ls_s": keep_ls_s}
+    with engine_of(model, prefix_cache=True, **settings_) as engine:
+        run(engine, prompt_of(130), 2)
+        for i in range(1, 8):
+            engine.submit(prompt_of(200, i), "BE", 2, sampling=GREEDY).result(120)
+        assert run(engine, prompt_of(130), 2).metrics.num_cached_tokens == found
+
+
 def test_a_reset_forgets_and_off_is_off(model: Any) -> None:
     with engine_of(model) as engine:
         run(engine, prompt_of(150))

@@ -286,3 +286,37 @@ def test_phi_scales_by_length_whatever_the_type() -> None:
     assert switch_of(model, rotary) == Switch(ORIGINAL, is_binary=True, recomputes=True)
     del model.config.rope_parameters["long_mscale"]
     assert switch_of(model, rotary) is None
+
+
+def model_with(kind: str, original: int) -> Any:
+    """A model whose factors change at another length."""
+    family, changes = KINDS[kind]
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    rope = dict(changes["rope_parameters"])
+    if names[0] in rope:
+        rope[names[0]] = original
+    made = {name: original for name in names if name in changes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, kind, (family, {**changes, **made, "rope_parameters": rope}))
+        return model_of(kind, "bf16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_pages_of_other_factors_are_not_found(kind: str) -> None:
+    """A hit is that of a cold run on either side of the boundary and across it."""
+    model, at, ids = model_with(kind, 160), 160, prompt_of(230)
+    asked = [ids[:130], ids[:140], ids[:200], ids[: at - 4], ids[:230]]
+    how: dict[str, Any] = {"kernels": "fast", "max_step_tokens": 48}
+    with engine_of(model, prefix_cache=False, **how) as engine:
+        cold = [engine.submit(x, "LS", NEW, sampling=GREEDY).result(60) for x in asked]
+        turn = [*asked[3], *cold[3].token_ids, 5]
+        cold.append(engine.submit(turn, "LS", NEW, sampling=GREEDY).result(60))
+    with engine_of(model, prefix_cache=True, **how) as engine:
+        warm = [engine.submit(x, "LS", NEW, sampling=GREEDY).result(60) for x in (*asked, turn)]
+    assert [(r.token_ids, r.logprobs) for r in warm] == [(r.token_ids, r.logprobs) for r in cold]
+    cached = [r.metrics.num_cached_tokens for r in warm]
+    assert cached[:4] == [0, 128, 0, 128], "of the short factors alone"
+    recomputes = kind == "phimoe-longrope"
+    crossing = warm[3].metrics
+    assert (crossing.evictions, crossing.evict_recomputed_tokens > 0) == (recomputes, recomputes)
+    assert recomputes or not crossing.evict_recomputed_tokens

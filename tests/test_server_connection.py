@@ -18,6 +18,7 @@ from qllm.server.connection import MOST_HELD, Together
 from qllm.server.text_work import TextWork
 
 ASK = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+LONG = {"max_tokens": 40}
 MOST = 4000
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 """As Java's HTTP client offers HTTP/2 on its first request."""
@@ -121,13 +122,14 @@ def test_what_follows_a_request_and_cannot_be_served_leaves_its_answer(
     assert b"connection: close" in found
 
 
-def test_each_head_has_its_time_not_only_the_first() -> None:
+@pytest.mark.parametrize("first", ["", OFFER])
+def test_each_head_has_its_time_not_only_the_first(first: str) -> None:
     with (
         tiny_engine() as engine,
         serving(engine, header_timeout_s=2, keep_alive_s=600) as served,
         connected(served) as sock,
     ):
-        sock.sendall(asked())
+        sock.sendall(asked(first))
         assert answer(sock)[0].startswith(b"HTTP/1.1 200")
         sock.sendall(b"GET /health HTTP/1.1\r\nX: ")
 
@@ -138,6 +140,127 @@ def test_each_head_has_its_time_not_only_the_first() -> None:
             return True
 
         until(is_closed, 60)
+
+
+@pytest.mark.parametrize("first", ["", OFFER])
+def test_a_head_that_came_is_not_limited_by_its_time(tmp_path: Path, first: str) -> None:
+    gate = tmp_path / "gate"
+    with (
+        tiny_engine(policy=Holds(str(gate))) as engine,
+        serving(engine, header_timeout_s=0.2) as served,
+        connected(served) as sock,
+    ):
+        sock.sendall(f"GET /version HTTP/1.1\r\nHost: x\r\n{first}\r\n".encode())
+        assert answer(sock)[0].startswith(b"HTTP/1.1 200")
+        sock.sendall(asked(**LONG)[:20])
+        sock.sendall(asked(**LONG)[20:])
+        until(lambda: served.front.answers)
+        assert not select.select([sock], (), (), 1)[0]
+        gate.touch()
+        assert answer(sock)[0].startswith(b"HTTP/1.1 200")
+
+
+# -- clients that end their side
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[Serving, Path]]:
+    """A server whose requests of `LONG` stop at their 20th token until a file is there."""
+    gate = tmp_path / "gate"
+    with tiny_engine(policy=Holds(str(gate))) as engine, serving(engine) as made:
+        yield made, gate
+
+
+def looks_for_client(served: Serving) -> bool:
+    return any(c._probe is not None for c in served.server.server_state.connections)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("more", ["", OFFER])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_ends_his_side_behind_a_request_gets_its_answer(
+    held: tuple[Serving, Path], more: str, stream: bool
+) -> None:
+    served, gate = held
+    with connected(served) as sock:
+        sock.sendall(asked(more, stream=stream, **LONG))
+        sock.shutdown(socket.SHUT_WR)
+        until(lambda: served.front.answers and looks_for_client(served))
+        gate.touch()
+        found = to_the_end(sock)
+    before, _, got = found.partition(b"HTTP/1.1 200")
+    assert set(before.split(b"\r\n")) <= {b"HTTP/1.1 100 Continue", b""}
+    assert b"HTTP/1.1" not in got
+    assert b'"finish_reason":"length"' in got.replace(b" ", b"")
+    assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+
+
+def test_who_ends_his_side_behind_two_requests_gets_both_answers(
+    held: tuple[Serving, Path],
+) -> None:
+    served, gate = held
+    with connected(served) as sock:
+        sock.sendall(asked("X-Request-Id: one\r\n", **LONG) + asked("X-Request-Id: two\r\n"))
+        sock.shutdown(socket.SHUT_WR)
+        until(lambda: served.front.answers)
+        gate.touch()
+        ids = re.findall(rb"x-request-id: (\w+)", to_the_end(sock))
+    assert ids == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("half_first", [False, True])
+def test_who_is_gone_is_told_from_who_reads_on(
+    held: tuple[Serving, Path], stream: bool, half_first: bool
+) -> None:
+    served, _ = held
+    with connected(served) as sock:
+        sock.sendall(asked(stream=stream, **LONG))
+        until(lambda: served.front.answers)
+        if half_first:
+            sock.shutdown(socket.SHUT_WR)
+            until(lambda: looks_for_client(served))
+            assert served.front.answers
+    until(lambda: not served.front.answers)
+
+
+def test_a_stream_that_waits_is_only_commented_for_who_ended_his_side(
+    held: tuple[Serving, Path],
+) -> None:
+    served, gate = held
+    with connected(served) as sock:
+        sock.sendall(asked(stream=True, **LONG))
+        until(lambda: served.front.answers)
+        sock.shutdown(socket.SHUT_WR)
+        found = b""
+        while found.count(b": alive\n\n") < 2:
+            found += received(sock)
+        gate.touch()
+        found += to_the_end(sock)
+    events = re.findall(rb"data: (.*)\n\n", found)
+    assert events[-1] == b"[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("part", [asked()[:-3], asked()[:30]])
+def test_who_ends_his_side_within_a_request_is_gone(
+    held: tuple[Serving, Path], part: bytes
+) -> None:
+    with connected(held[0]) as sock:
+        sock.sendall(part)
+        sock.shutdown(socket.SHUT_WR)
+        assert to_the_end(sock) == b""
+
+
+def test_the_end_of_an_http_1_0_client_is_that_of_its_request(
+    held: tuple[Serving, Path],
+) -> None:
+    served, _ = held
+    with connected(served) as sock:
+        sock.sendall(asked(**LONG).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        until(lambda: served.front.answers)
+        sock.shutdown(socket.SHUT_WR)
+        assert to_the_end(sock) == b""
+        until(lambda: not served.front.answers)
 
 
 def test_requests_sent_at_once_are_answered_in_order(served: Serving) -> None:

@@ -72,3 +72,36 @@ def test_a_bad_salt_is_refused(served: Serving, salt: Any) -> None:
     answer = post(served, "/v1/completions", "a", body)
     assert answer.status_code == 400
     assert "cache_salt" in answer.text
+
+
+TOOL = {"type": "function", "function": {"name": "time_of", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "is_kept"),
+    [
+        ({"tools": [TOOL]}, {}, True),
+        ({"tools": [TOOL]}, {"tool_ttl_s": 0}, False),
+        ({"tools": [TOOL], "cache_ttl_s": 1e-9}, {}, False),
+        ({"tools": [TOOL], "service_tier": "flex"}, {}, False),
+        ({"tools": [TOOL], "tool_choice": "none"}, {}, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_conversation_with_tools_keeps_its_pages(
+    fields: dict[str, Any], settings: dict[str, Any], is_kept: bool
+) -> None:
+    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, **fields}
+
+    def found() -> int:
+        answer = post(served, "/v1/chat/completions", "a", chat)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    kept = {"prefix_cache": True, "prefix_cache_tokens": 1024, "keep_ls_s": 0}
+    with tiny_engine(**kept) as engine, serving(engine, api_keys="a", **settings) as served:
+        assert found() == 0
+        assert (whole := found()) >= 64
+        for n in range(12):
+            cached(served, "a", prompt=f"{n} {TEXT}")
+        assert (found() == whole) is is_kept

@@ -74,6 +74,48 @@ def test_a_response(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(found.id) == found
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"instructions": "Be brief."},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ],
+)
+def test_input_tokens_are_those_of_the_response(
+    client: openai.OpenAI, more: dict[str, Any]
+) -> None:
+    asked = {**ASKED, **more}
+    counted = client.responses.input_tokens.count(**asked)
+    found = client.responses.create(**asked, max_output_tokens=16)
+    assert counted.object == "response.input_tokens"
+    assert found.usage
+    assert counted.input_tokens == found.usage.input_tokens
+    more_asked = {"model": "tiny", "previous_response_id": found.id}
+    again = client.responses.input_tokens.count(**more_asked, input="And loads?")
+    next_found = client.responses.create(**more_asked, input="And loads?", max_output_tokens=16)
+    assert next_found.usage
+    assert again.input_tokens == next_found.usage.input_tokens > counted.input_tokens
+    without = client.responses.input_tokens.count(**more_asked)
+    assert counted.input_tokens < without.input_tokens < again.input_tokens
+
+
+def test_what_cannot_be_counted(client: openai.OpenAI) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": "tiny"}, "input is empty"),
+        ({"model": "tiny", "input": "a", "extra_body": {"nonsense": 1}}, "nonsense"),
+        ({"model": "tiny", "input": "a", "tool_choice": {"type": "function", "name": "x"}}, "x"),
+    ]
+    for asked, says in wrong:
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.responses.input_tokens.count(**asked)
+    with pytest.raises(openai.BadRequestError, match="no response 'resp_none'"):
+        client.responses.input_tokens.count(model="tiny", previous_response_id="resp_none")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="other", input="a")
+
+
 def test_too_few_tokens_are_incomplete(client: openai.OpenAI) -> None:
     found = client.responses.create(**{**GREEDY, "max_output_tokens": 2})
     assert found.status == "incomplete"

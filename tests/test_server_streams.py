@@ -235,6 +235,51 @@ def test_unfinished_responses_of_a_key_have_a_limit(tmp_path: Path) -> None:
         client.responses.create(**how)
 
 
+def test_readers_of_a_key_have_a_limit(tmp_path: Path) -> None:
+    gate, how = tmp_path / "gate", {**LONG, "background": True, "stream": True}
+    with (
+        tiny_engine(policy=FileGate(str(gate)), **SETTINGS) as engine,
+        serving(
+            engine, state_dir=tmp_path, max_event_streams=2, max_background=3, api_keys="a,b"
+        ) as served,
+        served.client("a") as client,
+        served.client("b") as other,
+    ):
+
+        def read(response_id: str) -> Any:
+            return client.responses.retrieve(response_id, stream=True)
+
+        def full() -> None:
+            for ask in (lambda: client.responses.create(**how), lambda: read(name)):
+                with pytest.raises(openai.RateLimitError, match=r"max_event_streams=2") as caught:
+                    ask()
+                assert int(caught.value.response.headers["retry-after"]) >= 1
+                assert caught.value.code == "event_stream_limit"
+
+        def refusal() -> str | None:
+            try:
+                client.responses.create(**how)
+            except openai.RateLimitError as error:
+                return error.code
+            return None
+
+        first = client.responses.create(**how)
+        name = next(iter(first)).response.id
+        second = read(name)
+        full()
+        assert client.responses.retrieve(name).id == name, "it is read whole"
+        assert next(iter(other.responses.create(**how))), "of another key"
+        for _ in range(2):
+            client.responses.create(**{**how, "stream": False})
+        second.close()
+        until(lambda: refusal() == "background_limit")
+        third = read(name)
+        assert next(iter(third)), "what was refused has no seat"
+        full()
+        gate.touch()
+        assert list(third)[-1].type == "response.incomplete"
+
+
 def test_the_store_numbers_events_and_takes_none_after_the_end(tmp_path: Path) -> None:
     store = Store(tmp_path)
     kept = ResponseStore(store)

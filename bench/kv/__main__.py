@@ -64,7 +64,7 @@ ROWS: dict[str, Callable[[str, bool], Row]] = {
     "rota": lambda m, quick: rota_row(m, 30 if quick else 80),
     "rota_burst": lambda m, quick: rota_burst(m, 4 if quick else 8),
     "restart": lambda m, quick: restart_row(m, 1 if quick else 4, 4000),
-    "mover": lambda m, quick: mover_row(m, 8 if quick else 10),
+    "mover": lambda m, quick: mover_row(m, 8 if quick else 20),
 }
 
 

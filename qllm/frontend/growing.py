@@ -5,8 +5,9 @@
                                   |--- tokenised again, with what is new ----|
 
 What comes out again as it was, the context, says that the tokens before it stay. If it does not
-come out so, the whole text is tokenised. The last tokens are held: more text may change them. All
-this is a guess that saves time. `finish` tokenises the whole text, and what it says counts.
+come out so, the whole text is tokenised, and not again before an eighth more of it has come. The
+last tokens are held: more text may change them. All this is a guess that saves time. `finish`
+tokenises the whole text, and what it says counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ LEAST_CHARS = 64
 CONTEXT, AGREE, HELD = 48, 8, 8
 """Tokens that are tokenised again, of which so many, the last, have to come out the same; and
 tokens at the end that more text may change."""
+SET_ASIDE = 4096
+"""Characters that are not tokenised again are set aside so many at a time."""
 
 Finish = Callable[[str], Sequence[int]]
 """Tokens of a prompt from all of its text."""
@@ -31,6 +34,13 @@ class Growing(Protocol):
 
     token_ids: list[int]
     """Those of all that came so far, as far as it was looked at."""
+    num_same: int
+    """Tokens, of the first, that have not changed since this was last set."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What came, as UTF-8, or 4 per token id."""
+        ...
 
     @property
     def num_sure(self) -> int:
@@ -46,7 +56,7 @@ class Growing(Protocol):
         ...
 
     def look(self) -> None:
-        """Look at all that came."""
+        """Look at all that came; nothing if there is nothing new."""
         ...
 
     def finish(self) -> list[int]:
@@ -78,7 +88,12 @@ class GrowingIds:
 
     def __init__(self, vocab_size: int) -> None:
         self.token_ids: list[int] = []
+        self.num_same = 0
         self._vocab_size = vocab_size
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * len(self.token_ids)
 
     @property
     def num_sure(self) -> int:
@@ -90,6 +105,7 @@ class GrowingIds:
     def replace(self, from_token: Any, piece: Any) -> None:
         keep, ids = check_from(from_token, len(self.token_ids)), self._checked(piece)
         self.token_ids[keep:] = ids
+        self.num_same = min(self.num_same, keep)
 
     def look(self) -> None:
         """Nothing was held."""
@@ -129,104 +145,119 @@ class GrowingText:
     def __init__(self, tokenizer: Any, finish: Finish, head: str | None = None) -> None:
         self._tokenizer, self._finish = tokenizer, finish
         self._is_chat, self._head = head is not None, head or ""
-        self._text = self._head
+        self._aside: list[str] = []
+        """Text before `_tail`, in parts."""
+        self._num_aside = 0
+        self._tail = self._head
         self._new: list[str] = []
-        self._num_new = self._num_looked = 0
+        """Text behind `_tail` that was not looked at."""
+        self._num_new, self._num_wanted = 0, LEAST_CHARS
+        """Its characters, and how many there are before it is looked at."""
         self.token_ids: list[int] = []
         self._starts: list[int] | None = []
+        self.num_same = self._num_bytes = 0
         self.num_whole = 0
         """How often the whole text was tokenised, because the context came out differently."""
-        self.look()
+        self._whole()
 
     @property
     def num_sure(self) -> int:
         return max(0, len(self.token_ids) - HELD)
 
     @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
     def text(self) -> str:
         """All that came."""
-        return "".join((self._text, *self._new))[len(self._head) :]
+        return "".join((*self._aside, self._tail, *self._new))[len(self._head) :]
 
     def append(self, piece: Any) -> None:
-        self._add(piece)
-        if self._num_new >= LEAST_CHARS:
-            self.look()
-
-    def _add(self, piece: Any) -> None:
-        if not isinstance(piece, str):
-            raise InvalidRequestError(
-                f"a piece {shown(piece):.60} must be text: the prompt is text so far"
-            )
-        check_text("a piece", piece)
-        self._new.append(piece)
-        self._num_new += len(piece)
+        self._num_bytes += _num_bytes(piece)
+        if piece:
+            self._new.append(piece)
+            self._num_new += len(piece)
+        if self._num_new >= self._num_wanted:
+            self._look()
 
     def replace(self, from_token: Any, piece: Any) -> None:
-        self.look(all_of_it=True)
+        self.look()
         keep = check_from(from_token, len(self.token_ids))
         if self._starts is None and keep:
             raise InvalidRequestError(
                 f"from_token={keep}: the tokenizer does not say where in the text a token begins; "
                 "replace from 0, or use token ids"
             )
-        starts = self._starts or []
-        at = len(self._text) if keep == len(self.token_ids) else starts[keep] if keep else 0
+        starts, whole = self._starts or [], "".join((*self._aside, self._tail))
+        at = len(whole) if keep == len(self.token_ids) else starts[keep] if keep else 0
         if at < len(self._head):
             least = sum(start < len(self._head) for start in starts)
             check_from(keep, len(self.token_ids), least) if self._is_chat and keep else None
             at = len(self._head)
-        before = self._text, self.token_ids, self._starts
-        self._text, self.token_ids = self._text[:at], self.token_ids[:keep]
-        self._starts = starts[:keep]
-        try:
-            self._add(piece)
-        except InvalidRequestError:
-            self._text, self.token_ids, self._starts = before
-            raise
-        self.look(all_of_it=True)
+        num_bytes = _num_bytes(piece)
+        self._aside, self._num_aside, self._tail = [], 0, whole[:at] + piece
+        self._num_bytes = len(whole[len(self._head) : at].encode()) + num_bytes
+        del self.token_ids[keep:], starts[keep:]
+        self.num_same = min(self.num_same, keep)
+        self._look()
 
     def finish(self) -> list[int]:
         return list(self._finish(self.text))
 
-    def look(self, all_of_it: bool = False) -> None:
-        """Tokenise what is new.
+    def look(self) -> None:
+        if self._new:
+            self._look()
 
-        Args:
-            all_of_it: Also where a tokenizer without offsets makes that dear.
-        """
-        self._text += "".join(self._new)
+    def _look(self) -> None:
+        self._tail += "".join(self._new)
         self._new, self._num_new = [], 0
-        if not self._text:
-            self.token_ids, self._starts = [], []
-            return
-        if self._starts is None:
-            if all_of_it or len(self._text) * 8 > self._num_looked * 9:
-                self._whole()
-            return
         keep = max(0, len(self.token_ids) - HELD)
         base = keep - CONTEXT
-        at = self._starts[base] if base > 0 else 0
-        if base <= 0 or not self._follow(keep, at):
-            self.num_whole += base > 0
+        if self._starts is None or base <= 0:
             self._whole()
+        elif self._follow(keep, self._starts[base]):
+            self._num_wanted = LEAST_CHARS
+        else:
+            self.num_whole += 1
+            self._whole()
+        self._set_aside()
 
     def _whole(self) -> None:
-        self.token_ids, self._starts = self._encode(self._text, not self._is_chat)
-        self._num_looked = len(self._text)
+        text, before = "".join((*self._aside, self._tail)), self.token_ids
+        self._aside, self._num_aside, self._tail = [], 0, text
+        found = self._encode(text, not self._is_chat) if text else _Tokens([], [])
+        self.token_ids, self._starts = found
+        self.num_same = common_prefix(before, self.token_ids[: self.num_same])
+        self._num_wanted = max(LEAST_CHARS, len(text) // 8)
+
+    def _set_aside(self) -> None:
+        """Have text that is not tokenised again joined no more."""
+        base = len(self.token_ids) - HELD - CONTEXT
+        if self._starts is not None and base > 0:
+            num = self._starts[base] - self._num_aside
+            if num >= SET_ASIDE:
+                self._aside.append(self._tail[:num])
+                self._num_aside, self._tail = self._num_aside + num, self._tail[num:]
 
     def _follow(self, keep: int, at: int) -> bool:
         """Tokenise from a character on; whether the tokens before `keep` came out as they were."""
         starts = self._starts
         assert starts is not None
-        ids, new_starts = self._encode(self._text[at:], False)
+        while at < self._num_aside:  # there are fewer tokens now than when it was set aside
+            self._tail = self._aside[-1] + self._tail
+            self._num_aside -= len(self._aside.pop())
+        text = self._tail[at - self._num_aside :]
+        ids, new_starts = self._encode(text, False)
         if new_starts is None:
             return False
-        edge = starts[keep] - at if keep < len(starts) else len(self._text) - at
+        edge = starts[keep] - at if keep < len(starts) else len(text)
         same = self.token_ids[keep - AGREE : keep]
         for i, start in enumerate(new_starts):
             if start == edge and ids[max(0, i - AGREE) : i] == same:
                 self.token_ids[keep:] = ids[i:]
                 starts[keep:] = [at + start for start in new_starts[i:]]
+                self.num_same = min(self.num_same, keep)
                 return True
         return False
 
@@ -240,3 +271,25 @@ class GrowingText:
         while len(ids) > 1 and spans[len(ids) - 1][1] == 0:
             ids.pop()  # a token that ends every text
         return _Tokens(ids, [start for start, _ in spans[: len(ids)]])
+
+
+def _num_bytes(piece: Any) -> int:
+    """The bytes of a piece of text.
+
+    Raises:
+        InvalidRequestError: It is no text.
+    """
+    if not isinstance(piece, str):
+        raise InvalidRequestError(
+            f"a piece {shown(piece):.60} must be text: the prompt is text so far"
+        )
+    check_text("a piece", piece)
+    return len(piece.encode())
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of the first items are the same in both."""
+    least = min(len(a), len(b))
+    if a[:least] == b[:least]:
+        return least
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -7,7 +7,7 @@ print(prompt.send(max_tokens=200).result().text)
 """
 
 import uuid
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
@@ -29,7 +29,7 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client
 from qllm.frontend.detokenizer import Detokenizer
-from qllm.frontend.growing import Growing, GrowingIds, GrowingText
+from qllm.frontend.growing import Growing, GrowingIds, GrowingText, common_prefix
 from qllm.frontend.handle import Handle
 from qllm.frontend.prompts import (
     asked_sampling,
@@ -107,6 +107,17 @@ class GrowingPrompt:
         return not self._is_sent and self.handle.finish_reason is None
 
     @property
+    def is_sent(self) -> bool:
+        """Whether it is whole, and its answer is made."""
+        return self._is_sent
+
+    @property
+    def num_bytes(self) -> int:
+        """What came so far, as UTF-8, or 4 per token id; of a chat, of its last message."""
+        growing = self._growing
+        return 0 if growing is None else growing.num_bytes
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all that came; the last ones may change with what comes next."""
         with self.handle.prompt_lock:
@@ -141,7 +152,7 @@ class GrowingPrompt:
                 return render_chat(messages, engine.tokenizer, **template)
 
             head = template_head(chat, engine.tokenizer, template)
-            self._grow(GrowingText(engine.tokenizer, render, head))
+            self._growing = GrowingText(engine.tokenizer, render, head)
             prompt = last
         if prompt:
             self.append(prompt)  # type: ignore[arg-type]
@@ -157,7 +168,9 @@ class GrowingPrompt:
             RequestFailedError: The request has ended: it was cancelled, or its engine is gone.
         """
         with self.handle.prompt_lock:
-            self._of(piece).append(piece)
+            growing = self._of(piece)
+            growing.append(piece)
+            self._growing = growing
             self._tell()
 
     def replace(self, from_token: int, piece: Piece) -> None:
@@ -171,7 +184,9 @@ class GrowingPrompt:
             RequestFailedError: As for `append`.
         """
         with self.handle.prompt_lock:
-            self._of(piece).replace(from_token, piece)
+            growing = self._of(piece)
+            growing.replace(from_token, piece)
+            self._growing = growing
             self._tell()
 
     async def extend(self, pieces: AsyncIterable[Piece]) -> Self:
@@ -181,29 +196,23 @@ class GrowingPrompt:
         return self
 
     def _of(self, piece: Any) -> Growing:
+        """What a piece goes to; its first one says whether that is text or token ids."""
         self._raise_if_sent()
-        if self._growing is None:
-            engine = self._engine
-            if isinstance(piece, str):
-                if engine.tokenizer is None:
-                    raise InvalidRequestError(
-                        "the model came without a tokenizer; append lists of token ids"
-                    )
-                vocab_size = engine.client.info.shape.vocab_size
+        if self._growing is not None:
+            return self._growing
+        engine = self._engine
+        vocab_size = engine.client.info.shape.vocab_size
+        if not isinstance(piece, str):
+            return GrowingIds(vocab_size)
+        if engine.tokenizer is None:
+            raise InvalidRequestError(
+                "the model came without a tokenizer; append lists of token ids"
+            )
 
-                def encode(text: str) -> Sequence[int]:
-                    return to_token_ids(text, engine.tokenizer, vocab_size)
+        def encode(text: str) -> Sequence[int]:
+            return to_token_ids(text, engine.tokenizer, vocab_size)
 
-                return self._grow(GrowingText(engine.tokenizer, encode))
-            ids = GrowingIds(engine.client.info.shape.vocab_size)
-            ids.append(list(piece) if isinstance(piece, Iterable) else piece)  # checks it
-            ids.token_ids.clear()
-            return self._grow(ids)
-        return self._growing
-
-    def _grow(self, growing: Growing) -> Growing:
-        self._growing = growing
-        return growing
+        return GrowingText(engine.tokenizer, encode)
 
     def _raise_if_sent(self) -> None:
         if self._is_sent:
@@ -217,15 +226,18 @@ class GrowingPrompt:
         growing, told = self._growing, self._told
         assert growing is not None
         most = self._engine.most
-        ids = growing.token_ids[: min(growing.num_sure, most)]
-        keep = common_prefix(told, ids)
-        if keep < len(told) or len(ids) >= keep + PIECE_TOKENS:
+        sure = min(growing.num_sure, most)
+        same = min(growing.num_same, len(told), sure)
+        keep = same + common_prefix(told[same:], growing.token_ids[same:sure])
+        if keep < len(told) or sure >= keep + PIECE_TOKENS:
+            new = growing.token_ids[keep:sure]
             try:
-                self._revise(keep, self._rest(tuple(ids[keep:])))
+                self._revise(keep, self._rest(tuple(new)))
             except QueueFullError:
                 pass  # it goes with the next piece
             else:
-                self._told = ids
+                told[keep:] = new
+                growing.num_same = len(growing.token_ids)
         else:
             self.handle.raise_if_ended()
         if len(growing.token_ids) > most:
@@ -329,14 +341,6 @@ class GrowingPrompt:
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of the first items are the same in both."""
-    least = min(len(a), len(b))
-    if a[:least] == b[:least]:
-        return least
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
 class Opens:

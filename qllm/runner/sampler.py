@@ -180,18 +180,25 @@ def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
     return Logprobs(float(logprobs_V[token_id]), tuple((int(i), float(logprobs_V[i])) for i in top))
 
 
+def _choose(request: _Request, x_V: Floats64, position: int) -> int:
+    if request.sampling.greedy:
+        return int(x_V.argmax())
+    return draw(weights(x_V, request.sampling), uniform(request.seed, position))
+
+
 def _sample_row(
     request: _Request, logits_V: Floats32, position: int, outputs: Sequence[int]
 ) -> tuple[int, Logprobs | None, None, str | None]:
     """What a row produces: the fields of `Sampled` behind its request."""
     sampling = request.sampling
     x_V = _adjust(request, logits_V, outputs)
-    if request.limits is not None and (why := request.limits.forbid(x_V, outputs)) is not None:
-        return 0, None, None, why
-    if sampling.greedy:
-        token_id = int(x_V.argmax())
+    if request.limits is None:
+        token_id = _choose(request, x_V, position)
     else:
-        token_id = draw(weights(x_V, sampling), uniform(request.seed, position))
+        if (why := request.limits.forbid(x_V, outputs)) is not None:
+            return 0, None, None, why
+        ids = np.flatnonzero(x_V > -np.inf)  # others have no weight, and cost time
+        token_id = int(ids[_choose(request, x_V[ids], position)])
     if sampling.logprobs is None:
         return token_id, None, None, None
     return token_id, logprobs_of(logits_V, token_id, sampling.logprobs), None, None

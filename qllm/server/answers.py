@@ -20,7 +20,8 @@ from qllm.types import FinishReason, Logprobs, Priority
 
 from .ask import Ask
 from .errors import ApiError, unexpected
-from .front import Answer, Comment, Front
+from .front import Front
+from .open_answer import Answer, Comment
 from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"
@@ -298,6 +299,7 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout(self._stall_s):
                 await send(message)
 
+        scope["state"]["has_events"] = True
         try:
             await super().__call__(scope, receive, send_in_time)
         except* TimeoutError:

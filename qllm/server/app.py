@@ -19,6 +19,7 @@ from . import (
     messages,
     open_prompts,
     probes,
+    prompt_routes,
     requests,
     responses,
     streamed_body,
@@ -121,7 +122,7 @@ def create_app(
         app.include_router(router)
     for part in (requests, tools, probes, ui):
         app.include_router(part.routes(front))
-    app.include_router(open_prompts.routes(front, prompts))
+    app.include_router(prompt_routes.routes(front, prompts))
     app.include_router(docs.routes())
     if state is not None:
         for router in state.routers():

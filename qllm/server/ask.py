@@ -70,6 +70,12 @@ class Ask:
     """Whether it goes on with a new engine when its engine has ended."""
 
     @property
+    def names(self) -> frozenset[str | None]:
+        """What its caller may call it."""
+        own = self.answer_id.partition("-")[2]
+        return frozenset({self.answer_id, own, self.other_id} - {""})
+
+    @property
     def is_short(self) -> bool:
         """Whether making tokens of its text takes about as long as to hand it to a thread.
 
@@ -82,6 +88,16 @@ class Ask:
             return bool(self.opened.num_bytes < SHORT)
         texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
         return sum(len(x) if isinstance(x, str | list) else SHORT for x in texts) < SHORT
+
+    def ttl_s(self, priority: Priority, tool_ttl_s: float) -> float | None:
+        """How long its KV is kept for the turns that follow; None if nothing says so.
+
+        Args:
+            priority: The class that it has.
+            tool_ttl_s: For an LS conversation with tools, which a call's result goes on with.
+        """
+        has_tools = priority is Priority.LS and bool(self.template.get("tools"))
+        return self.cache_ttl_s or (tool_ttl_s if has_tools else 0) or None
 
 
 class Sends(Protocol):

@@ -13,8 +13,10 @@ import asyncio
 import json
 import logging
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from qllm.errors import QllmError
@@ -24,7 +26,8 @@ from .answers import owner_of
 from .best_effort import BestEffort, EngineGoneError
 from .blocks import named_event
 from .errors import ApiError, from_engine, parse, unexpected
-from .front import Answer, Front
+from .front import Front
+from .open_answer import Answer
 from .response_store import UNFINISHED, ResponseStore
 from .response_writer import OPENING, ResponseWriter, failed
 from .responses_protocol import ResponsesRequest
@@ -50,6 +53,8 @@ class Background:
         self._stopper: asyncio.Task[None] | None = None
         self._news: dict[str, asyncio.Event] = {}
         """By response, where somebody waits for its next event."""
+        self._num_readers: Counter[str] = Counter()
+        """By API key."""
 
     async def start(self) -> None:
         """Go on with what the server before this one has not finished."""
@@ -94,6 +99,27 @@ class Background:
         """There is something new to read."""
         if (news := self._news.pop(response_id, None)) is not None:
             news.set()
+
+    def enter(self, owner: str) -> Callable[[], None]:
+        """Count a reader of events in; call the result once it has left.
+
+        Raises:
+            ApiError: 429, this API key has as many as it may.
+        """
+        num, most = self._num_readers[owner], self._front.config.max_event_streams
+        if num >= most:
+            text = (
+                f"{num} streams of this API key read events of responses in the background "
+                f"(max_event_streams={most}); try again when one has ended"
+            )
+            raise ApiError(429, text, code="event_stream_limit", retry_after_s=1)
+        self._num_readers[owner] += 1
+        return partial(self._leave, owner)
+
+    def _leave(self, owner: str) -> None:
+        self._num_readers[owner] -= 1
+        if not self._num_readers[owner]:
+            del self._num_readers[owner]
 
     async def follow(self, response_id: str, after: int) -> AsyncIterator[str]:
         """The events of a response behind a number, as they come, until its end or the drain."""

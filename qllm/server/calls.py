@@ -1,7 +1,8 @@
 """Tools: the grammar that holds a forced call, and calls and reasoning found in an answer's text.
 
-A tokenizer with a `response_template` parses its model's answers itself, when they have ended. All
-others are read as Hermes, Qwen and their kin write them, while they come:
+A tokenizer with a `response_template` parses its model's answers itself, when they have ended;
+GPT-OSS's form is read from its tokens (`harmony`). All others are read as Hermes, Qwen and their
+kin write them, while they come:
 
     <think>reasoning</think>content<tool_call>{"name": "f", "arguments": {...}}</tool_call>
 
@@ -11,6 +12,7 @@ A call that is forced (`required`, or a name) is held to this form whatever the 
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +20,7 @@ from qllm.grammar_check import JSON_OPTIONS
 from qllm.types import THINK, THOUGHT
 
 from .errors import ApiError
+from .harmony import Harmony, Part, marks_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SAID = "said"
@@ -333,6 +336,55 @@ class TemplateReader:
         return {name: value for name, value in delta.items() if value}
 
 
+class HarmonyReader:
+    """Reads GPT-OSS's form as it comes.
+
+    Args:
+        parts: Cuts the answer into its parts.
+    """
+
+    def __init__(self, parts: Harmony) -> None:
+        self.num_calls = self.num_reasoning_tokens = 0
+        self._parts = parts
+        self._due: deque[Part] = deque()
+        """Not shown yet."""
+        self._num_shown = 0
+        """Characters that may be shown: a stop string has cut the others off, or may."""
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        self._num_shown += len(text)
+        for token_id in token_ids:
+            self._due += self._parts.push(token_id)
+        return self._shown()
+
+    def finish(self) -> Delta:
+        self._due += self._parts.finish()
+        return self._shown()
+
+    def _shown(self) -> Delta:
+        delta: Delta = {}
+        while self._due:
+            part = self._due.popleft()
+            if part.kind == "call":
+                calls = delta.get("tool_calls", [])
+                delta["tool_calls"] = _with_call(calls, _call(self.num_calls, part.text, ""))
+                self.num_calls += 1
+                continue
+            text = part.text[: self._num_shown]
+            self._num_shown -= len(text)
+            if part.kind == "reasoning_content":
+                self.num_reasoning_tokens += part.num_tokens
+            if part.kind == "arguments" and text:
+                more = {"index": self.num_calls - 1, "function": {"arguments": text}}
+                delta["tool_calls"] = _with_call(delta.get("tool_calls", []), more)
+            elif part.kind != "head" and text:
+                delta[part.kind] = delta.get(part.kind, "") + text
+            if len(text) < len(part.text):
+                self._due.appendleft(part._replace(text=part.text[len(text) :], num_tokens=0))
+                break
+        return delta
+
+
 def _call(index: int, name: str, arguments: Any) -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": name, "arguments": text}
@@ -356,6 +408,8 @@ def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form:
         has_form: Whether a grammar holds the answer, from its first token or behind its reasoning.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
+    if not has_form and (marks := marks_of(tokenizer)):
+        return HarmonyReader(Harmony(tokenizer, marks, prompt))
     if tokenizer is not None and not has_form and getattr(tokenizer, "response_template", None):
         return TemplateReader(tokenizer, prompt, choice.tools)
     thinks = THINK in template

@@ -96,9 +96,9 @@ class ServerConfig(BaseSettings):
     """Classes by the name of an InferenceObjective, which gateways send in a header; another name
     leaves the class to the request."""
     rate_per_minute: int | None = Field(None, ge=1)
-    """Most POST requests of one API key per minute."""
+    """Most POST and PUT requests of one API key per minute."""
     max_concurrent: int | None = Field(None, ge=1)
-    """Most POST requests of one API key at once."""
+    """Most POST and PUT requests of one API key at once."""
     max_choices: int = Field(128, ge=1)
     """Most prompts times n of one request."""
     max_body_bytes: int = Field(4 * MIB, ge=1024)
@@ -115,6 +115,9 @@ class ServerConfig(BaseSettings):
     """A prompt that gets no piece for so long is abandoned."""
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
+    tool_ttl_s: float = Field(60, ge=0, le=1e6)
+    """An LS conversation with tools keeps its KV for so long (`cache_ttl_s`): the result of a call
+    comes next. 0 does not."""
     request_timeout_s: float = Field(600, gt=0, le=1e6)
     """After it a request ends with 504. Batch lines have no such limit."""
     comment_s: float = Field(10, gt=0, le=13)
@@ -132,6 +135,8 @@ class ServerConfig(BaseSettings):
     """Most batch lines and responses in the background that are in the engine at once."""
     max_background: int = Field(1000, ge=1)
     """Most responses in the background of one API key that are not finished; else 429."""
+    max_event_streams: int = Field(64, ge=1)
+    """Most streams of one API key that read events of responses in the background; else 429."""
     max_restarts: int = Field(5, ge=0)
     """Most engines made within `restart_window_s` after one that ended; then the server ends."""
     restart_window_s: float = Field(600, gt=0)

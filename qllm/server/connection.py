@@ -4,10 +4,15 @@ httptools parses, at a third of h11's cost. It has no limit on a head that does 
 has to show for the bytes it took is watched here. It also takes what follows the head of a request
 that offers another protocol for that protocol, its body too (`Upgrade: h2c`, which Java's and
 .NET's clients send): such a connection goes to h11, which reads the body.
+
+A client that has ended its side of a connection (`nc -N`, `shutdown`) may still read, or may be
+gone: both look the same. So its answer goes on, and what it must skip is written now and then: a
+client that is gone answers with a reset, which ends its requests. TLS has no half of a connection,
+and HTTP/1.0 nothing that may be written before an answer: there its end is that of the client.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import httptools
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -15,6 +20,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HELD = 1 << 14
 """Bytes from which on an answer is sent at once."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""May come before an answer, any number of times; clients skip it."""
+COMMENT = b"9\r\n: alive\n\n\r\n"
+"""A chunk that a reader of events skips."""
+FIRST_PROBE_S, MOST_PROBE_S = 0.1, 10.0
+"""Between two looks whether a client that has ended its side is there; doubled each time."""
 
 
 class Together:
@@ -53,25 +64,24 @@ class Together:
         self._transport.close()
 
 
-class Protocol(HttpToolsProtocol):
-    """Uvicorn's HTTP within limits; `make_protocol` sets them."""
+class Limited:
+    """What both protocols of uvicorn lack: time for a head, and clients that end their side."""
 
     header_timeout_s: float
-    max_header_bytes: int
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(Together(transport, self.loop))  # type: ignore[arg-type]
-        self._plain = transport
-        self._num_unused = 0
-        """Bytes that came since a head ended, or a part of a body or its end came."""
-        self._takes_more = True
-        self._deadline: asyncio.TimerHandle | None = None
-        """Ends a connection whose head has not come whole."""
-        self._expect_head()
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    scheme: Literal["http", "https"] | None
+    cycle: Any
+    _deadline: asyncio.TimerHandle | None = None
+    """Ends a connection whose head has not come whole."""
+    _probe: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """See uvicorn."""
         self._head_came()
-        super().connection_lost(exc)
+        if self._probe is not None:
+            self._probe.cancel()
+        super().connection_lost(exc)  # type: ignore[misc]
 
     def _expect_head(self) -> None:
         if self._deadline is None:
@@ -85,6 +95,73 @@ class Protocol(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _end_after_answer(self) -> None:
+        """Answer what has come whole, and close then."""
+        self.cycle.keep_alive = False
+
+    @property
+    def _answered(self) -> Any:
+        """The cycle whose answer is next or under way."""
+        return self.cycle
+
+    def eof_received(self) -> Any:
+        """Whether to keep the connection: its client sends no more, but may read."""
+        if self.scheme == "https" or not self._is_answering or self.cycle.more_body:
+            return False
+        if self.cycle.scope["http_version"] == "1.0":
+            return False
+        self._end_after_answer()
+        self._look_for_client(FIRST_PROBE_S)
+        return True
+
+    def _look_for_client(self, again_s: float) -> None:
+        answered = self._answered
+        if not answered.response_started:
+            self.transport.write(CONTINUE)
+        elif answered.scope["state"].get("has_events") and not answered.response_complete:
+            self.transport.write(COMMENT)
+        more = min(2 * again_s, MOST_PROBE_S)
+        self._probe = self.loop.call_later(again_s, self._look_for_client, more)
+
+
+class AfterOffer(Limited, H11Protocol):
+    """A connection whose client has offered another protocol."""
+
+    def data_received(self, data: bytes) -> None:
+        """See uvicorn."""
+        super().data_received(data)
+        if not self._is_answering and self.conn.trailing_data[0]:
+            self._expect_head()
+
+    def handle_events(self) -> None:
+        """See uvicorn."""
+        super().handle_events()
+        if self._is_answering:
+            self._head_came()
+
+
+class Protocol(Limited, HttpToolsProtocol):
+    """Uvicorn's HTTP within limits; `make_protocol` sets them."""
+
+    max_header_bytes: int
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(Together(transport, self.loop))  # type: ignore[arg-type]
+        self._plain = transport
+        self._num_unused = 0
+        """Bytes that came since a head ended, or a part of a body or its end came."""
+        self._takes_more = True
+        self._active: Any = None
+        self._expect_head()
+
+    @property
+    def _answered(self) -> Any:
+        return self._active
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if not self._takes_more:
@@ -115,7 +192,7 @@ class Protocol(HttpToolsProtocol):
 
     def _end_after_answer(self) -> None:
         """Answer what has come whole. What follows is dropped: its client asks again."""
-        self.cycle.keep_alive = False
+        super()._end_after_answer()
         self._takes_more = False
 
     def _to_h11(self, rest: bytes) -> None:
@@ -128,7 +205,8 @@ class Protocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
         fields = b"".join(b"%s: %s\r\n" % field for field in self.headers)
-        after = H11Protocol(self.config, self.server_state, self.app_state, self.loop)
+        after = AfterOffer(self.config, self.server_state, self.app_state, self.loop)
+        after.header_timeout_s = self.header_timeout_s
         self._plain.set_protocol(after)
         after.connection_made(self._plain)
         after.data_received(first + fields + b"\r\n" + rest)

@@ -213,7 +213,7 @@ class Guard:
             exchange.caller = "" if caller == ANYBODY else caller
             most = self._most_bytes(path)
             self._check_length(headers.get("content-length"), most)
-            if scope["method"] == "POST":
+            if scope["method"] in ("POST", "PUT"):
                 self._limits.enter(caller)
                 counted = True
         except ApiError as error:

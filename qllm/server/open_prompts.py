@@ -1,38 +1,33 @@
-"""Prompts that are still coming: `/v1/prompts`, and who may have how many of them.
+"""Prompts that are still coming: who may have how many of them, and how each of them ends.
 
-    POST /v1/prompts            -> id          what is there already, class, salt
-    POST /v1/prompts/ID/append                 {"append": "..."}
-    PUT  /v1/prompts/ID                        {"replace": "...", "from": tokens that stay}
-    POST /v1/chat/completions                  {"prompt_id": ID, ...}: it is whole, answer it
+    open -> change, change ... -> sending -> its answer has the seat
+      |          |                   `-----> open again, if that is refused
+      `----------'-> deleted, abandoned, given up, engine gone: the seat goes back, once
 
 A prompt that gets nothing for `prompt_idle_s` is abandoned: its KV and its seat are for others.
 """
 
 import asyncio
 import secrets
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
-
-from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from typing import Any, TypeVar
 
 from qllm.errors import EngineClosedError, RequestFailedError
 from qllm.frontend.growing_prompt import GrowingPrompt, Piece
 from qllm.types import Priority
 
-from .answers import owner_of, wanted_class
+from .answers import owner_of
 from .ask import SHORT, Served
-from .errors import RESPONSES, ApiError
+from .errors import ApiError
 from .front import Front
-from .protocol import FAIL_FAST, Body, ChatRequest, ServiceTier, TextOr, class_of_tier
 
 KEPT_NAMES = 10_000
 """Names of prompts that have ended, for what is said of them."""
-Text = TextOr[int]
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -44,21 +39,76 @@ class Opened:
     served: Served
     caller: str
     is_chat: bool
-    num_bytes: int = 0
-    """What came of it, as UTF-8, or 4 per token id."""
+    num_other_bytes: int
+    """What it has beside what grows: the other messages of a chat."""
     is_streamed: bool = False
-    """Its pieces are lines of one body, which has its own limit in time."""
+    """Its pieces are lines of one body, which has its own limit in time; nobody else sees it."""
+    has_seat: bool = True
+    """Its seat goes back when it ends; the answer has it once there is one."""
+    is_sending: bool = False
+    num_changing: int = 0
+    """Pieces that came, and are not in the prompt yet."""
     timer: asyncio.TimerHandle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it changes, or is sent."""
+    """Held while it changes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What came of it, as UTF-8, or 4 per token id."""
+        return self.num_other_bytes + self.prompt.num_bytes
+
+    @property
+    def fate(self) -> str:
+        """Why it is open no more."""
+        if self.prompt.is_sent:
+            return "was sent"
+        try:
+            self.prompt.handle.raise_if_ended()
+        except RequestFailedError as error:
+            return f"has ended: {error}"
+        return "was given up"
+
+    def add(self, piece: Piece, keep: int | None, most_bytes: int) -> None:
+        """Append a piece, or let it follow the first `keep` tokens. It may take long.
+
+        Raises:
+            ApiError: The prompt would be too large.
+            QllmError: The piece is wrong, or the prompt has ended.
+        """
+        prompt, new = self.prompt, _num_bytes(piece)
+        if keep is None:
+            check_size(self.num_bytes + new, most_bytes)
+            prompt.append(piece)
+        else:
+            check_size(self.num_other_bytes + new, most_bytes)
+            prompt.replace(keep, piece)
+            check_size(self.num_bytes, most_bytes)
+
+    def shown(self, idle_s: float) -> dict[str, Any]:
+        """What is said of it. It may take long: what came last is tokenised."""
+        return {
+            "id": self.name,
+            "object": "prompt",
+            "status": "open",
+            "num_tokens": self.prompt.num_tokens,
+            "num_bytes": self.num_bytes,
+            "priority": self.served.priority.name,
+            "service_tier": self.served.tier,
+            "idle_timeout_s": idle_s,
+        }
 
 
 class OpenPrompts:
-    """The open prompts of a server. Lives on its event loop."""
+    """The open prompts of a server. Lives on its event loop.
+
+    All that takes a time which grows with a piece or a prompt is done on the threads of its class.
+    """
 
     def __init__(self, front: Front) -> None:
         self._front, self._config = front, front.config
         self._open: dict[str, Opened] = {}
+        self._num_open: Counter[str] = Counter()
+        """By caller, those that are being opened included."""
         self._ended: dict[str, tuple[str, str]] = {}
         """Caller and fate of those that are open no more."""
         self._order: deque[str] = deque()
@@ -87,7 +137,7 @@ class OpenPrompts:
             ApiError: It is refused.
             QllmError: The engine refuses it.
         """
-        mine, most = sum(x.caller == caller for x in self._open.values()), self._config
+        mine, most = self._num_open[caller], self._config
         if mine >= most.max_open_prompts:
             raise ApiError(
                 429,
@@ -97,9 +147,10 @@ class OpenPrompts:
                 retry_after_s=1,
             )
         num_bytes = _num_bytes(prompt)
-        self._check_size(num_bytes)
+        check_size(num_bytes, most.max_prompt_bytes)
         front = self._front
         served = front.admit(wanted)
+        self._num_open[caller] += 1
         name = f"prompt-{secrets.token_hex(12)}"
         make = partial(
             front.engine.open,
@@ -110,71 +161,86 @@ class OpenPrompts:
             cache_owner=owner_of(caller),
             template=template or {},
         )
+        is_short = num_bytes < SHORT and not template
         try:
             made: GrowingPrompt = await front.text_of(served.priority).run(
-                make, is_short=num_bytes < SHORT, abandon=GrowingPrompt.cancel
+                make, is_short=is_short, abandon=GrowingPrompt.cancel
             )
-        except EngineClosedError as error:
+        except BaseException as error:
             front.release(served)
-            raise front.unavailable() or error from error
-        except BaseException:
-            front.release(served)
+            self._left(caller)
+            if isinstance(error, EngineClosedError):
+                raise front.unavailable() or error from error
             raise
         front.keep(made.handle)
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-        opened = Opened(name, made, served, caller, is_chat, num_bytes, is_streamed)
+        other = num_bytes - made.num_bytes if is_chat else 0
+        opened = Opened(name, made, served, caller, is_chat, other, is_streamed)
         self._open[name] = opened
         front.metrics.open_prompts.inc()
         self._touch(opened)
         return opened
 
-    def _check_size(self, num_bytes: int) -> None:
-        most = self._config.max_prompt_bytes
-        if num_bytes > most:
-            raise ApiError(
-                413,
-                f"the prompt would be larger than {most} bytes (max_prompt_bytes)",
-                code="prompt_too_large",
-            )
-
     def found(self, caller: str, name: str) -> Opened:
         """An open prompt of this caller. That of another is as if it were not there.
 
         Raises:
-            ApiError: 404; or 409 if it is open no more.
+            ApiError: 404; or 409 if it is open no more, or being sent.
         """
         opened = self._open.get(name)
-        if opened is not None and opened.caller == caller and opened.prompt.is_open:
+        if opened is not None and opened.caller == caller and not opened.is_streamed:
+            self._check_open(opened)
             return opened
         whose, fate = self._ended.get(name, ("", ""))
-        if opened is not None and opened.caller == caller:
-            fate = f"has ended: {_why(opened.prompt)}"
-            self.end(opened, fate)
-        elif not fate or whose != caller:
+        if not fate or whose != caller:
             raise ApiError(404, f"no prompt {name!r:.80} of this API key", code="not_found")
-        raise ApiError(409, f"prompt {name} {fate}; open another one", code="prompt_closed")
+        raise _closed(name, fate)
 
-    async def change(self, opened: Opened, piece: Piece, keep: int | None = None) -> None:
-        """Append a piece, or let it follow the first `keep` tokens.
+    def _check_open(self, opened: Opened) -> None:
+        """Return if it can be changed or sent.
 
         Raises:
-            ApiError: The prompt is too large, or was sent meanwhile.
-            QllmError: The piece is wrong.
+            ApiError: 409.
         """
-        size = _num_bytes(piece)
-        self._check_size(opened.num_bytes * (keep != 0) + size)
-        async with opened.lock:
-            self.found(opened.caller, opened.name)
-            prompt = opened.prompt
-            do = partial(prompt.append, piece)
-            if keep is not None:
-                do = partial(prompt.replace, keep, piece)
-            if size < SHORT:
-                do()
-            else:
-                await self._front.in_thread(opened.served.priority, do)
-            opened.num_bytes = opened.num_bytes * (keep != 0) + size
-        self._touch(opened)
+        name = opened.name
+        if opened.is_sending:
+            raise _busy(name, "sent")
+        if not opened.prompt.is_open:
+            self.end(opened, opened.fate)
+        if self._open.get(name) is not opened:
+            raise _closed(name, self._ended.get(name, ("", opened.fate))[1])
+
+    async def change(self, opened: Opened, do: Callable[[], _T], num_bytes: int) -> _T:
+        """Do what changes a prompt, on a thread: one after the other, as they came.
+
+        Args:
+            opened: The prompt.
+            do: Raises what is wrong.
+            num_bytes: About what it has to look at, beside the prompt.
+
+        Raises:
+            ApiError: The prompt is open no more, or is being sent.
+        """
+        self._check_open(opened)
+        self._hold(opened)
+        opened.num_changing += 1
+        try:
+            async with opened.lock:
+                self._check_open(opened)
+                return await self.look(opened, do, num_bytes)
+        except RequestFailedError:
+            self._check_open(opened)  # says what became of it meanwhile
+            raise
+        finally:
+            opened.num_changing -= 1
+            self._touch(opened)
+
+    async def look(self, opened: Opened, do: Callable[[], _T], num_bytes: int = 0) -> _T:
+        """Do what looks at a prompt, and at so many bytes beside it, on a thread."""
+        text = self._front.text_of(opened.served.priority)
+        is_short = num_bytes + opened.num_bytes < SHORT
+        done: _T = await text.run(do, is_short=is_short, abandon=_forget)
+        return done
 
     @contextmanager
     def sending(self, caller: str, name: str, *, is_chat: bool) -> Iterator[Opened]:
@@ -184,21 +250,28 @@ class OpenPrompts:
             ApiError: There is none; it is being changed or sent; it is of the other endpoint.
         """
         opened = self.found(caller, name)
-        if opened.lock.locked():
-            text = f"prompt {name} is being changed or sent"
-            raise ApiError(409, text, code="prompt_busy", retry_after_s=1)
+        if opened.num_changing:
+            raise _busy(name, "changed")
         if opened.is_chat != is_chat:
             was, use = ("messages", "chat/") if opened.is_chat else ("a prompt", "")
             text = f"prompt {name} was opened with {was}; send it to /v1/{use}completions"
             raise ApiError(400, text, param="prompt_id")
-        self._hold(opened)
-        try:
+        with self.sent(opened):
             yield opened
+
+    @contextmanager
+    def sent(self, opened: Opened) -> Iterator[None]:
+        """A prompt is sent meanwhile, and nothing else is done with it."""
+        self._hold(opened)
+        opened.is_sending = True
+        try:
+            yield
         finally:
+            opened.is_sending = False
             if opened.prompt.is_open:
                 self._touch(opened)
             else:
-                self.end(opened, "was sent")
+                self.end(opened, opened.fate)
 
     def _hold(self, opened: Opened) -> None:
         if opened.timer is not None:
@@ -209,7 +282,7 @@ class OpenPrompts:
         """Something came: it is abandoned `prompt_idle_s` from now."""
         self._hold(opened)
         after_s = self._config.prompt_idle_s
-        if opened.name in self._open and not opened.is_streamed:
+        if opened.name in self._open and not (opened.is_streamed or opened.num_changing):
             loop = asyncio.get_running_loop()
             opened.timer = loop.call_later(after_s, self._abandon, opened)
 
@@ -219,25 +292,32 @@ class OpenPrompts:
 
     def cancel(self, opened: Opened, fate: str) -> None:
         """End a prompt that nobody will send."""
-        if opened.prompt.is_open:
-            opened.prompt.cancel()
+        opened.prompt.cancel()
         self.end(opened, fate)
-        self._front.release(opened.served)
 
     def end(self, opened: Opened, fate: str) -> None:
-        """It is open no more. Twice is once."""
+        """It is open no more, and a seat that no answer has is free. Twice is once."""
         self._hold(opened)
         if self._open.pop(opened.name, None) is None:
             return
+        if opened.has_seat:
+            self._front.release(opened.served)
+        self._left(opened.caller)
         self._front.metrics.open_prompts.dec()
         self._ended[opened.name] = opened.caller, fate
         self._order.append(opened.name)
         if len(self._order) > KEPT_NAMES:
             del self._ended[self._order.popleft()]
 
+    def _left(self, caller: str) -> None:
+        self._num_open[caller] -= 1
+        if not self._num_open[caller]:
+            del self._num_open[caller]
+
     def of(self, caller: str) -> list[Opened]:
-        """Those of a caller."""
-        return [x for x in self._open.values() if x.caller == caller]
+        """Those of a caller that have a name for it, and are not about to end."""
+        mine = (x for x in self._open.values() if x.caller == caller and not x.is_streamed)
+        return [x for x in mine if x.prompt.is_open and not x.is_sending]
 
     def close(self) -> None:
         """Cancel all: the server ends."""
@@ -245,145 +325,38 @@ class OpenPrompts:
             self.cancel(opened, "has ended: the server is shutting down")
 
 
-def _why(prompt: GrowingPrompt) -> str:
-    try:
-        prompt.handle.raise_if_ended()
-    except RequestFailedError as error:
-        return str(error)
-    return "it was sent"
+def _forget(_: object) -> None:
+    """What a change gives is nobody's any more."""
+
+
+def _busy(name: str, what: str) -> ApiError:
+    text = f"prompt {name} is being {what}"
+    return ApiError(409, text, code="prompt_busy", retry_after_s=1)
+
+
+def _closed(name: str, fate: str) -> ApiError:
+    return ApiError(409, f"prompt {name} {fate}; open another one", code="prompt_closed")
+
+
+def check_size(num_bytes: int, most: int) -> None:
+    """Return if a prompt may be so large.
+
+    Raises:
+        ApiError: 413.
+    """
+    if num_bytes > most:
+        raise ApiError(
+            413,
+            f"the prompt would be larger than {most} bytes (max_prompt_bytes)",
+            code="prompt_too_large",
+        )
 
 
 def _num_bytes(piece: Any) -> int:
+    """What a piece, or messages, come to: text as UTF-8, 4 per token id."""
     if isinstance(piece, str):
         return len(piece.encode("utf-8", "surrogatepass"))
     if isinstance(piece, list) and piece and isinstance(piece[0], Mapping):
-        return sum(_num_bytes(message.get("content")) for message in piece)
+        parts = (x.get("content", x.get("text")) for x in piece if isinstance(x, Mapping))
+        return sum(map(_num_bytes, parts))
     return 4 * len(piece) if isinstance(piece, list) else 0
-
-
-class OpenRequest(Body):
-    """`POST /v1/prompts`: a prompt or messages, of which the last one grows."""
-
-    model: str | None = None
-    prompt: str | Annotated[list[int], FAIL_FAST] | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    service_tier: ServiceTier | None = None
-    priority: int | None = None
-    cache_salt: str | None = Field(None, max_length=256)
-
-    @model_validator(mode="after")
-    def _one(self) -> "OpenRequest":
-        if self.prompt is not None and self.messages is not None:
-            raise ValueError("give either prompt or messages")
-        of_chats = (self.tools, self.chat_template_kwargs, self.reasoning_effort)
-        if self.messages is None and any(value is not None for value in of_chats):
-            raise ValueError("tools, chat_template_kwargs and reasoning_effort go with messages")
-        return self
-
-    def asked_class(self) -> Priority | None:
-        """The class it asks for; None leaves it."""
-        if self.priority is not None:
-            return Priority.LS if self.priority <= 0 else Priority.BE
-        return None if self.service_tier is None else class_of_tier(self.service_tier)
-
-    def template(self) -> dict[str, Any]:
-        """Keywords of `render_chat`."""
-        if self.messages is None:
-            return {}
-        names = ("tools", "chat_template_kwargs", "reasoning_effort")
-        given = {name: getattr(self, name) for name in names}
-        return template_of(ChatRequest(messages=self.messages, **given))
-
-
-def template_of(chat: ChatRequest) -> dict[str, Any]:
-    """Keywords of `render_chat` for what a chat asks of its template."""
-    variables = chat.template_options()
-    names = ("tools", "add_generation_prompt", "continue_final_message")
-    how = {name: variables.pop(name) for name in names if name in variables}
-    return {**how, "variables": variables}
-
-
-class AppendRequest(Body):
-    """A piece that comes at the end."""
-
-    append: Text
-
-
-class ReplaceRequest(Body):
-    """A piece that follows the first tokens, in place of all that did."""
-
-    replace: Text
-    from_: int = Field(alias="from", ge=0)
-    """How many tokens stay."""
-
-
-def shown(opened: Opened, idle_s: float) -> dict[str, Any]:
-    """What is said of an open prompt."""
-    return {
-        "id": opened.name,
-        "object": "prompt",
-        "status": "open",
-        "num_tokens": opened.prompt.num_tokens,
-        "num_bytes": opened.num_bytes,
-        "priority": opened.served.priority.name,
-        "service_tier": opened.served.tier,
-        "idle_timeout_s": idle_s,
-    }
-
-
-def routes(front: Front, prompts: OpenPrompts) -> APIRouter:
-    """The routes."""
-    router, idle_s = APIRouter(tags=["prompts"]), front.config.prompt_idle_s
-
-    async def seen(opened: Opened) -> dict[str, Any]:
-        found: dict[str, Any] = await front.in_thread(opened.served.priority, shown, opened, idle_s)
-        return found
-
-    @router.post("/v1/prompts", responses=RESPONSES)
-    async def open_prompt(body: OpenRequest, request: Request) -> dict[str, Any]:
-        """Open a prompt that comes in pieces; it is computed meanwhile."""
-        front.check_model(body.model)
-        wanted = wanted_class(request, body.asked_class(), front.config.objectives)
-        given: Any = body.prompt or "" if body.messages is None else body.messages
-        salt, template = body.cache_salt or "", body.template()
-        return await seen(
-            await prompts.open(
-                request.state.caller, wanted, given, cache_salt=salt, template=template
-            )
-        )
-
-    @router.get("/v1/prompts", responses=RESPONSES)
-    async def list_prompts(request: Request) -> dict[str, Any]:
-        """The open prompts of this API key."""
-        mine = prompts.of(request.state.caller)
-        return {"object": "list", "data": [await seen(opened) for opened in mine]}
-
-    @router.get("/v1/prompts/{name}", responses=RESPONSES)
-    async def one_prompt(name: str, request: Request) -> dict[str, Any]:
-        """An open prompt: how many tokens it has so far."""
-        return await seen(prompts.found(request.state.caller, name))
-
-    @router.post("/v1/prompts/{name}/append", responses=RESPONSES)
-    async def append(name: str, body: AppendRequest, request: Request) -> dict[str, Any]:
-        """Add text, or token ids, at the end."""
-        opened = prompts.found(request.state.caller, name)
-        await prompts.change(opened, body.append)
-        return await seen(opened)
-
-    @router.put("/v1/prompts/{name}", responses=RESPONSES)
-    async def replace(name: str, body: ReplaceRequest, request: Request) -> dict[str, Any]:
-        """Let other text, or token ids, follow the first tokens."""
-        opened = prompts.found(request.state.caller, name)
-        await prompts.change(opened, body.replace, body.from_)
-        return await seen(opened)
-
-    @router.delete("/v1/prompts/{name}", responses=RESPONSES)
-    async def delete(name: str, request: Request) -> dict[str, Any]:
-        """Give an open prompt up."""
-        prompts.cancel(prompts.found(request.state.caller, name), "was deleted")
-        return {"id": name, "object": "prompt", "deleted": True}
-
-    return router

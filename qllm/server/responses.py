@@ -1,6 +1,7 @@
 """`/v1/responses`, as OpenAI has it. State is kept where there is a state folder."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,9 +15,10 @@ from .answers import EventStream, respond
 from .background import Background
 from .errors import RESPONSES, ApiError
 from .front import Front
+from .protocol import ChatRequest
 from .response_store import ResponseStore
 from .response_writer import ResponseWriter
-from .responses_protocol import ENDPOINT, ResponsesRequest
+from .responses_protocol import ENDPOINT, InputTokensRequest, ResponsesRequest
 
 NO_COMPACTION = (
     "compaction is not served: a summary that only its server can read needs a model made for it; "
@@ -43,6 +45,20 @@ def _refuse_without_state(body: ResponsesRequest) -> None:
             raise ApiError(400, f"{name}: {NO_STATE}; leave it out", param=name)
 
 
+async def _chat_of(
+    front: Front, state: State | None, body: ResponsesRequest, owner: str
+) -> ChatRequest:
+    """As a chat, with what it goes on with in front."""
+    front.check_model(body.model)
+    before = []
+    if state is None:
+        _refuse_without_state(body)
+    elif body.previous_response_id is not None:
+        get = state.kept.conversation
+        before = await asyncio.to_thread(get, body.previous_response_id, owner)
+    return body.chat(before)
+
+
 def routes(front: Front, state: State | None) -> APIRouter:
     """The route that makes responses.
 
@@ -55,14 +71,8 @@ def routes(front: Front, state: State | None) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation; go on with an earlier one."""
-        front.check_model(body.model)
-        owner, before, keep = str(request.state.caller), [], None
-        if state is None:
-            _refuse_without_state(body)
-        elif body.previous_response_id is not None:
-            get = state.kept.conversation
-            before = await asyncio.to_thread(get, body.previous_response_id, owner)
-        asked = body.chat(before)
+        owner, keep = _caller(request), None
+        asked = await _chat_of(front, state, body, owner)
         if state is not None and body.store is not False:
             raw = body.model_dump(by_alias=True, exclude_unset=True)
             add = partial(state.kept.add, owner, raw, body.items())
@@ -72,15 +82,16 @@ def routes(front: Front, state: State | None) -> APIRouter:
         if not body.background:
             return await respond(request, front, writer, body, ask)
         assert state is not None
-        writer.response |= {"status": "queued", "service_tier": "flex"}
         await front.in_thread(Priority.BE, front.check, ask)
-        begin = partial(add, events=writer.queued() if body.stream else ())
-        most = front.config.max_background
-        await asyncio.to_thread(partial(begin, writer.response, most_unfinished=most))
-        state.background.begin(writer.answer_id)
-        if body.stream:
-            return _followed(front, state.background, writer.answer_id, -1)
-        return JSONResponse(writer.response, headers={"x-request-id": writer.answer_id})
+        return await _in_background(front, state.background, writer, body.stream, owner, add)
+
+    @router.post(f"{ENDPOINT}/input_tokens", responses=RESPONSES)
+    async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, Any]:
+        """Count the tokens of a conversation as its model would see it."""
+        asked = await _chat_of(front, state, body, _caller(request))
+        ask = chat.ask_of(asked, "count", None)
+        num_tokens = len(await front.in_thread(Priority.BE, front.render, ask))
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
     @router.post(f"{ENDPOINT}/compact", responses=RESPONSES)
     async def compact() -> None:
@@ -90,10 +101,37 @@ def routes(front: Front, state: State | None) -> APIRouter:
     return router
 
 
-def _followed(front: Front, background: Background, response_id: str, after: int) -> EventStream:
+async def _in_background(
+    front: Front,
+    background: Background,
+    writer: ResponseWriter,
+    is_stream: bool | None,
+    owner: str,
+    add: Callable[..., None],
+) -> Response:
+    """Keep a response that is answered in the background, by `add`, and begin it."""
+    writer.response |= {"status": "queued", "service_tier": "flex"}
+    leave = background.enter(owner) if is_stream else None
+    add = partial(add, events=writer.queued() if is_stream else ())
+    most = front.config.max_background
+    try:
+        await asyncio.to_thread(partial(add, writer.response, most_unfinished=most))
+    except BaseException:
+        if leave is not None:
+            leave()
+        raise
+    background.begin(writer.answer_id)
+    if leave is not None:
+        return _followed(front, background, writer.answer_id, -1, leave)
+    return JSONResponse(writer.response, headers={"x-request-id": writer.answer_id})
+
+
+def _followed(
+    front: Front, background: Background, response_id: str, after: int, leave: Callable[[], None]
+) -> EventStream:
     events = background.follow(response_id, after)
     headers = {"x-request-id": response_id}
-    return EventStream(events, lambda: None, headers, front.config.stalled_client_s)
+    return EventStream(events, leave, headers, front.config.stalled_client_s)
 
 
 def state_routes(front: Front, state: State) -> APIRouter:
@@ -123,7 +161,8 @@ def state_routes(front: Front, state: State) -> APIRouter:
         if after > last:
             text = f"starting_after={after}: the last event of this response so far is {last}"
             raise ApiError(400, text, param="starting_after")
-        return _followed(front, background, response_id, after)
+        leave = background.enter(_caller(request))
+        return _followed(front, background, response_id, after, leave)
 
     @router.get(f"{ENDPOINT}/{{response_id}}/input_items", responses=RESPONSES)
     async def input_items(

@@ -227,7 +227,7 @@ class ResponsesRequest(Body):
     def _input(self) -> list[InputItem]:
         if isinstance(self.input, str):
             return _ITEMS.validate_python([{"role": "user", "content": self.input}])
-        return self.input
+        return self.input or []
 
     def _choice(self) -> dict[str, Any]:
         """Tools and the choice among them, as a chat has them."""
@@ -303,3 +303,9 @@ class ResponsesRequest(Body):
             "top_logprobs": self.top_logprobs or 0,
             "usage": None,
         }
+
+
+class InputTokensRequest(ResponsesRequest):
+    """`POST /v1/responses/input_tokens`: a request that is counted and not answered."""
+
+    input: TextOr[InputItem] | None = None  # type: ignore[assignment]

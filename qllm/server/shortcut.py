@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, get_type_hints
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +25,8 @@ class Shortcut:
 
     Args:
         app: The whole way.
-        routers: Of their routes those are called that take a `body` and the `request` alone.
+        routers: Of their routes those are called that take a `body` and the `request` alone and
+            return a response.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
@@ -34,7 +35,8 @@ class Shortcut:
         for route in (route for router in routers for route in router.routes):
             assert isinstance(route, APIRoute)
             takes = get_type_hints(route.endpoint)
-            if takes.keys() == {"body", "request", "return"}:
+            takes_no_more = takes.keys() == {"body", "request", "return"}
+            if takes_no_more and takes["return"] is Response:
                 self._ends[route.path] = route.endpoint, takes["body"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,8 @@ hangs up cancels.
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -25,16 +26,14 @@ from qllm.errors import InvalidRequestError
 from . import chat, completions
 from .answers import CLIENT_GONE, Writer, respond, wanted_class
 from .ask import Ask, check_alone, is_ndjson
+from .bodies import aside
 from .errors import ApiError, from_validation
 from .front import Front
-from .open_prompts import (
-    AppendRequest,
-    Opened,
-    OpenPrompts,
-    ReplaceRequest,
-    template_of,
-)
+from .open_prompts import Opened, OpenPrompts
+from .prompt_routes import AppendRequest, ReplaceRequest, template_of
 from .protocol import ChatRequest, CompletionRequest
+
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
 
 class StreamedRoute(Route):
@@ -47,22 +46,23 @@ class StreamedRoute(Route):
         return Match.NONE, {}
 
 
-async def lines_of(request: Request) -> AsyncIterator[tuple[int, Any]]:
-    """The JSON of each line that is not empty, with its number, as it comes.
+async def blocks_of(request: Request) -> AsyncIterator[tuple[int, bytes]]:
+    """Lines as they come: those that came together, and the number of the first.
 
     Raises:
-        ApiError: A line is no JSON, or no UTF-8.
         ClientDisconnect: The client is gone.
     """
-    number, rest = 0, b""
+    number, rest = 1, bytearray()
     async for part in request.stream():
-        *whole, rest = (rest + part).split(b"\n")
-        for line in whole:
-            number += 1
-            if line.strip():
-                yield number, _json(number, line)
-    if rest.strip():
-        yield number + 1, _json(number + 1, rest)
+        end = part.rfind(b"\n") + 1
+        rest += part[:end]
+        if end:
+            yield number, bytes(rest)
+            number += rest.count(b"\n")
+            rest.clear()
+        rest += part[end:]
+    if rest:
+        yield number, bytes(rest)
 
 
 def _json(number: int, line: bytes) -> Any:
@@ -91,21 +91,27 @@ def _change(number: int, line: Any) -> AppendRequest | ReplaceRequest:
 
 
 def _at(number: int, error: ApiError) -> ApiError:
-    return ApiError(error.status_code, f"line {number}: {error.message}", param=error.param)
+    text = f"line {number}: {error.message}"
+    return ApiError(error.status_code, text, param=error.param, code=error.code)
 
 
-async def _grow(
-    prompts: OpenPrompts, opened: Opened, lines: AsyncIterator[tuple[int, Any]]
-) -> None:
-    async for number, line in lines:
-        change = _change(number, line)
+def _add_lines(opened: Opened, number: int, block: bytes, most_bytes: int) -> None:
+    """Do what lines ask for, up to the first that is wrong; on a thread.
+
+    Raises:
+        ApiError: A line is wrong; says which.
+        QllmError: The same.
+    """
+    for at, line in enumerate(block.split(b"\n"), number):
+        if not line.strip():
+            continue
+        change = _change(at, _json(at, line))
         try:
-            if isinstance(change, AppendRequest):
-                await prompts.change(opened, change.append)
-            else:
-                await prompts.change(opened, change.replace, change.from_)
+            opened.add(*change.piece(), most_bytes)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"line {number}: {error}") from error
+            raise type(error)(f"line {at}: {error}") from error
+        except ApiError as error:
+            raise _at(at, error) from error
 
 
 class _Streamed:
@@ -122,23 +128,24 @@ class _Streamed:
         """`POST /v1/chat/completions`."""
         return await self._serve(request, ChatRequest)
 
-    async def _serve(
-        self, request: Request, model: type[CompletionRequest] | type[ChatRequest]
-    ) -> Response:
-        lines, prompts = lines_of(request), self._prompts
+    async def _serve(self, request: Request, model: type[_Body]) -> Response:
+        blocks, prompts = blocks_of(request), self._prompts
+        most_bytes = self._front.config.max_prompt_bytes
         try:
-            body = await _first(lines, model)
+            body, rest = await _first(blocks, model)
             writer, ask = self._asked(body)
             opened = await self._open(request, body, ask)
             try:
-                await _grow(prompts, opened, lines)
+                async for number, block in _chain(rest, blocks):
+                    add = partial(_add_lines, opened, number, block, most_bytes)
+                    await prompts.change(opened, add, len(block))
             except BaseException:
                 prompts.cancel(opened, "was given up")
                 raise
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         try:
-            with prompts.sending(request.state.caller, opened.name, is_chat=model is ChatRequest):
+            with prompts.sent(opened):
                 whole = replace(ask, opened=opened)
                 return await respond(request, self._front, writer, body, whole)
         finally:
@@ -185,22 +192,44 @@ def routes(front: Front, prompts: OpenPrompts) -> list[Route]:
     ]
 
 
-async def _first(
-    lines: AsyncIterator[tuple[int, Any]], model: type[CompletionRequest] | type[ChatRequest]
-) -> CompletionRequest | ChatRequest:
+def _body(number: int, line: bytes, model: type[_Body]) -> _Body:
     """The first line, which is the usual body.
+
+    Raises:
+        ApiError: It is wrong.
+    """
+    first = _json(number, line)
+    if isinstance(first, dict) and model is CompletionRequest:
+        first = {"prompt": "", **first}
+    if isinstance(first, dict) and first.get("prompt_id") is not None:
+        text = "prompt_id: the body is the prompt; leave it out"
+        raise ApiError(400, text, param="prompt_id")
+    try:
+        return model.model_validate(first)
+    except ValidationError as error:
+        raise _at(number, from_validation(error.errors())) from error
+
+
+async def _first(
+    blocks: AsyncIterator[tuple[int, bytes]], model: type[_Body]
+) -> tuple[_Body, tuple[int, bytes]]:
+    """The usual body, and what came behind its line.
 
     Raises:
         ApiError: It is missing, or wrong.
     """
-    async for number, first in lines:
-        if isinstance(first, dict) and model is CompletionRequest:
-            first = {"prompt": "", **first}
-        if isinstance(first, dict) and first.get("prompt_id") is not None:
-            text = "prompt_id: the body is the prompt; leave it out"
-            raise ApiError(400, text, param="prompt_id")
-        try:
-            return model.model_validate(first)
-        except ValidationError as error:
-            raise _at(number, from_validation(error.errors())) from error
+    async for number, block in blocks:
+        left = block.lstrip()
+        if left:
+            number += block.count(b"\n", 0, len(block) - len(left))
+            line, _, rest = left.partition(b"\n")
+            return await aside(partial(_body, number, line, model), len(line)), (number + 1, rest)
     raise ApiError(400, "the body is empty; its first line is the usual JSON")
+
+
+async def _chain(
+    first: tuple[int, bytes], rest: AsyncIterator[tuple[int, bytes]]
+) -> AsyncIterator[tuple[int, bytes]]:
+    yield first
+    async for block in rest:
+        yield block

@@ -1,0 +1,110 @@
+"""GPT-OSS's form of an answer, read from its tokens.
+
+    <|channel|>analysis<|message|>reasoning<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant<|channel|>final<|message|>content<|return|>
+
+OpenAI's library of this form fetches a vocabulary of its own; the marks are special tokens of the
+model's tokenizer, which is here.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from qllm.frontend.detokenizer import Detokenizer
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKS = (START, CHANNEL, "<|constrain|>", MESSAGE, *ENDS)
+_TO = re.compile(r"\bto=(\S+)")
+FUNCTIONS = "functions."
+"""Begins the recipient of a call of one of the request's functions."""
+
+Kind = Literal["head", "reasoning_content", "content", "call", "arguments"]
+
+
+class Part(NamedTuple):
+    """Some of an answer."""
+
+    kind: Kind
+    """"head" is not shown; "call" is the name of a function, "arguments" are those of the last."""
+    text: str
+    num_tokens: int = 0
+
+
+def marks_of(tokenizer: Any) -> dict[int, str]:
+    """The marks by token id; empty if the model's answers have another form."""
+    if CHANNEL not in str(getattr(tokenizer, "chat_template", None) or ""):
+        return {}
+    found = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS}
+    is_known = len(found) == len(MARKS) and not {None, tokenizer.unk_token_id} & found.keys()
+    return found if is_known else {}
+
+
+class Harmony:
+    """Cuts an answer into its parts, token by token.
+
+    Args:
+        tokenizer: Of the model.
+        marks: See `marks_of`.
+        prompt: Token ids of the prompt, whose last message the answer goes on with.
+    """
+
+    def __init__(self, tokenizer: Any, marks: dict[int, str], prompt: Sequence[int]) -> None:
+        self._tokenizer, self._marks = tokenizer, marks
+        self._text = Detokenizer(tokenizer)
+        self._is_head = False
+        self._head = ""
+        self._unseen = ""
+        """What a head has said; if no message follows it is no head."""
+        self._kind: Kind = "content"
+        starts = [at for at, token_id in enumerate(prompt) if marks.get(token_id) == START]
+        for token_id in prompt[starts[-1] :] if starts else ():
+            self.push(token_id)
+        self._unseen = ""
+
+    def push(self, token_id: int) -> list[Part]:
+        """Take a token; return what is certain."""
+        mark = self._marks.get(token_id)
+        if mark is None:
+            text, _ = self._text.push([token_id])
+            return self._said(text, 1)
+        rest, self._text = self._text.finish(), Detokenizer(self._tokenizer)
+        parts = self._said(rest, 0)
+        if mark == MESSAGE and self._is_head:
+            return [*parts, *self._begin()]
+        if mark in ENDS or mark == START or (mark == CHANNEL and not self._is_head):
+            parts += self._no_head()
+            self._is_head, self._head = mark not in ENDS, ""
+        self._head += f" {mark} "
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The answer has ended."""
+        return [*self._said(self._text.finish(), 0), *self._no_head()]
+
+    def _said(self, text: str, num_tokens: int) -> list[Part]:
+        if not self._is_head:
+            return [Part(self._kind, text, num_tokens)]
+        self._head += text
+        self._unseen += text
+        return []
+
+    def _no_head(self) -> list[Part]:
+        """What seemed to be a head has ended without a message."""
+        text, self._unseen, self._kind = self._unseen, "", "content"
+        return [Part("content", text)] if text else []
+
+    def _begin(self) -> list[Part]:
+        """A head is whole: its message begins."""
+        parts, self._unseen, self._is_head = [Part("head", self._unseen)], "", False
+        channel = re.search(r"<\|channel\|> (\w+)", self._head)
+        recipient = _TO.search(self._head)
+        self._kind = "content"
+        if recipient is not None and recipient[1].startswith(FUNCTIONS):
+            self._kind = "arguments"
+            parts.append(Part("call", recipient[1].removeprefix(FUNCTIONS)))
+        elif recipient is not None or (channel is not None and channel[1] == "analysis"):
+            self._kind = "reasoning_content"
+        return parts
