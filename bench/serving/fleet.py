@@ -3,28 +3,32 @@
 Rows: `killed` (two engines of `tiny`, one thread each, one killed with SIGKILL under load, answers
 against those of a calm run), `pools` (four simulated engines, routes alternated on the same
 requests), `prefix` (three engines of `tiny`, conversations, hits as the engines count them),
-`router` (CPU time of all that a router does for one request) and `scale` (a router with up to 1,000
-engines and 10^6 requests; nothing is computed). The last line of stdout is one JSON document.
+`router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
+engines and 10^6 requests; nothing is computed) and `front_end` (memory of its process). The last
+line of stdout is one JSON document.
 
-    python -m bench.serving.fleet [--rows killed pools prefix router scale] [--quick]
+    python -m bench.serving.fleet [--rows killed pools prefix router scale front_end] [--quick]
 """
 
 import argparse
+import gc
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from bench.common import machine
+from bench.serving.qllm_serve import serving
 from qllm import QLLMEngine, SamplingParams, Slo
 from qllm.config import EngineConfig
 from qllm.frontend.members import Backoff
@@ -123,7 +127,7 @@ def pools(quick: bool, seed: int) -> dict[str, Any]:
     config = EngineConfig(max_kv_tokens=costs.max_kv_tokens)
     seconds = 2.0 if quick else 12.0
     names = ("round-robin", "least", "class", "length")
-    found: dict[str, Any] = {"machine": costs.title, "boundary": costs_of(costs, config).boundary}
+    found: dict[str, Any] = {"simulated": costs.title, "boundary": costs_of(costs, config).boundary}
     for load in (0.7,) if quick else (0.75, 0.85):
         specs = mixed(seed, seconds, load, costs, config)
         rows: dict[str, dict[str, float]] = {}
@@ -230,45 +234,99 @@ def router(quick: bool, seed: int) -> dict[str, Any]:
     return found
 
 
+def grown(route: str, engines: int, count: int, seed: int) -> Router:
+    """A router that had so many requests, of which the last tenth is open."""
+    rng = random.Random(seed)
+    made = Router(load_route(route))
+    for number in range(engines):
+        costs = Costs(1e-4 * rng.uniform(0.5, 2))
+        made.up(f"engine-{number}", costs=costs, kept_tokens=65536)
+    for number in range(count):
+        priority = (Priority.LS, Priority.BE)[number % 2]
+        request = made.view(priority, range(rng.randrange(10, 4000)), 100)
+        engine = made.choose(request, 0.0)
+        assert engine is not None
+        made.sent(number, request, engine)
+        if number >= count // 10:
+            made.left(number - count // 10)
+    return made
+
+
 def scale(quick: bool, seed: int) -> dict[str, Any]:
-    """Time and memory of a router's state as engines and requests grow; open ones are a tenth."""
+    """Time of a router as engines and requests grow, and the bytes that it allocated and holds."""
     rows = []
     for engines, count in ((10, 10**4), (100, 10**5), (1000, 10**5), (1000, 10**6)):
         if quick and engines * count > 10**7:
             continue
-        rng = random.Random(seed)
-        made = Router(load_route("class"))
-        for number in range(engines):
-            made.up(f"engine-{number}", costs=Costs(1e-4 * rng.uniform(0.5, 2)))
-        before_kb, begin = rss_kb(), time.process_time()
-        open_limit = count // 10
-        for number in range(count):
-            priority = (Priority.LS, Priority.BE)[number % 2]
-            request = made.view(priority, range(rng.randrange(10, 4000)), 100)
-            engine = made.choose(request, 0.0)
-            assert engine is not None
-            made.sent(number, request, engine)
-            if number >= open_limit:
-                made.left(number - open_limit)
-        sent = Counter(engine.num_sent for engine in made.engines)
+        begin = time.process_time()
+        made = grown("class", engines, count, seed)
+        took_s = time.process_time() - begin
+        sent = [engine.num_sent for engine in made.engines]
         rows.append(
             {
                 "engines": engines, "requests": count, "open": made.num_open,
-                "us_per_request": round(1e6 * (time.process_time() - begin) / count, 1),
-                "bytes_per_open": round(1024 * (rss_kb() - before_kb) / made.num_open),
+                "us_per_request": round(1e6 * took_s / count, 1),
                 "sent_least_most": [min(sent), max(sent)],
             }
         )  # fmt: skip
-    return {"rows": rows, "max_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+        del made
+    state = [
+        {"route": route, "engines": engines, "requests": count, **held(route, engines, count, seed)}
+        for route, engines, count in (
+            *(("class", number, 0) for number in (10, 100, 1000)),
+            *(("class", 10, number) for number in (10**3, 10**4, 10**5)),
+            *(("prefix", 10, number) for number in (10**3, 10**4)),
+        )
+    ]
+    return {"rows": rows, "state": state}
 
 
-def rss_kb() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() // 1024
+def held(route: str, engines: int, count: int, seed: int) -> dict[str, int]:
+    """What a router has allocated and not freed, in bytes."""
+    tracemalloc.start()
+    try:
+        made = grown(route, engines, count, seed)
+        gc.collect()
+        size = tracemalloc.get_traced_memory()[0]
+        return {"open": made.num_open, "bytes": size}
+    finally:
+        tracemalloc.stop()
 
 
-ROWS = {"killed": killed, "pools": pools, "prefix": prefix, "router": router, "scale": scale}
+def front_end(quick: bool, seed: int) -> dict[str, Any]:
+    """Memory of the process that speaks HTTP in front of two engines, after some answers."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        paths = [str(folder / f"engine-{i}") for i in range(2)]
+        for path in paths:
+            stack.enter_context(QLLMEngine.from_pretrained("tiny", listen=path, **TINY))
+        there = ("--role", "frontend", "--engine", ",".join(paths))
+        server = stack.enter_context(serving(*there))
+        body = {"model": "tiny", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
+        for _ in range(4 if quick else 64):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        engines = httpx.get(f"{server.url}/health").json()["engines"]
+        maps = Path(f"/proc/{server.pid}/maps").read_text()
+        return {
+            "rss_mb": round(resident_kb(server.pid) / 1024, 1), "torch": "libtorch" in maps,
+            "sent": [engine["sent"] for engine in engines],
+        }  # fmt: skip
+
+
+def resident_kb(pid: int) -> int:
+    """Resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+ROWS = {
+    "killed": killed,
+    "pools": pools,
+    "prefix": prefix,
+    "router": router,
+    "scale": scale,
+    "front_end": front_end,
+}
 
 
 def main() -> int:
