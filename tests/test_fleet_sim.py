@@ -80,7 +80,7 @@ def test_a_router_hears_what_happened_before_an_arrival_and_nothing_later(policy
 
 
 def test_a_prompt_in_pieces_is_served_by_one_engine() -> None:
-    pieces = (PieceSpec(0.1, 64, 64), PieceSpec(0.2, 100, 50))
+    pieces = (PieceSpec(0.0, 0, 64), PieceSpec(0.1, 64, 64), PieceSpec(0.2, 100, 50))
     asked = [
         RequestSpec(
             at_s=0.01 * i, priority=Priority.LS, num_prompt_tokens=64, max_tokens=3, pieces=pieces
@@ -89,7 +89,7 @@ def test_a_prompt_in_pieces_is_served_by_one_engine() -> None:
     ]
     run = serve(specs=asked, seconds=None)
     found = request_metrics(run.events)
-    assert [(r.num_revisions, r.num_output_tokens) for r in found] == [(2, 3)] * 6
+    assert [(r.num_revisions, r.num_output_tokens) for r in found] == [(3, 3)] * 6
     alone = serve(specs=asked, seconds=None, engines=1)
     assert list(alone.trace) == list(simulate(asked, "qllm2", COSTS, config=CONFIG).trace)
 

@@ -1,5 +1,6 @@
 """What a router keeps: views that equal what is open, and choices that can be repeated."""
 
+import itertools
 import logging
 from typing import Any
 
@@ -212,6 +213,26 @@ def test_kept_holds_the_last_pages_first_ones_longest(adds: list[list[int]], mos
         assert all(page in kept for page in order)
     kept.clear()
     assert len(kept) == 0
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=9),
+    most=st.integers(0, 9),
+)
+def test_what_is_kept_of_a_prompt_is_counted_up_to_the_first_page_that_is_not(
+    prompts: list[list[int]], most: int
+) -> None:
+    router = Router(by_prefix)
+    engine = router.up("a", kept_tokens=most * PAGE_TOKENS)
+    views = [
+        router.view(Priority.LS, [token for kind in kinds for token in [kind] * PAGE_TOKENS], 1)
+        for kinds in prompts
+    ]
+    for key, request in enumerate(views):
+        router.sent(key, request, engine)
+        for other in views:
+            kept = itertools.takewhile(lambda page: page in engine.kept, other.pages)
+            assert engine.num_kept(other) == PAGE_TOKENS * len(list(kept))
 
 
 def test_at_most_one_engine_changes_its_pool_in_a_period() -> None:

@@ -110,11 +110,28 @@ def test_be_work_never_moves_an_ls_request_to_a_later_start(
 
 
 @given(fleet=fleets(), request=requests)
-def test_long_prompts_stay_in_their_pool_while_that_has_an_engine(
+def test_long_prompts_leave_their_pool_only_where_that_saves_more_than_they_take(
     fleet: list[EngineView], request: RequestView
 ) -> None:
-    pool = [engine for engine in fleet if request.is_short or not engine.is_short]
-    assert by_length(request, fleet) is by_class(request, pool or fleet)
+    found, plain = by_length(request, fleet), by_class(request, fleet)
+    pool = [engine for engine in fleet if not engine.is_short]
+    if request.is_short or not pool:
+        assert found is plain
+        return
+    own = by_class(request, pool)
+    load = (lambda e: e.ls_start_s) if request.is_ls else (lambda e: e.busy_s)
+    takes_s = request.num_prompt_tokens * plain.costs.token_s
+    assert found is (plain if load(own) - load(plain) > takes_s else own)
+
+
+def test_a_long_prompt_waits_in_its_pool_as_long_as_it_takes_itself() -> None:
+    costs = Costs(token_s=0.001)
+    idle = EngineView("short", costs=costs)
+    for waiting, name in ((900, "long"), (1100, "short")):
+        busy = EngineView("long", is_short=False, costs=costs, ls=Backlog(1, 1, waiting, 10))
+        long = RequestView(Priority.LS, 1000, 10, is_short=False)
+        assert by_length(long, [idle, busy]).name == name
+        assert by_length(replace(long, is_short=True), [idle, busy]) is idle
 
 
 @given(fleet=fleets(), request=requests)

@@ -11,6 +11,7 @@ What goes on in time is in the views, which `qllm.frontend.router.Router` keeps 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -128,13 +129,12 @@ class EngineView:
         return self.ls.num + self.be.num
 
     def num_kept(self, request: RequestView) -> int:
-        """Tokens at the beginning of a prompt whose KV it probably keeps."""
-        count, kept = 0, self.kept
-        for page in request.pages:
-            if page not in kept:
-                break
-            count += 1
-        return count * PAGE_TOKENS
+        """Tokens at the beginning of a prompt whose KV it probably keeps.
+
+        A page is kept longer than those after it, so the first that is not ends what is kept.
+        """
+        kept = self.kept
+        return PAGE_TOKENS * bisect_left(request.pages, True, key=lambda page: page not in kept)
 
 
 Engines = Sequence[EngineView]
@@ -150,14 +150,23 @@ def by_class(request: RequestView, engines: Engines) -> EngineView:
 
 
 def by_length(request: RequestView, engines: Engines) -> EngineView:
-    """By class, but long prompts only to the engines of their pool (`pool_change`).
+    """By class, but long prompts to the engines of their pool (`pool_change`).
 
-    Short ones may go to an engine for long prompts too, where they start first there: they hold
-    nobody up for long.
+    A long one leaves its pool where it would start sooner by more than its own prompt takes: it
+    saves more than it makes short ones wait. Short ones go anywhere.
     """
-    if request.is_short:
-        return by_class(request, engines)
-    return by_class(request, [e for e in engines if not e.is_short] or engines)
+    found = by_class(request, engines)
+    pool = [engine for engine in engines if not engine.is_short]
+    if request.is_short or not found.is_short or not pool:
+        return found
+    own = by_class(request, pool)
+    saved_s = _load_s(request, own) - _load_s(request, found)
+    return found if saved_s > request.num_prompt_tokens * found.costs.token_s else own
+
+
+def _load_s(request: RequestView, engine: EngineView) -> float:
+    """Seconds of an engine that count for a request's class."""
+    return engine.ls_start_s if request.is_ls else engine.busy_s
 
 
 LOAD_RATIO = 1.5
@@ -178,12 +187,8 @@ def by_prefix(request: RequestView, engines: Engines) -> EngineView:
     best = [engine for engine, tokens in zip(engines, kept, strict=True) if tokens == most]
     found = by_class(request, best)
     saved_s = (most - kept[engines.index(fallback)]) * found.costs.token_s
-    load, least = (
-        (found.ls_start_s, fallback.ls_start_s)
-        if request.is_ls
-        else (found.busy_s, fallback.busy_s)
-    )
-    return found if load <= LOAD_RATIO * least + saved_s else fallback
+    load_s, least_s = _load_s(request, found), _load_s(request, fallback)
+    return found if load_s <= LOAD_RATIO * least_s + saved_s else fallback
 
 
 def least(request: RequestView, engines: Engines) -> EngineView:
@@ -247,8 +252,10 @@ def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
         salt: KV is shared only between prompts of one salt.
     """
     name, names = int.from_bytes(salt[:32], "little"), []
-    for lo in range(0, min(len(token_ids) // PAGE_TOKENS, MAX_PAGES) * PAGE_TOKENS, PAGE_TOKENS):
-        name = hash((name, tuple(token_ids[lo : lo + PAGE_TOKENS : SAMPLE])))
+    num, step = min(len(token_ids) // PAGE_TOKENS, MAX_PAGES), PAGE_TOKENS // SAMPLE
+    sampled = tuple(token_ids[: num * PAGE_TOKENS : SAMPLE])
+    for lo in range(0, len(sampled), step):
+        name = hash((name, sampled[lo : lo + step]))
         names.append(name)
     return tuple(names)
 
