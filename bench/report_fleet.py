@@ -75,9 +75,21 @@ def _scale(row: Row) -> list[Line]:
         what = (
             f"{found['engines']:,} engines, {found['requests']:,} requests, {found['open']:,} open"
         )
-        lines.append((f"{what}: us per request", f"{found['us_per_request']:.1f}", "", None))
-    for found in row["state"]:
-        what = f"  state of `{found['route']}`, {found['engines']:,} engines, "
+        lines.append(
+            (
+                f"a router's CPU time per request, {what}: us",
+                f"{found['us_per_request']:.1f}",
+                "",
+                None,
+            )
+        )
+    return lines
+
+
+def _state(row: Row) -> list[Line]:
+    lines: list[Line] = []
+    for found in row["rows"]:
+        what = f"state of a router, route `{found['route']}`, {found['engines']:,} engines, "
         what += f"{found['requests']:,} requests, {found['open']:,} open: bytes"
         lines.append((what, f"{found['bytes']:,}", "", None))
     return lines
@@ -97,6 +109,7 @@ ROWS = {
     "router": _router,
     "front_end": _front_end,
     "scale": _scale,
+    "state": _state,
 }
 
 
