@@ -52,7 +52,7 @@ def _over(what: str, found: float | None, most: float) -> Line:
 
 
 def _prefix(row: Row) -> list[Line]:
-    ratio, routes = row["prefix_over_round_robin"], ("round-robin", "least", "class", "prefix")
+    ratio, routes = row["prefix_over_round_robin"], ("round-robin", "prefix")
     what = "share of prompt tokens found, `prefix` / `round-robin`"
     shares = "; ".join(f"{name} {row[name]['hit_share']:.2f}" for name in routes)
     return [

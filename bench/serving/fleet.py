@@ -170,19 +170,30 @@ def ratios(of: dict[str, float], base: dict[str, float]) -> dict[str, float | No
 
 
 def prefix(quick: bool, seed: int) -> dict[str, Any]:
-    """Tokens of prompts that engines had kept, of those that they looked for."""
-    talks, turns = (9, 3) if quick else (24, 5)
-    found: dict[str, Any] = {"conversations": talks, "turns": turns, "engines": 3}
-    for route in ("round-robin", "least", "class", "prefix"):
+    """Tokens of prompts that engines had kept, of those that they looked for.
+
+    The turns of all conversations come at once, in random order, and the next ones when all are
+    answered. Engines keep 1.25 times their share of the conversations: together all, none alone.
+    """
+    talks, turns = (6, 3) if quick else (18, 5)
+    asked, answered, engines = 40, 24, 3
+    longest = 400 + turns * (asked + answered)
+    kept = int(1.25 * talks * longest / engines)
+    found: dict[str, Any] = {
+        "conversations": talks, "turns": turns, "engines": engines, "kept_tokens": kept
+    }  # fmt: skip
+    for route in ("round-robin", "prefix"):
         rng = random.Random(seed)
         history = [[rng.randrange(8, 250) for _ in range(400)] for _ in range(talks)]
-        kept = 2 * talks // 3 * 800
-        with fleet(3, route, prefix_cache=True, prefix_cache_tokens=kept) as (front, _):
+        settings = {"prefix_cache": True, "prefix_cache_tokens": kept}
+        with fleet(engines, route, **settings) as (front, _):
             for _ in range(turns):
+                handles = {}
                 for talk in rng.sample(range(talks), talks):
-                    history[talk] += [rng.randrange(8, 250) for _ in range(40)]
-                    handle = front.submit(history[talk], "LS", 24, sampling=GREEDY)
-                    history[talk] += handle.result(timeout=120).token_ids
+                    history[talk] += [rng.randrange(8, 250) for _ in range(asked)]
+                    handles[talk] = front.submit(history[talk], "LS", answered, sampling=GREEDY)
+                for talk, handle in handles.items():
+                    history[talk] += handle.result(timeout=300).token_ids
             stats = front.stats()["prefix_cache"]
             assert front.fleet is not None
             sent = [engine["sent"] for engine in front.fleet.engines()]
