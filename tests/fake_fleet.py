@@ -49,6 +49,7 @@ class FakeRings:
         self.updates: list[Update] = []
         self.num_waiting = 0
         self.is_full = False
+        self.is_closed = False
         self._out: deque[Any] = deque()
 
     def submit(self, item: Submission) -> None:
@@ -80,6 +81,7 @@ class FakeRings:
         return {"LS": 0.0, "BE": 0.5}
 
     def close(self) -> None:
+        self.is_closed = True
         self.live.clear()
 
     def make_token(self, number: int) -> None:

@@ -226,9 +226,14 @@ def test_a_flapping_engine_is_held_out_longer_each_time() -> None:
     member = fleet.client.members["0"]
     waits = []
     for _ in range(4):
+        dead = fleet["0"]
         fleet.kill("0")
         fleet.client.look_at(member)
+        assert dead.rings.is_closed, "nothing more is heard of it"
         waits.append(member.next_s - member._up_s)
+        member.next_s += 10**6
+        assert fleet.client.back_in_s > 10**5, "clients are told so"
+        member.next_s -= 10**6
         fleet.look()
         assert member.client is None, "it is not tried before its time"
         member.next_s = 0

@@ -23,9 +23,9 @@ from qllm.types import Priority
 
 Role = Literal["both", "prefill", "decode"]
 
-PAGE_TOKENS = 64
+PAGE_TOKENS = 128
 """Tokens of a page by which routes know a prompt's beginning."""
-MAX_PAGES = 64
+MAX_PAGES = 32
 """Pages of a prompt that are looked at: what it shares beyond them decides nothing."""
 SAMPLE = 4
 """One token of so many names a page: hashing all of them is most of what a choice costs."""
