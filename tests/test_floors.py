@@ -107,6 +107,8 @@ FLOORS = {
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
+    "frontend.routes": Floor("errors types", PURE),
+    "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
     "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
         f"{BASE} cores engine frontend grammar ingress models plugins record",
@@ -131,7 +133,8 @@ FLOORS = {
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
     "sim": Floor(
-        f"{BASE} engine ingress measure models plugins record runner.protocol scheduler workloads",
+        f"{BASE} engine frontend.router frontend.routes ingress measure models plugins record "
+        "runner.protocol scheduler workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
     "sim.calibrate": Floor(
@@ -139,8 +142,8 @@ FLOORS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "cli": Floor(
-        f"{BASE} cores device.rank kernels llm measure models plugins record server sim torchless "
-        "workloads",
+        f"{BASE} cores device.rank frontend.routes kernels llm measure models plugins record "
+        "server sim torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
@@ -151,6 +154,7 @@ POLICIES = Floor(
 )
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
+    "serving.fleet": "frontend.members frontend.router frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     # captures the stages of models that it only compiles
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover runner.runner",

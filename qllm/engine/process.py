@@ -25,7 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
-from qllm.engine.build import crash_text
+from qllm.engine.build import crash_text, torch_threads
+from qllm.engine.kv_identity import software, weights_digest
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.errors import ConfigError, EngineClosedError, QllmError
@@ -152,7 +153,14 @@ class EngineProcess:
         )
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
-        return kind(load(start.model, **start.load), policy, start.config, context)
+        loaded = load(start.model, **start.load)
+        identity: dict[str, str] = {}
+        if start.listen is not None or start.meeting is not None:  # before the runner packs them
+            with torch_threads(start.threads):
+                identity = {"weights": weights_digest(loaded.model), "software": software()}
+        engine = kind(loaded, policy, start.config, context)
+        engine.prepared.info = engine.prepared.info._replace(**identity)
+        return engine
 
     def _send_rest(self, engine: ServedEngine) -> None:
         """Wait until slow front ends have room for the last records."""
@@ -311,13 +319,17 @@ class EngineProcess:
         if op == "beat":
             control = self._control
             said = {"draining": control.draining, "error": control.error}
-            return {"now_ns": self._now_ns(), **said}
+            return {"now_ns": self._now_ns(), "costs_ns": self._op_costs_ns(), **said}
         if op == "stats":
             return trim_latencies(self._op_stats())
         if op == "watch":
             return self._op_watch(int(args[0]), bool(args[1]))
         if op == "statuses":
             return self._op_statuses([int(i) for i in args[0]])
+        if op == "reset_prefix_cache":
+            return self._op_reset_prefix_cache()
+        if op == "delete_kv":
+            return self._op_delete_kv(bytes.fromhex(args[0]))
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
 
     # -- what front ends may ask, on their threads
@@ -327,6 +339,9 @@ class EngineProcess:
 
     def _op_stats(self) -> dict[str, Any]:
         return self.engine.stats()
+
+    def _op_costs_ns(self) -> tuple[float, float, float] | None:
+        return self.engine.costs_ns()
 
     def _op_watch(self, since: int, whole: bool) -> dict[str, Any]:
         return self.engine.watch(since, whole)

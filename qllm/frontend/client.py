@@ -87,6 +87,10 @@ class Client(ABC):
             handle.disown(self._whose())
         self.handles.clear()
 
+    def open_handles(self) -> list[Handle]:
+        """Open requests."""
+        return list(self.handles.values())
+
     def new_number(self) -> RequestId:
         """The id of the next request. The caller holds `admission_lock`."""
         return next(self._numbers)

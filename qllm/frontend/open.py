@@ -29,7 +29,7 @@ class Open:
         self.token_ns: list[int] = []
         self.ended: End | None = None
         """Set once its text ended it, before the engine knew."""
-        self.num_replays = 0
+        self.num_replays = self.num_trials = 0
         self.sent_priority = priority
         """Its class when it was put: pieces of its prompt go the same way."""
 

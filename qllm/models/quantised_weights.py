@@ -117,5 +117,5 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
-    array: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    array: memoryview = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return array
