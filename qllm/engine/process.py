@@ -154,12 +154,12 @@ class EngineProcess:
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
         loaded = load(start.model, **start.load)
-        identity: dict[str, str] = {}
+        weights = code = ""
         if start.listen is not None or start.meeting is not None:  # before the runner packs them
             with torch_threads(start.threads):
-                identity = {"weights": weights_digest(loaded.model), "software": software()}
+                weights, code = weights_digest(loaded.model), software()
         engine = kind(loaded, policy, start.config, context)
-        engine.prepared.info = engine.prepared.info._replace(**identity)
+        engine.prepared.info = engine.prepared.info._replace(weights=weights, software=code)
         return engine
 
     def _send_rest(self, engine: ServedEngine) -> None:

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from qllm.errors import ConfigError, EngineClosedError
@@ -40,7 +40,7 @@ class Client(ABC):
         """Open requests by id."""
         self.is_leaving = False
         """It is being closed, or will be: no engine is left to ask for anything."""
-        self._numbers = itertools.count()
+        self._numbers: Iterator[int] = itertools.count()
         self._pid = os.getpid()
 
     # -- how it ends

@@ -165,8 +165,9 @@ class FleetClient(Client):
 
     def start(self) -> None:
         """Look after the engines from now on, each on a thread of its own."""
-        work = [partial(self._keep, member) for member in self.members.values()]
-        for run in (*work, self._look):
+        work: list[Callable[[], None]] = [self._look]
+        work += [partial(self._keep, member) for member in self.members.values()]
+        for run in work:
             thread = threading.Thread(target=run, name="qllm-fleet", daemon=True)
             self._threads.append(thread)
             thread.start()

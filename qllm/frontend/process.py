@@ -252,7 +252,8 @@ class ProcessClient(RingClient):
 
     @property
     def config(self) -> EngineConfig:
-        return self.hello.config
+        config: EngineConfig = self.hello.config
+        return config
 
     def costs_ns(self) -> Sequence[float] | None:
         told: Sequence[float] | None = self._ask("costs_ns")

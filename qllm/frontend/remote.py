@@ -222,7 +222,8 @@ class RemoteClient(RingClient):
 
     @property
     def config(self) -> EngineConfig:
-        return self.hello.config
+        config: EngineConfig = self.hello.config
+        return config
 
     @property
     def draining(self) -> bool:

@@ -271,7 +271,7 @@ def replayed(entries: Iterable[Entry], route: Route) -> list[tuple[str | None, s
         if what == "choose":
             request, now_s, without, then = args
             now = router.choose(request, now_s, without)
-            choices.append((then, now and now.name))
+            choices.append((then, None if now is None else str(now.name)))
         elif what == "up":
             name, role, costs, seats, kept_tokens = args
             router.up(name, role=role, costs=costs, seats=seats, kept_tokens=kept_tokens)
