@@ -102,6 +102,8 @@ class EngineConfig:
     a hit may change last bits too, if loop="host"; False: off (docs/kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
+    prefix_states_gib: float = 2.0
+    """GiB of states that it keeps beside them where layers carry a state (docs/kv.md)."""
     swap_kv_tokens: int = 0
     """Most tokens of KV of requests that had to give up their blocks, beside `max_kv_tokens`: they
     go on where they were. 0: they are computed again (docs/kv.md)."""
@@ -172,6 +174,11 @@ class EngineConfig:
                 f"swap_kv_tokens={shown(swap)} must be an integer in [0, {MAX_COUNT}]; 0 is off"
             )
         most = MAX_TIME_MS / 1000
+        states = self.prefix_states_gib
+        if not _is_number(states) or not 0 <= states <= MAX_KV_GIB:
+            raise ConfigError(
+                f"prefix_states_gib={shown(states)} must be a number in [0, {MAX_KV_GIB}]"
+            )
         keep, ttl, gib = self.keep_ls_s, self.kv_ttl_s, self.kv_dir_gib
         if not _is_number(keep) or not 0 <= keep <= most:
             raise ConfigError(f"keep_ls_s={shown(keep)} must be a number in [0, {most:g}]")

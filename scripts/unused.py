@@ -85,6 +85,7 @@ ALLOWED = {
     ],
     "transformers": [
         "model_max_length",
+        "is_initialized",
         "output_router_logits",
         "router_aux_loss_coef",
         "quant_method",

@@ -27,7 +27,15 @@ def serve(
         str | None, typer.Option(help="HOST:PORT for front ends and other engines (engine roles).")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the engine (role frontend).")
+        str | None,
+        typer.Option(help="HOST:PORT of the engine (role frontend); several are a fleet."),
+    ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            help="Which engine of a fleet gets a request: class, length, prefix, least, "
+            "round-robin, or module:function."
+        ),
     ] = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="What engine and front end both know.")
@@ -82,6 +90,7 @@ def serve(
         "role": role,
         "listen": listen,
         "engine_address": engine,
+        "route": route,
         "secret_file": secret_file,
         "served_model_name": served_model_name or None,
         "host": host,

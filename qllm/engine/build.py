@@ -30,8 +30,9 @@ from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.loader import LoadedModel
-from qllm.models.quantised_experts import weight_bytes
+from qllm.models.quantised_linears import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
+from qllm.plan import ModelShape
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
@@ -191,7 +192,7 @@ class LoadedRunner:
     @property
     def max_total_tokens(self) -> int:
         """Longest request, prompt and answer."""
-        return min(self.config.max_kv_tokens, self.info.shape.max_position)
+        return self.info.shape.longest(self.config.max_kv_tokens)
 
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
@@ -293,6 +294,7 @@ class EngineCore(LoadedRunner):
             )
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
+            _refuse_too_little_kv(config, shape)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             costs = Costs(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
@@ -366,6 +368,7 @@ class EngineCore(LoadedRunner):
                 "restarts": loop.revising.num_restarts,
             },
             "prefix_cache": self._prefix_stats(),
+            "states": self._state_stats(),
             "swap": {
                 "out_tokens": loop.effects.tokens_out,
                 "in_tokens": loop.effects.tokens_in,
@@ -377,6 +380,15 @@ class EngineCore(LoadedRunner):
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
         """What is new since an entry of the timeline (`Watch.look`). Callable from any thread."""
         return self._watch.look(since, whole)
+
+    def _state_stats(self) -> dict[str, int]:
+        """What layers that carry a state take; zeros where none does."""
+        requests = list(self.runner.requests.values())
+        return {
+            "bytes_per_request": 2 * self.runner.state_bytes,
+            "tokens_per_request": self.runner.shape.state_tokens,
+            "held_bytes": sum(request.kv.states.num_bytes for request in requests),
+        }
 
     def _prefix_stats(self) -> dict[str, Any]:
         prefix = self.loop.prefix
@@ -402,6 +414,16 @@ class EngineCore(LoadedRunner):
             QllmError: It cannot be deleted there, or not in time.
         """
         self.kept.settle()
+
+
+def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
+    if shape.state_tokens and shape.longest(config.num_blocks * config.block_size) < 2:
+        least = shape.state_tokens + config.block_size + 1
+        raise ConfigError(
+            f"max_kv_tokens={config.max_kv_tokens} has no room for one request: layers carry a "
+            f"state, and those of a request take as much memory as the KV of {shape.state_tokens} "
+            f"tokens; give at least {least}, and as much for each request that is to run at once"
+        )
 
 
 def crash_text(crash: BaseException) -> str:

@@ -326,7 +326,7 @@ def _submission(
         num_output_tokens=num_output_tokens,
     )
     limits = loop.scheduler.limits
-    refused = refusal(item, runner.shape, limits.num_blocks * limits.block_size)
+    refused = refusal(item, runner.shape, limits.max_kv_tokens)
     if refused is not None:
         raise CheckpointError(f"request {meta['name']!r}: {refused}; raise max_kv_tokens")
     return item

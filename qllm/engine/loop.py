@@ -158,7 +158,7 @@ class EngineLoop:
 
     def _take_in(self, item: Submission) -> None:
         """Admit a request, or end it: whatever is in it, the loop goes on."""
-        text = refusal(item, self.runner.shape, self.most_tokens)
+        text = refusal(item, self.runner.shape, self.scheduler.limits.max_kv_tokens)
         try:
             if text is None:
                 self.admit(item)
@@ -487,5 +487,4 @@ class EngineLoop:
     @property
     def most_tokens(self) -> int:
         """Longest sequence that is served."""
-        limits = self.scheduler.limits
-        return min(limits.num_blocks * limits.block_size, self.runner.shape.max_position)
+        return self.runner.shape.longest(self.scheduler.limits.max_kv_tokens)

@@ -25,7 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
-from qllm.engine.build import crash_text
+from qllm.engine.build import crash_text, torch_threads
+from qllm.engine.kv_identity import software, weights_digest
 from qllm.engine.own_threads import set_own_torch_threads
 from qllm.engine.pulling import Puller, give
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
@@ -155,7 +156,14 @@ class EngineProcess:
         )
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
-        return kind(load(start.model, **start.load), policy, start.config, context)
+        loaded = load(start.model, **start.load)
+        weights = code = ""
+        if start.listen is not None or start.meeting is not None:  # before the runner packs them
+            with torch_threads(start.threads):
+                weights, code = weights_digest(loaded.model), software()
+        engine = kind(loaded, policy, start.config, context)
+        engine.prepared.info = engine.prepared.info._replace(weights=weights, software=code)
+        return engine
 
     def _send_rest(self, engine: ServedEngine) -> None:
         """Wait until slow front ends have room for the last records."""
@@ -324,7 +332,7 @@ class EngineProcess:
         if op == "beat":
             control = self._control
             said = {"draining": control.draining, "error": control.error}
-            return {"now_ns": self._now_ns(), **said}
+            return {"now_ns": self._now_ns(), "costs_ns": self._op_costs_ns(), **said}
         if op == "stats":
             return trim_latencies(self._op_stats())
         if op == "watch":
@@ -335,6 +343,10 @@ class EngineProcess:
             return self._op_give(int(args[0]))
         if op == "expect":
             return self._op_expect(int(args[0]), str(args[1]), str(args[2]))
+        if op == "reset_prefix_cache":
+            return self._op_reset_prefix_cache()
+        if op == "delete_kv":
+            return self._op_delete_kv(bytes.fromhex(args[0]))
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
 
     # -- what front ends may ask, on their threads
@@ -344,6 +356,9 @@ class EngineProcess:
 
     def _op_stats(self) -> dict[str, Any]:
         return self.engine.stats()
+
+    def _op_costs_ns(self) -> tuple[float, float, float] | None:
+        return self.engine.costs_ns()
 
     def _op_watch(self, since: int, whole: bool) -> dict[str, Any]:
         return self.engine.watch(since, whole)

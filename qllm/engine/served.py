@@ -163,6 +163,13 @@ class ServedEngine(ABC):
         """What is new since an entry of the timeline; empty where the loop emits no events."""
         return {}
 
+    def costs_ns(self) -> tuple[float, float, float] | None:
+        """What a token of a prompt, a decode step of one row, and a token of a full one take.
+
+        In nanoseconds; None if it is unknown.
+        """
+        return None
+
     def events(self, since: int) -> list[Event]:
         """Events of the trace from an index on."""
         return self.prepared.trace.events[since:]
@@ -265,6 +272,10 @@ class LoopEngine(ServedEngine):
 
     def stats(self) -> dict[str, Any]:
         return self._core.stats()
+
+    def costs_ns(self) -> tuple[float, float, float] | None:
+        table, seats = self._core.loop.scheduler.costs, self._core.config.max_num_seqs
+        return table.prefill_token_ns, table.decode(1), table.decode(seats) / seats
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
         return self._core.watch(since, whole)

@@ -73,7 +73,7 @@ class Engine:
     def most(self) -> int:
         """Most tokens of a prompt."""
         kv = self.config.num_blocks * self.config.block_size
-        return min(kv, self.client.info.shape.max_position) - 1
+        return self.client.info.shape.longest(kv) - 1
 
 
 class GrowingPrompt:
@@ -295,8 +295,8 @@ class GrowingPrompt:
             ids = self._growing.finish()
             if not ids:
                 raise InvalidRequestError("the prompt has no tokens; append something first")
-            longest = engine.client.info.shape.max_position
-            most = most_tokens(len(ids), max_tokens, engine.config, longest)
+            shape = engine.client.info.shape
+            most = most_tokens(len(ids), max_tokens, engine.config, shape)
             check_timeout("timeout_s", timeout_s)
             check_timeout("cache_ttl_s", cache_ttl_s)
             keep = common_prefix(self._told, ids)

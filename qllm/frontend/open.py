@@ -30,7 +30,7 @@ class Open:
         self.token_ns: list[int] = []
         self.ended: End | None = None
         """Set once its text ended it, before the engine knew."""
-        self.num_replays = 0
+        self.num_replays = self.num_trials = 0
         self.has_moved = False
         """Its engine handed it over."""
         self.source: Source | None = None

@@ -30,11 +30,14 @@ class RequestLog:
     Args:
         max_replays: Most times that one request is carried over; 0 keeps none.
         on_replay: Called for each that was replayed.
+        max_trials: A request ends in `error` when so many engines died while it was to show itself.
     """
 
-    def __init__(self, max_replays: int, on_replay: Callable[[], None]) -> None:
-        self.max_replays = max_replays
-        self._on_replay = on_replay
+    def __init__(
+        self, max_replays: int, on_replay: Callable[[], None], max_trials: int = 1
+    ) -> None:
+        self.max_replays, self.max_trials = max_replays, max_trials
+        self.on_replay = on_replay
         self._lock = threading.RLock()
         self._waiting: dict[RequestId, Open] = {}
         """In the order in which they go on."""
@@ -49,6 +52,18 @@ class RequestLog:
         """Carry its request over if its engine dies from now on."""
         if self.max_replays:
             handle.log = self
+
+    def handles(self) -> list[Handle]:
+        """Those that wait here."""
+        with self._lock:
+            return [entry.handle for entry in self._waiting.values()]
+
+    def disown(self, error: str) -> None:
+        """Called in a child of `os.fork`: what waits here is the parent's."""
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        for entry in self._waiting.values():
+            entry.handle.disown(error)
+        self._waiting.clear()
 
     def holds(self, handle: Handle) -> bool:
         """Whether its request waits here."""
@@ -72,7 +87,8 @@ class RequestLog:
             was_trial = self._trial is entry
             if was_trial:
                 self._trial = None
-            end = entry.end() or self._hopeless(entry, was_trial, why)
+                entry.num_trials += 1
+            end = entry.end() or self._hopeless(entry, why)
             number = next(self._numbers)
             if end is None:
                 self._waiting[number] = entry
@@ -86,10 +102,10 @@ class RequestLog:
         """Updates need no place here: the handle knows what it asked, and tells the next engine."""
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
-    def _hopeless(self, entry: Open, was_trial: bool, why: str) -> End | None:
+    def _hopeless(self, entry: Open, why: str) -> End | None:
         if self._over is not None or entry.submission is None:
             return FinishReason.ERROR, self._over or why
-        if was_trial or entry.num_replays >= self.max_replays:
+        if entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays:
             text = f"{why}; {entry.num_replays + 1} engines died while they had this request"
             return FinishReason.ERROR, text
         return None
@@ -174,7 +190,7 @@ class RequestLog:
             self._trial = None
             entry.finish(number, (FinishReason.ERROR, str(error)))
         else:
-            self._on_replay()
+            self.on_replay()
         return True
 
     def _put_back(self, number: RequestId, entry: Open) -> None:

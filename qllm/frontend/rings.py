@@ -3,7 +3,7 @@
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,8 @@ class RingClient(Client):
 
     meets_at = ""
     """Where other engines meet the engine, if they can."""
+    hello: Any
+    """What the engine said of itself: `info`, `config`, `trace_meta`, `model`."""
 
     def __init__(self, front_end: FrontEndRings) -> None:
         super().__init__()
@@ -43,8 +45,13 @@ class RingClient(Client):
         self._closing = False
         self._over: str | None = None
         """Why nothing more comes from the engine."""
-        self._numbers = itertools.count(front_end.number << NUMBER_BITS)
+        self.number_from(itertools.count())
         self._open: dict[RequestId, Open] = {}
+
+    def number_from(self, counts: Iterator[int]) -> None:
+        """Number requests by a count that several clients share, so that no two have one."""
+        first = self._front_end.number << NUMBER_BITS
+        self._numbers = (first + count for count in counts)
 
     # -- the receiver's thread
 
@@ -127,8 +134,18 @@ class RingClient(Client):
 
     @property
     @abstractmethod
-    def _config(self) -> EngineConfig:
+    def config(self) -> EngineConfig:
         """The engine's settings."""
+
+    @abstractmethod
+    def costs_ns(self) -> Sequence[float] | None:
+        """What a token of a prompt, a decode step of one row, and a token of a full one take.
+
+        In nanoseconds; None if it is unknown.
+
+        Raises:
+            EngineClosedError: It is gone.
+        """
 
     @property
     @abstractmethod
@@ -226,7 +243,7 @@ class RingClient(Client):
             self._front_end.cancel(Cancel(request_id))
 
     def update(self, item: Update) -> None:
-        if self._config.on_device:
+        if self.config.on_device:
             raise ConfigError(
                 "an engine with loop='conditional' keeps a request as it came: its class cannot "
                 "change, and it cannot be paused; use loop='host'"

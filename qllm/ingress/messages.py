@@ -31,6 +31,10 @@ class ModelInfo(NamedTuple):
     kernels: dict[str, str]
     vocabulary: str | None
     """Digest of the tokenizer's vocabulary, if there is a tokenizer: front ends use the same."""
+    weights: str = ""
+    """Digest of the weights, of an engine that other processes may meet."""
+    software: str = ""
+    """Releases and kernels that decide bits, of such an engine."""
 
 
 class Start(NamedTuple):

@@ -46,11 +46,14 @@ class ServerConfig(BaseSettings):
     role: Literal["all", "engine", "prefill", "decode", "frontend"] = "all"
     """"engine": no HTTP, for front ends of other hosts; "prefill", "decode": such an engine that
     hands requests over once they have their first token, or takes them; "frontend": HTTP and no
-    weights."""
+    weights, which is what it is with an `engine_address`."""
     listen: str | None = None
     """HOST:PORT at which an engine meets front ends of other hosts, and other engines."""
     engine_address: str | None = None
-    """HOST:PORT of the engine (role "frontend")."""
+    """HOST:PORT of the engine (role "frontend"). Several with commas between are a fleet."""
+    route: str = "class"
+    """Which engine of a fleet gets a request: class, length, prefix, least, round-robin, or a
+    function of yours as module:function (docs/fleet.md)."""
     profile: Literal["tcp", "shm", "rdma"] = "tcp"
     """What the rings between two hosts go over; the same on both sides."""
     secret_file: Path | None = None
@@ -186,6 +189,11 @@ class ServerConfig(BaseSettings):
         return parse_threads(value) if isinstance(value, str) else num_threads(value)
 
     @property
+    def is_fleet(self) -> bool:
+        """Whether there are several engines."""
+        return "," in (self.engine_address or "")
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """All that clients may call the model."""
         return self.served_model_name or (self.model,)
@@ -230,6 +238,8 @@ def load_config(
             old = merged.get(name)
             both = isinstance(old, dict) and isinstance(value, dict)
             merged[name] = {**old, **value} if both else value  # type: ignore[dict-item]
+    if merged.get("engine_address") is not None:
+        merged.setdefault("role", "frontend")
     try:
         config = ServerConfig(**merged)
     except ValidationError as error:
@@ -264,6 +274,11 @@ OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "device", "threads
 
 
 def _check_role(config: ServerConfig) -> None:
+    if "route" in config.model_fields_set and not config.is_fleet:
+        raise ConfigError(
+            f"route={config.route!r} chooses among engines; name several, with commas between, as "
+            "engine_address"
+        )
     for name, roles in ROLE_NEEDS.items():
         if (config.role in roles) != (getattr(config, name) is not None):
             goes_with = " or ".join(map(repr, roles))

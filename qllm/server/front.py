@@ -43,13 +43,16 @@ class Front:
         self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
         """Why each of its predecessors has failed."""
         self.back_in_s: Callable[[], int] | None = None
-        """The supervisor's guess how long until there is an engine; None without a supervisor."""
+        """A guess how long until there is an engine; None if there will be none."""
         self.gave_up: str | None = None
         """Why the supervisor makes no further engine: the server ends."""
         self.config = config
         self.metrics = metrics
-        self.log = RequestLog(config.max_replays, metrics.replayed.inc)
-        """Open requests between two engines."""
+        if (fleet := engine.fleet) is None:
+            self.log = RequestLog(config.max_replays, metrics.replayed.inc)
+        else:  # it never fails as a whole, and moves its requests by itself
+            self.log, self.back_in_s = fleet.log, lambda: fleet.back_in_s
+            self.log.on_replay = metrics.replayed.inc
         self.answers: set[Answer] = set()
         """Open ones: their client still waits."""
         self.draining = asyncio.Event()

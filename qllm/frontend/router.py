@@ -1,0 +1,284 @@
+"""What a router keeps: a view of each engine, made from what happens, and the route it asks.
+
+    up, down                      an engine takes prompts, or does no longer
+    choose -> sent                a request goes to an engine
+    heard                         it has so many tokens now
+    left                          it has ended, or its engine has
+
+Only these calls change a view, and each is one entry of `record`: the same entries give the same
+choices, live and simulated (`replayed`). State grows with engines, open requests and kept pages.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qllm.frontend.routes import (
+    FALLBACK,
+    PAGE_TOKENS,
+    WITHOUT_PAGES,
+    WITHOUT_POOLS,
+    Backlog,
+    Costs,
+    EngineView,
+    RequestView,
+    Role,
+    Route,
+    is_short,
+    page_names,
+    pool_change,
+)
+from qllm.types import Priority
+
+UNKNOWN = Costs()
+"""What stands for the costs of an engine that has not told them."""
+PERIOD_S = 1.0
+"""At most one engine changes its pool in this time."""
+Entry = tuple[Any, ...]
+_log = logging.getLogger("qllm.router")
+
+
+class Kept(OrderedDict[int, None]):
+    """Names of the pages that an engine had last, oldest first: what it probably keeps.
+
+    Args:
+        capacity: Most pages.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+
+    def add(self, pages: Sequence[int]) -> None:
+        """Note that a prompt with these pages went there; the first outlive those after them."""
+        for page in reversed(pages):
+            self[page] = None
+            self.move_to_end(page)
+        for _ in range(len(self) - self.capacity):
+            self.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """An open request: what it adds to the views."""
+
+    engine: EngineView
+    is_ls: bool
+    prompt_tokens: int
+    output_tokens: int
+    is_waiting: bool = True
+    num_done: int = 0
+
+    def add(self, sign: int) -> None:
+        """Count it in its engine's view, or take it out."""
+        backlog: Backlog = self.engine.ls if self.is_ls else self.engine.be
+        backlog.num += sign
+        backlog.num_waiting += sign * self.is_waiting
+        backlog.prompt_tokens += sign * self.prompt_tokens
+        backlog.output_tokens += sign * self.output_tokens
+
+
+class Router:
+    """Chooses engines. Its caller lets one thread in at a time.
+
+    Args:
+        route: Chooses; one that raises, or returns no engine, is replaced by `routes.FALLBACK` for
+            that request.
+        record: Called with every entry: a name, then the arguments.
+    """
+
+    def __init__(self, route: Route, record: Callable[[Entry], object] | None = None) -> None:
+        self.route = route
+        self.engines: list[EngineView] = []
+        """Those that are up, in the order in which they came."""
+        self.num_errors = 0
+        """Choices that the route did not make."""
+        self._record = record or (lambda _: None)
+        self._uses_pages, self._uses_pools = route not in WITHOUT_PAGES, route not in WITHOUT_POOLS
+        self._taking: list[EngineView] = []
+        """Those that take prompts."""
+        self._open: dict[Hashable, _Sent] = {}
+        self._moved_at_s: float | None = None
+
+    def up(
+        self,
+        name: str,
+        *,
+        role: Role = "both",
+        costs: Costs = UNKNOWN,
+        seats: int = 64,
+        kept_tokens: int = 0,
+    ) -> EngineView:
+        """Take an engine in: it holds nothing of ours.
+
+        Args:
+            name: Another than those of the engines that are up.
+            role: What it does.
+            costs: Its speed.
+            seats: Most requests in one step.
+            kept_tokens: Most tokens whose KV it keeps.
+        """
+        self._record(("up", name, role, costs, seats, kept_tokens))
+        view = EngineView(
+            name,
+            role=role,
+            is_short=2 * sum(e.is_short for e in self.engines) <= len(self.engines),
+            costs=costs,
+            seats=seats,
+            kept=Kept(kept_tokens // PAGE_TOKENS),
+            num_sent=min((e.num_sent for e in self.engines), default=0),
+        )
+        self.engines.append(view)
+        self._taking = [engine for engine in self.engines if engine.role != "decode"]
+        return view
+
+    def down(self, name: str) -> None:
+        """Let an engine go. What it had open is to be told as `left`."""
+        self._record(("down", name))
+        self.engines = [engine for engine in self.engines if engine.name != name]
+        self._taking = [engine for engine in self._taking if engine.name != name]
+
+    def cost(self, name: str, costs: Costs) -> None:
+        """Note how fast an engine is now."""
+        self._record(("cost", name, costs))
+        for engine in self.engines:
+            if engine.name == name:
+                engine.costs = costs
+                engine.refresh()
+
+    def view(
+        self, priority: int, token_ids: Sequence[int], max_tokens: int, salt: bytes = b""
+    ) -> RequestView:
+        """Look at a request as the route will see it; pages are named if the route uses them."""
+        pages = page_names(token_ids, salt) if self._uses_pages else ()
+        return RequestView(priority, len(token_ids), max_tokens, pages=pages)
+
+    def choose(
+        self, request: RequestView, now_s: float, without: Sequence[str] = ()
+    ) -> EngineView | None:
+        """Choose an engine; None if there is none.
+
+        Args:
+            request: From `view`.
+            now_s: Time, for pools.
+            without: Names of engines that take no prompts now.
+        """
+        engines = self._taking
+        if without:
+            engines = [engine for engine in engines if engine.name not in without]
+        if self._uses_pools and engines:
+            self._change_pools(engines, now_s)
+            short = is_short(request.num_prompt_tokens, engines)
+            request = replace(request, is_short=short)
+        found = self._asked(request, engines) if engines else None
+        self._record(("choose", request, now_s, tuple(without), found and found.name))
+        return found
+
+    def _asked(self, request: RequestView, engines: list[EngineView]) -> EngineView:
+        try:
+            found = self.route(request, engines)
+            if any(found is engine for engine in engines):
+                return found
+            why = f"it returned {found!r:.80}, which is none of the engines"
+        except Exception as error:  # noqa: BLE001 - whatever a plug-in raises
+            why = f"{type(error).__name__}: {error}"
+        self.num_errors += 1
+        if self.num_errors == 1 or self.num_errors % 1000 == 0:
+            _log.error("the route made no choice, error %d: %s", self.num_errors, why)
+        return FALLBACK(request, engines)
+
+    def _change_pools(self, engines: list[EngineView], now_s: float) -> None:
+        if self._moved_at_s is not None and now_s - self._moved_at_s < PERIOD_S:
+            return
+        self._moved_at_s = now_s
+        if (moved := pool_change(engines)) is not None:
+            moved.is_short = not moved.is_short
+
+    # -- requests
+
+    def sent(
+        self, key: Hashable, request: RequestView, engine: EngineView, num_done: int = 0
+    ) -> None:
+        """Note that an engine gets a request; before it is heard of.
+
+        Args:
+            key: The request, until `left`.
+            request: As it was chosen for.
+            engine: Of `engines`.
+            num_done: Tokens that it got from another engine.
+        """
+        self._record(("sent", key, request, engine.name, num_done))
+        left = max(1, request.num_prompt_tokens - engine.num_kept(request))
+        sent = _Sent(engine, request.is_ls, left, request.max_tokens, num_done=num_done)
+        if request.pages:
+            assert isinstance(engine.kept, Kept)
+            engine.kept.add(request.pages)
+        self._open[key] = sent
+        engine.num_sent += 1
+        sent.add(1)
+        engine.refresh()
+
+    def heard(self, key: Hashable, num_tokens: int, priority: int) -> None:
+        """Note how many tokens a request has, of all engines that had it, and its class now."""
+        sent = self._open.get(key)
+        if sent is None:
+            return
+        self._record(("heard", key, num_tokens, priority))
+        sent.add(-1)
+        new = max(0, num_tokens - sent.num_done)
+        sent.num_done += new
+        sent.output_tokens = max(0, sent.output_tokens - new)
+        sent.prompt_tokens, sent.is_waiting = 0, False
+        sent.is_ls = priority <= Priority.LS
+        sent.add(1)
+        sent.engine.refresh()
+
+    def left(self, key: Hashable) -> str | None:
+        """Note that a request is no longer at its engine; the name of that."""
+        sent = self._open.pop(key, None)
+        if sent is None:
+            return None
+        self._record(("left", key))
+        sent.add(-1)
+        sent.engine.refresh()
+        return sent.engine.name
+
+    def forget_kept(self) -> None:
+        """Note that engines have deleted what they kept."""
+        self._record(("forget_kept",))
+        for engine in self.engines:
+            assert isinstance(engine.kept, Kept)
+            engine.kept.clear()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that engines have."""
+        return len(self._open)
+
+
+def replayed(entries: Iterable[Entry], route: Route) -> list[tuple[str | None, str | None]]:
+    """Give a new router what another one recorded: per choice the engine then, and the one now.
+
+    Args:
+        entries: Of `record`.
+        route: Chooses now.
+    """
+    router = Router(route)
+    choices: list[tuple[str | None, str | None]] = []
+    for what, *args in entries:
+        if what == "choose":
+            request, now_s, without, then = args
+            now = router.choose(request, now_s, without)
+            choices.append((then, None if now is None else str(now.name)))
+        elif what == "up":
+            name, role, costs, seats, kept_tokens = args
+            router.up(name, role=role, costs=costs, seats=seats, kept_tokens=kept_tokens)
+        elif what == "sent":
+            key, request, name, num_done = args
+            engine = next(e for e in router.engines if e.name == name)
+            router.sent(key, request, engine, num_done)
+        else:
+            getattr(router, what)(*args)
+    return choices

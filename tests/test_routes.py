@@ -1,0 +1,246 @@
+"""Routes as pure functions: what they promise for any views."""
+
+import copy
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qllm.errors import ConfigError
+from qllm.frontend import routes
+from qllm.frontend.routes import (
+    HYSTERESIS,
+    LOAD_RATIO,
+    MAX_PAGES,
+    PAGE_TOKENS,
+    ROUTES,
+    Backlog,
+    Costs,
+    EngineView,
+    RequestView,
+    by_class,
+    by_length,
+    by_prefix,
+    least,
+    load_route,
+    page_names,
+    pool_change,
+    pressure,
+    round_robin,
+)
+from qllm.types import Priority
+
+counts = st.integers(0, 50)
+backlogs = st.builds(
+    Backlog,
+    num=counts,
+    num_waiting=counts,
+    prompt_tokens=st.integers(0, 20_000),
+    output_tokens=st.integers(0, 20_000),
+)
+PAGES = tuple(range(100, 104))
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[EngineView]:
+    """Engines of one speed in any state."""
+    costs = Costs(draw(st.floats(1e-6, 1e-2)), draw(st.floats(1e-4, 1e-1)))
+    return [
+        EngineView(
+            name=f"engine-{i}",
+            is_short=draw(st.booleans()),
+            costs=costs,
+            seats=draw(st.integers(1, 64)),
+            ls=draw(backlogs),
+            be=draw(backlogs),
+            kept=frozenset(PAGES[: draw(st.integers(0, 4))]),
+            num_sent=draw(counts),
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]
+
+
+requests = st.builds(
+    RequestView,
+    priority=st.sampled_from([Priority.LS, Priority.BE]),
+    num_prompt_tokens=st.integers(1, 5000),
+    max_tokens=st.integers(1, 500),
+    is_short=st.booleans(),
+    pages=st.sampled_from([PAGES[:i] for i in range(5)]),
+)
+
+
+@given(fleet=fleets(), request=requests)
+def test_every_route_chooses_one_of_the_engines_and_changes_nothing(
+    fleet: list[EngineView], request: RequestView
+) -> None:
+    for route in ROUTES.values():
+        before = [asdict(engine) for engine in fleet]
+        found = route(request, fleet)
+        assert any(found is engine for engine in fleet)
+        assert [asdict(engine) for engine in fleet] == before
+        again = route(request, copy.deepcopy(fleet))
+        assert again.name == found.name
+
+
+@given(fleet=fleets(), request=requests)
+def test_class_gives_ls_to_the_first_start_and_be_to_the_most_spare(
+    fleet: list[EngineView], request: RequestView
+) -> None:
+    found = by_class(request, fleet)
+    if request.is_ls:
+        assert found.ls_start_s == min(engine.ls_start_s for engine in fleet)
+    else:
+        assert found.busy_s == min(engine.busy_s for engine in fleet)
+
+
+@given(fleet=fleets(), request=requests, be=backlogs)
+def test_be_work_never_moves_an_ls_request_to_a_later_start(
+    fleet: list[EngineView], request: RequestView, be: Backlog
+) -> None:
+    request = replace(request, priority=Priority.LS)
+    start_s = by_class(request, fleet).ls_start_s
+    fleet[0].be = be
+    fleet[0].refresh()
+    assert by_class(request, fleet).ls_start_s == start_s
+
+
+@given(fleet=fleets(), request=requests)
+def test_long_prompts_leave_their_pool_only_where_that_saves_more_than_they_take(
+    fleet: list[EngineView], request: RequestView
+) -> None:
+    found, plain = by_length(request, fleet), by_class(request, fleet)
+    pool = [engine for engine in fleet if not engine.is_short]
+    if request.is_short or not pool:
+        assert found is plain
+        return
+    own = by_class(request, pool)
+    load = (lambda e: e.ls_start_s) if request.is_ls else (lambda e: e.busy_s)
+    takes_s = request.num_prompt_tokens * plain.costs.token_s
+    assert found is (plain if load(own) - load(plain) > takes_s else own)
+
+
+def test_a_long_prompt_waits_in_its_pool_as_long_as_it_takes_itself() -> None:
+    costs = Costs(token_s=0.001)
+    idle = EngineView("short", costs=costs)
+    for waiting, name in ((900, "long"), (1100, "short")):
+        busy = EngineView("long", is_short=False, costs=costs, ls=Backlog(1, 1, waiting, 10))
+        long = RequestView(Priority.LS, 1000, 10, is_short=False)
+        assert by_length(long, [idle, busy]).name == name
+        assert by_length(replace(long, is_short=True), [idle, busy]) is idle
+
+
+@given(fleet=fleets(), request=requests)
+def test_prefix_takes_the_longest_unless_load_differs(
+    fleet: list[EngineView], request: RequestView
+) -> None:
+    found, plain = by_prefix(request, fleet), by_class(request, fleet)
+    load = (lambda e: e.ls_start_s) if request.is_ls else (lambda e: e.busy_s)
+    most = max(engine.num_kept(request) for engine in fleet)
+    saved_s = (most - plain.num_kept(request)) * found.costs.token_s
+    best = min(load(e) for e in fleet if e.num_kept(request) == most)
+    if best <= LOAD_RATIO * load(plain) + saved_s:
+        assert found.num_kept(request) == most
+        assert load(found) == best
+    else:
+        assert found is plain
+
+
+@given(fleet=fleets(), request=requests)
+def test_least_and_round_robin_count_requests(
+    fleet: list[EngineView], request: RequestView
+) -> None:
+    assert least(request, fleet).num_open == min(engine.num_open for engine in fleet)
+    assert round_robin(request, fleet).num_sent == min(engine.num_sent for engine in fleet)
+
+
+@given(fleet=fleets())
+def test_an_engine_changes_pools_only_against_the_pressure(fleet: list[EngineView]) -> None:
+    moved = pool_change(fleet)
+    short = [engine for engine in fleet if engine.is_short]
+    long = [engine for engine in fleet if not engine.is_short]
+    if len(fleet) == 1:
+        assert moved is None
+    elif not short or not long:
+        assert moved is not None
+    elif moved is not None:
+        giving, taking = (short, long) if moved.is_short else (long, short)
+        assert len(giving) > 1
+        assert pressure(moved) == min(map(pressure, giving))
+        assert max(map(pressure, taking)) > min(map(pressure, giving)) + HYSTERESIS
+
+
+def test_a_pool_under_pressure_gets_one_engine_and_gives_none_back_at_once() -> None:
+    fleet = [EngineView(f"e{i}", is_short=i < 1) for i in range(4)]
+    assert pool_change(fleet) is None
+    fleet[0].ls = Backlog(num=9, num_waiting=9, prompt_tokens=900)
+    moved = pool_change(fleet)
+    assert moved in fleet[1:]
+    moved.is_short = True
+    fleet[0].ls = Backlog(num=2, num_waiting=1, prompt_tokens=100)
+    assert pool_change(fleet) is None
+
+
+def test_a_full_engine_starts_an_ls_request_later() -> None:
+    full = EngineView("full", seats=2, ls=Backlog(num=2, output_tokens=20))
+    free = EngineView("free", seats=3, ls=Backlog(num=2, output_tokens=20))
+    assert free.ls_start_s == 0 < full.ls_start_s == 10 * full.costs.step_s
+    assert by_class(RequestView(Priority.LS, 10, 10), [full, free]) is free
+
+
+def test_the_boundary_is_where_tokens_cost_as_much_as_the_weights() -> None:
+    fleet = [EngineView(f"e{i}", costs=Costs(0.001, 0.1 * i)) for i in (1, 2, 9)]
+    assert fleet[0].costs.boundary == pytest.approx(100)
+    assert routes.is_short(200, fleet)
+    assert not routes.is_short(201, fleet)
+
+
+@given(
+    ids=st.lists(st.integers(0, 9), max_size=5 * PAGE_TOKENS),
+    more=st.lists(st.integers(0, 9), max_size=PAGE_TOKENS),
+)
+def test_pages_of_a_longer_prompt_begin_with_those_of_the_shorter(
+    ids: list[int], more: list[int]
+) -> None:
+    names = page_names(ids)
+    assert len(names) == len(ids) // PAGE_TOKENS
+    assert page_names([*ids, *more])[: len(names)] == names
+    assert len(set(names)) == len(names)
+    if names:
+        assert page_names([ids[0] + 1, *ids[1:]])[0] != names[0]
+        assert not set(names) & set(page_names(ids, b"another salt"))
+
+
+def test_pages_are_named_alike_in_every_process_and_only_so_many() -> None:
+    names = page_names(range(2 * MAX_PAGES * PAGE_TOKENS), b"salt")
+    assert len(names) == MAX_PAGES
+    code = (
+        "from qllm.frontend.routes import *; "
+        f"print(page_names(range({MAX_PAGES * PAGE_TOKENS}), b'salt'))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == str(names)
+
+
+def test_a_route_has_a_name_or_can_be_imported() -> None:
+    assert load_route("prefix") is by_prefix
+    assert load_route("qllm.frontend.routes:least") is least
+    assert load_route("math:floor") is math.floor
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fastest", "use one of class, length, prefix, least, round-robin, or module:function"),
+        ("no_such_module:route", "cannot be imported: ModuleNotFoundError"),
+        ("math:route", "cannot be imported: AttributeError"),
+        ("math:pi", "is 3.14159"),
+    ],
+)
+def test_a_route_that_is_none_is_refused_with_words(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_route(name)
