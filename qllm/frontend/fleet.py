@@ -106,6 +106,7 @@ class FleetClient(Client):
         self._routing = SharedRouter(route, record)
         self.log = FleetLog(max_replays, max_trials, self._routing)
         """Open requests between two engines."""
+        self.log.replay = self.replay
         self._stats = FleetStats()
         self._counts = itertools.count()
         self._ended = threading.Event()
@@ -181,7 +182,8 @@ class FleetClient(Client):
         with self._routing.lock:
             member.is_up(client)
             kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
-            self._routing.router.up(member.name, seats=config.max_num_seqs, kept_tokens=kept)
+            seats, role = config.max_num_seqs, config.role
+            self._routing.router.up(member.name, role=role, seats=seats, kept_tokens=kept)
 
     def _keep(self, member: Member) -> None:
         count = 0

@@ -26,11 +26,17 @@ class FleetLog(RequestLog):
         self._router = router
         self.num_taken = Counter[str]()
         """Requests that outlived each engine, or ended with it."""
+        self.replay: Callable[[Open], None] | None = None
+        """Submits one to the engine of the route."""
 
     def take(self, entry: Open, engine_ns: int, why: str) -> None:
         if (name := self._router.left(entry)) is not None:
             self.num_taken[name] += 1
         super().take(entry, engine_ns, why)
+
+    def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
+        self._router.left(entry)
+        super().move_on(entry, engine_ns, self.replay or back)
 
     def heard_of(self, entry: Open) -> None:
         self._router.heard(entry)
@@ -61,6 +67,7 @@ class SharedRouter:
             submission.token_ids,
             submission.max_tokens - submission.num_output_tokens,
             submission.cache_salt,
+            is_begun=submission.num_output_tokens > 0,
         )
         client, key = self._choose(handle, request, submission.num_output_tokens, members)
         try:

@@ -12,7 +12,10 @@ from typing import Any
 from qllm.errors import ConfigError, QllmError, shown
 from qllm.frontend.rings import RingClient
 
-OF_ONE_ENGINE = {"kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "conformance"}
+OF_ONE_ENGINE = {
+    *("kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "conformance", "role", "handover_gib"),
+    "swap_kv_tokens",
+}
 """Settings that may differ between the engines of a fleet: no answer depends on them."""
 
 

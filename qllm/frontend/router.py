@@ -97,8 +97,8 @@ class Router:
         """Choices that the route did not make."""
         self._record = record or (lambda _: None)
         self._uses_pages, self._uses_pools = route not in WITHOUT_PAGES, route not in WITHOUT_POOLS
-        self._taking: list[EngineView] = []
-        """Those that take prompts."""
+        self._taking: dict[bool, list[EngineView]] = {False: [], True: []}
+        """Those that take prompts, and those that take requests with a first token."""
         self._open: dict[Hashable, _Sent] = {}
         self._moved_at_s: float | None = None
 
@@ -131,14 +131,20 @@ class Router:
             num_sent=min((e.num_sent for e in self.engines), default=0),
         )
         self.engines.append(view)
-        self._taking = [engine for engine in self.engines if engine.role != "decode"]
+        self._sort()
         return view
+
+    def _sort(self) -> None:
+        """Find out who takes what: whoever there is, if nobody has the role for it."""
+        for is_begun, other in ((False, "decode"), (True, "prefill")):
+            able = [engine for engine in self.engines if engine.role != other]
+            self._taking[is_begun] = able or self.engines
 
     def down(self, name: str) -> None:
         """Let an engine go. What it had open is to be told as `left`."""
         self._record(("down", name))
         self.engines = [engine for engine in self.engines if engine.name != name]
-        self._taking = [engine for engine in self._taking if engine.name != name]
+        self._sort()
 
     def cost(self, name: str, costs: Costs) -> None:
         """Note how fast an engine is now."""
@@ -149,11 +155,17 @@ class Router:
                 engine.refresh()
 
     def view(
-        self, priority: int, token_ids: Sequence[int], max_tokens: int, salt: bytes = b""
+        self,
+        priority: int,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        salt: bytes = b"",
+        *,
+        is_begun: bool = False,
     ) -> RequestView:
         """Look at a request as the route will see it; pages are named if the route uses them."""
         pages = page_names(token_ids, salt) if self._uses_pages else ()
-        return RequestView(priority, len(token_ids), max_tokens, pages=pages)
+        return RequestView(priority, len(token_ids), max_tokens, pages=pages, is_begun=is_begun)
 
     def choose(
         self, request: RequestView, now_s: float, without: Sequence[str] = ()
@@ -165,9 +177,10 @@ class Router:
             now_s: Time, for pools.
             without: Names of engines that take no prompts now.
         """
-        engines = self._taking
+        engines = self._taking[request.is_begun]
         if without:
             engines = [engine for engine in engines if engine.name not in without]
+            engines = engines or [engine for engine in self.engines if engine.name not in without]
         if self._uses_pools and engines:
             self._change_pools(engines, now_s)
             short = is_short(request.num_prompt_tokens, engines)

@@ -61,6 +61,8 @@ class RequestView:
     """Whether its prompt is at most as long as the fleet's boundary."""
     pages: tuple[int, ...] = ()
     """Names of the first whole pages of its prompt (`page_names`); empty if nobody asked."""
+    is_begun: bool = False
+    """Another engine has given it its first tokens."""
 
     @property
     def is_ls(self) -> bool:
