@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.frontend.client import Client, MakeHandle
@@ -32,7 +32,7 @@ from qllm.frontend.process import ProcessClient
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.rings import RingClient
 from qllm.frontend.router import Entry
-from qllm.frontend.routes import Costs, Route, load_route
+from qllm.frontend.routes import Costs, Role, Route, load_route
 from qllm.ingress import Revision, Submission, Update
 from qllm.record.trace import Trace
 from qllm.types import NS_PER_S, RequestId, RequestStatus
@@ -182,7 +182,7 @@ class FleetClient(Client):
         with self._routing.lock:
             member.is_up(client)
             kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
-            seats, role = config.max_num_seqs, config.role
+            seats, role = config.max_num_seqs, cast(Role, config.role)
             self._routing.router.up(member.name, role=role, seats=seats, kept_tokens=kept)
 
     def _keep(self, member: Member) -> None:

@@ -25,7 +25,8 @@ class RequestLog:
     """Requests whose engine has died. They wait here for the next one. Callable from any thread.
 
     They are replayed by class and arrival, each when the one before has got a token or ended: when
-    an engine dies again, the request that was to show itself ends in `error`, and no other.
+    an engine dies again, the request that was to show itself ends in `error`, and no other. It has
+    many methods because a request may leave an engine, wait and go on in many ways, under one lock.
 
     Args:
         max_replays: Most times that one request is carried over; 0 keeps none.
