@@ -9,7 +9,7 @@ BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
 
-.PHONY: demo talk test test-all test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-families bench-report clean
+.PHONY: demo talk test test-all test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -67,6 +67,18 @@ bench-capacity: $(READY)
 
 bench-kernels: $(READY)
 	.venv/bin/python -m bench.kernels.cpu_kernels --out bench/results/cpu_kernels.json $(ARGS)
+
+# A model of 30B in 4 bits is written first, and deleted: 17 GB of disk, 18 of memory. After `make talk`
+# and `make bench-peers`, whose environment has llama.cpp: LLAMA=VENV/bin/python.
+bench-weights: $(READY)
+	$(PIP) --requirement locks/gguf.txt
+	.venv/bin/python -m bench.kernels.weights --out bench/results/weights.json $(ARGS)
+	.venv/bin/python -m bench.kernels.perplexity_talk --out bench/results/perplexity_talk.json
+	.venv/bin/python -m bench.models.four_bits --llama $(LLAMA) --out bench/results/four_bits.json
+	rm -rf .benchmarks/30b
+	.venv/bin/python -m bench.models.checkpoint_30b .benchmarks/30b
+	.venv/bin/python -m bench.models.real_size .benchmarks/30b --out bench/results/real_size.json
+	rm -rf .benchmarks/30b
 
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
 	OMP_NUM_THREADS=1 .venv/bin/python -m bench.models.families --out bench/results/families.json $(ARGS)

@@ -17,6 +17,7 @@ from typing import Any
 from bench.papers.rows import markdown
 from bench.policies.fronts import ALONE, points_of
 from bench.policies.pareto import draw
+from bench.report_fleet import fleet_lines
 from bench.report_kv import kv_lines
 from bench.report_lines import (
     WITHOUT_ZEN,
@@ -129,7 +130,7 @@ def _machine(document: dict[str, Any]) -> str:
 
 def _machine_of_rows(document: dict[str, Any]) -> dict[str, Any]:
     """The machine of rows that were measured one by one, and all their commits."""
-    machines = [row["machine"] for row in document.values()]
+    machines = [row["machine"] for row in document.get("rows", document).values()]
     return machines[0] | {"commit": ", ".join(sorted({m["commit"] for m in machines}))}
 
 
@@ -412,10 +413,17 @@ SMALL = {
     "differential.json": ("Two schedulers, the same decisions", differential_lines),
     "sim_speed.json": ("The simulator's speed", sim_speed_lines),
     "kv.json": ("KV that outlives its row", kv_lines),
+    "fleet.json": ("Several engines behind one front end", fleet_lines),
     "streams.json": ("Prompts that come in pieces", streams_lines),
     "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
+    "delta_net.json": ("Gated DeltaNet", itemgetter("lines")),
+    "hybrid.json": ("Qwen3-Next's shape", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),
+    "weights.json": ("Experts in 4 bits", itemgetter("lines")),
+    "real_size.json": ("30B parameters in 4 bits", itemgetter("lines")),
+    "four_bits.json": ("In 4 bits, beside llama.cpp", itemgetter("lines")),
+    "perplexity_talk.json": ("Perplexity of `talk` per format", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
 """Results of one table: title, and the lines of it."""

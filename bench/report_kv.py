@@ -92,6 +92,17 @@ def _rota(row: Row) -> list[Line]:
     ]  # fmt: skip
 
 
+def _handover(row: Row) -> list[Line]:
+    what = (
+        f"a request of {row['context']:,} tokens moves ({row['profile']}): next token / computing"
+    )
+    seconds = f"{row['with_kv_s']:.2f}; {row['computed_s']:.2f}"
+    return [
+        at_most(what, row["handover_over_computing"], row["asked"], 3),
+        ("  seconds with its KV; computed", seconds, "", None),
+    ]
+
+
 def _restart(row: Row) -> list[Line]:
     what = f"killed at {row['context']:,} tokens of context: next token, file / none"
     return [
@@ -120,6 +131,8 @@ _KINDS: dict[str, Callable[[Row], list[Line]]] = {
     "swap": _swap,
     "rota": _rota,
     "restart": _restart,
+    "handover_tcp": _handover,
+    "handover_shm": _handover,
     "mover": _mover,
 }
 

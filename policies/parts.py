@@ -132,7 +132,7 @@ def rotate(
         for victim in reversed(leaving):
             if free + gained >= need or victim is request:
                 break
-            size = -(-victim.num_written_tokens // view.block_size)
+            size = view.shape.blocks_for(victim.num_written_tokens, view.block_size)
             if victim.request_id not in planned and taken + size <= room:
                 victims.append(victim)
                 gained, taken = gained + trial.add(victim), taken + size

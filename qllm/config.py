@@ -17,6 +17,7 @@ CHOICES = {
     "on_policy_error": ("fail", "fcfs"),
     "loop": ("host", "conditional"),
     "prefix_cache": ("auto", True, False, "approximate"),
+    "role": ("both", "prefill", "decode"),
 }
 """Settings that name one of a few."""
 DEVICE_LOOP = "conditional"
@@ -42,6 +43,8 @@ ONLY_HOST_LOOP = {
     "swap_kv_tokens": 0,
     "kv_dir": None,
     "kv_ttl_s": None,
+    "role": "both",
+    "handover_gib": 0.0,
 }
 """Settings that a loop on the device does not have, and the values they have there."""
 
@@ -99,6 +102,8 @@ class EngineConfig:
     a hit may change last bits too, if loop="host"; False: off (docs/kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
+    prefix_states_gib: float = 2.0
+    """GiB of states that it keeps beside them where layers carry a state (docs/kv.md)."""
     swap_kv_tokens: int = 0
     """Most tokens of KV of requests that had to give up their blocks, beside `max_kv_tokens`: they
     go on where they were. 0: they are computed again (docs/kv.md)."""
@@ -114,6 +119,12 @@ class EngineConfig:
     kv_ttl_s: float | None = None
     """Kept KV is deleted, in RAM and in the file, once nobody has used it for so many seconds;
     None: when its room is needed."""
+    role: str = "both"
+    """"prefill": a request is handed over once it has its first token; "decode", "both": it is not,
+    and front ends send new requests to engines of role "decode" only if there are no others."""
+    handover_gib: float = 0.0
+    """Most GiB of KV on its way to other engines, and as many on its way from them: requests that
+    move go on where they were. 0: they are computed again (docs/handover.md)."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -163,6 +174,11 @@ class EngineConfig:
                 f"swap_kv_tokens={shown(swap)} must be an integer in [0, {MAX_COUNT}]; 0 is off"
             )
         most = MAX_TIME_MS / 1000
+        states = self.prefix_states_gib
+        if not _is_number(states) or not 0 <= states <= MAX_KV_GIB:
+            raise ConfigError(
+                f"prefix_states_gib={shown(states)} must be a number in [0, {MAX_KV_GIB}]"
+            )
         keep, ttl, gib = self.keep_ls_s, self.kv_ttl_s, self.kv_dir_gib
         if not _is_number(keep) or not 0 <= keep <= most:
             raise ConfigError(f"keep_ls_s={shown(keep)} must be a number in [0, {most:g}]")
@@ -170,6 +186,9 @@ class EngineConfig:
             raise ConfigError(f"kv_ttl_s={shown(ttl)} must be None or a number in (0, {most:g}]")
         if not _is_number(gib) or not 0 < gib <= MAX_KV_GIB:
             raise ConfigError(f"kv_dir_gib={shown(gib)} must be a number in (0, {MAX_KV_GIB}]")
+        gib = self.handover_gib
+        if not _is_number(gib) or not 0 <= gib <= MAX_KV_GIB:
+            raise ConfigError(f"handover_gib={shown(gib)} must be a number in [0, {MAX_KV_GIB}]")
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str) and self.kv_dir):
             raise ConfigError(f"kv_dir={shown(self.kv_dir)} must be None or the path of a folder")
         if self.kv_dir is not None and self.prefix_cache in (False, "approximate"):

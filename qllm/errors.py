@@ -82,6 +82,17 @@ CRASHED = "the engine crashed"
 """How the error of a request begins that ended with its engine, not by itself."""
 
 
+MOVED = "the request goes on elsewhere; ticket: "
+"""How the error of a request begins that was handed over; the ticket of its KV follows, if any."""
+
+
+def without_ticket(error: str | None) -> str | None:
+    """What traces may say of an error: with a ticket, KV can be fetched."""
+    if error is not None and error.startswith(MOVED):
+        return MOVED.partition(";")[0]
+    return error
+
+
 class EngineClosedError(QllmError):
     """The engine was closed, or its loop has crashed (then `__cause__` says why)."""
 

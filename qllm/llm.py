@@ -14,7 +14,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from qllm.config import EngineConfig, engine_config
@@ -30,6 +29,7 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, close_collected
 from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.fleet import FleetClient, meet
 from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv
@@ -43,7 +43,6 @@ from qllm.frontend.prompts import (
     to_sampling,
     to_token_ids,
 )
-from qllm.frontend.remote import RemoteClient
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
 from qllm.ingress import Submission
@@ -81,6 +80,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
         """What structured outputs are checked with."""
         self._client = client
+        self.fleet = client if isinstance(client, FleetClient) else None
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
 
@@ -186,27 +186,30 @@ class QLLMEngine(Offline, KeptKv, Opens):
         secret_file: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         trust_remote_code: bool = False,
+        **fleet: Any,
     ) -> Self:
         """Become a front end of an engine on another host; it tokenises here, without weights.
+
+        Several addresses with commas between are a fleet: see docs/fleet.md.
 
         Requests end when this is closed, its process ends, or the connection does. `call`,
         `checkpoint`, `restore` and `trace` are for the engine's own host.
 
         Args:
-            address: HOST:PORT of the engine's `meeting`.
+            address: HOST:PORT of the engine's `meeting`; in a fleet also a path (`listen`).
             profile: What the rings go over, the same on both sides: "tcp", "shm" or "rdma".
             secret_file: Holds the secret that both sides share; needed unless the address is
                 loopback.
             tokenizer: Where the tokenizer is, as `from_pretrained` takes it; by default where the
                 engine found its model.
             trust_remote_code: Run code that comes with the tokenizer.
+            **fleet: Arguments of `FleetClient.connect`, such as `route` (a name or function).
 
         Raises:
-            ConfigError: A secret, NIXL, the tokenizer or a device is missing; profiles differ.
+            ConfigError: A secret, NIXL, the tokenizer or a device is missing; sides differ.
             EngineClosedError: Nobody answers there, or who answers is not the engine.
         """
-        file = None if secret_file is None else Path(secret_file)
-        client = RemoteClient.connect(address, profile, file)
+        client = meet(address, profile, secret_file, fleet)
         where = client.hello.model if tokenizer is None else os.fspath(tokenizer)
         policy, config = client.hello.trace_meta["policy"], client.hello.config
         return cls(client, tokenizer_of(client, where, trust_remote_code), policy, config)
@@ -297,7 +300,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         asked = asked_sampling(sampling, options, self.sampling_defaults)
         params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
         level = priority_class(priority)
-        most = most_tokens(len(token_ids), max_tokens, self.config, shape.max_position)
+        most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         targets = slo_of(slo, self.config.default_slo(level))
         check_timeout("timeout_s", timeout_s)
         check_timeout("cache_ttl_s", cache_ttl_s)
@@ -339,8 +342,8 @@ class QLLMEngine(Offline, KeptKv, Opens):
         Raises:
             InvalidRequestError: Something about them is wrong.
         """
-        longest = self._client.info.shape.max_position
-        most = most_tokens(len(token_ids), max_tokens, self.config, longest)
+        shape = self._client.info.shape
+        most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
 
     def replay(self, request: Open) -> None:
@@ -381,7 +384,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         """
         self._client.drain()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        for handle in list(self._client.handles.values()):
+        for handle in self._client.open_handles():
             left = deadline - time.monotonic()
             try:
                 handle.result(None if left == math.inf else max(0.0, left))
@@ -414,7 +417,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
     def __repr__(self) -> str:
         try:
             self._client.raise_if_closed()
-            state = f"{len(self._client.handles)} requests in flight"
+            state = f"{len(self._client.open_handles())} requests in flight"
         except EngineClosedError:
             state = "closed"
         return f"{type(self).__name__}({self.model_name!r}, {state})"
@@ -474,7 +477,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
     @property
     def drivers(self) -> tuple[str, ...]:
-        """Per layer: "fast", "hooked" or "dense"."""
+        """Per layer: "fast", "hooked", "dense" or "around" (see `Driver`)."""
         return self._client.info.drivers
 
     @property

@@ -78,6 +78,17 @@ class ModelShape(NamedTuple):
     """Longest sequence the model was made for."""
     recompute_above: int | None = None
     """Tokens: KV of a sequence up to that long is of no use once it is longer (`runner.rope`)."""
+    state_tokens: int = 0
+    """Tokens whose KV takes as much memory as the states that a request carries (`runner.states`):
+    they are charged beside its own while it holds KV."""
+
+    def longest(self, max_kv_tokens: int) -> int:
+        """Longest sequence, with room for the KV of so many tokens."""
+        return max(0, min(max_kv_tokens - self.state_tokens, self.max_position))
+
+    def blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """KV blocks that so many tokens of one request are charged, with its states."""
+        return -(-(num_tokens + self.state_tokens) // block_size) if num_tokens > 0 else 0
 
 
 class CutRule(NamedTuple):

@@ -242,7 +242,7 @@ class View:
         request, hi = self.by_id[row.request_id], row.hi
         if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
             hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
-        need = -(-hi // self.block_size) - len(request.block_table)
+        need = self.shape.blocks_for(hi, self.block_size) - len(request.block_table)
         if self.found_blocks:
             need -= len(self.found_blocks.get(row.request_id, ()))
         return need if need > 0 else 0

@@ -23,8 +23,7 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 MAX_TIME_MS = 1_000_000_000
-"""Largest time that a request or a setting may name: 11.6 days. In nanoseconds it is 10**15, so
-that sums of thousands of them, and products with hundreds, fit 64 bits."""
+"""Largest time that a request or a setting may name: 11.6 days. Sums of thousands fit 64 bits."""
 MAX_TIME_S = MAX_TIME_MS // 1000
 MAX_CLOCK_NS = 1 << 60
 """Times on the engine's clock lie within this, in both directions from its start (36 years)."""
@@ -125,6 +124,8 @@ class Driver(enum.StrEnum):
     """Hooks on the unmodified layer, which unwind at the router."""
     DENSE = "dense"
     """A layer without experts, run whole."""
+    AROUND = "around"
+    """A layer called as the model's own forward calls it; under hooks, if it has experts."""
 
 
 class Slo(NamedTuple):

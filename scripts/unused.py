@@ -23,7 +23,13 @@ ALLOWED = {
         "skip_special_tokens",
         "clean_up_tokenization_spaces",
     ],
-    "fields that users read": ["longest_stall_ms", "p90", "be_stall_ms", "by_frame_id"],
+    "fields that users read": [
+        "longest_stall_ms",
+        "p90",
+        "be_stall_ms",
+        "by_frame_id",
+        "found_tokens",
+    ],
     "fields of requests and files": [
         "model_config",
         "qllm_costs",
@@ -74,11 +80,13 @@ ALLOWED = {
         "settings_cls",
         "_load_env_vars",
         "keep_alive",
+        "eof_received",
         "formatTime",
         "datefmt",
     ],
     "transformers": [
         "model_max_length",
+        "is_initialized",
         "output_router_logits",
         "router_aux_loss_coef",
         "quant_method",

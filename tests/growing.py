@@ -1,4 +1,4 @@
-"""An engine whose KV is looked at, for the tests of prompts that grow."""
+"""An engine whose KV and states are looked at, for the tests of prompts that grow."""
 
 import random
 from typing import Any
@@ -17,13 +17,13 @@ SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens":
 Kv = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def ids_of(n: int, seed: int = 0) -> list[int]:
+def ids_of(n: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(n)]
+    return [rng.randrange(vocab) for _ in range(n)]
 
 
 class Engine:
-    """An engine on a thread, whose KV is looked at as requests leave it."""
+    """An engine on a thread, whose KV, and states of layers, are looked at as requests leave it."""
 
     def __init__(self, model: Any, **how: Any) -> None:
         self.engine = QLLMEngine.from_model(model, **{**SETTINGS, **how})
@@ -34,9 +34,15 @@ class Engine:
 
         def look(number: int) -> None:
             kv = self.runner.requests[number].kv
-            layers = [i for i in range(len(self.runner.parts.layers)) if kv.slabs[i] is not None]
+            layers = [
+                i
+                for i in range(len(self.runner.parts.layers))
+                if kv.slabs[i] is not None and i not in kv.states.layers
+            ]
             read = [kv.read(layer, 0, kv.committed) for layer in layers]
-            self.kv[number] = [(k.clone(), v.clone()) for k, v in read]
+            at, states = f".{kv.committed}.", kv.states.export()
+            ends = [(x, x) for name, x in sorted(states.items()) if at in name]
+            self.kv[number] = [(k.clone(), v.clone()) for k, v in read] + ends
             remove(number)
 
         self.runner.remove = look

@@ -7,7 +7,7 @@ gives the bf16 values by the format's formula, written for this file alone.
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,8 +166,11 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-_LINEAR = re.compile(r"layers\..*(proj|\.w[123])")
+LINEAR = re.compile(r"layers\..*(proj|\.w[123])")
 Write = Callable[[int, int, torch.Generator], Written]
+Others = Sequence[tuple[str, Write]]
+EVERY = re.compile(r"layers\..*(proj|\.w[123])|lm_head")
+"""Finds the head too."""
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 FORMATS: dict[str, tuple[Write, dict[str, Any], str]] = {
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, "e4m3"),
@@ -209,8 +212,18 @@ def configure(folder: Path, **settings: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
-def publish(plain: Path, form: str, place: Path) -> tuple[Path, Path]:
-    """Two folders of a bf16 checkpoint: quantised in a format, and with its bf16 values."""
+def publish(
+    plain: Path, form: str, place: Path, linear: re.Pattern[str] = LINEAR, others: Others = ()
+) -> tuple[Path, Path]:
+    """Two folders of a bf16 checkpoint: quantised in a format, and with its bf16 values.
+
+    Args:
+        plain: The checkpoint.
+        form: A key of FORMATS, or "mxfp4".
+        place: Where the folders are made.
+        linear: Finds the names of weights that are quantised, other than in MXFP4.
+        others: Patterns of names whose weights are written by another function.
+    """
     folder, dense = place / "published", place / "values"
     shutil.copytree(plain, folder)
     shutil.copytree(plain, dense)
@@ -221,8 +234,9 @@ def publish(plain: Path, form: str, place: Path) -> tuple[Path, Path]:
         parts: Tensors | None = None
         if form == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parts, values[name] = mxfp4(weight, made)
-        elif form != "mxfp4" and weight.dim() == 2 and _LINEAR.search(name):
-            parts, values[name] = FORMATS[form][0](*weight.shape, made)
+        elif form != "mxfp4" and weight.dim() == 2 and linear.search(name):
+            write = next((w for found, w in others if re.search(found, name)), FORMATS[form][0])
+            parts, values[name] = write(*weight.shape, made)
         if parts is not None:
             del stored[name]
             stem = name if form == "mxfp4" else name.removesuffix(".weight")

@@ -153,10 +153,13 @@ class Engine:
         self.links = LinkDriver(profile, lambda number, why: self.gone.append(number))
         meeting = Meeting(Address("127.0.0.1", 0), profile, b"")
         self.listener = RemoteListener(
-            meeting, self.make_memory, self.enter, self.leave, self.answer
+            meeting, self.make_memory, self.enter, self.leave, self.answer, self.hand
         )
         self.listener.listen()
         self.listener.open(card())
+
+    def hand(self, wire: Wire, ticket: str) -> None:
+        raise ConfigError("it hands no KV over")
 
     def make_memory(self) -> DeviceRings:
         if not self.fresh:

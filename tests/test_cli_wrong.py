@@ -106,6 +106,12 @@ bench tiny --url {dead} --workload S2 --seconds 1 --warmup 0 --be-body []
 sim
 sim --workload S99
 sim --workload S2 --preset nonsense
+sim --workload S2 --preset h100 --route least
+sim --workload S2 --preset h100 --engines 0
+sim --workload S2 --preset h100 --engines 2 --route fastest
+serve --engine 127.0.0.1:9,127.0.0.1:9
+serve --engine 127.0.0.1:9,127.0.0.1:10 --route fastest
+serve --engine 127.0.0.1:9 --route least
 sim --workload S2 --costs no-such-file.json
 sim --workload S2 --costs {garbage}
 sim --workload S2 --policies nonsense

@@ -278,6 +278,9 @@ def test_what_is_not_known_stays_with_the_module(monkeypatch: pytest.MonkeyPatch
     assert delta_mixer(parts_of(module, "grouped"), cpu.Arena()) is None
     module.__class__ = Qwen3NextGatedDeltaNet
     assert delta_mixer(parts_of(module, "grouped"), cpu.Arena()) is not None
+    hook = module.register_forward_hook(lambda *_: None)
+    assert delta_mixer(parts_of(module, "grouped"), cpu.Arena()) is None
+    hook.remove()
     module.activation = "gelu"
     assert delta_net_kind(module) is None
     module.activation = "silu"

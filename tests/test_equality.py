@@ -265,9 +265,21 @@ class Chaos:
         )
 
 
+def cuts_of(runner: TorchRunner) -> CutRule:
+    """The finest cuts: of layers that are called as their model calls them, blocks of queries."""
+    around, never = runner.parts.around, 1 << 30
+    if around is None:
+        return CUTS
+    cuts = CUTS._replace(glue_block=never, dense_block=never)
+    if around.goes_on:
+        return cuts
+    return cuts._replace(max_cost=float("inf"), min_block=never, max_block=never)
+
+
 def fine(engine: QLLMEngine) -> None:
     """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    engine._client.runner.backend.cuts = engine._client.loop.scheduler.cuts = CUTS
+    cuts = cuts_of(engine._client.runner)
+    engine._client.runner.backend.cuts = engine._client.loop.scheduler.cuts = cuts
     object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
 
 
@@ -288,7 +300,7 @@ def assert_replayed(
     storm: Storm, results: list[Result], events: list[trace.Event], runner: TorchRunner
 ) -> None:
     """A runner that does nothing but what the events say gives the results, bit for bit."""
-    runner.backend.cuts = CUTS
+    runner.backend.cuts = cuts_of(runner)
     object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     torch.set_num_threads(1)
     found = replay(events, runner)
@@ -416,7 +428,7 @@ def test_who_left_the_sweep_loses_nothing_when_the_others_die_inside_a_layer() -
     assert split.index < stopped.end
     assert results[0].finish_reason is FinishReason.CANCELLED
     runner = cpu_runner(make_model("mixtral", DTYPES["bf16"]), kernels="reference")
-    runner.backend.cuts = CUTS
+    runner.backend.cuts = cuts_of(runner)
     object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     torch.set_num_threads(1)
     found = replay(events, runner)

@@ -21,10 +21,14 @@ from qllm.runner.cpu import cpu_runner
 POLICIES = ("chaos", "qllm2")
 
 
-def settings_of(policy: str, seed: int) -> dict[str, Any]:
-    swap = {"swap_kv_tokens": 4096} if seed % 3 == 0 else {}
+def settings_of(model: Any, policy: str, seed: int) -> dict[str, Any]:
+    """Room for the KV of 160 tokens, and for the states of four requests."""
+    runner = cpu_runner(model, kernels="reference")
+    states = runner.shape.state_tokens
+    runner.close()
+    swap = {"swap_kv_tokens": 4096 + 8 * states} if seed % 3 == 0 else {}
     made = Chaos(seed) if policy == "chaos" else policy
-    return {"policy": made, "max_kv_tokens": 160, "max_step_tokens": 96, **swap}
+    return {"policy": made, "max_kv_tokens": 160 + 4 * states, "max_step_tokens": 96, **swap}
 
 
 @pytest.mark.sampled(12)
@@ -34,7 +38,7 @@ def test_a_storm_equals_the_replay_of_its_schedule(family: str, policy: str) -> 
     seed = 1 + MOE.index(family) * len(POLICIES) + POLICIES.index(policy)
     model = tiny_configs.tiny_model(family)
     fresh = copy.deepcopy(model)
-    settings = settings_of(policy, seed)
+    settings = settings_of(model, policy, seed)
     with QLLMEngine.from_model(
         model, threads=1, conformance=False, record=True, kernels="reference", **settings
     ) as engine:
@@ -62,9 +66,10 @@ def test_a_storm_of_delta_nets_leaves_every_stream_equal_to_its_solo_run(
     family: str, policy: str, seed: int
 ) -> None:
     """Our kernel carries their states, so that no bit depends on passes and neighbours."""
-    settings = {**settings_of(policy, seed), "exactness": "batch-invariant"}
+    model = in_bf16(family)
+    settings = {**settings_of(model, policy, seed), "exactness": "batch-invariant"}
     with QLLMEngine.from_model(
-        in_bf16(family), threads=1, conformance=False, record=True, **settings
+        model, threads=1, conformance=False, record=True, **settings
     ) as engine:
         assert "of 4 layers" in engine.kernels["state"]
         fine(engine)
@@ -88,7 +93,7 @@ def test_a_storm_of_delta_nets_leaves_every_stream_equal_to_its_solo_run(
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax"])
 def test_a_checkpoint_keeps_states(family: str, tmp_path: Path) -> None:
     """States and keys of a request that is in the middle of its answer go on in another engine."""
-    how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 512}
+    how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": all_families.MANY}
     prompt, model = all_families.prompts()[0], tiny_configs.tiny_model(family)
     with QLLMEngine.from_model(copy.deepcopy(model), **how) as engine:
         expected = engine.submit(prompt, "BE", 60, sampling=all_families.GREEDY).result(120)

@@ -44,7 +44,7 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan models kernels.quantised torchless",
+        "errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
@@ -75,19 +75,26 @@ FLOORS = {
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
     "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
-    "engine.kv_identity": Floor(
-        "engine.kv_file kernels models.quantised_experts runner", STDLIB | {"torch"}
-    ),
+    "engine.kv_identity": Floor("engine.kv_file kernels models runner", STDLIB | {"torch"}),
     "engine.mover": Floor(
         "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
     ),
     "engine.own_threads": Floor("", STDLIB | {"torch"}),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
-    "engine.protocol": Floor(f"{BASE} record scheduler", PURE),
+    "engine.live": Floor("ingress scheduler", PURE),
+    "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
     "engine.keeper": Floor(BASE, PURE),
-    "engine.prefix": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
+    "engine.prefix_users": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
+    "engine.kept_states": Floor(f"{BASE} engine.keeper engine.prefix_users scheduler", PURE),
+    "engine.prefix": Floor(
+        f"{BASE} engine.keeper engine.kept_states engine.prefix_users engine.tier ingress "
+        "scheduler",
+        PURE,
+    ),
     "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
-    "engine.coming": Floor(f"{BASE} engine.holding engine.prefix engine.tier ingress", PURE),
+    "engine.coming": Floor(
+        f"{BASE} engine.holding engine.prefix engine.prefix_users engine.tier ingress", PURE
+    ),
     "engine.holding": Floor("types ingress", PURE),
     "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
     "engine.revising": Floor(
@@ -96,12 +103,13 @@ FLOORS = {
         PURE,
     ),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.prefix engine.protocol engine.revising "
-        "ingress record runner.protocol scheduler",
+        f"{BASE} engine.costs engine.effects engine.live engine.prefix engine.protocol "
+        "engine.revising ingress record runner.protocol scheduler",
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
     "frontend.routes": Floor("errors types", PURE),
+    "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
     "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
         f"{BASE} cores engine frontend grammar ingress models plugins record",
@@ -126,7 +134,8 @@ FLOORS = {
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
     "sim": Floor(
-        f"{BASE} engine ingress measure models plugins record runner.protocol scheduler workloads",
+        f"{BASE} engine frontend.router frontend.routes ingress measure models plugins record "
+        "runner.protocol scheduler workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
     "sim.calibrate": Floor(
@@ -141,8 +150,8 @@ FLOORS = {
     "ray.scaling": Floor("", PURE),
     "ray.stats": Floor("", PURE),
     "cli": Floor(
-        f"{BASE} cores device.rank kernels llm measure models plugins ray record server sim "
-        "torchless workloads",
+        f"{BASE} cores device.rank frontend.routes kernels llm measure models plugins ray record "
+        "server sim torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
@@ -153,6 +162,7 @@ POLICIES = Floor(
 )
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
+    "serving.fleet": "frontend.members frontend.router frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     # captures the stages of models that it only compiles
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover runner.runner",
@@ -160,10 +170,13 @@ OWN_BENCHES = {
     "kernels.delta_net": "models.discover runner",
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
+    "kernels.perplexity_talk": "models runner",
+    "models.real_size": "models",  # counts packed bytes, and the bytes of a token
     "serving.on_ray": "ray",
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.tier",
+    "kv.handover": "frontend.open frontend.request_log",
 }
 """Benches that import more than the others."""
 

@@ -117,6 +117,9 @@ def test_no_more_is_computed_than_what_follows_the_common_prefix(engine: Engine,
     engine.settle(prompt)
     prompt.replace(0, first[:keep] + then)  # says less than it could: the prefix is found
     engine.settle(prompt)
+    held = engine.engine.call(lambda: engine.runner.requests[prompt.handle.number])
+    assert held.ids == [*first[:keep], *then][:-1]  # none of them waits for the end
+    assert held.kv.committed == keep + 59
     found = engine.end(prompt)
     metrics = found[0].metrics
     assert metrics.revise_lost_tokens == max(0, 99 - keep)  # the last one was held back

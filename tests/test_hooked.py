@@ -45,6 +45,7 @@ import torch
 from families import COMMON, DTYPES, FAMILIES, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+torch.set_num_threads(1)  # bits are those of one number of threads
 folder, prompts, steps, others = Path(sys.argv[1]), *map(eval, sys.argv[2:])
 shared = dict(intermediate_size=96, moe_intermediate_size=48)
 more = {
@@ -92,6 +93,15 @@ torch.save(found, folder / "logits.pt")
 """
 
 References = dict[tuple[str, str, int], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the reference: the last bits of a product depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def check_light(process: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.slow
 def test_no_front_end_holds_torch(tmp_path: Path) -> None:
-    """That of an engine of this machine, and that of one that is met over the network."""
+    """That of an engine of this machine, that of one met over the network, and that of two."""
     small, http = ("--threads", "1", "--set", "conformance=false"), " at http://"
     engine = ("tiny", "--role", "engine", "--listen", "127.0.0.1:0")
     with serve(tmp_path / "near", http, "tiny", "--port", "0", *small) as (near, url):
@@ -114,3 +114,10 @@ def test_no_front_end_holds_torch(tmp_path: Path) -> None:
         with serve(tmp_path / "far", http, *there) as (far, url):
             assert everything(url) == answers
             check_light(far)
+        with serve(tmp_path / "other", "meet the engine at", *engine, *small) as (_, other):
+            there = ("--role", "frontend", "--engine", f"{address},{other}", "--port", "0")
+            with serve(tmp_path / "fleet", http, *there, "--route", "least") as (fleet, url):
+                assert everything(url) == answers
+                engines = httpx.get(f"{url}/health").json()["engines"]
+                assert all(found["sent"] for found in engines), engines
+                check_light(fleet)

@@ -167,6 +167,12 @@ def test_scales_beyond_them_are_refused_but_for_groups_of_zeros() -> None:
             getattr(weight, name)[3, 1] = bad
             with pytest.raises(ValueError, match=r"a scale or offset of a weight is .*2\^-100"):
                 QuantisedMatrix(weight)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for dtype in DTYPES:
+            weight = quantised("i4", 16, 64, 32, dtype)
+            weight.scale_NG[15, 1] = bad
+            with pytest.raises(ValueError, match=r"a scale or offset of a weight is .*(nan|inf)"):
+                QuantisedMatrix(weight)
     for code in CODES:
         weight = quantised(code, 16, 64, 32, torch.float32, powers=True)
         zeros = 0x88 if code == "i4" else 0
@@ -230,6 +236,27 @@ def test_weights_on_top_of_each_other_and_biases() -> None:
         whole = more.dequantised() if isinstance(more, Quantised) else more
         assert not isinstance(mixed, QuantisedMatrix)
         assert torch.equal(mixed.linear(x), cpu.Matrix([*values, whole]).linear(x))
+
+
+@pytest.mark.parametrize("last", [1, 20, 64, 130])
+def test_parts_in_formats_of_their_own(last: int) -> None:
+    k = 96
+    weights = [
+        quantised("u4", 64, k, 32, offset=True),
+        quantised("u4", 64, k, 32, offset=True, seed=1),
+        quantised("i8", 128, k, 16, torch.float32, seed=2),
+        rand(192, k, seed=3),
+        quantised("e2m1", last, k, 32, powers=True, seed=4),
+    ]
+    values = [w.dequantised() if isinstance(w, Quantised) else w for w in weights]
+    for biases in ((), [rand(len(v), seed=5 + i) for i, v in enumerate(values)]):
+        mixed, plain = matrix_of(weights, biases), cpu.Matrix(values, biases)
+        assert mixed.packed.nbytes < plain.packed.nbytes / 4
+        for rows in ROWS:
+            x = rand(rows, k, seed=rows)
+            assert torch.equal(bits(mixed.linear(x)), bits(plain.linear(x)))
+    cpu.set_threads(3)
+    assert torch.equal(bits(mixed.linear(x)), bits(plain.linear(x)))
 
 
 def test_an_arena_holds_packed_weights() -> None:

@@ -338,7 +338,7 @@ class SilentClient(RingClient):
 
     failure = None
     draining = False
-    _config = EngineConfig()
+    config = EngineConfig()
 
     def __init__(self) -> None:
         block = FrontEndMemory.create(0, (1 << 20, 1 << 20, CANCEL_BYTES, 1 << 16))
@@ -354,7 +354,7 @@ class SilentClient(RingClient):
     def _none(self, *_: Any) -> Any:
         raise NotImplementedError
 
-    _close = _ask = call = checkpoint = delete_kv = _none
+    _close = _ask = call = checkpoint = costs_ns = delete_kv = _none
     drain = reset_prefix_cache = restore = trace = _none  # type: ignore[assignment]
 
 

@@ -219,7 +219,8 @@ def test_a_clock_is_off_by_half_a_round_trip_at_most(
         ({"role": "engine", "model": "tiny"}, "that needs it"),
         ({"role": "frontend"}, "engine_address=None: engine_address=HOST:PORT goes with"),
         ({"model": "tiny", "listen": "a:1"}, "listen='a:1': listen=HOST:PORT goes with"),
-        ({"model": "tiny", "engine_address": "a:1"}, "role='frontend'"),
+        ({"model": "tiny", "role": "all", "engine_address": "a:1"}, "role='frontend'"),
+        ({"engine_address": "a:1", "route": "least"}, "route='least' chooses among engines"),
         (
             {"role": "frontend", "engine_address": "a:1", "policy": "fcfs"},
             "policy is a setting of the engine",

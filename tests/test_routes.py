@@ -4,7 +4,7 @@ import copy
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -79,10 +79,10 @@ def test_every_route_chooses_one_of_the_engines_and_changes_nothing(
     fleet: list[EngineView], request: RequestView
 ) -> None:
     for route in ROUTES.values():
-        before = copy.deepcopy(fleet)
+        before = [asdict(engine) for engine in fleet]
         found = route(request, fleet)
         assert any(found is engine for engine in fleet)
-        assert fleet == before
+        assert [asdict(engine) for engine in fleet] == before
         again = route(request, copy.deepcopy(fleet))
         assert again.name == found.name
 
@@ -110,12 +110,28 @@ def test_be_work_never_moves_an_ls_request_to_a_later_start(
 
 
 @given(fleet=fleets(), request=requests)
-def test_length_stays_in_its_pool_while_that_has_an_engine(
+def test_long_prompts_leave_their_pool_only_where_that_saves_more_than_they_take(
     fleet: list[EngineView], request: RequestView
 ) -> None:
-    found = by_length(request, fleet)
-    pool = [engine for engine in fleet if engine.is_short is request.is_short]
-    assert found is by_class(request, pool or fleet)
+    found, plain = by_length(request, fleet), by_class(request, fleet)
+    pool = [engine for engine in fleet if not engine.is_short]
+    if request.is_short or not pool:
+        assert found is plain
+        return
+    own = by_class(request, pool)
+    load = (lambda e: e.ls_start_s) if request.is_ls else (lambda e: e.busy_s)
+    takes_s = request.num_prompt_tokens * plain.costs.token_s
+    assert found is (plain if load(own) - load(plain) > takes_s else own)
+
+
+def test_a_long_prompt_waits_in_its_pool_as_long_as_it_takes_itself() -> None:
+    costs = Costs(token_s=0.001)
+    idle = EngineView("short", costs=costs)
+    for waiting, name in ((900, "long"), (1100, "short")):
+        busy = EngineView("long", is_short=False, costs=costs, ls=Backlog(1, 1, waiting, 10))
+        long = RequestView(Priority.LS, 1000, 10, is_short=False)
+        assert by_length(long, [idle, busy]).name == name
+        assert by_length(replace(long, is_short=True), [idle, busy]) is idle
 
 
 @given(fleet=fleets(), request=requests)

@@ -17,7 +17,7 @@ from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
 from qllm.server.ask import SHORT, Served
 from qllm.server.errors import ApiError, from_engine
-from qllm.server.front import Answer
+from qllm.server.open_answer import Answer
 from qllm.types import Priority, SamplingParams, Slo
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]

@@ -13,7 +13,7 @@ from serving import serving, tiny_engine
 
 from qllm.frontend.handle import Piece
 from qllm.server.ask import Served
-from qllm.server.front import Answer, Comment
+from qllm.server.open_answer import Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 
 

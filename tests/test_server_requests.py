@@ -18,7 +18,7 @@ from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
 from qllm.server.ask import Served
 from qllm.server.config import ServerConfig
-from qllm.server.front import STATUS_S, Answer, Comment
+from qllm.server.open_answer import STATUS_S, Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 
 COMPLETE = "/v1/completions"

@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import Qwen3NextConfig
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from bench.common import machine
+from bench.common import Table, machine
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts
 from qllm.runner.kv import SlabKV
@@ -82,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     cpu.set_threads(1)
@@ -94,7 +96,7 @@ def main() -> None:
             sides = [round_of(make(), x_TD, 16) for make in (ours, theirs)]
             if number:  # the first warms up
                 found.append(sides)
-    rows = []
+    rows, table = [], Table()
     for what, reach in REACH.items():
         ratios = [theirs[what] / ours[what] for ours, theirs in found]
         rows.append(
@@ -107,10 +109,16 @@ def main() -> None:
                 "reach": reach,
             }
         )
+        name = f"Gated DeltaNet, ours over transformers' module: {what}"
+        table.add(name, f"{median(ratios):.2f}", f">= {reach:g}", median(ratios) >= reach)
     shape = {"hidden": config.hidden_size, "k_heads": config.linear_num_key_heads}
     shape |= {"v_heads": config.linear_num_value_heads, "head_dim": config.linear_key_head_dim}
     line = {"bench": "delta_net", "machine": machine(), "kernels": cpu.kind(), "shape": shape}
-    print(json.dumps({**line, "tokens": args.tokens, "rounds": args.rounds, "rows": rows}))
+    line |= {"tokens": args.tokens, "rounds": args.rounds, "rows": rows}
+    line |= {"lines": table.lines, "losing": table.losing}
+    if args.out is not None:
+        args.out.write_text(json.dumps(line, indent=1) + "\n")
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

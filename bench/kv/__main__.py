@@ -16,6 +16,9 @@ Rows, all on the 300M random MoE with 2 threads:
     restart    `kill -9` at 4k tokens of context: time to the next token, with `kv_dir` over without
     mover      LS chats over BE work while 1 GB goes to the file and 1 GB comes from it: TTFT p99
                over an idle mover, how long preemption took and BE stood still
+    handover_tcp, handover_shm
+               a request of 4k tokens moves to another engine over NIXL: time to its next token,
+               over that of computing it there
 
 Rows are merged into `bench/results/kv.json`, unless `--quick`; a row takes one to four minutes.
 Every arm's tokens are compared with those of another. The last line is JSON; the exit status is 1
@@ -33,6 +36,7 @@ from typing import Any
 from bench.common import ROOT, machine
 from bench.kv.cache import chats_row, flood, no_hit_row, shared_row, sweep_row
 from bench.kv.file import mover_row, restart_row
+from bench.kv.handover import handover_row
 from bench.kv.parts import make_engine
 from bench.kv.swap import rota_burst, rota_row, swap_row
 from qllm.measure.random_moe import make_random_moe
@@ -64,6 +68,8 @@ ROWS: dict[str, Callable[[str, bool], Row]] = {
     "rota": lambda m, quick: rota_row(m, 30 if quick else 80),
     "rota_burst": lambda m, quick: rota_burst(m, 4 if quick else 8),
     "restart": lambda m, quick: restart_row(m, 1 if quick else 4, 4000),
+    "handover_tcp": lambda m, quick: handover_row(m, 2 if quick else 6, 4000, "tcp"),
+    "handover_shm": lambda m, quick: handover_row(m, 2 if quick else 6, 4000, "shm"),
     "mover": lambda m, quick: mover_row(m, 8 if quick else 20),
 }
 

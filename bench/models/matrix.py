@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "families.md"
 RESULTS = ROOT / "bench" / "results" / "families.json"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
-DRIVERS = {"fast": "fast", "hooked": "hooks", "dense": "whole layers"}
+DRIVERS = {"fast": "fast", "hooked": "hooks", "dense": "whole layers", "around": "as called"}
 
 
 def _row(name: str, found: dict[str, Any]) -> str:

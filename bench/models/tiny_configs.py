@@ -54,7 +54,11 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_head_dim": 32,
     "v_head_dim": 16,
-    "index_n_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "index_n_heads": 32,
     "index_head_dim": 32,
     "index_topk": 16,
     "sliding_window": 16,
@@ -68,7 +72,12 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
 }
-"""Set where a config class has the name. All differ from what the classes have by default."""
+"""Set where a config class has the name. All differ from what the classes have by default.
+
+An indexer sums positive scores of its heads; with few heads many sums are 0, and which of equal
+ones are taken depends on how many keys a call sees. Published ones have 64 heads, and equal sums
+hardly ever.
+"""
 MLA_SIZES = {"num_key_value_heads": 4}
 """For families with latents: every head has its own expanded keys."""
 MIXED = ["linear_attention", "full_attention"] * 2
@@ -82,6 +91,16 @@ OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": MIXED},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            *["compressed_sparse_attention"] * 2,
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 3,
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "granitemoehybrid": {"layer_types": MIXED},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -158,4 +177,9 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
                 p.copy_(
                     torch.randn_like(p) * (EMBED_STD if "embed" in name else p.shape[-1] ** -0.5)
                 )
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # experts by token id, which a checkpoint brings
+                num = int(model.config.n_routed_experts)
+                rows = [torch.randperm(num)[: table.shape[1]] for _ in table]
+                table.copy_(torch.stack(rows))
     return model.eval()

@@ -24,6 +24,7 @@ class Serve(NamedTuple):
     url: str
     pid: int
     engine_pid: int
+    """0 if its engines are met elsewhere."""
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of the front end and of the engine."""
@@ -63,7 +64,7 @@ def serving(*arguments: str, log: Path | None = None, tree: Path | None = None) 
             url = _address(process, path)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             _wait_ready(url)
-            yield Serve(url, process.pid, int(children[0]))
+            yield Serve(url, process.pid, int(children[0]) if children else 0)
             process.send_signal(signal.SIGTERM)
             if process.wait(60) != 0:
                 raise RuntimeError(f"the server ended with {process.returncode}:\n{_tail(path)}")

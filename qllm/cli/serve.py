@@ -22,13 +22,22 @@ def serve(
     model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     role: Annotated[
-        str | None, typer.Option(help="all; or engine and frontend, on two hosts.")
+        str | None,
+        typer.Option(help="all; or engine (also prefill, decode) and frontend, on several hosts."),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT for front ends (role engine).")
+        str | None, typer.Option(help="HOST:PORT for front ends and other engines (engine roles).")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the engine (role frontend).")
+        str | None,
+        typer.Option(help="HOST:PORT of the engine (role frontend); several are a fleet."),
+    ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            help="Which engine of a fleet gets a request: class, length, prefix, least, "
+            "round-robin, or module:function."
+        ),
     ] = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="What engine and front end both know.")
@@ -77,7 +86,7 @@ def serve(
     serving` explains them.
     """
     try:
-        from qllm.server.config import load_config
+        from qllm.server.config import ENGINE_ROLES, load_config
         from qllm.server.serve import serve as run
         from qllm.server.serve import serve_engine
     except ModuleNotFoundError as error:
@@ -93,6 +102,7 @@ def serve(
         "role": role,
         "listen": listen,
         "engine_address": engine,
+        "route": route,
         "secret_file": secret_file,
         "served_model_name": served_model_name or None,
         "host": host,
@@ -120,4 +130,4 @@ def serve(
         return serve_on_ray(loaded)
     if loaded.device == "cpu":  # else torch is asked whether it sees a GPU
         forgo_torch()
-    return (serve_engine if loaded.role == "engine" else run)(loaded)
+    return (serve_engine if loaded.role in ENGINE_ROLES else run)(loaded)

@@ -1,7 +1,9 @@
 """`qllm sim`, `qllm plan` and `qllm calibrate`: policies on a virtual clock."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,9 +14,12 @@ from .settings import WithSettings
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
+    from qllm.measure.variants import Variant
     from qllm.sim.capacity import Answer, Tried
     from qllm.sim.costs import CostFile
+    from qllm.sim.run import Simulated
     from qllm.types import Slo
+    from qllm.workloads.capacity import Capacity
     from qllm.workloads.spec import RequestSpec
 
 Model = Annotated[
@@ -97,13 +102,22 @@ def sim(
         str | None, typer.Option(help="Targets of LS requests, like ttft=500ms,tpot=50ms.")
     ] = None,
     setting: Settings = None,
+    engines: Annotated[
+        int, typer.Option(min=1, help="Equal engines; the named workload is for all together.")
+    ] = 1,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            help="Which engine gets a request, several with commas between: class, length, "
+            "prefix, least, round-robin, module:function."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for figure and traces.")] = None,
 ) -> None:
     """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
     from qllm.config import parse_slo
     from qllm.measure.variants import parse_variants
     from qllm.sim import outcome
-    from qllm.sim.run import simulate
 
     from .trace import print_summary
 
@@ -111,6 +125,8 @@ def sim(
     machine = _machine(model, costs, preset, setting)
     config = _config(machine, setting)
     targets = None if slo is None else parse_slo(slo)
+    if route is not None and engines == 1:
+        raise ConfigError(f"--route {route} chooses among engines: give --engines a number above 1")
     if (workload is None) == (requests is None):
         raise ConfigError("give --workload S1 to S14 or --requests FILE, and not both")
     if requests is not None:
@@ -127,16 +143,15 @@ def sim(
     else:
         assert workload is not None
         seconds = seconds or 60.0
-        specs = _named(workload, machine, config, seconds, seed, load)
+        capacity = machine.capacity(config).times(engines)
+        specs = _named(workload, capacity, machine, config, seconds, seed, load)
     if targets is not None:
         specs = _with_slo(specs, targets)
     _say_workload(machine, specs, seconds)
     runs = {}
-    for variant in variants:
-        runs[variant.label] = run = simulate(
-            specs, variant.make(), machine, config=config, seconds=seconds
-        )
-        typer.echo(f"\n{variant.label}: {run.cpu_s:.1f} s of CPU for {run.window_s:.1f} virtual s")
+    for label, serve in _arms(variants, engines, route or "class"):
+        runs[label] = run = serve(specs, machine, config=config, seconds=seconds)
+        typer.echo(f"\n{label}: {run.cpu_s:.1f} s of CPU for {run.window_s:.1f} virtual s")
         print_summary(run.summary(), {})
         if run.refused:
             typer.echo(f"{run.refused} requests are longer than the engine holds: refused")
@@ -146,8 +161,31 @@ def sim(
             typer.echo(f"{what:<10} {path}")
 
 
+def _arms(
+    variants: "list[Variant]", engines: int, route: str
+) -> "list[tuple[str, Callable[..., Simulated]]]":
+    """What is compared: policies, and routes where there are several engines."""
+    from qllm.frontend.routes import load_route
+    from qllm.sim.fleet import simulate_fleet
+    from qllm.sim.run import simulate
+
+    def one(variant: "Variant", specs: Any, machine: Any, **how: Any) -> "Simulated":
+        return simulate(specs, variant.make(), machine, **how)
+
+    def several(variant: "Variant", name: str, specs: Any, machine: Any, **how: Any) -> "Simulated":
+        return simulate_fleet(specs, variant.make(), machine, engines=engines, route=name, **how)
+
+    if engines == 1:
+        return [(variant.label, partial(one, variant)) for variant in variants]
+    names = [name.strip() for name in route.split(",") if name.strip()]
+    for name in names:
+        load_route(name)
+    return [(f"{v.label}, {name}", partial(several, v, name)) for v in variants for name in names]
+
+
 def _named(
     name: str,
+    capacity: "Capacity",
     machine: "CostFile",
     config: "EngineConfig",
     seconds: float,
@@ -161,9 +199,9 @@ def _named(
         name,
         seed=seed,
         seconds=seconds,
-        capacity=machine.capacity(config),
+        capacity=capacity,
         load=load,
-        max_len=min(machine.shape.max_position, config.max_kv_tokens),
+        max_len=machine.model_shape().longest(config.max_kv_tokens),
     )
 
 

@@ -124,6 +124,10 @@ class CudaBackend:
                 "the keys and values of its layers have different shapes, and a page of the device "
                 "holds those of one: serve it with device='cpu'"
             )
+        if any(layer.new_state is not None for layer in parts.layers):
+            raise ModelError(
+                "layers that carry a state are not run on a device yet: serve it with device='cpu'"
+            )
         self._spare = spare
         self.pages = Pages(parts.num_kv_layers, num_pages, page_size, self.kernels, spare)
         self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels)

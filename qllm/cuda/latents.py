@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.discover import source_digest
+from qllm.models.digests import source_digest
 from qllm.models.fingerprints import EXPANSION
 from qllm.models.heard import is_heard
 

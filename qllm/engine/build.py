@@ -14,6 +14,8 @@ from qllm.cuda.streams import StreamApi
 from qllm.engine.coming import LoadingIngress
 from qllm.engine.costs import Costs
 from qllm.engine.grammars import GrammarIngress
+from qllm.engine.handed import HandedIngress
+from qllm.engine.handover import HandOver, Pull, handover_of
 from qllm.engine.holding import Inbox
 from qllm.engine.kept import KeptPages
 from qllm.engine.kv_identity import weights_digest
@@ -28,8 +30,9 @@ from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.loader import LoadedModel
-from qllm.models.quantised_experts import weight_bytes
+from qllm.models.quantised_linears import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
+from qllm.plan import ModelShape
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
@@ -189,7 +192,7 @@ class LoadedRunner:
     @property
     def max_total_tokens(self) -> int:
         """Longest request, prompt and answer."""
-        return min(self.config.max_kv_tokens, self.info.shape.max_position)
+        return self.info.shape.longest(self.config.max_kv_tokens)
 
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
@@ -258,6 +261,7 @@ class EngineCore(LoadedRunner):
         now_ns: The engine's clock.
         threads: Threads torch computes with; None leaves torch's choice.
         decided: See `EngineLoop`.
+        pull: Fetches KV of other engines.
 
     Raises:
         ConfigError: A setting that the device does not have.
@@ -275,9 +279,11 @@ class EngineCore(LoadedRunner):
         now_ns: Callable[[], int],
         threads: int | None,
         decided: Callable[[int, int], None] | None = None,
+        pull: Pull | None = None,
     ) -> None:
+        self.handover: HandOver | None = None
         weights = ""
-        if config.kv_dir is not None:  # now, since the runner packs them
+        if config.kv_dir is not None or config.handover_gib:  # now, since the runner packs them
             with torch_threads(threads):
                 weights = weights_digest(loaded.model)
         super().__init__(loaded, policy, config, threads)
@@ -288,11 +294,13 @@ class EngineCore(LoadedRunner):
             )
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
+            _refuse_too_little_kv(config, shape)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             costs = Costs(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
-            self.loading = LoadingIngress(self.grammars, prefix)
+            self.handed = HandedIngress(self.grammars, costs)
+            self.loading = LoadingIngress(self.handed, prefix, self.handed.has_kv)
             self.loop = EngineLoop(
                 self.loading,
                 decider,
@@ -305,6 +313,11 @@ class EngineCore(LoadedRunner):
                 prefix=prefix,
                 costs=costs,
             )
+            if config.handover_gib:
+                self.handover = handover_of(
+                    self.loop, self.runner, config, weights, ingress.put, pull
+                )
+                self.handed.handover = self.loop.newcomers = self.handover
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:
                 kept.close()
@@ -322,6 +335,8 @@ class EngineCore(LoadedRunner):
         text = None if crash is None else crash_text(crash)
         open_ids = dict.fromkeys(open_requests)
         self.grammars.close()
+        if self.handover is not None:
+            self.handover.close()
         left = (*self.loop.pending, *self.loop.ingress.drain(), *self.held)
         for item in left:
             if isinstance(item, Call):
@@ -353,16 +368,27 @@ class EngineCore(LoadedRunner):
                 "restarts": loop.revising.num_restarts,
             },
             "prefix_cache": self._prefix_stats(),
+            "states": self._state_stats(),
             "swap": {
                 "out_tokens": loop.effects.tokens_out,
                 "in_tokens": loop.effects.tokens_in,
                 "blocks_used": loop.scheduler.swap.num_used,
             },
+            "handover": {} if self.handover is None else self.handover.stats(),
         }
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
         """What is new since an entry of the timeline (`Watch.look`). Callable from any thread."""
         return self._watch.look(since, whole)
+
+    def _state_stats(self) -> dict[str, int]:
+        """What layers that carry a state take; zeros where none does."""
+        requests = list(self.runner.requests.values())
+        return {
+            "bytes_per_request": 2 * self.runner.state_bytes,
+            "tokens_per_request": self.runner.shape.state_tokens,
+            "held_bytes": sum(request.kv.states.num_bytes for request in requests),
+        }
 
     def _prefix_stats(self) -> dict[str, Any]:
         prefix = self.loop.prefix
@@ -377,6 +403,8 @@ class EngineCore(LoadedRunner):
 
     def delete_kv(self, tag: bytes) -> int:
         """Delete the kept KV of an owner or a salt. Called on the loop's thread."""
+        if self.handover is not None:
+            self.handover.outbox.delete(tag)
         return 0 if self.loop.prefix is None else self.loop.prefix.delete(tag)
 
     def settle_file(self) -> None:
@@ -386,6 +414,16 @@ class EngineCore(LoadedRunner):
             QllmError: It cannot be deleted there, or not in time.
         """
         self.kept.settle()
+
+
+def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
+    if shape.state_tokens and shape.longest(config.num_blocks * config.block_size) < 2:
+        least = shape.state_tokens + config.block_size + 1
+        raise ConfigError(
+            f"max_kv_tokens={config.max_kv_tokens} has no room for one request: layers carry a "
+            f"state, and those of a request take as much memory as the KV of {shape.state_tokens} "
+            f"tokens; give at least {least}, and as much for each request that is to run at once"
+        )
 
 
 def crash_text(crash: BaseException) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from qllm.engine.costs import COST_LEVELS, Costs
 from qllm.ingress.inproc import StopWord
-from qllm.plan import ANY_ARRIVAL, Plan, Row
+from qllm.plan import ANY_ARRIVAL, ModelShape, Plan, Row
 from qllm.policy import CostTable
 from qllm.runner.protocol import Runner
 from qllm.scheduler.blocks import BlockTables
@@ -30,9 +30,10 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
     costs, stop = Costs(), StopWord(now_ns)  # nobody lowers it
     prompt = max(1, min(PROMPT, limits.max_step_tokens))
     sizes = [1 << level for level in range(COST_LEVELS) if 1 << level <= limits.max_num_seqs]
-    while len(sizes) > 1 and _blocks(sizes, prompt, limits.block_size) > limits.num_blocks:
+    room, each = limits.num_blocks, limits.block_size
+    while len(sizes) > 1 and _blocks(sizes, prompt, runner.shape, each) > room:
         sizes.pop()
-    frame_id, tables = FrameId(1 << 40), BlockTables(limits.num_blocks, limits.block_size)
+    frame_id, tables = FrameId(1 << 40), BlockTables(room, each, runner.shape)
 
     def run(rows: list[Row]) -> None:
         nonlocal frame_id
@@ -59,10 +60,10 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
     return costs.table()
 
 
-def _blocks(sizes: list[int], prompt: int, block_size: int) -> int:
+def _blocks(sizes: list[int], prompt: int, shape: ModelShape, block_size: int) -> int:
     """KV blocks of requests of which the first take part in the decodes of every size."""
     rounds = [ROUNDS * sum(size > i for size in sizes) for i in range(sizes[-1])]
-    return sum(-(-(prompt + tokens) // block_size) for tokens in rounds)
+    return sum(shape.blocks_for(prompt + tokens, block_size) for tokens in rounds)
 
 
 def _program(runner: Runner, limits: Limits, frame_id: FrameId, rows: list[Row]) -> Program:

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from qllm.engine import archive
 from qllm.engine.holding import Held, HoldingIngress
-from qllm.engine.loop import EngineLoop, Live
+from qllm.engine.live import Live
+from qllm.engine.loop import EngineLoop
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission, Update
 from qllm.ingress.admission import refusal
@@ -325,7 +326,7 @@ def _submission(
         num_output_tokens=num_output_tokens,
     )
     limits = loop.scheduler.limits
-    refused = refusal(item, runner.shape, limits.num_blocks * limits.block_size)
+    refused = refusal(item, runner.shape, limits.max_kv_tokens)
     if refused is not None:
         raise CheckpointError(f"request {meta['name']!r}: {refused}; raise max_kv_tokens")
     return item

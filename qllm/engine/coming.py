@@ -1,8 +1,12 @@
 """Requests whose KV lies in a file arrive at the scheduler once it is loaded, or is late."""
 
+from collections.abc import Callable
+
 from qllm.engine.holding import HoldingIngress, Inbox
-from qllm.engine.prefix import PrefixCache, Staged
+from qllm.engine.prefix import PrefixCache
+from qllm.engine.prefix_users import Staged
 from qllm.ingress import Submission
+from qllm.types import RequestId
 
 
 class LoadingIngress(HoldingIngress[Staged]):
@@ -11,18 +15,26 @@ class LoadingIngress(HoldingIngress[Staged]):
     Args:
         inner: The transport.
         prefix: The prefix cache, or None: then nothing is held back.
+        has_kv: Whether a request comes with KV, and needs no pages.
     """
 
-    def __init__(self, inner: Inbox, prefix: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        inner: Inbox,
+        prefix: PrefixCache | None,
+        has_kv: Callable[[RequestId], bool] = lambda _: False,
+    ) -> None:
         super().__init__(inner)
-        self._prefix = prefix
+        self._prefix, self._has_kv = prefix, has_kv
 
     def _begin(self) -> None:
         if self._prefix is not None:
             self._prefix.turn()
 
     def _hold(self, item: Submission) -> Staged | None:
-        return None if self._prefix is None else self._prefix.coming(item)
+        if self._prefix is None or self._has_kv(item.request_id):
+            return None
+        return self._prefix.coming(item)
 
     def _is_ready(self, item: Submission, wanted: Staged) -> bool:
         assert self._prefix is not None

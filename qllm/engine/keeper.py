@@ -4,7 +4,7 @@ A page is a copy, in main memory, of the KV of some tokens in every layer. What 
 bytes are there, is its maker's business: tensors on a CPU, a place in page-locked memory on a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from qllm.types import RequestId
@@ -45,6 +45,18 @@ class Keeper(Protocol):
 
     def copy_in(self, request_id: RequestId, lo: int, hi: int, page: Any) -> None:
         """Give a request KV of its tokens [lo, hi), which are its first not committed."""
+        ...
+
+    def mark(self, request_id: RequestId, positions: frozenset[int]) -> None:
+        """Have passes of a request leave its states at these positions, for `lend`."""
+        ...
+
+    def lend(self, request_id: RequestId, position: int) -> Mapping[int, Any] | None:
+        """The states of a request at a committed position, by layer; None if it has none there."""
+        ...
+
+    def borrow(self, request_id: RequestId, position: int, states: Mapping[int, Any]) -> None:
+        """Let a request, whose KV ends at a position, go on from states that `lend` gave."""
         ...
 
     def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:

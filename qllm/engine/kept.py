@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.engine.costs import Costs
 from qllm.engine.holding import Inbox
+from qllm.engine.kept_states import KeptStates
 from qllm.engine.kv_file import KvFile, Layout, Lock, num_slots_in, open_file
 from qllm.engine.kv_identity import layout_of, software
 from qllm.engine.mover import CLOSE_S, Mover
-from qllm.engine.pages import KvPages, why_not
+from qllm.engine.pages import STATES_IN_FILE, KvPages, num_states, why_not
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.tier import FileTier, Kept
 from qllm.errors import ConfigError, QllmError
@@ -68,11 +69,13 @@ class KeptPages:
             if config.kv_dir is not None:
                 raise ConfigError(f"kv_dir={config.kv_dir!r} needs the prefix cache: {reason}")
             return None
+        if runner.state_bytes and config.kv_dir is not None:
+            raise ConfigError(f"kv_dir={config.kv_dir!r} is not possible: {STATES_IN_FILE}")
         page_size = config.page_size
         keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
         self._store = store = PageStore[Any](config.prefix_cache_tokens // page_size, keep_ls_ns)
         decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
-        dtype = runner.parts.lm_head.weight.dtype
+        dtype = runner.parts.like.dtype
         identity = repr((*decides, config.exactness, str(dtype), page_size))
         segment_ms = config.max_segment_ms
         copy_bytes = (
@@ -82,10 +85,14 @@ class KeptPages:
             layout = layout_of(runner, page_size)
             self._open(Path(config.kv_dir), layout, identity, keep_ls_ns, page_size)
         ttl_ns = None if config.kv_ttl_s is None else int(config.kv_ttl_s * NS_PER_S)
+        pages, now_ns = KvPages(runner, page_size), self._now_ns
+        states = None
+        if runner.state_bytes:
+            kept = PageStore[Mapping[int, Any]](num_states(config, runner), keep_ls_ns)
+            states = KeptStates(pages, kept, page_size, runner.state_bytes, now_ns)
         return PrefixCache(
-            KvPages(runner, page_size), identity, store, page_size, decider.found, self._now_ns,
-            copy_bytes, self._tier, ttl_ns,
-            decider.name_pages if runner.backend.shares_blocks else None,
+            pages, identity, store, page_size, decider.found, now_ns, copy_bytes, self._tier,
+            ttl_ns, decider.name_pages if runner.backend.shares_blocks else None, states,
         )  # fmt: skip
 
     def _open(

@@ -1,6 +1,5 @@
 """What decides the bits of kept KV beside its tokens: what the header of a KV file says."""
 
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from importlib.metadata import version
@@ -11,7 +10,9 @@ from torch import nn
 
 from qllm import kernels
 from qllm.engine.kv_file import Layout
-from qllm.models.quantised_experts import all_quantised
+from qllm.models.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.quantised_linears import QuantisedLinear, all_linears
+from qllm.models.quantised_weights import checksum
 from qllm.runner.layers.native import NativeDriver
 from qllm.runner.runner import TorchRunner
 
@@ -23,7 +24,7 @@ def layout_of(runner: TorchRunner, page_size: int) -> Layout:
     assert driver.whole is not None
     heads, key, value = driver.whole.slab
     layers = len(runner.backend.drivers)
-    dtype = runner.parts.lm_head.weight.dtype
+    dtype = runner.parts.like.dtype
     return Layout((layers, heads, page_size, key), (layers, heads, page_size, value), dtype)
 
 
@@ -40,18 +41,19 @@ def software() -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Digest of every byte of a model's weights, as they lie in memory, and of their formats.
+    """Digest of every byte of a model's weights and buffers, and of their formats.
 
-    Raises:
-        ModelError: Quantised experts were packed by an engine before.
+    Buffers decide bits too: corrections of routers, angles of rotations.
     """
-    plain = [weight for weight in model.parameters() if weight.device.type != "meta"]
+    plain = [weight.detach() for weight in model.parameters() if weight.device.type != "meta"]
+    buffers = dict(model.named_buffers())
+    quantised = {**all_quantised(model), **all_linears(model)}
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        sums: list[object] = list(pool.map(_sum, plain))
-    sums += [(name, experts.digest()) for name, experts in all_quantised(model).items()]
+        sums: list[object] = list(pool.map(checksum, plain))
+        sums += zip(buffers, pool.map(checksum, buffers.values()), strict=True)
+        sums += zip(quantised, pool.map(_digest, quantised.values()), strict=True)
     return blake2b(repr(sums).encode(), digest_size=16).hexdigest()
 
 
-def _sum(weight: torch.Tensor) -> int:
-    flat = weight.detach().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+def _digest(held: QuantisedExperts | QuantisedLinear) -> str:
+    return held.digest()

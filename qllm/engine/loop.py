@@ -8,14 +8,15 @@ take what arrived -> decide -> effects -> run a program until its end or a bound
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any
 
 from qllm.engine.costs import Costs
 from qllm.engine.effects import Effects
+from qllm.engine.live import Live, request_of
 from qllm.engine.prefix import PrefixCache
-from qllm.engine.protocol import Deciding, Sink
+from qllm.engine.protocol import Deciding, Newcomers, Sink
 from qllm.engine.revising import Revising, why
-from qllm.errors import PolicyError
+from qllm.errors import PolicyError, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.record import trace
@@ -28,13 +29,6 @@ from qllm.types import FinishReason, Grain, Priority, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
 """Errors of the policy that are kept for statistics: the latest."""
-
-
-class Live(NamedTuple):
-    """What the loop keeps of a request beside the scheduler's counters."""
-
-    submission: Submission
-    request: Request
 
 
 class EngineLoop:
@@ -85,6 +79,8 @@ class EngineLoop:
         self.effects = Effects(runner, prefix, self._emit, now_ns)
         self.revising = Revising(scheduler, runner, self.effects, prefix, self._emit, now_ns)
         self.costs = Costs() if costs is None else costs
+        self.newcomers: Newcomers | None = None
+        """Asked for the KV that a request brings from another engine."""
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
         """A heap of when requests time out, of those that have ended too."""
@@ -141,7 +137,7 @@ class EngineLoop:
         """End every request with `cancelled` and stop serving. Called on the loop's thread."""
         self.closing = True
         for request_id in list(self.live):
-            self._finish(request_id, FinishReason.CANCELLED)
+            self.finish(request_id, FinishReason.CANCELLED)
         self._emit(trace.EngineClosed(at_ns=self.now_ns()))
 
     def take(self) -> None:
@@ -154,7 +150,7 @@ class EngineLoop:
             elif isinstance(item, Revision):
                 self._revise(item)
             elif isinstance(item, Cancel):
-                self._finish(item.request_id, item.reason)
+                self.finish(item.request_id, item.reason)
             elif isinstance(item, Update):
                 self._update(item)
             else:
@@ -162,7 +158,7 @@ class EngineLoop:
 
     def _take_in(self, item: Submission) -> None:
         """Admit a request, or end it: whatever is in it, the loop goes on."""
-        text = refusal(item, self.runner.shape, self.most_tokens)
+        text = refusal(item, self.runner.shape, self.scheduler.limits.max_kv_tokens)
         try:
             if text is None:
                 self.admit(item)
@@ -172,7 +168,7 @@ class EngineLoop:
             self._raise_fault(error)
             text = f"{type(error).__name__}: {error}"
         if item.request_id in self.live:
-            self._finish(item.request_id, FinishReason.ERROR, text)
+            self.finish(item.request_id, FinishReason.ERROR, text)
         else:
             self.end(item.request_id, FinishReason.ERROR, text)
 
@@ -187,7 +183,7 @@ class EngineLoop:
             self.revising.apply(whole, live.request, item, self.record is not None)
         except Exception as error:  # noqa: BLE001 - fails this request, not the engine
             self._raise_fault(error)
-            self._finish(item.request_id, FinishReason.ERROR, why(error))
+            self.finish(item.request_id, FinishReason.ERROR, why(error))
 
     def _update(self, item: Update) -> None:
         """Another class for a request, a pause, or its end; nothing if it has ended."""
@@ -219,22 +215,18 @@ class EngineLoop:
     def admit(self, item: Submission) -> Request:
         """Start to know a request."""
         self.meet(item)
-        request = Request(
-            request_id=item.request_id,
-            priority=item.priority,
-            arrival_ns=item.arrival_ns,
-            num_prompt_tokens=item.num_prompt_tokens,
-            num_tokens=len(item.token_ids),
-            max_tokens=item.max_tokens,
-            slo=item.slo,
-            is_open=item.is_open,
-        )
+        request = request_of(item)
         most = self.most_tokens if item.is_open else request.max_total_tokens
         self.runner.add(
             item.request_id, item.token_ids, item.sampling, item.num_prompt_tokens, most
         )
         self._know(item, request)
-        self.scheduler.add(request, self.now_ns())
+        now = self.now_ns()
+        if self.newcomers is not None and self.newcomers.enter(item, request):
+            found = request.num_computed_tokens
+            self._emit(trace.Reused(at_ns=now, request_id=item.request_id, num_tokens=found))
+        else:
+            self.scheduler.add(request, now)
         if self.prefix is not None:
             self.prefix.add(item, request)
         return request
@@ -249,7 +241,7 @@ class EngineLoop:
         """Undo `restored`, or what came before it, of a checkpoint that was not whole."""
         text = "its checkpoint is not whole"
         if request_id in self.live:
-            self._finish(request_id, FinishReason.ERROR, text)
+            self.finish(request_id, FinishReason.ERROR, text)
         else:
             self.runner.remove(request_id)
             self.end(request_id, FinishReason.ERROR, text)
@@ -294,7 +286,7 @@ class EngineLoop:
 
     def _expire(self, now: int) -> None:
         while (expiry_ns := self._next_expiry_ns()) is not None and expiry_ns <= now:
-            self._finish(self._expiries[0][1], FinishReason.TIMEOUT)
+            self.finish(self._expiries[0][1], FinishReason.TIMEOUT)
 
     def _next_expiry_ns(self) -> int | None:
         expiries = self._expiries
@@ -400,7 +392,7 @@ class EngineLoop:
         if live is None:
             return
         if sampled.error is not None:
-            self._finish(sampled.request_id, FinishReason.ERROR, sampled.error)
+            self.finish(sampled.request_id, FinishReason.ERROR, sampled.error)
             return
         logprob = sampled.logprobs.chosen if sampled.logprobs else None
         self._emit(
@@ -415,12 +407,12 @@ class EngineLoop:
             stopped = self.sink.on_token(sampled, at_ns)
         except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the engine
             text = f"{type(error).__name__}: {error}"
-            self._finish(sampled.request_id, FinishReason.ERROR, text)
+            self.finish(sampled.request_id, FinishReason.ERROR, text)
             return
         if stopped or sampled.token_id in live.submission.stop_ids:
-            self._finish(sampled.request_id, FinishReason.STOP)
+            self.finish(sampled.request_id, FinishReason.STOP)
         elif live.request.num_output_tokens >= live.request.max_tokens:
-            self._finish(sampled.request_id, FinishReason.LENGTH)
+            self.finish(sampled.request_id, FinishReason.LENGTH)
 
     def _raise_fault(self, error: Exception) -> None:
         """End the engine if its device is lost: no later program could run.
@@ -450,7 +442,7 @@ class EngineLoop:
             self.effects.apply(effect, reason="error")
         text = f"{type(error).__name__}: {error}"
         for request in hopeless:
-            self._finish(request.request_id, FinishReason.ERROR, text)
+            self.finish(request.request_id, FinishReason.ERROR, text)
 
     def _policy_broke(self, error: PolicyError) -> None:
         """End the requests to blame; if there is a fallback, it takes over a broken policy."""
@@ -461,13 +453,11 @@ class EngineLoop:
             self.scheduler.policy = self.fallback
             return
         for request_id in found.request_ids:
-            self._finish(request_id, FinishReason.ERROR, str(error))
+            self.finish(request_id, FinishReason.ERROR, str(error))
 
     # -- ends
 
-    def _finish(
-        self, request_id: RequestId, reason: FinishReason, error: str | None = None
-    ) -> None:
+    def finish(self, request_id: RequestId, reason: FinishReason, error: str | None = None) -> None:
         live = self.live.pop(request_id, None)
         if live is None:
             return
@@ -477,7 +467,8 @@ class EngineLoop:
         if self.prefix is not None:
             self.prefix.remove(request_id)
         self.runner.remove(request_id)
-        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
+        said = without_ticket(error)
+        finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=said)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
 
     def _emit(self, event: trace.Event) -> RequestMetrics | None:
@@ -496,5 +487,4 @@ class EngineLoop:
     @property
     def most_tokens(self) -> int:
         """Longest sequence that is served."""
-        limits = self.scheduler.limits
-        return min(limits.num_blocks * limits.block_size, self.runner.shape.max_position)
+        return self.runner.shape.longest(self.scheduler.limits.max_kv_tokens)

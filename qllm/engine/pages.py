@@ -1,6 +1,6 @@
 """Whether an engine has a prefix cache, and how the pages of a runner are copied."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,16 +67,37 @@ class KvPages:
             with torch.inference_mode():
                 kv.copy_in(lo, page)
 
+    def mark(self, request_id: RequestId, positions: frozenset[int]) -> None:
+        """See `States.marks`."""
+        self._runner.requests[request_id].kv.states.marks = positions
+
+    def lend(self, request_id: RequestId, position: int) -> dict[int, Any] | None:
+        """See `States.lend`."""
+        return self._runner.requests[request_id].kv.states.lend(position)
+
+    def borrow(self, request_id: RequestId, position: int, states: Mapping[int, Any]) -> None:
+        """See `States.borrow`."""
+        kv = self._runner.requests[request_id].kv
+        if kv.committed == position:
+            kv.states.borrow(position, states)
+
     def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
         """See `Switch.regime`."""
         switch = self._runner.rope.switch
         return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
 
 
-STATES = "layers carry a state, which is no KV of tokens: a request can only go on where its own is"
+STATES_IN_FILE = "layers carry a state, and the file holds pages of keys and values alone"
+STATES_ON_DEVICE = "layers carry a state, and those are kept on a CPU alone"
 
 
+STATES_GROW = "what its layers keep beside keys and values grows with every token"
 SHAPES = "the keys and values of its layers have different shapes, and a page holds those of one"
+
+
+def num_states(config: EngineConfig, runner: TorchRunner) -> int:
+    """How many states of whole requests the prefix cache keeps."""
+    return int(config.prefix_states_gib * (1 << 30)) // runner.state_bytes
 
 
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
@@ -88,8 +109,16 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     asked = config.prefix_cache
     if asked is False:
         return "prefix_cache=False"
-    if any(layer.new_state is not None for layer in runner.parts.layers):
-        reason, allowed = STATES, "use 'auto' or False"
+    if runner.parts.around is not None:
+        reason, allowed = STATES_GROW, "use 'auto' or False"
+    elif runner.parts.has_states and runner.parts.like.device.type != "cpu":
+        reason, allowed = STATES_ON_DEVICE, "use 'auto' or False"
+    elif runner.state_bytes and not num_states(config, runner):
+        reason = (
+            f"states of a request take {runner.state_bytes} bytes, and "
+            f"prefix_states_gib={config.prefix_states_gib} has no room for that"
+        )
+        allowed = "raise prefix_states_gib, or use 'auto' or False"
     elif len(kv_shapes(runner.parts.attentions)) > 1:
         reason, allowed = SHAPES, "use 'auto' or False"
     else:

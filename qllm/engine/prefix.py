@@ -13,11 +13,12 @@ Pages that lie in a file alone are loaded before their request arrives at the sc
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from qllm.engine.keeper import Keeper, LoadTarget
+from qllm.engine.keeper import Keeper
+from qllm.engine.kept_states import KeptStates
+from qllm.engine.prefix_users import Staged, User
 from qllm.engine.tier import FileTier, Load
 from qllm.errors import InvariantError
 from qllm.ingress import Submission
@@ -33,47 +34,6 @@ POLL_NS = 5 * NS_PER_MS
 """How often an idle loop looks at pages on their way to or from the file."""
 TTL_NS = NS_PER_S // 10
 """An idle loop looks for KV that is too old not more often."""
-
-
-class Staged(NamedTuple):
-    """A request that has not arrived yet, and its KV so far."""
-
-    load: Load
-    target: LoadTarget
-
-
-@dataclass(slots=True)
-class _User:
-    """What the cache keeps of a live request."""
-
-    request: Request
-    submission: Submission
-    chain: Chain
-    is_be: bool
-    """Its class is worse than LS."""
-    staged: "Staged | None" = None
-    """Its first pages were loaded into KV that will be its own."""
-    pinned: Sequence[Name] = ()
-    """Pages after those, found and not copied yet."""
-    num_kept: int = 0
-    """Pages of it that were offered to the store."""
-    is_deleted: bool = False
-    """Its owner had all kept KV deleted: nothing more of it is kept."""
-
-    @property
-    def num_staged(self) -> int:
-        """Pages that were loaded for it."""
-        return 0 if self.staged is None else self.staged.load.num_ready
-
-    @property
-    def has_kv(self) -> bool:
-        """Whether it has blocks, or is swapped out: then what it has found stays as it is."""
-        return self.request.is_admitted or self.request.num_swapped_tokens > 0
-
-    def until_ns(self, now_ns: int) -> int:
-        """Until when it asks to keep pages that it uses now; 0 if it does not."""
-        ttl_s = self.submission.cache_ttl_s
-        return 0 if ttl_s is None else now_ns + int(ttl_s * NS_PER_S)
 
 
 class PrefixCache:
@@ -96,6 +56,7 @@ class PrefixCache:
         ttl_ns: KV that nobody has used for so long is deleted; None keeps it.
         named: Told the first pages of a request's blocks, and their size: others may take the
             blocks by reference. None where every request has a copy.
+        states: Kept beside the pages of a model whose layers carry them, or None.
     """
 
     def __init__(
@@ -110,13 +71,15 @@ class PrefixCache:
         tier: FileTier | None = None,
         ttl_ns: int | None = None,
         named: Callable[[RequestId, Sequence[Name], int], None] | None = None,
+        states: KeptStates | None = None,
     ) -> None:
+        self.states = states
         self.store, self.page_size, self.tier = store, page_size, tier
         self._ttl_ns = ttl_ns
         self._copy_bytes = copy_bytes
         self._runner, self._identity = runner, identity
         self._told, self._named, self.now_ns = found, named, now_ns
-        self._users: dict[RequestId, _User] = {}
+        self._users: dict[RequestId, User] = {}
         self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
         """Those that hold no KV and may read, LS and others, oldest first."""
         self._seen = store.generation
@@ -136,16 +99,15 @@ class PrefixCache:
             return self.store.capacity
         return max(1, self._copy_bytes // self._page_bytes) if self._page_bytes else 1
 
-    def _chain(self, item: Submission, ids: Sequence[int]) -> Chain:
+    def chain(self, item: Submission, ids: Sequence[int]) -> Chain:
+        """The names of the pages of a request that has these tokens."""
         regime = self._runner.kv_regime(item.num_prompt_tokens, len(ids))
         root = (self._identity.encode(), regime.encode(), item.cache_salt)
         return Chain(ids, self.page_size, root)
 
     def add(self, item: Submission, request: Request) -> None:
         """A request arrived; the scheduler knows it."""
-        user = _User(
-            request, item, self._chain(item, item.token_ids), request.priority > Priority.LS
-        )
+        user = User(request, item, self.chain(item, item.token_ids), request.priority > Priority.LS)
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
@@ -159,10 +121,12 @@ class PrefixCache:
         if user is not None:
             self._begin_again(user, user.chain.token_ids)
 
-    def _begin_again(self, user: _User, token_ids: Sequence[int]) -> None:
+    def _begin_again(self, user: User, token_ids: Sequence[int]) -> None:
         self._unpin(user)
+        if self.states is not None:
+            self.states.forget(user)
         user.staged = None
-        user.chain = self._chain(user.submission, token_ids)
+        user.chain = self.chain(user.submission, token_ids)
         user.num_kept = 0
         self._wait(user.request.request_id)
 
@@ -174,7 +138,8 @@ class PrefixCache:
         user.submission = item
         if user.has_kv:
             user.num_kept = min(user.num_kept, num_kept // self.page_size)
-            user.chain = self._chain(item, item.token_ids).following(user.chain, num_kept)
+            user.chain = self.chain(item, item.token_ids).following(user.chain, num_kept)
+            self._mark(user)
         else:
             self._waiting[user.is_be].pop(request_id, None)
             self._begin_again(user, item.token_ids)
@@ -186,6 +151,8 @@ class PrefixCache:
         user = self._users.pop(request_id, None)
         if user is not None:
             self._unpin(user)
+            if self.states is not None:
+                self.states.forget(user)
 
     def updated(self, request_id: RequestId) -> None:
         """A request has another class, is paused, or goes on."""
@@ -202,7 +169,7 @@ class PrefixCache:
             self._unpin(user)
             self._found(user, user.num_staged)
 
-    def _reclass(self, user: _User) -> None:
+    def _reclass(self, user: User) -> None:
         request_id = user.request.request_id
         if (is_be := user.request.priority > Priority.LS) is user.is_be:
             return
@@ -212,8 +179,10 @@ class PrefixCache:
             self._waiting[is_be][request_id] = None
         user.is_be = is_be
 
-    def _unpin(self, user: _User) -> None:
+    def _unpin(self, user: User) -> None:
         self.store.unpin(user.pinned)
+        if self.states is not None:
+            self.states.unpin(user)
         if user.is_be:
             self._num_be_pages -= len(user.pinned)
             self._seen = -1  # there is room for others to find more
@@ -236,7 +205,7 @@ class PrefixCache:
                 for user in list(islice(able, MOST_SOUGHT)):
                     self._seek(user)
 
-    def _seek(self, user: _User) -> None:
+    def _seek(self, user: User) -> None:
         request = user.request
         if request.is_paused or user.has_kv:
             return
@@ -244,16 +213,20 @@ class PrefixCache:
         first = user.num_staged
         before = first + len(user.pinned)
         count = self.store.find(names, before)
-        if user.is_be:
+        if user.is_be and not (self.states is not None and self._num_be_pages == 0):
             count = min(count, before + max(0, self._most_pages - self._num_be_pages))
+        if self.states is not None:  # states cannot be found piece by piece
+            count = max(before, self.states.reach(names[:count]))
         if count > before:
+            if self.states is not None:
+                self.states.pin(user, names[count - 1])
             self._num_be_pages += (count - before) * user.is_be
             self.store.pin(names[before:count])
             user.pinned = names[first:count]
         if count > request.num_found_tokens // self.page_size:
             self._found(user, count)
 
-    def _found(self, user: _User, num_pages: int) -> None:
+    def _found(self, user: User, num_pages: int) -> None:
         num_tokens = num_pages * self.page_size
         pages = user.chain.upto(num_tokens) if self._named is not None else ()
         self._told(user.request.request_id, num_tokens, pages)
@@ -279,6 +252,9 @@ class PrefixCache:
                 self._runner.copy_in(request_id, i * size, (i + 1) * size, self.store.read(name))
         names = user.chain.upto((first + len(user.pinned)) * size)
         self._name(user, names)
+        if self.states is not None:
+            self.states.give(user, len(names))
+        self._mark(user)
         del waiting[request_id]
         self._unpin(user)
         priority, now = user.request.priority, self.now_ns()
@@ -293,7 +269,13 @@ class PrefixCache:
         counts.hits += len(names) * size
         return len(names) * size
 
-    def _refer(self, user: _User, table: Sequence[int]) -> int:
+    def _mark(self, user: User) -> None:
+        """Have a request that has its KV leave states on its way."""
+        if self.states is not None:
+            names = user.chain.usable(user.request.num_prompt_tokens)
+            self.states.mark(user, self.store.find(names))
+
+    def _refer(self, user: User, table: Sequence[int]) -> int:
         """Tokens of a request that lie in blocks which it took by reference."""
         if self._named is None:
             return 0
@@ -302,7 +284,7 @@ class PrefixCache:
         self._num_shared_tokens += num_tokens
         return num_tokens
 
-    def _name(self, user: _User, names: Sequence[Name]) -> None:
+    def _name(self, user: User, names: Sequence[Name]) -> None:
         if self._named is not None:
             self._named(user.request.request_id, names, self.page_size)
 
@@ -311,6 +293,8 @@ class PrefixCache:
         user = self._users.get(request_id)
         if user is None or user.is_deleted:
             return
+        if self.states is not None:
+            self.states.keep(user)
         if user.request.num_computed_tokens // self.page_size <= user.num_kept:
             return
         store, tier, now = self.store, self.tier, self.now_ns()
@@ -325,7 +309,7 @@ class PrefixCache:
                 tier.offer(name, priority <= Priority.LS)
             tier.touch(names, priority, now, until)
 
-    def _keep_pages(self, user: _User, names: Sequence[Name], now: int) -> tuple[list[Name], int]:
+    def _keep_pages(self, user: User, names: Sequence[Name], now: int) -> tuple[list[Name], int]:
         """Keep pages of a request; return those that are here, pinned, and how many are done."""
         here: list[Name] = []
         for i, name in enumerate(names):
@@ -343,7 +327,7 @@ class PrefixCache:
             here.append(name)
         return here, len(names)
 
-    def _keep_page(self, user: _User, i: int, name: Name, now: int) -> bool:
+    def _keep_page(self, user: User, i: int, name: Name, now: int) -> bool:
         """Keep one page more of a request; False if there is no room for it."""
         store, size, tier = self.store, self.page_size, self.tier
         request, tag = user.request, tag_of(user.submission.cache_salt)
@@ -379,10 +363,15 @@ class PrefixCache:
             self.tier.turn(self.store, now)
         if self._ttl_ns is not None:
             before = now - self._ttl_ns
-            for name in self.store.unused_since(before):
-                self.store.drop(name)
+            for store in self._stores:
+                for name in store.unused_since(before):
+                    store.drop(name)
             if self.tier is not None:
                 self.tier.expire(before)
+
+    @property
+    def _stores(self) -> list[PageStore[Any]]:
+        return [self.store, *([] if self.states is None else [self.states.store])]
 
     def _pace(self) -> None:
         """Have the file leave the machine to LS requests, if there are any that go on."""
@@ -398,7 +387,7 @@ class PrefixCache:
             return now + POLL_NS
         if self._ttl_ns is None:
             return None
-        stores = [self.store] if self.tier is None else [self.store, self.tier.index]
+        stores = [*self._stores, *([] if self.tier is None else [self.tier.index])]
         used = [ns for ns in (store.oldest_use_ns for store in stores) if ns is not None]
         return max(now + TTL_NS, min(used) + self._ttl_ns) if used else None
 
@@ -406,7 +395,7 @@ class PrefixCache:
         """Start to load what a request needs of the file; None if it need not wait for it."""
         if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
             return None
-        names = self._chain(item, item.token_ids).usable(item.num_prompt_tokens)
+        names = self.chain(item, item.token_ids).usable(item.num_prompt_tokens)
         used = [user.num_staged for user in self._users.values() if not user.request.is_admitted]
         room = self.store.capacity - self.tier.num_coming - sum(used)
         target = self._runner.load_target(item.num_prompt_tokens + item.max_tokens)
@@ -457,14 +446,16 @@ class PrefixCache:
                 self._found(user, 0)
         num_in_file = 0 if self.tier is None else self.tier.delete(tag, self.store)
         names = self.store.tagged(tag)
-        for name in names:
-            self.store.drop(name)
+        for store in self._stores:
+            for name in store.tagged(tag):
+                store.drop(name)
         return max(len(names), num_in_file)
 
     def reset(self) -> None:
         """Forget all pages; requests that found some and wait compute theirs."""
         self._let_go(b"")
-        self.store.reset()
+        for store in self._stores:
+            store.reset()
         if self.tier is not None:
             self.tier.erase_all()
 
@@ -480,6 +471,7 @@ class PrefixCache:
             "kept_tokens": len(self.store) * self.page_size,
             "kept_bytes": len(self.store) * self._page_bytes,
             "max_tokens": self.store.capacity * self.page_size,
+            **({} if self.states is None else self.states.stats()),
         }
 
     def check(self) -> None:
@@ -493,6 +485,8 @@ class PrefixCache:
         if found != self._num_be_pages:
             raise InvariantError(f"BE requests found {found} pages, not {self._num_be_pages}")
         pinned = chain.from_iterable(user.pinned for user in users)
+        if self.states is not None:
+            self.states.check(users)
         if self.tier is not None:
             self.tier.check()
             pinned = chain(pinned, self.tier.pins())

@@ -25,13 +25,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
-from qllm.engine.build import crash_text
+from qllm.engine.build import crash_text, torch_threads
+from qllm.engine.kv_identity import software, weights_digest
+from qllm.engine.own_threads import set_own_torch_threads
+from qllm.engine.pulling import Puller, give
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.errors import ConfigError, EngineClosedError, QllmError
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
-from qllm.ingress.messages import EngineCard, Hello, Restored, Start
+from qllm.ingress.messages import EngineCard, Hello, Restored, Source, Start
 from qllm.ingress.remote.meeting import Wire
 from qllm.ingress.remote.nixl import check_profile
 from qllm.ingress.shm import Doorbell
@@ -147,12 +150,20 @@ class EngineProcess:
             doorbell=self._doorbell,
             now_ns=self._now_ns,
             broken=self._broken,
-            profile=None if start.meeting is None else start.meeting.profile,
+            profile=None if (met := start.meeting) is None else met.profile,
+            pull=None if met is None else Puller(met.secret, met.profile),
             threads=start.threads,
         )
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
-        return kind(load(start.model, **start.load), policy, start.config, context)
+        loaded = load(start.model, **start.load)
+        weights = code = ""
+        if start.listen is not None or start.meeting is not None:  # before the runner packs them
+            with torch_threads(start.threads):
+                weights, code = weights_digest(loaded.model), software()
+        engine = kind(loaded, policy, start.config, context)
+        engine.prepared.info = engine.prepared.info._replace(weights=weights, software=code)
+        return engine
 
     def _send_rest(self, engine: ServedEngine) -> None:
         """Wait until slow front ends have room for the last records."""
@@ -292,7 +303,7 @@ class EngineProcess:
             return None
         check_profile(meeting.profile)
         return RemoteListener(
-            meeting, self._new_remote_memory, self._enter, self._leave, self._answer_far
+            meeting, self._new_remote_memory, self._enter, self._leave, self._answer_far, self._hand
         )
 
     def _new_remote_memory(self) -> Any:
@@ -306,18 +317,36 @@ class EngineProcess:
         self._connections.pop(front_end.number)
         self.engine.leave(front_end.number)
 
+    def _hand(self, wire: Wire, ticket: str) -> None:
+        """Another engine fetches the KV of a request that has left."""
+        assert self._start.meeting is not None
+        set_own_torch_threads(1)
+        outbox = self.engine.handed.giving.outbox
+        if (parcel := outbox.read(ticket)) is None:
+            raise ConfigError("no KV is kept under this ticket (any more)")
+        if give(wire, self._start.meeting.profile, parcel):
+            outbox.drop(ticket)
+
     def _answer_far(self, op: str, args: list[Any]) -> Any:
         """What a front end of another host may ask; the rest needs this machine."""
         if op == "beat":
             control = self._control
             said = {"draining": control.draining, "error": control.error}
-            return {"now_ns": self._now_ns(), **said}
+            return {"now_ns": self._now_ns(), "costs_ns": self._op_costs_ns(), **said}
         if op == "stats":
             return trim_latencies(self._op_stats())
         if op == "watch":
             return self._op_watch(int(args[0]), bool(args[1]))
         if op == "statuses":
             return self._op_statuses([int(i) for i in args[0]])
+        if op == "give":
+            return self._op_give(int(args[0]))
+        if op == "expect":
+            return self._op_expect(int(args[0]), str(args[1]), str(args[2]))
+        if op == "reset_prefix_cache":
+            return self._op_reset_prefix_cache()
+        if op == "delete_kv":
+            return self._op_delete_kv(bytes.fromhex(args[0]))
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
 
     # -- what front ends may ask, on their threads
@@ -328,6 +357,9 @@ class EngineProcess:
     def _op_stats(self) -> dict[str, Any]:
         return self.engine.stats()
 
+    def _op_costs_ns(self) -> tuple[float, float, float] | None:
+        return self.engine.costs_ns()
+
     def _op_watch(self, since: int, whole: bool) -> dict[str, Any]:
         return self.engine.watch(since, whole)
 
@@ -337,6 +369,14 @@ class EngineProcess:
     def _op_last_events(self, since: int) -> list[Event]:
         self.engine.ended.wait()
         return self.engine.events(since)
+
+    def _op_give(self, request_id: RequestId) -> str | None:
+        handover = self.engine.handed.giving
+        ticket: str | None = self.engine.on_loop(lambda: handover.give(request_id))
+        return ticket
+
+    def _op_expect(self, request_id: RequestId, address: str, ticket: str) -> None:
+        self.engine.handed.expect(request_id, Source(address, ticket))
 
     def _op_call(self, function: bytes) -> Any:
         return self.engine.on_loop(pickle.loads(function))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from qllm.errors import PolicyError
+from qllm.ingress import Submission
 from qllm.policy import CostTable
 from qllm.record.metrics import RequestMetrics
 from qllm.scheduler.blame import Blame
@@ -35,6 +36,19 @@ class Sink(Protocol):
         metrics: RequestMetrics | None,
     ) -> None:
         """The request ended; called exactly once per request."""
+        ...
+
+
+class Newcomers(Protocol):
+    """Has the KV of requests that come from another engine."""
+
+    def enter(self, item: Submission, request: Request) -> bool:
+        """Let the runner and the scheduler know a request with its KV; False if none has come.
+
+        Args:
+            item: The runner knows it, without KV.
+            request: The scheduler does not know it yet.
+        """
         ...
 
 

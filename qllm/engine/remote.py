@@ -59,6 +59,7 @@ class RemoteListener:
         enter: Told of a front end that is ready: attach it.
         leave: Told of a front end that is gone.
         answer: Answers an operation of a front end by name.
+        hand: Lets another engine read what is kept under a ticket, over a connection.
 
     Raises:
         ConfigError: The address cannot be listened on.
@@ -71,8 +72,9 @@ class RemoteListener:
         enter: Callable[[RemoteFrontEnd], None],
         leave: Callable[[RemoteFrontEnd], None],
         answer: Callable[[str, list[Any]], Any],
+        hand: Callable[[Wire, str], None],
     ) -> None:
-        self._meeting = meeting
+        self._meeting, self._hand = meeting, hand
         self._make_memory, self._enter, self._leave = make_memory, enter, leave
         self._answer = answer
         self._card: EngineCard | None = None
@@ -112,8 +114,11 @@ class RemoteListener:
             threading.Thread(target=self._receive, args=(Wire(sock), host), daemon=True).start()
 
     def _receive(self, wire: Wire, host: str) -> None:
+        front_end = None
         try:
-            front_end = self._meet(wire)
+            asked = self._know(wire)
+            if "ticket" not in asked:
+                front_end = self._meet(wire)
         except (QllmError, KeyError, TypeError, ValueError) as error:
             sys.stderr.write(f"qllm: a front end at {host} was turned away: {error}\n")
             with suppress(MeetingError):
@@ -122,6 +127,9 @@ class RemoteListener:
             return
         finally:
             self._strangers.release()
+        if front_end is None:
+            self._serve_engine(wire, str(asked["ticket"]), host)
+            return
         try:
             self._enter(front_end)
             while True:
@@ -132,8 +140,19 @@ class RemoteListener:
             self._leave(front_end)
             wire.close()
 
-    def _meet(self, wire: Wire) -> RemoteFrontEnd:
-        assert self._card is not None
+    def _serve_engine(self, wire: Wire, ticket: str, host: str) -> None:
+        """Another engine fetches KV."""
+        try:
+            self._hand(wire, ticket)
+        except QllmError as error:
+            sys.stderr.write(f"qllm: KV was not handed over to {host}: {error}\n")
+            with suppress(MeetingError):
+                wire.send({"error": str(error)})
+        finally:
+            wire.close()
+
+    def _know(self, wire: Wire) -> dict[str, Any]:
+        """Make sure of the other side; what it wants."""
         wire.be_engine(self._meeting.secret)
         asked = wire.receive()
         if asked["profile"] != self._meeting.profile:
@@ -141,6 +160,10 @@ class RemoteListener:
                 f"profile={asked['profile']!r:.20} meets an engine with profile="
                 f"{self._meeting.profile!r}; give both sides the same"
             )
+        return asked
+
+    def _meet(self, wire: Wire) -> RemoteFrontEnd:
+        assert self._card is not None
         block = self._make_memory()
         name = f"engine-{block.number}-{os.urandom(4).hex()}"
         try:

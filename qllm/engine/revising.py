@@ -80,8 +80,7 @@ class Revising:
             arrival_ns=before.arrival_ns,
             cache_salt=before.cache_salt,
         )
-        limits = self._scheduler.limits
-        wrong = refusal(whole, self._runner.shape, limits.num_blocks * limits.block_size)
+        wrong = refusal(whole, self._runner.shape, self._scheduler.limits.max_kv_tokens)
         if wrong is not None:
             raise InvalidRequestError(wrong)
         return whole
@@ -123,10 +122,11 @@ class Revising:
     def _revise(self, whole: Submission, request: Request, keep: int, now_ns: int) -> Revised:
         number, count = request.request_id, len(whole.token_ids)
         asks = whole.sampling.prompt_logprobs is not None
+        if not whole.is_open:
+            keep = min(keep, count - 1)  # logits are those of a token that is computed
         kept = 0 if asks else self._runner.keepable(number, keep, count)
         self.num_restarts += kept == 0 < min(keep, request.num_written_tokens)
         if not whole.is_open:
-            kept = min(kept, count - 1)  # logits are those of a token that is computed
             request.is_open = False
             request.max_tokens, request.slo = whole.max_tokens, whole.slo
         had_kv = request.is_admitted or request.num_swapped_tokens > 0

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from qllm.config import EngineConfig
 from qllm.engine import checkpoint
 from qllm.engine.build import EngineCore, LoadedRunner
+from qllm.engine.handed import HandedIngress
+from qllm.engine.handover import Pull
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
@@ -42,6 +44,8 @@ class ProcessContext(NamedTuple):
     profile: str | None
     """Profile of the links to front ends of other hosts; None if none may come."""
     threads: int | None
+    pull: Pull | None = None
+    """Fetches KV of other engines."""
 
 
 class ServedEngine(ABC):
@@ -159,6 +163,13 @@ class ServedEngine(ABC):
         """What is new since an entry of the timeline; empty where the loop emits no events."""
         return {}
 
+    def costs_ns(self) -> tuple[float, float, float] | None:
+        """What a token of a prompt, a decode step of one row, and a token of a full one take.
+
+        In nanoseconds; None if it is unknown.
+        """
+        return None
+
     def events(self, since: int) -> list[Event]:
         """Events of the trace from an index on."""
         return self.prepared.trace.events[since:]
@@ -178,6 +189,15 @@ class ServedEngine(ABC):
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         """Take over the requests of a checkpoint, which get the numbers from `first` on."""
         raise self._has_none("restore")
+
+    @property
+    def handed(self) -> HandedIngress:
+        """Where requests come from that another engine handed over; knows what hands over here.
+
+        Raises:
+            ConfigError: This engine does neither.
+        """
+        raise self._has_none("hand-over")
 
     def _has_none(self, what: str) -> ConfigError:
         loop = self.prepared.config.loop
@@ -204,7 +224,7 @@ class LoopEngine(ServedEngine):
         self.prepared = self._core = EngineCore(
             loaded, policy, config,
             ingress=self._ingress, sink=RingSink(self._ingress.ports), now_ns=context.now_ns,
-            threads=context.threads, decided=self._ingress.decided,
+            threads=context.threads, decided=self._ingress.decided, pull=context.pull,
         )  # fmt: skip
 
     def serve(self) -> BaseException | None:
@@ -253,6 +273,10 @@ class LoopEngine(ServedEngine):
     def stats(self) -> dict[str, Any]:
         return self._core.stats()
 
+    def costs_ns(self) -> tuple[float, float, float] | None:
+        table, seats = self._core.loop.scheduler.costs, self._core.config.max_num_seqs
+        return table.prefill_token_ns, table.decode(1), table.decode(seats) / seats
+
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
         return self._core.watch(since, whole)
 
@@ -268,6 +292,10 @@ class LoopEngine(ServedEngine):
         count = int(self.on_loop(lambda: self._core.delete_kv(tag)))
         self._core.settle_file()
         return count
+
+    @property
+    def handed(self) -> HandedIngress:
+        return self._core.handed
 
     def restore(self, path: str, first: RequestId) -> list[Restored]:
         core, numbers = self._core, itertools.count(first)

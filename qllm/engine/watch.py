@@ -15,7 +15,8 @@ from collections import Counter, deque
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.engine.loop import EngineLoop, Live
+from qllm.engine.live import Live
+from qllm.engine.loop import EngineLoop
 from qllm.record.metrics import class_name
 from qllm.record.timeline import Timeline, track_of
 from qllm.record.trace import Event

@@ -6,6 +6,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import ContextLengthError, InvalidRequestError, shown
+from qllm.plan import ModelShape
 from qllm.types import (
     MAX_TIME_MS,
     MAX_TIME_S,
@@ -98,7 +99,7 @@ def slo_of(value: Any, default: Slo) -> Slo:
 
 
 def most_tokens(
-    num_prompt_tokens: int, max_tokens: Any, config: EngineConfig, max_position: int
+    num_prompt_tokens: int, max_tokens: Any, config: EngineConfig, shape: ModelShape
 ) -> int:
     """Most tokens that a request may produce.
 
@@ -107,15 +108,15 @@ def most_tokens(
         max_tokens: What was asked for; None is the default, cut to what fits; "fit" is the default
             if one is set, else all that fits.
         config: Settings of the engine.
-        max_position: Longest sequence of the model.
+        shape: Of the model.
 
     Raises:
         InvalidRequestError: It is no integer >= 1.
         ContextLengthError: Prompt and answer do not fit.
     """
     limits = {
-        "max_kv_tokens": config.num_blocks * config.block_size,
-        "the model's longest sequence": max_position,
+        "max_kv_tokens": config.num_blocks * config.block_size - shape.state_tokens,
+        "the model's longest sequence": shape.max_position,
     }
     name, most = min(limits.items(), key=lambda item: item[1])
     if num_prompt_tokens >= most:

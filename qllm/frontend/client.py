@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from qllm.errors import ConfigError, EngineClosedError
@@ -40,7 +40,7 @@ class Client(ABC):
         """Open requests by id."""
         self.is_leaving = False
         """It is being closed, or will be: no engine is left to ask for anything."""
-        self._numbers = itertools.count()
+        self._numbers: Iterator[int] = itertools.count()
         self._pid = os.getpid()
 
     # -- how it ends
@@ -86,6 +86,10 @@ class Client(ABC):
         for handle in list(self.handles.values()):
             handle.disown(self._whose())
         self.handles.clear()
+
+    def open_handles(self) -> list[Handle]:
+        """Open requests."""
+        return list(self.handles.values())
 
     def new_number(self) -> RequestId:
         """The id of the next request. The caller holds `admission_lock`."""

@@ -73,7 +73,7 @@ class Engine:
     def most(self) -> int:
         """Most tokens of a prompt."""
         kv = self.config.num_blocks * self.config.block_size
-        return min(kv, self.client.info.shape.max_position) - 1
+        return self.client.info.shape.longest(kv) - 1
 
 
 class GrowingPrompt:
@@ -232,7 +232,7 @@ class GrowingPrompt:
         if keep < len(told) or sure >= keep + PIECE_TOKENS:
             new = growing.token_ids[keep:sure]
             try:
-                self._revise(keep, self._rest(tuple(new)))
+                self.handle.revise(Revision(keep, self._rest(tuple(new))))
             except QueueFullError:
                 pass  # it goes with the next piece
             else:
@@ -245,9 +245,6 @@ class GrowingPrompt:
                 f"the prompt has {len(growing.token_ids)} tokens so far, and at most {most} can be "
                 "served; replace a part of it, or cancel it"
             )
-
-    def _revise(self, keep: int, rest: Submission) -> None:
-        self.handle.revise(Revision(keep, rest))
 
     def _rest(self, token_ids: tuple[int, ...]) -> Submission:
         """What comes next of the prompt, which stays open."""
@@ -298,8 +295,8 @@ class GrowingPrompt:
             ids = self._growing.finish()
             if not ids:
                 raise InvalidRequestError("the prompt has no tokens; append something first")
-            longest = engine.client.info.shape.max_position
-            most = most_tokens(len(ids), max_tokens, engine.config, longest)
+            shape = engine.client.info.shape
+            most = most_tokens(len(ids), max_tokens, engine.config, shape)
             check_timeout("timeout_s", timeout_s)
             check_timeout("cache_ttl_s", cache_ttl_s)
             keep = common_prefix(self._told, ids)
@@ -321,7 +318,7 @@ class GrowingPrompt:
             )
             detokenizer = Detokenizer.of(engine.tokenizer, params)
             self.handle.sent(tuple(ids), detokenizer, bool(params.stop))
-            self._revise(keep, rest)
+            self.handle.revise(Revision(keep, rest))
             self._is_sent, self._told, self._growing.token_ids = True, [], ids
         return self.handle
 

@@ -70,7 +70,7 @@ class Asked(NamedTuple):
 
 
 class Keeps(Protocol):
-    """Keeps requests whose engine has died; `qllm.frontend.request_log.RequestLog` does.
+    """Keeps requests that go on at another engine; `qllm.frontend.request_log.RequestLog` does.
 
     Its entries are `qllm.frontend.open.Open`, which know their handle.
     """
@@ -81,6 +81,10 @@ class Keeps(Protocol):
 
     def heard_of(self, entry: Any) -> None:
         """Note that a request has a token, or has ended."""
+        ...
+
+    def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
+        """Let a request go on that its engine handed over; `back` submits it there again."""
         ...
 
 

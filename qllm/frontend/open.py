@@ -5,6 +5,7 @@ from dataclasses import replace
 from qllm.frontend.handle import Handle
 from qllm.ingress import Revision, Submission
 from qllm.ingress.codec import EngineMetrics
+from qllm.ingress.messages import Source
 from qllm.types import FinishReason, RequestId
 
 End = tuple[FinishReason, str | None]
@@ -29,7 +30,11 @@ class Open:
         self.token_ns: list[int] = []
         self.ended: End | None = None
         """Set once its text ended it, before the engine knew."""
-        self.num_replays = 0
+        self.num_replays = self.num_trials = 0
+        self.has_moved = False
+        """Its engine handed it over."""
+        self.source: Source | None = None
+        """Where its KV waits then, for the engine that takes it."""
         self.sent_priority = priority
         """Its class when it was put: pieces of its prompt go the same way."""
 
@@ -108,7 +113,7 @@ class Open:
     def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
         """Tell who waits, with what the engine said of it if it could."""
         known = known or replace(self.unknown, priority=self.priority)
-        if self.num_replays:  # the engine that planned it first took that along
+        if self.num_replays or self.has_moved:  # the engine that planned it first took that along
             known = replace(known, queue_ms=None)
         metrics = known.complete(number, self.handle.request_id, end[0], self.token_ns)
         self.handle.on_finish(*end, metrics)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -251,8 +251,13 @@ class ProcessClient(RingClient):
             self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
 
     @property
-    def _config(self) -> EngineConfig:
-        return self.hello.config
+    def config(self) -> EngineConfig:
+        config: EngineConfig = self.hello.config
+        return config
+
+    def costs_ns(self) -> Sequence[float] | None:
+        told: Sequence[float] | None = self._ask("costs_ns")
+        return told
 
     @property
     def draining(self) -> bool:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -112,9 +112,10 @@ class RemoteClient(RingClient):
         self, address: Address, wire: Wire, hello: RemoteHello, front_end: NixlFrontEnd
     ) -> None:
         self._address, self._wire = address, wire
+        self.meets_at = str(address)
         self.hello, self.info = hello, hello.info
         self.clock = Clock()
-        self._far: dict[str, Any] = {"draining": False, "error": None}
+        self._far: dict[str, Any] = {"draining": False, "error": None, "costs_ns": None}
         """What the engine said last."""
         self._ask_lock = threading.Lock()
         self._drains = False
@@ -221,12 +222,17 @@ class RemoteClient(RingClient):
     # -- as a client
 
     @property
-    def _config(self) -> EngineConfig:
-        return self.hello.config
+    def config(self) -> EngineConfig:
+        config: EngineConfig = self.hello.config
+        return config
 
     @property
     def draining(self) -> bool:
         return self._drains or bool(self._far["draining"])
+
+    def costs_ns(self) -> Sequence[float] | None:
+        told: Sequence[float] | None = self._far["costs_ns"]
+        return told
 
     def now_ns(self) -> int:
         return self.clock.now_ns()
@@ -266,10 +272,10 @@ class RemoteClient(RingClient):
         self._refuse("checkpoint")
 
     def reset_prefix_cache(self) -> None:
-        self._refuse("reset_prefix_cache")
+        self._ask("reset_prefix_cache")
 
     def delete_kv(self, tag: bytes) -> int:
-        self._refuse("delete_kv")
+        return int(self._ask("delete_kv", tag.hex()))
 
     def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
         self._refuse("restore")

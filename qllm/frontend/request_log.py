@@ -25,16 +25,20 @@ class RequestLog:
     """Requests whose engine has died. They wait here for the next one. Callable from any thread.
 
     They are replayed by class and arrival, each when the one before has got a token or ended: when
-    an engine dies again, the request that was to show itself ends in `error`, and no other.
+    an engine dies again, the request that was to show itself ends in `error`, and no other. It has
+    many methods because a request may leave an engine, wait and go on in many ways, under one lock.
 
     Args:
         max_replays: Most times that one request is carried over; 0 keeps none.
         on_replay: Called for each that was replayed.
+        max_trials: A request ends in `error` when so many engines died while it was to show itself.
     """
 
-    def __init__(self, max_replays: int, on_replay: Callable[[], None]) -> None:
-        self.max_replays = max_replays
-        self._on_replay = on_replay
+    def __init__(
+        self, max_replays: int, on_replay: Callable[[], None], max_trials: int = 1
+    ) -> None:
+        self.max_replays, self.max_trials = max_replays, max_trials
+        self.on_replay = on_replay
         self._lock = threading.RLock()
         self._waiting: dict[RequestId, Open] = {}
         """In the order in which they go on."""
@@ -49,6 +53,18 @@ class RequestLog:
         """Carry its request over if its engine dies from now on."""
         if self.max_replays:
             handle.log = self
+
+    def handles(self) -> list[Handle]:
+        """Those that wait here."""
+        with self._lock:
+            return [entry.handle for entry in self._waiting.values()]
+
+    def disown(self, error: str) -> None:
+        """Called in a child of `os.fork`: what waits here is the parent's."""
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        for entry in self._waiting.values():
+            entry.handle.disown(error)
+        self._waiting.clear()
 
     def holds(self, handle: Handle) -> bool:
         """Whether its request waits here."""
@@ -72,7 +88,8 @@ class RequestLog:
             was_trial = self._trial is entry
             if was_trial:
                 self._trial = None
-            end = entry.end() or self._hopeless(entry, was_trial, why)
+                entry.num_trials += 1
+            end = entry.end() or self._hopeless(entry, why)
             number = next(self._numbers)
             if end is None:
                 self._waiting[number] = entry
@@ -86,13 +103,44 @@ class RequestLog:
         """Updates need no place here: the handle knows what it asked, and tells the next engine."""
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
-    def _hopeless(self, entry: Open, was_trial: bool, why: str) -> End | None:
+    def _hopeless(self, entry: Open, why: str) -> End | None:
         if self._over is not None or entry.submission is None:
             return FinishReason.ERROR, self._over or why
-        if was_trial or entry.num_replays >= self.max_replays:
+        if entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays:
             text = f"{why}; {entry.num_replays + 1} engines died while they had this request"
             return FinishReason.ERROR, text
         return None
+
+    # -- an engine has handed a request over
+
+    def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
+        """Let a request go on at another engine, at once: nothing is wrong with it.
+
+        Args:
+            entry: The request.
+            engine_ns: What the clock says of the engine that it leaves.
+            back: Submits it there again, if there is no other.
+        """
+        entry.shift(time.monotonic_ns() - engine_ns)
+        entry.has_moved = True
+        self.heard_of(entry)
+        threading.Thread(target=self._move, args=(entry, back), name="qllm-move").start()
+
+    def _move(self, entry: Open, back: Callable[[Open], None]) -> None:
+        with self._lock:
+            self._replay = replay = self._replay or back
+            number = next(self._numbers)
+        try:
+            if (end := entry.end()) is None:
+                replay(entry)
+                return
+        except QllmError as error:
+            if self.max_replays and isinstance(error, EngineClosedError | QueueFullError):
+                entry.num_replays += 1
+                self._put_back(number, entry)  # waits as one whose engine has died
+                return
+            end = FinishReason.ERROR, str(error)
+        entry.finish(number, end)
 
     # -- a new one
 
@@ -143,7 +191,7 @@ class RequestLog:
             self._trial = None
             entry.finish(number, (FinishReason.ERROR, str(error)))
         else:
-            self._on_replay()
+            self.on_replay()
         return True
 
     def _put_back(self, number: RequestId, entry: Open) -> None:

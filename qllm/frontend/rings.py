@@ -3,19 +3,22 @@
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.errors import CRASHED, ConfigError, EngineClosedError, QueueFullError
+from qllm.errors import CRASHED, MOVED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
 from qllm.frontend.handle import Asked, Handle
 from qllm.frontend.open import Open
+from qllm.frontend.request_log import RequestLog
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndPort
 from qllm.ingress.layout import NUMBER_BITS
+from qllm.ingress.messages import Source
 from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0
@@ -31,14 +34,24 @@ class RingClient(Client):
     engine is gone, and implements `_ask`.
     """
 
+    meets_at = ""
+    """Where other engines meet the engine, if they can."""
+    hello: Any
+    """What the engine said of itself: `info`, `config`, `trace_meta`, `model`."""
+
     def __init__(self, front_end: FrontEndPort) -> None:
         super().__init__()
         self._front_end = front_end
         self._closing = False
         self._over: str | None = None
         """Why nothing more comes from the engine."""
-        self._numbers = itertools.count(front_end.number << NUMBER_BITS)
+        self.number_from(itertools.count())
         self._open: dict[RequestId, Open] = {}
+
+    def number_from(self, counts: Iterator[int]) -> None:
+        """Number requests by a count that several clients share, so that no two have one."""
+        first = self._front_end.number << NUMBER_BITS
+        self._numbers = (first + count for count in counts)
 
     # -- the receiver's thread
 
@@ -83,9 +96,18 @@ class RingClient(Client):
         if log is not None and end.error is not None and end.error.startswith(CRASHED):
             return  # its connection ends next, then `_end_all` sees to it
         self._forget(end.request_id)
+        if end.error is not None and end.error.startswith(MOVED):
+            self._moved(entry, end.error.removeprefix(MOVED))
+            return
         entry.finish(end.request_id, entry.ended or (end.reason, end.error), end.metrics)
         if log is not None:
             log.heard_of(entry)
+
+    def _moved(self, entry: Open, ticket: str) -> None:
+        """The engine handed a request over: it goes on at the next, or here without its KV."""
+        log = entry.handle.log or RequestLog(0, lambda: None)
+        entry.source = Source(self.meets_at, ticket) if self.meets_at and ticket else None
+        log.move_on(entry, self.now_ns(), self.replay)
 
     def _forget(self, request_id: RequestId) -> None:
         del self._open[request_id]
@@ -112,8 +134,18 @@ class RingClient(Client):
 
     @property
     @abstractmethod
-    def _config(self) -> EngineConfig:
+    def config(self) -> EngineConfig:
         """The engine's settings."""
+
+    @abstractmethod
+    def costs_ns(self) -> Sequence[float] | None:
+        """What a token of a prompt, a decode step of one row, and a token of a full one take.
+
+        In nanoseconds; None if it is unknown.
+
+        Raises:
+            EngineClosedError: It is gone.
+        """
 
     @property
     @abstractmethod
@@ -140,19 +172,38 @@ class RingClient(Client):
         self._put(Open(handle, submission.arrival_ns, submission.priority, submission), submission)
 
     def replay(self, entry: Open) -> None:
+        with self.admission_lock:
+            number = self.new_number()
+        self._announce(number, entry.source)
         with entry.handle.prompt_lock, self.admission_lock:  # no piece of it comes meanwhile
             self.raise_if_closed()
             by_ns = self.now_ns() - time.monotonic_ns()
             entry.shift(by_ns)
-            number, asked = self.new_number(), entry.handle.asked
+            asked = entry.handle.asked
             try:
                 self._put(entry, entry.rest(number))
                 self._hand_over(entry, number, asked)
             except BaseException:
                 entry.shift(-by_ns)
                 raise
+            entry.source = None
         if entry.handle.finish_reason is not None:  # cancelled before it was moved
             self.cancel(number)
+
+    def _announce(self, number: RequestId, source: Source | None) -> None:
+        """Tell the engine where the KV is of a request that comes; else it is computed."""
+        if source is not None and source.address != self.meets_at:
+            with suppress(ConfigError):  # it takes none
+                self._ask("expect", number, *source)
+
+    def give_away(self, request_id: RequestId) -> None:
+        """Have the engine end a request that goes on at another; nothing if it does not know it.
+
+        Raises:
+            ConfigError: It hands nothing over.
+            EngineClosedError: It is gone.
+        """
+        self._ask("give", request_id)
 
     def _hand_over(self, entry: Open, number: RequestId, asked: Asked) -> None:
         """Give the handle of a request that was put just now, or take the request back.
@@ -192,7 +243,7 @@ class RingClient(Client):
             self._front_end.cancel(Cancel(request_id))
 
     def update(self, item: Update) -> None:
-        if self._config.on_device:
+        if self.config.on_device:
             raise ConfigError(
                 "an engine with loop='conditional' keeps a request as it came: its class cannot "
                 "change, and it cannot be paused; use loop='host'"

@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from qllm.frontend.routes import (
@@ -41,36 +40,24 @@ Entry = tuple[Any, ...]
 _log = logging.getLogger("qllm.router")
 
 
-class Kept:
-    """Names of the pages that an engine had last: what it probably keeps.
+class Kept(OrderedDict[int, None]):
+    """Names of the pages that an engine had last, oldest first: what it probably keeps.
 
     Args:
         capacity: Most pages.
     """
 
     def __init__(self, capacity: int) -> None:
+        super().__init__()
         self.capacity = capacity
-        self._pages: OrderedDict[int, None] = OrderedDict()
 
-    def __contains__(self, page: int) -> bool:
-        """Return whether the engine had the page."""
-        return page in self._pages
-
-    def __len__(self) -> int:
-        """Return the number of pages."""
-        return len(self._pages)
-
-    def add(self, pages: Iterable[int]) -> None:
+    def add(self, pages: Sequence[int]) -> None:
         """Note that a prompt with these pages went there; the first outlive those after them."""
-        for page in reversed(tuple(pages)):
-            self._pages[page] = None
-            self._pages.move_to_end(page)
-        for page in tuple(islice(self._pages, max(0, len(self._pages) - self.capacity))):
-            del self._pages[page]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._pages.clear()
+        for page in reversed(pages):
+            self[page] = None
+            self.move_to_end(page)
+        for _ in range(len(self) - self.capacity):
+            self.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -110,8 +97,8 @@ class Router:
         """Choices that the route did not make."""
         self._record = record or (lambda _: None)
         self._uses_pages, self._uses_pools = route not in WITHOUT_PAGES, route not in WITHOUT_POOLS
-        self._taking: list[EngineView] = []
-        """Those that take prompts."""
+        self._taking: dict[bool, list[EngineView]] = {False: [], True: []}
+        """Those that take prompts, and those that take requests with a first token."""
         self._open: dict[Hashable, _Sent] = {}
         self._moved_at_s: float | None = None
 
@@ -144,14 +131,20 @@ class Router:
             num_sent=min((e.num_sent for e in self.engines), default=0),
         )
         self.engines.append(view)
-        self._taking = [engine for engine in self.engines if engine.role != "decode"]
+        self._sort()
         return view
+
+    def _sort(self) -> None:
+        """Find out who takes what: whoever there is, if nobody has the role for it."""
+        for is_begun, other in ((False, "decode"), (True, "prefill")):
+            able = [engine for engine in self.engines if engine.role != other]
+            self._taking[is_begun] = able or self.engines
 
     def down(self, name: str) -> None:
         """Let an engine go. What it had open is to be told as `left`."""
         self._record(("down", name))
         self.engines = [engine for engine in self.engines if engine.name != name]
-        self._taking = [engine for engine in self._taking if engine.name != name]
+        self._sort()
 
     def cost(self, name: str, costs: Costs) -> None:
         """Note how fast an engine is now."""
@@ -162,11 +155,17 @@ class Router:
                 engine.refresh()
 
     def view(
-        self, priority: int, token_ids: Sequence[int], max_tokens: int, salt: bytes = b""
+        self,
+        priority: int,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        salt: bytes = b"",
+        *,
+        is_begun: bool = False,
     ) -> RequestView:
         """Look at a request as the route will see it; pages are named if the route uses them."""
         pages = page_names(token_ids, salt) if self._uses_pages else ()
-        return RequestView(priority, len(token_ids), max_tokens, pages=pages)
+        return RequestView(priority, len(token_ids), max_tokens, pages=pages, is_begun=is_begun)
 
     def choose(
         self, request: RequestView, now_s: float, without: Sequence[str] = ()
@@ -178,9 +177,10 @@ class Router:
             now_s: Time, for pools.
             without: Names of engines that take no prompts now.
         """
-        engines = self._taking
+        engines = self._taking[request.is_begun]
         if without:
             engines = [engine for engine in engines if engine.name not in without]
+            engines = engines or [engine for engine in self.engines if engine.name not in without]
         if self._uses_pools and engines:
             self._change_pools(engines, now_s)
             short = is_short(request.num_prompt_tokens, engines)
@@ -284,7 +284,7 @@ def replayed(entries: Iterable[Entry], route: Route) -> list[tuple[str | None, s
         if what == "choose":
             request, now_s, without, then = args
             now = router.choose(request, now_s, without)
-            choices.append((then, now and now.name))
+            choices.append((then, None if now is None else str(now.name)))
         elif what == "up":
             name, role, costs, seats, kept_tokens = args
             router.up(name, role=role, costs=costs, seats=seats, kept_tokens=kept_tokens)

@@ -11,6 +11,7 @@ What goes on in time is in the views, which `qllm.frontend.router.Router` keeps 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,10 +23,12 @@ from qllm.types import Priority
 
 Role = Literal["both", "prefill", "decode"]
 
-PAGE_TOKENS = 64
+PAGE_TOKENS = 128
 """Tokens of a page by which routes know a prompt's beginning."""
-MAX_PAGES = 64
+MAX_PAGES = 32
 """Pages of a prompt that are looked at: what it shares beyond them decides nothing."""
+SAMPLE = 4
+"""One token of so many names a page: hashing all of them is most of what a choice costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class RequestView:
     """Whether its prompt is at most as long as the fleet's boundary."""
     pages: tuple[int, ...] = ()
     """Names of the first whole pages of its prompt (`page_names`); empty if nobody asked."""
+    is_begun: bool = False
+    """Another engine has given it its first tokens."""
 
     @property
     def is_ls(self) -> bool:
@@ -79,7 +84,7 @@ class Backlog:
     """Most tokens that open requests may still get."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineView:
     """What a route sees of an engine. A route must not change it."""
 
@@ -126,13 +131,12 @@ class EngineView:
         return self.ls.num + self.be.num
 
     def num_kept(self, request: RequestView) -> int:
-        """Tokens at the beginning of a prompt whose KV it probably keeps."""
-        count, kept = 0, self.kept
-        for page in request.pages:
-            if page not in kept:
-                break
-            count += 1
-        return count * PAGE_TOKENS
+        """Tokens at the beginning of a prompt whose KV it probably keeps.
+
+        A page is kept longer than those after it, so the first that is not ends what is kept.
+        """
+        kept = self.kept
+        return PAGE_TOKENS * bisect_left(request.pages, True, key=lambda page: page not in kept)
 
 
 Engines = Sequence[EngineView]
@@ -148,9 +152,23 @@ def by_class(request: RequestView, engines: Engines) -> EngineView:
 
 
 def by_length(request: RequestView, engines: Engines) -> EngineView:
-    """By class among the engines of the pool for short or for long prompts (`pool_change`)."""
-    pool = [engine for engine in engines if engine.is_short is request.is_short]
-    return by_class(request, pool or engines)
+    """By class, but long prompts to the engines of their pool (`pool_change`).
+
+    A long one leaves its pool where it would start sooner by more than its own prompt takes: it
+    saves more than it makes short ones wait. Short ones go anywhere.
+    """
+    found = by_class(request, engines)
+    pool = [engine for engine in engines if not engine.is_short]
+    if request.is_short or not found.is_short or not pool:
+        return found
+    own = by_class(request, pool)
+    saved_s = _load_s(request, own) - _load_s(request, found)
+    return found if saved_s > request.num_prompt_tokens * found.costs.token_s else own
+
+
+def _load_s(request: RequestView, engine: EngineView) -> float:
+    """Seconds of an engine that count for a request's class."""
+    return engine.ls_start_s if request.is_ls else engine.busy_s
 
 
 LOAD_RATIO = 1.5
@@ -166,21 +184,13 @@ def by_prefix(request: RequestView, engines: Engines) -> EngineView:
     fallback = by_class(request, engines)
     if not request.pages:
         return fallback
-    most, best = fallback.num_kept(request), [fallback]
-    for engine in engines:
-        kept = engine.num_kept(request)
-        if kept > most:
-            most, best = kept, [engine]
-        elif kept == most and engine is not fallback:
-            best.append(engine)
+    kept = [engine.num_kept(request) for engine in engines]
+    most = max(kept)
+    best = [engine for engine, tokens in zip(engines, kept, strict=True) if tokens == most]
     found = by_class(request, best)
-    saved_s = (most - fallback.num_kept(request)) * found.costs.token_s
-    load, least = (
-        (found.ls_start_s, fallback.ls_start_s)
-        if request.is_ls
-        else (found.busy_s, fallback.busy_s)
-    )
-    return found if load <= LOAD_RATIO * least + saved_s else fallback
+    saved_s = (most - kept[engines.index(fallback)]) * found.costs.token_s
+    load_s, least_s = _load_s(request, found), _load_s(request, fallback)
+    return found if load_s <= LOAD_RATIO * least_s + saved_s else fallback
 
 
 def least(request: RequestView, engines: Engines) -> EngineView:
@@ -234,27 +244,29 @@ def load_route(name: str) -> Route:
 
 
 def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
-    """Name the first whole pages of a prompt, each by all tokens up to its end.
+    """Name the first whole pages of a prompt, each by every fourth token up to its end.
 
-    Names are the same in every process. Two prompts may have one name by chance, which costs a
-    choice that is not the best and nothing else.
+    Names are the same in every process. Two prompts may have one name by chance, or because they
+    differ in other tokens alone, which costs a choice that is not the best and nothing else.
 
     Args:
         token_ids: The prompt.
         salt: KV is shared only between prompts of one salt.
     """
     name, names = int.from_bytes(salt[:32], "little"), []
-    for lo in range(0, min(len(token_ids) // PAGE_TOKENS, MAX_PAGES) * PAGE_TOKENS, PAGE_TOKENS):
-        name = hash((name, *token_ids[lo : lo + PAGE_TOKENS]))
+    num, step = min(len(token_ids) // PAGE_TOKENS, MAX_PAGES), PAGE_TOKENS // SAMPLE
+    sampled = tuple(token_ids[: num * PAGE_TOKENS : SAMPLE])
+    for lo in range(0, len(sampled), step):
+        name = hash((name, sampled[lo : lo + step]))
         names.append(name)
     return tuple(names)
 
 
 # -- pools of `by_length`
 
-WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 1.0, 4.0, 1.0
+WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 0.1, 10.0, 1.0
 """Weights of `pressure`: per waiting prompt, per second of prompts, per free share of seats."""
-HYSTERESIS = 2.0
+HYSTERESIS = 1.0
 """An engine changes its pool where pressures differ by more."""
 
 

@@ -37,7 +37,7 @@ def refusal(item: Submission, shape: ModelShape, max_kv_tokens: int) -> str | No
     has_prompt = item.num_prompt_tokens > 0 or item.is_open
     if not has_prompt or item.max_tokens <= item.num_output_tokens:
         return "a prompt or an answer of no tokens"
-    total, most = item.num_prompt_tokens + item.max_tokens, min(max_kv_tokens, shape.max_position)
+    total, most = item.num_prompt_tokens + item.max_tokens, shape.longest(max_kv_tokens)
     if total > most:
         return f"prompt and max_tokens are {total} tokens; the engine serves at most {most}"
     wrong = max(item.token_ids, default=0)

@@ -393,7 +393,7 @@ def encode_finish(
     request_id: RequestId,
     reason: FinishReason,
     error: str | None,
-    metrics: RequestMetrics | None,
+    metrics: "RequestMetrics | EngineMetrics | None",
 ) -> tuple[int, bytes]:
     """The flags and the body of a finish."""
     text = b"" if error is None else _utf8(error)[:MAX_TEXT_BYTES]

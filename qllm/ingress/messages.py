@@ -10,6 +10,15 @@ from qllm.plan import ModelShape
 from qllm.types import RequestId, Sampled, SamplingParams
 
 
+class Source(NamedTuple):
+    """Where the KV of a request waits that another engine has handed over."""
+
+    address: str
+    """HOST:PORT at which that engine meets others."""
+    ticket: str
+    """Names the KV there, and nobody guesses it."""
+
+
 class ModelInfo(NamedTuple):
     """What the front end knows of a model that may be loaded in another process."""
 
@@ -22,6 +31,10 @@ class ModelInfo(NamedTuple):
     kernels: dict[str, str]
     vocabulary: str | None
     """Digest of the tokenizer's vocabulary, if there is a tokenizer: front ends use the same."""
+    weights: str = ""
+    """Digest of the weights, of an engine that other processes may meet."""
+    software: str = ""
+    """Releases and kernels that decide bits, of such an engine."""
 
 
 class Start(NamedTuple):

@@ -17,6 +17,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 FOUR_BIT = ("u4", "i4", "e2m1")
 I4_ZERO = 8
 """The code of "i4" that stands for 0."""
+AT_ONCE = 1 << 22
+"""Values that are made at once: what they take on their way is fp32."""
 
 
 class Quantised(NamedTuple):
@@ -33,8 +35,31 @@ class Quantised(NamedTuple):
     group: int
     """Inputs that share a scale."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and k."""
+        *_, n, k = self.codes.shape
+        return n, k * 2 if self.code in FOUR_BIT else k
+
+    def rows(self, which: slice | Tensor) -> "Quantised":
+        """Some of its outputs."""
+        offset = None if self.offset_NG is None else self.offset_NG[which]
+        codes = self.codes.view(torch.uint8)[which].view(self.codes.dtype)
+        return self._replace(codes=codes, scale_NG=self.scale_NG[which], offset_NG=offset)
+
     def dequantised(self) -> Tensor:
         """bf16 [n, k]."""
+        n, k = self.shape
+        if self.codes.dim() > 2 or n * k <= AT_ONCE:
+            return self._values()
+        out = torch.empty((n, k), dtype=torch.bfloat16, device=self.codes.device)
+        step = max(1, AT_ONCE // k)
+        for start in range(0, n, step):
+            some = slice(start, start + step)
+            out[some] = self.rows(some)._values()
+        return out
+
+    def _values(self) -> Tensor:
         codes = self.codes
         if self.code in FOUR_BIT:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -1,15 +1,30 @@
 """A checkpoint of safetensors that is open: its tensors by name, read when they are asked for."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.models.formats.layout import Format, Layout, Stored, Weight
+from qllm.models.raw_file import RawFile
+
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""Dtypes of the tensors of quantised weights, as safetensors spells them."""
 
 
 class Checkpoint(NamedTuple):
@@ -18,21 +33,49 @@ class Checkpoint(NamedTuple):
     format: str
     plain: Mapping[str, Callable[[], Tensor]]
     quantised: Mapping[str, Callable[[], Weight]]
+    files: Sequence[RawFile] = ()
+    """Where the quantised ones lie."""
 
 
 class Shards:
-    """Tensors of some files by name; their memory is the files' until somebody writes to them."""
+    """Tensors of some files by name."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Any] = {}
+        self._raw: dict[str, tuple[RawFile, int, int, Stored]] = {}
+        self.files: list[RawFile] = []
         for path in files:
             file: Any = safe_open(path, framework="pt")
             self._files.update(dict.fromkeys(file.keys(), file))
+            raw, places = RawFile(path), _places_in(path)
+            self._raw.update({name: (raw, *place) for name, place in places.items()})
+            self.files.append(raw)
 
-    def read(self, name: str) -> Tensor:
-        """One tensor."""
+    def map(self, name: str) -> Tensor:
+        """One tensor, whose memory is the file's until somebody writes to it."""
         found: Tensor = self._files[name].get_tensor(name)
         return found
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in memory of its own."""
+        file, start, end, stored = self._raw[name]
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None or start == end:
+            return self.map(name)
+        return file.read(start, end - start).view(dtype).view(stored.shape)
+
+
+def _places_in(path: Path) -> dict[str, tuple[int, int, Stored]]:
+    """Where the tensors of a file lie in it: first byte, and the one after the last."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    found: dict[str, tuple[int, int, Stored]] = {}
+    for name, entry in header.items():
+        start, end = (8 + size + offset for offset in entry["data_offsets"])
+        found[name] = (start, end, Stored(entry["dtype"], tuple(entry["shape"])))
+    return found
 
 
 def open_checkpoint(
@@ -62,8 +105,8 @@ def open_checkpoint(
     except ModelError as error:
         raise ModelError(f"checkpoint of model {name!r}: {error}") from error
     rest = {key: stored for key, stored in tensors.items() if key not in claimed}
-    plain = {key: partial(shards.read, key) for key in rest}
-    return Checkpoint(form.name, plain, quantised), rest
+    plain = {key: partial(shards.map, key) for key in rest}
+    return Checkpoint(form.name, plain, quantised, shards.files), rest
 
 
 def _read(

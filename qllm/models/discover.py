@@ -9,22 +9,28 @@ forward and of its MoE block's, without docstrings, annotations and the name of 
 A glue that is not in the tables below is driven by hooks.
 """
 
-import ast
-import hashlib
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.hybrid import state_makers
+from qllm.models.around import Around, Leave
+from qllm.models.digests import fingerprint
+from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
-from qllm.models.quantised_experts import all_quantised
+from qllm.models.positions import (
+    STATIC_ROPE,
+    max_position,
+    refuse_rope_types,
+    rope_kind,
+    rotary_of,
+)
+from qllm.models.quantised_linears import linear_in
 from qllm.plan import ModelShape
 from qllm.types import Driver
 
@@ -33,14 +39,13 @@ PACKED = "qllm_packed"
 CACHES = {"cache_params", "past_key_values"}
 """Names of the argument that is transformers' cache."""
 LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
-STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Rope types that give a position the same values in every call."""
-MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
 
 LAYER_GLUE = {
     "beedea11a992": "plain",  # mixtral, phimoe
     "81d96d2d9d08": "plain",  # qwen2_moe, qwen3_moe, olmoe, deepseek_v3
     "dd4f84571e97": "plain",  # gpt_oss: its block returns a tuple
+    "197d68bfbce0": "plain",  # qwen3_next, qwen3_5_moe: attention, or a Gated DeltaNet
+    "74a792a86065": "plain",  # qwen3_5
     "0e4c9842356c": "scaled",  # granitemoe: both sums scale what they add
 }
 """Fingerprint of DecoderLayer.forward -> what its glue does."""
@@ -53,7 +58,7 @@ BLOCK_GLUE = {
     "b42d4fc5f32f": "plain",  # granitemoe, transformers 5.17
     "36df0733fead": "plain",  # phimoe
     "ed30505cbacb": "shared",  # deepseek_v3
-    "7b1ca88b5a70": "gated_shared",  # qwen2_moe
+    "7b1ca88b5a70": "gated_shared",  # qwen2_moe, qwen3_next, qwen3_5_moe
 }
 """Fingerprint of the MoE block's forward -> what its glue does."""
 
@@ -90,6 +95,8 @@ class LayerParts:
     """Whether `self_attn` asks the cache how long the sequence is: it runs for one request."""
     new_state: Callable[[], Any] | None = None
     """Makes the state of a request, if `self_attn` is no attention but carries a state."""
+    around: Around | None = None
+    """How the model's own forward calls the layer, if it has to be called so."""
 
 
 class Chunk(int):
@@ -109,9 +116,16 @@ class ModelParts:
     """What the model does to its logits; None is nothing."""
     rotary_emb: nn.Module | None
     """None: no layer is given position embeddings."""
+    around: Around | None = None
+    """What the model's own forward does around its layers, if it has to be asked."""
     latent_kv: bool
     """The KV cache holds MLA latents."""
     shape: ModelShape
+
+    @property
+    def like(self) -> Tensor:
+        """Dtype, device and width of what layers are given, in its last dimension."""
+        return _like(self.lm_head) if self.around is None else self.around.like
 
     @property
     def num_kv_layers(self) -> int:
@@ -120,45 +134,25 @@ class ModelParts:
         return max([len(self.layers), *(int(attn.layer_idx) + 1 for attn in found)])
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer carries a state."""
+        return any(layer.new_state is not None for layer in self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers of the cache that keys and values are written to."""
+        found: list[Any] = self.attentions
+        return tuple(sorted({int(attn.layer_idx) for attn in found}))
+
+    @property
     def attentions(self) -> list[nn.Module]:
         """All attention, in order."""
         return [attn for layer in self.layers for attn in layer.attentions]
 
 
-class _Normal(ast.NodeTransformer):
-    """Drop what does not change the meaning: annotations, docstrings, the MoE child's name."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.name, node.returns, node.decorator_list = "f", None, []
-        if ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-        self.generic_visit(node)
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        node.attr = MOE_NAMES.get(node.attr, node.attr)
-        return node
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Digest of the forward of a module's class, names normalised; empty if it has no source."""
-    return source_digest(inspect.unwrap(type(module).forward))
-
-
-@cache
-def source_digest(function: Callable[..., Any]) -> str:
-    """Digest of the source of a function, names normalised; empty if it has no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    text = ast.unparse(_Normal().visit(tree))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _like(head: nn.Linear) -> Tensor:
+    held = linear_in(head)
+    return head.weight if held is None else held.weight.scale_NG.new_empty(0, dtype=torch.bfloat16)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -264,7 +258,7 @@ def _layer_parts(
     source = "" if attn is None else inspect.getsource(inspect.unwrap(type(attn).forward))
     one_by_one = "get_seq_length" in source
     known = layer_glue is not None and (experts is None or block_glue is not None)
-    known = known and len(attentions) == 1 and new_state is None and not one_by_one
+    known = known and len(attentions) == (new_state is None) and not one_by_one
     if len(attentions) > 1:
         experts = block = None
     driver = Driver.HOOKED
@@ -292,7 +286,7 @@ def _layer_parts(
         shared_gate=gate,
         residual_multiplier=_multiplier(layer) if layer_glue == "scaled" else None,
         window=None if new_state is not None else _window(base, index),
-        rope_kind=_rope_kind(base, index),
+        rope_kind=rope_kind(base, index),
         one_by_one=one_by_one,
         new_state=new_state,
     )
@@ -300,17 +294,6 @@ def _layer_parts(
 
 def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inspect.unwrap(type(module).forward)).parameters
-
-
-def _rotary_child(base: Any) -> Any:
-    return getattr(base, "rotary_emb", None) or getattr(base, "pos_emb", None)
-
-
-def _rope_kind(base: Any, index: int) -> str | None:
-    rotary = _rotary_child(base)
-    if not isinstance(rotary, nn.Module) or "layer_type" not in _arguments(rotary):
-        return None
-    return str(base.config.layer_types[index])
 
 
 def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
@@ -362,45 +345,9 @@ def _norm(base: Any) -> nn.Module:
 
 
 def _rotary(base: Any, layers: tuple[LayerParts, ...], like: Tensor) -> nn.Module | None:
-    """The module that gives embeddings of positions to the layers."""
-    rotary = _rotary_child(base)
-    if not isinstance(rotary, nn.Module):
-        if any(layer.new_state is not None for layer in layers):
-            return None  # states know the order of tokens; the start-up check sees the rest
-        raise ModelError(
-            f"{type(base).__name__} has no `rotary_emb`: other embeddings of positions than "
-            "rotary ones are not supported"
-        )
-    _refuse_rope_types(rotary)
-    positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-    what = f"{type(rotary).__name__} does not give embeddings of positions"
-    for kind in {layer.rope_kind for layer in layers if layer.new_state is None}:
-        given = {} if kind is None else {"layer_type": kind}
-        try:
-            with torch.inference_mode():
-                found = rotary(like.new_empty(0), positions, **given)
-        except Exception as error:
-            raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, Tensor) and (not isinstance(found, tuple) or len(found) != 2):
-            raise ModelError(f"{what}: it returned {type(found).__name__}")
-    return rotary
-
-
-def _refuse_rope_types(rotary: Any) -> None:
-    kinds = getattr(rotary, "rope_type", None)
-    for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else ():
-        if kind not in STATIC_ROPE:
-            raise ModelError(
-                f"{type(rotary).__name__} has rope type {kind!r} for {layer_type}: where every "
-                f"type of layer has its own, only {', '.join(sorted(STATIC_ROPE))} are supported"
-            )
-
-
-def _max_position(config: Any) -> int:
-    """Longest sequence; dynamic NTK is made to go beyond `max_position_embeddings` by a factor."""
-    length = getattr(config, "max_position_embeddings", 1 << 30)
-    rope = getattr(config, "rope_parameters", None) or {}
-    return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)
+    attend = [layer for layer in layers if layer.new_state is None]
+    kinds = {layer.rope_kind for layer in attend}
+    return rotary_of(base, kinds, like, may_lack=len(attend) < len(layers))
 
 
 EXTRAS = {
@@ -421,26 +368,100 @@ def _refuse_extras(base: Any, config: Any) -> None:
 def discover(model: Any) -> ModelParts:
     """Find the parts of a model that `refuse_unsafe` accepted.
 
+    A model whose layers keep more than parts of them can be run with is driven as its own forward
+    drives it.
+
     Raises:
         ModelError: Something is not declared, or it is no MoE decoder.
     """
+    try:
+        return _discover(model, None)
+    except KeepsMoreError as error:
+        first = error
+    try:
+        around = _around(model)
+    except ModelError as second:
+        raise ModelError(f"{first}; and {second}") from second
+    except Exception as second:
+        what = f"its layers cannot be tried: {type(second).__name__}: {second}"
+        raise ModelError(f"{first}; and {what}") from second
+    return _discover(model, around)
+
+
+def _around(model: Any) -> Around:
+    """How a model's forward calls its layers.
+
+    Raises:
+        ModelError: It does something that is not known here, or has no weights yet.
+    """
     base = base_model(model)
-    layers = layer_parts(base)
+    layers = decoder_layers(base)
+    for module in base.modules():
+        refuse_rope_types(module)
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind not in STATIC_ROPE:
+            raise ModelError(f"{type(module).__name__} has rope type {kind!r}: not supported there")
+    if any(t.device.type == "meta" for t in base.parameters()):
+        raise ModelError("its layers cannot be tried without weights")
+    kinds, attentions = _recorded(base, "attentions"), []
+    for layer in layers:
+        found = [m for m in layer.modules() if isinstance(m, kinds)]
+        attentions.append(found[0] if len(found) == 1 else None)
+    has_experts = any(_can_drive(m) for m in base.modules())
+    routers = [m for m in base.modules() if isinstance(m, _recorded(base, "router_logits"))]
+    top_k = next((int(r.top_k) for r in routers if hasattr(r, "top_k")), 0)  # type: ignore[arg-type]
+    if has_experts and not top_k:
+        top_k = _top_k((), base.config)
+    return Around(model, base, list(layers), attentions, top_k)
+
+
+def _around_parts(base: Any, around: Around) -> tuple[LayerParts, ...]:
+    """Parts of the layers that are called as the model's forward calls them."""
+    out = []
+    kinds = _recorded(base, "attentions")
+    for index, layer in enumerate(around.layers):
+        experts = next((m for m in layer.modules() if _can_drive(m)), None)
+        if not around.may_stop[index]:
+            experts = None
+        parents = (m for m in layer.modules() if experts is not None and experts in m.children())
+        block = next(parents, None)
+        out.append(
+            LayerParts(
+                index=index,
+                layer=layer,
+                self_attn=None if experts is None else _child_of(layer, kinds),
+                driver=Driver.AROUND,
+                is_moe=experts is not None,
+                mlp=block,
+                router=_router(base, block, experts),
+                experts=experts,
+                new_state=partial(around.new_state, index),
+                around=around,
+            )
+        )
+    return tuple(out)
+
+
+def _discover(model: Any, around: Around | None) -> ModelParts:
+    base = base_model(model)
+    layers = layer_parts(base) if around is None else _around_parts(base, around)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output head")
     config = base.config
-    _refuse_extras(base, config)
+    if around is None:
+        _refuse_extras(base, config)
     experts = next((parts.experts for parts in layers if parts.experts is not None), None)
-    multiplier = getattr(base, "embedding_multiplier", None)
+    multiplier = None if around is not None else getattr(base, "embedding_multiplier", None)
     return ModelParts(
         embed=model.get_input_embeddings(),
         embedding_multiplier=None if multiplier is None else float(multiplier),
         layers=layers,
-        norm=_norm(base),
+        norm=_norm(base) if around is None else Leave(around),
         lm_head=head,
         logit_rule=logit_rule_of(model, config),
-        rotary_emb=_rotary(base, layers, head.weight),
+        rotary_emb=None if around is not None else _rotary(base, layers, _like(head)),
+        around=around,
         latent_kv=any(hasattr(parts.self_attn, "kv_lora_rank") for parts in layers),
         shape=ModelShape(
             num_layers=len(layers),
@@ -448,28 +469,6 @@ def discover(model: Any) -> ModelParts:
             experts_per_token=0 if experts is None else _top_k(layers, config),
             is_moe=tuple(parts.is_moe for parts in layers),
             vocab_size=head.out_features,
-            max_position=_max_position(config),
+            max_position=max_position(config),
         ),
     )
-
-
-def identity(model: nn.Module, expert_weights: str = "auto") -> str:
-    """Digest of a model: its class, its settings, a sample of its weights' bytes, their format."""
-    kind = type(model).__name__ + expert_weights.removeprefix("auto")
-    digest = hashlib.sha256(kind.encode())
-    settings = base_model(model).config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        settings.pop(name, None)
-    digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
-    quantised = all_quantised(model)
-    for name, experts in quantised.items():
-        digest.update(f"{name}{experts.kind}".encode() + experts.sample)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            continue
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from qllm.models.digests import fingerprint, source_digest
 from qllm.models.discover import (
     BLOCK_GLUE,
     LAYER_GLUE,
     LayerParts,
     base_model,
-    fingerprint,
     layer_parts,
-    source_digest,
 )
 
 TESTED_TRANSFORMERS = "5.23.0"
@@ -37,9 +36,10 @@ ATTENTION = {
     "9b8e69f64c3f": "head_norm",  # qwen3_moe
     "4d62a8e741c1": "row_norm",  # olmoe; "clipped_row_norm" if its config sets `clip_qkv`
     "126b22544a55": "sinks",  # gpt_oss
+    "9ff91ca11356": "gated_head_norm",  # qwen3_next, qwen3_5, qwen3_5_moe
 }
 """Fingerprint of Attention.forward -> what it does beside projections: norms of queries and keys
-per head or over all heads, limits of what is projected, sinks."""
+per head or over all heads, limits of what is projected, sinks, a gate of what it gives."""
 LATENTS = "bf6d046d789e"
 """Fingerprint of the forward of multi-head latent attention: deepseek_v3."""
 DELTA_NET = {
@@ -64,18 +64,23 @@ EXPANSION = "e5ae38130e7f"
 """Digest of the `expand_kv` that all MLA families of transformers share."""
 HALVES = {"apply_rotary_pos_emb": "d7bb227c7094", "rotate_half": "b59dbfffe0ee"}
 HALF_TABLE = {"apply_rotary_pos_emb": "72775e3bfa6e", "_apply_rotary_emb": "1d2cfaf3e4af"}
+PART = {"apply_rotary_pos_emb": "5b52c0dc5bb2", "rotate_half": "b59dbfffe0ee"}
 PAIRS = {"apply_rotary_pos_emb_interleave": "5af815f3c610"}
 """Functions of a model's file and their digests. A head is rotated in halves; with cos and sin of
-half its width; in pairs, which come out in halves. All in the dtype of the model."""
+half its width; the first values of it, in halves; in pairs, which come out in halves. All in the
+dtype of the model."""
 NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
 WIDE_NORM = "6f6c68e4a6b2"
 """Digest of the norm that rounds afterwards: gpt_oss."""
+WIDE_NORM_FROM_ONE = "d99cb336a934", "292148824323"
+"""Digests of the norm that does and adds one to its weight, and of its `_norm`: qwen3_next."""
 MLP = "4a9e0f851f1a"
 """Fingerprint of the usual SwiGLU: shared experts and dense layers of qwen2_moe and deepseek_v3."""
 ROUTER = {
     "3b47be678984": "wide",  # mixtral: renormalised, weights stay fp32
-    "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, olmoe: `norm_topk_prob`
+    "849827e64e0a": "flag",  # qwen2_moe, qwen3_moe, qwen3_next, olmoe: `norm_topk_prob`
+    "ebc513972d3d": "chosen",  # qwen3_5_moe
     "6106b5d77c20": "chosen",  # gpt_oss, with a bias
     "f94b2215875a": "chosen",  # granitemoe
     "f082c497de82": "chosen",  # granitemoe of transformers 5.17
@@ -92,8 +97,13 @@ def norm_kind(module: Any) -> str | None:
     if type(module) is nn.LayerNorm:
         return "layer" if module.elementwise_affine and len(module.normalized_shape) == 1 else None
     if not hasattr(module, "variance_epsilon"):
-        return None
+        return "rms_wide_from_one" if _is_from_one(module) else None
     return {NORM: "rms", WIDE_NORM: "rms_wide"}.get(fingerprint(module))
+
+
+def _is_from_one(norm: Any) -> bool:
+    inner = getattr(type(norm), "_norm", None)
+    return inner is not None and (fingerprint(norm), source_digest(inner)) == WIDE_NORM_FROM_ONE
 
 
 def attention_kind(attn: Any) -> str | None:
@@ -101,9 +111,9 @@ def attention_kind(attn: Any) -> str | None:
     kind = ATTENTION.get(fingerprint(attn))
     if getattr(attn.config, "clip_qkv", None) is not None:
         kind = "clipped_row_norm" if kind == "row_norm" else None
-    is_known = all(type(getattr(attn, f"{x}_proj", None)) is nn.Linear for x in "qkvo") and uses(
-        attn, HALF_TABLE if kind == "sinks" else HALVES
-    )
+    turns = {"sinks": HALF_TABLE, "gated_head_norm": PART}.get(str(kind), HALVES)
+    linears = [getattr(attn, f"{x}_proj", None) for x in "qkvo"]
+    is_known = all(type(x) is nn.Linear for x in linears) and uses(attn, turns)
     return kind if is_known else None
 
 

@@ -20,6 +20,7 @@ from qllm.models.checkpoint import Checkpoint
 from qllm.models.folders import first_line
 from qllm.models.formats import gguf as blocks
 from qllm.models.formats.layout import Weight
+from qllm.models.raw_file import RawFile
 
 ARCHITECTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """`general.architecture` -> model type, of those that are read."""
@@ -133,7 +134,7 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
     theirs: Any = modeling_gguf_pytorch_utils
     processor = theirs.TENSOR_PROCESSORS[file.architecture](config=model.config.to_dict())
     names = theirs.get_gguf_hf_weights_map(model, processor)
-    shapes = model.state_dict()
+    shapes, raw = model.state_dict(), RawFile(file.path)
     plain: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, Callable[[], Weight]] = {}
     for name, tensor in file.tensors.items():
@@ -146,18 +147,23 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         if name.endswith("_exps.weight") and kind in STACKS:
             start = target.rpartition(".")[0]
             for expert in range(len(tensor.data)):
-                into[f"{start}.{expert}.{STACKS[kind]}.weight"] = partial(_read, tensor, expert)
+                into[f"{start}.{expert}.{STACKS[kind]}.weight"] = partial(
+                    _read, raw, tensor, expert
+                )
         else:
-            into[target] = partial(_read, tensor, None, tuple(shapes[target].shape))
+            into[target] = partial(_read, raw, tensor, None, tuple(shapes[target].shape))
     kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
-    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, [raw])
 
 
-def _read(tensor: Any, expert: int | None, shape: tuple[int, ...] | None = None) -> Weight:
+def _read(
+    file: RawFile, tensor: Any, expert: int | None, shape: tuple[int, ...] | None = None
+) -> Weight:
     """One weight, or a vector in the shape that the model has."""
     data, kind = tensor.data if expert is None else tensor.data[expert], tensor.tensor_type.name
-    raw = torch.from_numpy(data.copy())
+    start = int(tensor.data_offset) + (expert or 0) * int(data.nbytes)
+    raw = file.read(start, int(data.nbytes))
     if kind in blocks.READERS:
-        return blocks.read(kind, raw)
-    plain = raw if raw.is_floating_point() else raw.view(_ROW[kind])
+        return blocks.read(kind, raw.view(data.shape))
+    plain = raw.view(_ROW[kind]).view((*data.shape[:-1], -1))
     return plain if shape is None else plain.reshape(shape)

@@ -3,7 +3,8 @@
 Layers are run part by part, and kernels compute several parts at once from their weights. A part
 with a hook, on itself or inside, is computed by its own modules instead, so the hook is called as
 in `model.forward`, with the rows of an op. Modules that no part is (a layer, a block of experts,
-experts, the head) are called by nobody; a hook there is named in a warning.
+experts, the head) are called by nobody; a hook there is named in a warning. Layers that are called
+as the model's forward calls them are called whole, and what is within their experts is not.
 """
 
 import logging
@@ -45,6 +46,10 @@ def _called(parts: ModelParts) -> Iterator[nn.Module]:
     """Modules that compute when their part is computed by its own modules."""
     yield from parts.embed.modules()
     yield from parts.norm.modules()
+    if parts.around is not None:
+        experts = [layer.experts for layer in parts.layers if layer.experts is not None]
+        within = {m for block in experts for m in block.modules() if m is not block}
+        yield from (m for layer in parts.around.layers for m in layer.modules() if m not in within)
     for layer in parts.layers:
         mlp = None if layer.is_moe else layer.mlp
         norms = layer.input_layernorm, layer.post_attention_layernorm

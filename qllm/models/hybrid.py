@@ -45,6 +45,10 @@ def kv_shapes(attentions: Iterable[nn.Module]) -> set[tuple[Any, ...]]:
     return found
 
 
+class KeepsMoreError(ModelError):
+    """A layer keeps more of a request than keys and values, or a state, alone."""
+
+
 class LightningState:
     """State of MiniMax's lightning attention: one tensor, in a cache of its own kind."""
 
@@ -56,7 +60,7 @@ def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:
     """Per layer, what makes the state of a request without tokens; None if the layer attends.
 
     Raises:
-        ModelError: A layer carries a state and attends, too, or keeps something else.
+        KeepsMoreError: A layer carries a state and attends, too, or keeps something else.
     """
     made: list[Any] = DynamicCache(config=base.config).layers
     made += [None] * (num_layers - len(made))
@@ -70,14 +74,14 @@ def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:
 
 def _maker(base: Any, index: int, fresh: Any) -> Callable[[], Any] | None:
     if fresh is not None and type(fresh) not in KNOWN:
-        raise ModelError(
+        raise KeepsMoreError(
             f"layer {index} of {type(base).__name__} keeps a {type(fresh).__name__} in its "
             "cache, which is neither keys and values nor a state: not supported"
         )
     if not isinstance(fresh, LinearAttentionCacheLayerMixin):
         return None
     if isinstance(fresh, CacheLayerMixin):
-        raise ModelError(
+        raise KeepsMoreError(
             f"layer {index} of {type(base).__name__} carries a state and attends side by side: "
             "not supported"
         )

@@ -1,7 +1,8 @@
 """Load a checkpoint whose weights are quantised, tensor by tensor.
 
     experts     stay quantised, where all of a layer's are alike and the device is a CPU that
-                computes in bf16: `QuantisedExperts` on their module
+                computes in bf16: packed as they are read, `QuantisedExperts` on their module
+    linears     stay so on the same terms, projections and the head: `QuantisedLinear`
     the rest    becomes bf16 (or the dtype asked for) as it is read, and transformers puts it into
                 the model
 
@@ -11,7 +12,9 @@ that were read so far and what one of them takes on its way.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,14 +36,27 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qllm.errors import ModelError
-from qllm.kernels.quantised import FOUR_BIT, Quantised
+from qllm.kernels.cpu.quantised import is_like, stacked
+from qllm.kernels.quantised import Quantised
 from qllm.models.checkpoint import Checkpoint
 from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
+from qllm.models.quantised_experts import (
+    AT_ONCE,
+    WEIGHTS,
+    QuantisedExperts,
+    pack_experts,
+    say_rounded,
+)
+from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
+from qllm.models.quantised_weights import Weights
+from qllm.models.raw_file import reading_ahead
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
+Read = Callable[[], Weight]
+Begin = Callable[[Sequence[Read]], Callable[[], list[Weight]]]
+"""Begins to read weights, and gives what waits for them."""
 KEPT = "qllm_kept"
 """Name of our method among transformers' quantisers: it leaves parameters out."""
 
@@ -51,6 +67,8 @@ class Outcome:
 
     kept: list[str] = field(default_factory=list)
     """Codes and groups of every layer whose experts stay quantised."""
+    linears: list[str] = field(default_factory=list)
+    """Codes and groups of every linear module that stays so."""
     expanded: int = 0
     """Weights that became plain numbers."""
 
@@ -58,6 +76,8 @@ class Outcome:
         """The outcome for people: "fp8: experts of 24 layers as e4m3 g128, 97 others ..."."""
         kinds = sorted(set(self.kept))
         parts = [f"experts of {self.kept.count(kind)} layers kept as {kind}" for kind in kinds]
+        for kind in sorted(set(self.linears)):
+            parts.append(f"{self.linears.count(kind)} linear modules kept as {kind}")
         if self.expanded:
             kind = str(dtype).removeprefix("torch.")
             parts.append(f"{self.expanded} {'other ' * bool(parts)}weights expanded to {kind}")
@@ -93,10 +113,10 @@ class _Kept(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         chosen: Any = self.quantization_config
         for name in chosen.names:
-            module, _, parameter = name.rpartition(".")
-            experts = model.get_submodule(module)
-            del experts._parameters[parameter]
-            experts._is_hf_initialized = True  # nothing is left in it to be made up
+            path, _, parameter = name.rpartition(".")
+            module = model.get_submodule(path)
+            del module._parameters[parameter]
+            module._is_hf_initialized = True  # nothing is left in it to be made up
 
     @property
     def is_trainable(self) -> bool:
@@ -144,7 +164,7 @@ def stream(
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
-    outcome, kept = Outcome(), dict[str, dict[str, Sequence[Quantised]]]()
+    outcome, kept = Outcome(), _Held()
     keeps = device.type == "cpu" and dtype is torch.bfloat16
     if rounding is not None and keeps:
         checkpoint = _rounded(skeleton, checkpoint, rounding)
@@ -157,36 +177,77 @@ def stream(
             "first: how it is laid out is not known; load bfloat16 weights"
         )
     if keeps:
-        for module, names in _by_module(places).items():
-            found = _gathered(skeleton.get_submodule(module), names, places, checkpoint)
-            if found is not None:
-                kept[module] = found
-                for name in names:
-                    del rest[name]
+        kept.take(skeleton, checkpoint, places, rest)
     lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
     lazies |= {
         name: _Lazy(partial(_expanded, name, read, outcome, name in turned))
         for name, read in rest.items()
     }
-    taken = [f"{module}.{name}" for module in kept for name in WEIGHTS]
     model, info = model_class.from_pretrained(
         None,
         config=config,
         state_dict=lazies,
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
-        quantization_config=_KeptConfig(taken),
+        quantization_config=_KeptConfig(kept.names()),
         output_loading_info=True,
     )
-    for module in kept:
-        empty = skeleton.get_submodule(module)._parameters
-        experts = model.get_submodule(module)
-        experts._parameters.update({name: empty[name] for name in WEIGHTS})
-    for module in list(kept):
-        held = QuantisedExperts(model.get_submodule(module), kept.pop(module), rounding)
-        outcome.kept.append(held.kind)
+    kept.enter(skeleton, model, rounding, outcome)
+    for path in {place.module for name, place in places.items() if name in rest}:
+        say_rounded(model.get_submodule(path), checkpoint.format)
     _forget_method(model)
     return model, info, outcome
+
+
+class _Held:
+    """The weights of a model that stay quantised."""
+
+    def __init__(self) -> None:
+        self._experts: dict[str, dict[str, Weights]] = {}
+        self._linears: dict[str, Quantised] = {}
+
+    def take(
+        self,
+        skeleton: PreTrainedModel,
+        checkpoint: Checkpoint,
+        places: Mapping[str, Place],
+        rest: dict[str, Callable[[], Weight]],
+    ) -> None:
+        """Read what can stay, and leave in `rest` what cannot."""
+        with _reading() as begin, reading_ahead(checkpoint.files):
+            for path, names in _by_module(places).items():
+                found = _packed(skeleton.get_submodule(path), names, places, checkpoint, begin)
+                if found is not None:
+                    self._experts[path] = found
+                    for name in names:
+                        del rest[name]
+        for name, target in _targets(skeleton, [n for n in rest if n not in places]).items():
+            if not can_stay(skeleton, target):
+                continue
+            weight = rest[name]()
+            if fits(weight) and weight.shape == skeleton.get_parameter(target).shape:
+                assert isinstance(weight, Quantised)
+                self._linears[target.rpartition(".")[0]] = weight
+                del rest[name]
+
+    def names(self) -> list[str]:
+        """Parameters that transformers shall not load."""
+        experts = [f"{path}.{name}" for path in self._experts for name in WEIGHTS]
+        return [*experts, *(f"{path}.weight" for path in self._linears)]
+
+    def enter(
+        self, skeleton: nn.Module, model: nn.Module, rounding: str | None, outcome: Outcome
+    ) -> None:
+        """Put them into the model."""
+        for path, weights in self._experts.items():
+            empty, experts = skeleton.get_submodule(path)._parameters, model.get_submodule(path)
+            experts._parameters.update({name: empty[name] for name in WEIGHTS})
+            held = QuantisedExperts(weights, rounding)
+            held.enter(experts)
+            outcome.kept.append(held.kind)
+        for path, weight in self._linears.items():
+            module: Any = model.get_submodule(path)
+            outcome.linears.append(QuantisedLinear(module, weight).kind)
 
 
 def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> Checkpoint:
@@ -235,23 +296,38 @@ def _forget_method(model: Any) -> None:
 
 def _places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
     """Where the weights of experts belong, by the names in the checkpoint; others are not in it."""
+    found = {}
+    for name, target, converter in _renamed(model, names):
+        module, _, parameter = target.rpartition(".")
+        if parameter not in WEIGHTS or model.get_parameter(target).dim() != 3:
+            continue
+        if converter is None:
+            found[name] = Place(module, parameter, 0, None)
+        elif (place := _in_list(name, *converter)) is not None:
+            found[name] = Place(module, parameter, *place)
+    return found
+
+
+def _targets(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Parameters that weights of the checkpoint are, as they are; others are not in it."""
+    renamed = _renamed(model, names)
+    return {name: target for name, target, converter in renamed if converter is None}
+
+
+def _renamed(
+    model: PreTrainedModel, names: Iterable[str]
+) -> Iterator[tuple[str, str, tuple[str, WeightConverter] | None]]:
+    """Names that a model has a parameter for: it, and what makes it of several weights."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    shapes, found = model.state_dict(), {}
+    shapes = model.state_dict()
+    prefix = model.base_model_prefix
     for name in names:
-        target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, shapes
-        )
-        module, _, parameter = target.rpartition(".")
-        if target not in shapes or parameter not in WEIGHTS or shapes[target].dim() != 3:
-            continue
-        if pattern is None:
-            found[name] = Place(module, parameter, 0, None)
-        elif (place := _in_list(name, pattern, of_pattern[pattern])) is not None:
-            found[name] = Place(module, parameter, *place)
-    return found
+        target, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
+        if target in shapes:
+            yield name, target, None if pattern is None else (pattern, of_pattern[pattern])
 
 
 def _in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
@@ -274,61 +350,111 @@ def _by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
 # -- the experts of one layer
 
 
-def _gathered(
-    module: nn.Module, names: Sequence[str], places: Mapping[str, Place], checkpoint: Checkpoint
-) -> dict[str, Sequence[Quantised]] | None:
+def _packed(
+    module: nn.Module,
+    names: Sequence[str],
+    places: Mapping[str, Place],
+    checkpoint: Checkpoint,
+    begin: Begin,
+) -> dict[str, Weights] | None:
     """Every expert's weights by parameter; None if they are not all there, or not alike."""
-    found: dict[str, Sequence[Quantised]] = {}
+    found: dict[str, Weights] = {}
     for parameter in WEIGHTS:
         own = [name for name in names if places[name].parameter == parameter]
-        experts = _of_parameter(own, places, checkpoint)
         shape = getattr(module, parameter).shape
-        if experts is None or len(experts) != shape[0]:
+        wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
+        weights = _of_parameter(module, parameter, own, places, checkpoint, begin)
+        if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
             return None
-        n, k = shape[:0:-1] if module.is_transposed else shape[1:]
-        packed = k // 2 if experts[0].code in FOUR_BIT else k
-        if any(one.codes.shape != (n, packed) for one in experts):
-            return None
-        found[parameter] = experts
+        found[parameter] = weights
     return found
 
 
 def _of_parameter(
-    names: Sequence[str], places: Mapping[str, Place], checkpoint: Checkpoint
-) -> list[Quantised] | None:
+    module: nn.Module,
+    parameter: str,
+    names: Sequence[str],
+    places: Mapping[str, Place],
+    checkpoint: Checkpoint,
+    begin: Begin,
+) -> Weights | None:
     """One weight per expert; None if some are missing, or they are not alike."""
     by_place = {places[name][2:]: name for name in names}
     if list(by_place) == [(0, None)]:
         stack = checkpoint.quantised[names[0]]()
         if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
             return None
-        return [_one_of(stack, expert) for expert in range(len(stack.codes))]
+        experts = [_one_of(stack, expert) for expert in range(len(stack.codes))]
+        return pack_experts(module, {parameter: experts})[parameter]
     num_parts = 1 + max((place.part for place in map(places.get, names) if place), default=0)
     num_experts = len(by_place) // num_parts
     wanted = [(part, expert) for expert in range(num_experts) for part in range(num_parts)]
-    if set(wanted) != set(by_place):
+    if set(wanted) != set(by_place) or not module.is_concatenated:
         return None
-    read = alike([checkpoint.quantised[by_place[place]]() for place in wanted])
-    if read is None or num_parts == 1:
-        return read
-    starts = range(0, len(read), num_parts)
-    return [_joined(read[start : start + num_parts]) for start in starts]
+    reads = [checkpoint.quantised[by_place[place]] for place in wanted]
+    return _in_turn(reads, num_parts, begin) or _at_once(reads, num_parts, begin)
+
+
+def _in_turn(reads: Sequence[Read], num_parts: int, begin: Begin) -> Weights | None:
+    """Read some experts while those before are packed; None once one is not like the first."""
+    step = AT_ONCE * num_parts
+    weights: Weights | None = None
+    coming = begin(reads[:step])
+    for start in range(0, len(reads), step):
+        given = coming()
+        coming = begin(reads[start + step : start + 2 * step])
+        found = [one for one in given if isinstance(one, Quantised)]
+        if len(found) < len(given) or any(one.codes.dim() != 2 for one in found):
+            return None
+        weights = weights or _weights_of(found[:num_parts], len(reads) // num_parts)
+        if weights is None or not all(is_like(one, weights.like) for one in found):
+            return None
+        weights.take(start // num_parts, _grouped(found, num_parts))
+    return weights
+
+
+def _at_once(reads: Sequence[Read], num_parts: int, begin: Begin) -> Weights | None:
+    """Read all, and give them one format; None if they have none."""
+    found = alike(begin(reads)())
+    weights = None if found is None else _weights_of(found[:num_parts], len(reads) // num_parts)
+    if found is None or weights is None:
+        return None
+    for start in range(0, weights.num, AT_ONCE):
+        some = found[start * num_parts : (start + AT_ONCE) * num_parts]
+        weights.take(start, _grouped(some, num_parts))
+    return weights
+
+
+@contextmanager
+def _reading() -> Iterator[Begin]:
+    """Gives what begins to read weights, and then waits for them."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield lambda reads: lambda: [read() for read in reads]
+        return
+    with ThreadPoolExecutor(threads) as pool:
+
+        def begin(reads: Sequence[Read]) -> Callable[[], list[Weight]]:
+            coming = [pool.submit(read) for read in reads]
+            return lambda: [future.result() for future in coming]
+
+        yield begin
+
+
+def _grouped(found: Sequence[Quantised], num_parts: int) -> list[Sequence[Quantised]]:
+    return [found[i : i + num_parts] for i in range(0, len(found), num_parts)]
+
+
+def _weights_of(parts: Sequence[Quantised], num: int) -> Weights | None:
+    """Room for so many weights like one that is made of parts; None if these are not alike."""
+    whole = stacked(parts)
+    return None if whole is None else Weights(num, whole)
 
 
 def _one_of(stack: Quantised, expert: int) -> Quantised:
     offset = None if stack.offset_NG is None else stack.offset_NG[expert]
     return stack._replace(
         codes=stack.codes[expert], scale_NG=stack.scale_NG[expert], offset_NG=offset
-    )
-
-
-def _joined(parts: Sequence[Quantised]) -> Quantised:
-    """Weights under each other."""
-    offsets = [part.offset_NG for part in parts if part.offset_NG is not None]
-    return parts[0]._replace(
-        codes=torch.cat([part.codes for part in parts]),
-        scale_NG=torch.cat([part.scale_NG for part in parts]),
-        offset_NG=torch.cat(offsets) if offsets else None,
     )
 
 

@@ -8,6 +8,7 @@ from qllm.errors import ModelError
 from qllm.models.discover import PACKED, is_experts
 from qllm.models.quantised import refuse_quantised
 from qllm.models.quantised_experts import WEIGHTS, all_quantised, quantised_in
+from qllm.models.quantised_linears import all_linears
 
 EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
@@ -50,6 +51,7 @@ def refuse_unsafe(model: nn.Module) -> None:
                 "engine) first, or load the model once more"
             )
     quantised = {f"{module}.{name}" for module in all_quantised(model) for name in WEIGHTS}
+    quantised |= {f"{module}.weight" for module in all_linears(model)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in quantised:
             _refuse_tensor(name, tensor)

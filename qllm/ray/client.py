@@ -145,6 +145,8 @@ async def ask(engines: Any, method: str, *args: Any, at: str | None = None) -> A
 class Streams(FrontEndPort):
     """Sends requests to the replicas of a deployment and takes what they stream.
 
+    It has many methods because it answers all of `FrontEndPort`, and hears every stream.
+
     Args:
         engines: Handle of the deployment.
     """
@@ -380,8 +382,12 @@ class RayClient(RingClient):
     # -- as a client
 
     @property
-    def _config(self) -> EngineConfig:
-        return self.hello.config
+    def config(self) -> EngineConfig:
+        config: EngineConfig = self.hello.config
+        return config
+
+    def costs_ns(self) -> None:
+        """Not asked: replicas report to Ray Serve's router, which chooses."""
 
     @property
     def draining(self) -> bool:

@@ -102,6 +102,10 @@ class Relay(Handle):
     def heard_of(self, entry: Any) -> None:
         """Nothing to do: who waits elsewhere hears the token."""
 
+    def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
+        """Say that another replica must go on with it: engines of replicas hand over no KV."""
+        self._push(Lost("the engine handed it over"))
+
 
 class Relayed(Open):
     """An open request here whose end is passed on."""

@@ -96,14 +96,14 @@ class EngineRouter(RequestRouter):
     ) -> None:
         """Count what was sent."""
         ask = _ask_of(pending_request)
-        if ask is None or ask.local is None or ask.local.view is None:
+        if ask is None or ask.local is None or (view := ask.local.view) is None:
             return
         key, local = ask.key, ask.local
         with self._lock:
             engines = {engine.name: engine for engine in self._router.engines}
             if (engine := engines.get(replica_id.unique_id)) is None:
                 return
-            self._router.sent(key, local.view, engine)
+            self._router.sent(key, view, engine)
             self._keys[pending_request.metadata.internal_request_id] = key
         local.heard = lambda count, priority: self._heard(key, count, priority)
 

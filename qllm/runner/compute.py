@@ -15,19 +15,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
+from qllm.models.quantised_linears import is_read, linear_in
 from qllm.runner.invariance import find_invariance
+from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
-from qllm.runner.layers.native import NativeDriver, is_usable
-from qllm.runner.layers.native_experts import is_covered
+from qllm.runner.layers.native import NativeDriver
+from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
 from qllm.runner.layers.work import Bank
 from qllm.runner.sweep import Sweep
@@ -78,7 +81,7 @@ class Compute:
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
-        self.streams = kind == "fast" and parts.lm_head.weight.device.type == "cpu"
+        self.streams = kind == "fast" and parts.like.device.type == "cpu"
         """Greedy rows keep the best of their logits alone (`runner.heads`)."""
         covered = {m for driver in self.drivers for m in driver.covered}
         rule, self._enters_rule = PLAIN, False
@@ -130,21 +133,27 @@ class Compute:
             ops[kind] = ruled(ops[kind])
 
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
-        """Addresses of the weights that our kernels multiply."""
-        weights: list[Any] = [m.weight for m in covered]
+        """The parameters that our kernels multiply, by their `id`."""
+        linears: list[Any] = list(covered)
         found: set[int] = set()
         if self._native["linears"]:
             modules = [m for layer in parts.layers for m in layer.layer.modules()]
-            weights += [m.weight for m in modules if type(m) is nn.Linear]
+            linears += [m for m in modules if type(m) is nn.Linear]
         if self._native["experts"]:
             for layer in parts.layers:
                 if layer.experts is not None and is_covered(layer.experts):
-                    weights += layer.experts.parameters()
-                    if quantised_in(layer.experts) is not None:
-                        found.add(0)  # see `rows.matrices`
+                    held = quantised_in(layer.experts) is not None
+                    found |= {id(w) for w in layer.experts.parameters() if held or is_usable(w)}
         if self._native["head"]:
-            weights.append(parts.lm_head.weight)
-        return found | {w.data_ptr() for w in weights if is_usable(w)}
+            linears.append(parts.lm_head)
+        return found | {id(m.weight) for m in linears if is_read(m)}
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our kernels compute all of every layer."""
+        whole = [isinstance(d, NativeDriver) and d.is_complete for d in self.drivers]
+        banks = [isinstance(bank, NativeBank) for bank in self._held]
+        return all(whole) and all(banks)
 
     @property
     def stops_between_keys(self) -> bool:
@@ -159,15 +168,14 @@ class Compute:
         fused = Counter(part for driver in native for part in driver.names)
         sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
         ours = f"qllm {cpu.kind()}" if native else ""
-        total = len(self.drivers)
+        total, deltas = len(self.drivers), sum(map(_has_delta_kernel, self.drivers))
 
         def attends(torch_name: str) -> str:
             kernel = f"{ours} ({fused['attention']} of {total} layers)"
-            rest = [torch_name] if fused["attention"] < total else []
+            rest = [torch_name] if fused["attention"] + deltas < total else []
             return ", ".join([kernel, *rest] if fused["attention"] else rest)
 
         mlp = {"mlp": f"{ours} ({fused['mlp']} of {total} layers)"} if fused["mlp"] else {}
-        deltas = sum(map(_has_delta_kernel, self.drivers))
         states = {"state": f"qllm {cpu.kind()} ({deltas} of {total} layers)"} if deltas else {}
         return (
             mlp
@@ -200,27 +208,32 @@ def _sizes(parts: ModelParts) -> dict[str, int]:
     """Bytes of what may be packed."""
     experts = [m for layer in parts.layers if layer.experts for m in layer.experts.parameters()]
     modules = [m for layer in parts.layers for m in layer.layer.modules()]
-    linears = [m.weight for m in modules if type(m) is nn.Linear]
-    found: dict[str, list[Tensor]] = {
-        "experts": [*experts],
-        "linears": [*linears],
-        "head": [parts.lm_head.weight],
+    linears = [m for m in modules if type(m) is nn.Linear]
+    return {
+        "experts": sum(w.numel() * w.element_size() for w in experts),
+        "linears": sum(map(_size, linears)),
+        "head": _size(parts.lm_head),
     }
-    return {n: sum(w.numel() * w.element_size() for w in ws) for n, ws in found.items()}
+
+
+def _size(module: nn.Linear) -> int:
+    held = linear_in(module)
+    return module.weight.nbytes if held is None else held.num_bytes
 
 
 def _refuse_states(parts: ModelParts, drivers: Iterable[LayerDriver]) -> None:
     for layer, driver in zip(parts.layers, drivers, strict=True):
         if layer.new_state is not None and not _has_delta_kernel(driver):
             raise ModelError(
-                f"layer {layer.index} carries a state ({type(layer.self_attn).__name__}), whose "
+                f"layer {layer.index} carries a state "
+                f"({type(layer.self_attn or layer.layer).__name__}), whose "
                 "last bits depend on how a prompt is cut into passes: "
                 "exactness='batch-invariant' is not possible, use 'order'"
             )
 
 
 def _has_delta_kernel(driver: LayerDriver) -> bool:
-    return isinstance(driver, HookedDriver) and isinstance(driver.mixer, DeltaMixer)
+    return isinstance(getattr(driver, "mixer", None), DeltaMixer)
 
 
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
@@ -228,11 +241,13 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
 
     A dense layer of unknown glue is driven by hooks.
     """
+    if parts.around is not None:
+        return AroundDriver(parts)
     if len(parts.attentions) > 1:
         return WholeDriver(parts)
-    if parts.input_layernorm is None:
-        mixer = delta_mixer(parts, arena)
+    mixer = delta_mixer(parts, arena)
+    if parts.input_layernorm is None or (parts.new_state is not None and mixer is None):
         return HookedDriver(parts, mixer, () if mixer is None else mixer.covered)
     if arena is None or parts.rope_kind is not None:  # our kernels turn all layers alike
         return FastDriver(parts)
-    return NativeDriver(parts, arena)
+    return NativeDriver(parts, arena, mixer)

@@ -25,6 +25,8 @@ from qllm.errors import ConfigError, ModelError
 from qllm.models.discover import base_model, discover
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner import reference
+from qllm.runner.layers.drivers import HookedDriver
+from qllm.runner.layers.trial import mixers_of, refuse_chunks
 from qllm.runner.reference import LayerPass, Pass, by_expert, pinned, unit
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
@@ -66,8 +68,10 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
     """
     tokens = _tokens(model, runner)
     with torch.inference_mode():
+        _check_chunks(runner)
         with runner.as_reference(), pinned(model):
-            parts = discover(model)
+            own = runner.parts  # where the model's forward was asked already, it says nothing new
+            parts = discover(model) if own.around is None else own
             split = [tokens[:-1], tokens[-1:]]
             found = [reference.record(model, parts, split, quiet=quiet) for quiet in (False, True)]
         for passes in found:
@@ -75,6 +79,13 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
                 probe.follow(tokens, passes)
         with _probing(model, runner) as probe:
             probe.compare_parked(tokens[:-1])
+
+
+def _check_chunks(runner: "TorchRunner") -> None:
+    """A prompt in chunks leaves the states that a whole one does; to the bit, where KV is exact."""
+    backend = runner.backend
+    for mixer in mixers_of(backend.drivers):
+        refuse_chunks(mixer, runner.parts.like, exact=not backend.why_inexact)
 
 
 def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
@@ -132,7 +143,7 @@ class _Probe:
         self.logits: dict[tuple[RequestId, int], Tensor] = {}
         self._last: tuple[Program, Index] | None = None
         self._tables = runner.backend.new_tables()
-        dtype = runner.parts.lm_head.weight.dtype
+        dtype = runner.parts.like.dtype
         self._unit, self._bound = unit(dtype), BOUND.get(dtype, 8.0)
 
     def take(self, request_id: RequestId, num_tokens: int, logits_V: Tensor) -> None:
@@ -205,7 +216,7 @@ class _Probe:
         assert seen.given_TD is not None
         assert seen.attn_spread_T is not None
         where, scale = f"the attention of {self._layer(layer)}", parts.residual_multiplier or 1.0
-        if parts.input_layernorm is None:  # driven by hooks
+        if isinstance(self.runner.backend.drivers[layer], HookedDriver):
             self._require(tensors["mid"], seen.attn_TD, seen.attn_spread_T, where)
             tensors["mid"] = seen.given_TD.clone()
             return

@@ -104,7 +104,7 @@ class CpuBackend:
     @property
     def is_native(self) -> bool:
         """Whether our kernels run every layer."""
-        return self.sweep.num_layers == len(self.drivers)
+        return self.sweep.num_layers == len(self.drivers) or self.compute.is_ours
 
     shares_blocks = False
     copy_bytes_per_ms = 4_000_000
@@ -148,7 +148,7 @@ class CpuBackend:
         compute.enter()
 
     def new_kv(self, capacity: int) -> RequestKV:
-        return SlabKV(self._parts.num_kv_layers, capacity)
+        return SlabKV(self._parts.num_kv_layers, capacity, self._parts.kv_layers)
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
         """KV does not move when it is swapped out."""

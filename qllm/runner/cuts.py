@@ -34,6 +34,8 @@ LOGITS_AT_ONCE = 1 << 22
 """Most logits of prompt tokens that are held at once."""
 KEY_QUERIES = 16
 """Queries that an attention which stops between keys takes at once, if their projections fit."""
+LEAST_AROUND, MOST_AROUND = 64, 512
+"""Queries of a block where every block is a call of the layer as the model's forward does it."""
 FEW_MORE = 1.25
 """The last segment may have up to this many times the keys of the others."""
 FILL = 0.6
@@ -152,7 +154,7 @@ def cut_rule(
     Blocks of queries shrink with their position, to one query. An attention that can stop between
     keys needs no block below `KEY_QUERIES`.
     """
-    dtype = parts.lm_head.weight.dtype
+    dtype = parts.like.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
     width = parts.lm_head.in_features
     item = parts.lm_head.weight.element_size()
@@ -178,17 +180,38 @@ def cut_rule(
     )
     if max_segment_ms == float("inf"):
         return NO_CUTS, costs
+    if parts.around is not None:
+        return _around_cuts(parts, costs), costs
     shared = max(_weights(layer.shared) + _weights(layer.router) for layer in parts.layers)
     route = 2 * shared / flops + GLUE_NS_PER_VALUE * width * 2
     combine = COMBINE_NS_PER_VALUE * width * (parts.shape.experts_per_token + 2)
     dense = max((_weights(x.mlp) for x in parts.layers if not x.is_moe), default=0)
-    unit = segment - costs.range_ns  # a range ends with the unit that goes past `range_ns`
     rule = CutRule(
         max_cost=free / attn.project,
         attn_cost_per_kv=attn.query_key / attn.project,
         min_block=_power_of_two(free / attn.project, 1, KEY_QUERIES) if stops_between_keys else 1,
         glue_block=_power_of_two(segment / max(route, combine)),
         dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
-        expert_block=_power_of_two(max(unit - costs.unit_ns, segment / 4) / max(costs.row_ns, 1.0)),
+        expert_block=_expert_block(costs),
     )
     return rule, costs
+
+
+def _expert_block(costs: Costs) -> int:
+    unit = costs.segment_ns - costs.range_ns  # a range ends with the unit that goes past `range_ns`
+    free = max(unit - costs.unit_ns, costs.segment_ns / 4)
+    return _power_of_two(free / max(costs.row_ns, 1.0))
+
+
+def _around_cuts(parts: ModelParts, costs: Costs) -> CutRule:
+    """Layers that are called as the model's forward does: blocks of queries, and experts."""
+    rule = NO_CUTS._replace(expert_block=_expert_block(costs))
+    assert parts.around is not None
+    if not parts.around.goes_on:
+        return rule  # a second block would be called token by token
+    return rule._replace(
+        max_cost=max(float(LEAST_AROUND), costs.attn_ns / costs.project_ns),
+        attn_cost_per_kv=costs.query_key_ns / costs.project_ns,
+        min_block=LEAST_AROUND,
+        max_block=MOST_AROUND,
+    )

@@ -213,6 +213,16 @@ class Frame:
             self._tokens[group] = found
         return self._tokens[group]
 
+    def ids(self, requests: Mapping[RequestId, RequestState], group: int) -> list[int]:
+        """Tokens of a group's rows, packed; 0 for those of dead ones."""
+        ids: list[int] = []
+        for r in self.program.groups[group]:
+            row = self.program.rows[r]
+            is_dead = row.request_id in self.dead
+            own = [] if is_dead else requests[row.request_id].ids
+            ids += [0] * row.num_tokens if is_dead else own[row.lo : row.hi]
+        return ids
+
     def spans(
         self, requests: Mapping[RequestId, RequestState], group: int, lo: int, hi: int
     ) -> list[Span]:

@@ -29,7 +29,7 @@ def find_invariance(
         model: The model.
         parts: Its parts.
         drivers: Who runs each layer.
-        ours: Addresses of weights that kernels multiply whose rows are independent anyway.
+        ours: Parameters, by their `id`, that kernels multiply whose rows are independent anyway.
 
     Returns:
         The rule, and whether `RowBlocks` must be entered: not if products are invariant as they
@@ -39,7 +39,7 @@ def find_invariance(
         ModelError: No rule holds on this machine, or the glue of a layer breaks it.
     """
     with torch.inference_mode():
-        rule = find_rule(_filled(w) for w in matrices(model) if w.data_ptr() not in ours)
+        rule = find_rule(_filled(w) for w in matrices(model, ours))
         mode = RowBlocks(rule)
         odd = any(_odd_gate(layer.experts) for layer in parts.layers)
         hooked = any(layer.driver is Driver.HOOKED for layer in parts.layers)
@@ -52,7 +52,7 @@ def find_invariance(
 
 
 def _filled(weight: Tensor) -> Tensor:
-    """A weight with values: those of quantised experts are made when they are multiplied."""
+    """A weight with values: those of quantised ones are made when they are multiplied."""
     if not weight.is_meta:
         return weight
     made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
@@ -67,10 +67,10 @@ def _odd_gate(experts: Any) -> bool:
 
 
 def _glue(parts: ModelParts, driver: LayerDriver, is_moe: bool) -> Callable[[Tensor], list[Tensor]]:
-    weight = parts.lm_head.weight
+    like = parts.like
 
     def glue(x_TD: Tensor) -> list[Tensor]:
-        x = x_TD.to(weight.device, weight.dtype)
+        x = x_TD.to(like.device, like.dtype)
         if not is_moe:
             return [driver.dense(x, x)]
         routed = driver.route(x, x)

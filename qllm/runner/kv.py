@@ -114,12 +114,21 @@ class RequestKV(ABC):
 
 
 class SlabKV(RequestKV):
-    """Slabs of one request, made when it first writes, in the shape it writes."""
+    """Slabs of one request, made when it first writes, in the shape it writes.
 
-    __slots__ = ("_base", "slabs")
+    Args:
+        num_layers: Of the cache.
+        capacity: Most tokens.
+        kv_layers: Those that keys and values are written to; None is all.
+    """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    __slots__ = ("_base", "kv_layers", "slabs")
+
+    def __init__(
+        self, num_layers: int, capacity: int, kv_layers: Sequence[int] | None = None
+    ) -> None:
         super().__init__(capacity)
+        self.kv_layers = range(num_layers) if kv_layers is None else kv_layers
         self.slabs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._base: tuple[int, int] | None = None
 
@@ -149,13 +158,13 @@ class SlabKV(RequestKV):
     def copy_out(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         if hi > self.committed:
             raise InvariantError(f"KV up to {hi} is kept and {self.committed} are committed")
-        parts = [self.read(layer, lo, hi) for layer in range(len(self.slabs))]
+        parts = [self.read(layer, lo, hi) for layer in self.kv_layers]
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
     def copy_in(self, lo: int, page: tuple[Tensor, Tensor]) -> None:
         if lo != self.committed:
             raise InvariantError(f"KV from {lo} on is taken up and {self.committed} are committed")
-        for layer, (k, v) in enumerate(zip(*page, strict=True)):
+        for layer, k, v in zip(self.kv_layers, *page, strict=True):
             self.write(layer, k.unsqueeze(0), v.unsqueeze(0), lo)
         self.committed = lo + page[0].shape[2]
 

@@ -141,7 +141,8 @@ class _Recorder:
                 self._hook(part.self_attn.register_forward_hook(self._leave_attention))
             if part.experts is not None:
                 self._hook_experts(part)
-        self._hook(self._parts.norm.register_forward_pre_hook(self._enter_norm))
+        if self._parts.around is None:
+            self._hook(self._parts.norm.register_forward_pre_hook(self._enter_norm))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,9 +175,9 @@ class _Recorder:
     def _enter_layer(self, _: nn.Module, args: Any, given: Any) -> Any:
         x = args[0] if args else given["hidden_states"]
         if not self._pass.layers:
-            self._pass.embedded_TD = x[0].clone()
+            self._pass.embedded_TD = _rows(x[:1])[0].clone()
         made = self._input(x)
-        self._pass.layers.append(LayerPass(made[0].clone()))
+        self._pass.layers.append(LayerPass(_rows(made[:1])[0].clone()))
         return ((made, *args[1:]), given) if args else (args, {**given, "hidden_states": made})
 
     def _leave_attention(self, _: nn.Module, __: object, out: Any) -> Any:
@@ -188,10 +189,16 @@ class _Recorder:
         layer.given_TD = attn_BTD[0].clone()
         return (attn_BTD, *out[1:]) if isinstance(out, tuple) else attn_BTD
 
-    def _leave_layer(self, _: nn.Module, __: object, out: Any) -> None:
+    def _leave_layer(self, _: nn.Module, __: object, out: Any) -> Any:
         x_BTD = out[0] if isinstance(out, tuple) else out
-        layer = self._pass.layers[-1]
-        layer.out_TD, layer.spread_T = x_BTD[0].clone(), _spread(x_BTD)
+        layer, x = self._pass.layers[-1], _rows(x_BTD)
+        layer.out_TD, layer.spread_T = x[0].clone(), _spread(x)
+        is_last = len(self._pass.layers) == len(self._parts.layers)
+        if self._parts.around is None or not is_last:
+            return None
+        made = self._input(x_BTD)  # what follows begins here, wherever the norm is
+        self._pass.last_TD = _rows(made[:1])[0].clone()
+        return (made, *out[1:]) if isinstance(out, tuple) else made
 
     def _hook_experts(self, part: LayerParts) -> None:
         experts: Any = part.experts
@@ -225,6 +232,11 @@ class _Recorder:
 def _quieting(x_TD: Tensor) -> Tensor:
     """The factor that makes a tensor quiet."""
     return QUIET / x_TD.square().mean().sqrt().clamp_min(1e-30)
+
+
+def _rows(x_BTD: Tensor) -> Tensor:
+    """Hidden states with all streams of a token in one row: [B, T, W]."""
+    return x_BTD.flatten(2)
 
 
 def _spread(x_BTD: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.models.discover import STATIC_ROPE, ModelParts, base_model, source_digest
+from qllm.models.digests import source_digest
+from qllm.models.discover import ModelParts, base_model
+from qllm.models.positions import STATIC_ROPE
 from qllm.runner.frame import RequestState
 from qllm.scheduler.program import Program
 from qllm.types import RequestId
@@ -105,6 +107,7 @@ class Ropes:
         rotary = parts.rotary_emb
         self.switch = None if rotary is None else switch_of(model, rotary)
         self._tables: dict[str | None, RopeTable] = {}
+        self._takes_ids, self._device = parts.around is not None, device
         attend = [layer for layer in parts.layers if layer.new_state is None]
         for kind in {layer.rope_kind for layer in attend} if rotary is not None else ():
             call: Any = rotary if kind is None else partial(rotary, layer_type=kind)  # type: ignore[arg-type,misc]
@@ -120,8 +123,15 @@ class Ropes:
     ) -> dict[str | None, Tables]:
         """Embeddings of the rows of a program, by kind.
 
-        They depend on each row's request alone; a row that is dead has no request.
+        They depend on each row's request alone; a row that is dead has no request. Layers that are
+        called as the model's forward calls them get token ids in their place, [1, T].
         """
+        if self._takes_ids:
+            ids: list[int] = []
+            for row in program.rows:
+                own = requests.get(row.request_id)
+                ids += [0] * row.num_tokens if own is None else own.ids[row.lo : row.hi]
+            return {None: (torch.tensor([ids], device=self._device),)}
         ranges = [(row.lo, row.hi) for row in program.rows]
         if self.switch is None:
             return self.of(ranges)

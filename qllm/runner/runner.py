@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
-from qllm.models.discover import ModelParts, discover, identity
+from qllm.models.discover import ModelParts, discover
+from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule, Row
 from qllm.runner.backend import Backend, OnLogits, OnSegment
@@ -22,8 +23,10 @@ from qllm.runner.compute import RunOp
 from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
 from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.layers import attention
+from qllm.runner.layers.around import embed
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.native import attend_some
+from qllm.runner.layers.trial import charged
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Longest, Segments, Stop
 from qllm.runner.rope import Ropes
@@ -66,9 +69,9 @@ class TorchRunner:
         self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
-        self._device, self._identity = parts.lm_head.weight.device, identity(model, expert_weights)
+        self._device, self._identity = parts.like.device, identity(model, expert_weights)
         with torch.inference_mode():
-            self.rope = Ropes(model, parts, self._device, parts.lm_head.weight.dtype)
+            self.rope = Ropes(model, parts, self._device, parts.like.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)
         self.backend = make_backend(parts)
         attention.install(parts.attentions)
@@ -78,12 +81,12 @@ class TorchRunner:
             self.close()  # the model is the caller's, as it was
             raise
         self._follow_backend()
+        self.shape, self.state_bytes = charged(self.shape, model, parts, self._drivers)
 
     def _follow_backend(self) -> None:
         """Take up what the backend computes with now."""
         compute, self._drivers = self.backend.compute, self.backend.drivers
         self.drivers = tuple(driver.kind for driver in self._drivers)
-        """The driver of each layer."""
         self._ops: dict[OpKind, RunOp] = {
             OpKind.EMBED: self._embed,
             OpKind.ATTN: self._attn,
@@ -200,14 +203,11 @@ class TorchRunner:
                 raise InvariantError(f"{row} starts off {request.kv.committed} (I2)")
         for row, blocks in zip(program.rows, tables or [()] * len(program.rows), strict=True):
             self.requests[row.request_id].kv.hold(blocks, row.hi)
-        with torch.inference_mode():
-            self.frames[program.frame_id] = self._new_frame(program)
-
-    def _new_frame(self, program: Program) -> Frame:
         frame = Frame(program)
-        frame.rope = self.rope.rows(program, self.requests)
-        frame.load_rows(self.requests, self.parts.lm_head.weight)
-        return frame
+        with torch.inference_mode():
+            frame.rope = self.rope.rows(program, self.requests)
+            frame.load_rows(self.requests, self.parts.like)
+        self.frames[program.frame_id] = frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self.frames[program.frame_id]
@@ -299,17 +299,14 @@ class TorchRunner:
     # ops
 
     def _embed(self, frame: Frame, op: Op, pos: int) -> int:
-        program = frame.program
-        ids: list[int] = []
-        for r in program.groups[op.group]:
-            row = program.rows[r]
-            is_dead = row.request_id in frame.dead
-            own = [] if is_dead else self.requests[row.request_id].ids
-            ids += [0] * row.num_tokens if is_dead else own[row.lo : row.hi]
-        x = self.parts.embed(torch.tensor(ids, device=self._device))
-        if self.parts.embedding_multiplier is not None:
-            x = x * self.parts.embedding_multiplier
+        parts = self.parts
         frame.flush()
+        if parts.around is not None:
+            x = embed(parts.around, *self._calling(frame, op))
+        else:
+            x = parts.embed(torch.tensor(frame.ids(self.requests, op.group), device=self._device))
+            if parts.embedding_multiplier is not None:
+                x = x * parts.embedding_multiplier
         frame.x_TD, frame.group = x, op.group
         return 0
 
@@ -317,10 +314,14 @@ class TorchRunner:
         """What the ATTN op over tokens [lo, hi) of a group attends."""
         return self.backend.new_step(frame.spans(self.requests, group, lo, hi), hi - lo)
 
+    def _calling(self, frame: Frame, op: Op) -> tuple[Any, ...]:
+        """What a driver needs to call a layer as the model's forward does; nothing elsewhere."""
+        where = op[2:] if self.parts.around is not None else None
+        return (frame.rope_of(*where), frame.step_of(*where, self.new_step)) if where else ()
+
     def _attn(self, frame: Frame, op: Op, pos: int) -> int:
         _, layer, group, lo, hi = op
-        x, state = frame.activate(group), frame.layer
-        step = frame.step_of(group, lo, hi, self.new_step)
+        x, state, step = frame.activate(group), frame.layer, frame.step_of(*op[2:], self.new_step)
         rope = frame.rope_of(group, lo, hi, self.parts.layers[layer].rope_kind)
         whole, costs = hi - lo == x.shape[0], self.backend.costs
         driver, x_TD = self._drivers[layer], x if whole else x[lo:hi]
@@ -341,7 +342,7 @@ class TorchRunner:
         lo, hi = op.lo, op.hi
         if hi - lo != x.shape[0]:
             x, mid = x[lo:hi], mid[lo:hi]
-        state.routed[lo] = self._drivers[op.layer].route(x, mid)
+        state.routed[lo] = self._drivers[op.layer].route(x, mid, *self._calling(frame, op))
         return 0
 
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
@@ -374,7 +375,7 @@ class TorchRunner:
         assert mid is not None
         whole = hi - lo == x.shape[0]
         part, mid_part = (x, mid) if whole else (x[lo:hi], mid[lo:hi])
-        driver = self._drivers[layer]
+        driver, calling = self._drivers[layer], self._calling(frame, op)
         if self.shape.is_moe[layer]:
             assert state.work is not None
             assert state.weights_TK is not None
@@ -382,9 +383,9 @@ class TorchRunner:
                 raise InvariantError(f"layer {layer} combines before all its experts ran (I1)")
             routed = state.routed[lo]
             experts = state.work.combine(lo, hi, state.weights_TK, routed.x_TD.dtype)
-            out = driver.combine(part, mid_part, routed, experts)
+            out = driver.combine(part, mid_part, routed, experts, *calling)
         else:
-            out = driver.dense(part, mid_part)
+            out = driver.dense(part, mid_part, *calling)
         if not whole:
             if lo == 0:
                 state.next_TD = torch.empty_like(x)

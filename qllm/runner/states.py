@@ -8,17 +8,24 @@ which the next token goes on:
 
 What a pass left is not committed before all layers have it; until then both are kept, so that a
 pass that is forgotten, stopped in between or run in another way finds where it began.
+
+States that other requests are to begin with leave by reference: nobody writes to them any more.
+
+    marks     positions that a pass stops at on its way, each to leave a state there
+    lend      the prefix cache has the states of a position now
+    borrow    a request goes on from states that the prefix cache has
 """
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from qllm.errors import InvariantError
 from qllm.models.hybrid import LightningState
+from qllm.models.layer_cache import LayerCache
 
 NewState = Callable[[], Any]
 """Makes the state of one layer of a request that has no token yet."""
@@ -29,6 +36,36 @@ class States:
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Any]] = {}
+        self.marks: frozenset[int] = frozenset()
+        """Positions whose states stay until they are lent, or the marks are others."""
+        self._lent: set[int] = set()
+        """Positions whose states others have, too."""
+
+    def _is_fixed(self, position: int, committed: int) -> bool:
+        """Whether nobody may write to the states of a position."""
+        return position == committed or position in self.marks or position in self._lent
+
+    def stops(self, lo: int, hi: int) -> list[int]:
+        """Where a pass over [lo, hi) ends or leaves a state on its way, `lo` included."""
+        return [lo, *sorted(p for p in self.marks if lo < p < hi), hi]
+
+    def lend(self, position: int) -> dict[int, Any] | None:
+        """The states of all layers at a position, for `borrow`; None if there is none.
+
+        Nobody writes to them from now on; the position is marked no more.
+        """
+        self.marks -= {position}
+        found = {i: held[position] for i, held in self._held.items() if position in held}
+        if not found or len(found) < len(self._held):
+            return None
+        here = {p for held in self._held.values() for p in held}
+        self._lent = {p for p in self._lent if p in here} | {position}
+        return found
+
+    def borrow(self, position: int, states: Mapping[int, Any]) -> None:
+        """Go on from states that `lend` gave; the caller commits the tokens before."""
+        self._held = {layer: {position: state} for layer, state in states.items()}
+        self._lent = {position}
 
     def take(self, layer: int, position: int, committed: int, new_state: NewState) -> Any:
         """The state with which a token at a position goes on, for `put` to hold when it went on.
@@ -41,7 +78,11 @@ class States:
         held = self._held.get(layer, {})
         if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
-        return copy.deepcopy(held[position]) if position == committed else held.pop(position)
+        if isinstance(saved := held[position], Saved):
+            held[position] = new_state().load(saved.tensors)
+        if self._is_fixed(position, committed):
+            return copy.deepcopy(held[position])
+        return held.pop(position)
 
     def advance(
         self, layer: int, position: int, committed: int, new_state: NewState
@@ -59,20 +100,33 @@ class States:
         held = self._held.get(layer, {})
         if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
-        if position != committed:
+        if not self._is_fixed(position, committed):
             state = held.pop(position)
             return state, state
-        spare = next((p for p in held if p != committed), None)
+        for p in [p for p in held if p in self._lent and p not in (committed, position)]:
+            if p not in self.marks:
+                del held[p]  # before another is made: a request has two
+        spare = next((p for p in held if not self._is_fixed(p, committed)), None)
         return held[position], new_state() if spare is None else held.pop(spare)
 
+    def last(self, layer: int, new_state: NewState) -> Any:
+        """The state of the last token that the layer has seen, itself."""
+        held = self._held[layer]
+        position = max(held)
+        if isinstance(saved := held[position], Saved):
+            held[position] = new_state().load(saved.tensors)
+        return held[position]
+
     def put(self, layer: int, position: int, state: Any, committed: int) -> None:
-        """Hold a state, and that of the committed tokens; the others go."""
-        held = self._held.setdefault(layer, {})
-        self._held[layer] = {p: s for p, s in held.items() if p == committed} | {position: state}
+        """Hold a state, that of the committed tokens, and those of marks; the others go."""
+        held, kept = self._held.setdefault(layer, {}), {committed, *self.marks}
+        self._held[layer] = {p: s for p, s in held.items() if p in kept} | {position: state}
 
     def clear(self) -> None:
         """The request computes again from its first token."""
         self._held.clear()
+        self._lent.clear()
+        self.marks = frozenset()
 
     @property
     def layers(self) -> Collection[int]:
@@ -81,9 +135,13 @@ class States:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all states."""
-        held = [state for by_position in self._held.values() for state in by_position.values()]
-        return sum(t.nbytes for state in held for t in tensors_of(state).values())
+        """Bytes of all states. Callable from any thread."""
+        return sum(t.nbytes for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Those of all states. Callable from any thread."""
+        held = [state for at in list(self._held.values()) for state in list(at.values())]
+        return [t for state in held for t in tensors_of(state).values()]
 
     def export(self) -> dict[str, Tensor]:
         """Copies by name: "state.LAYER.POSITION.NAME"."""
@@ -105,8 +163,18 @@ class States:
             self._held.setdefault(index, {})[at] = _restored(named)
 
 
+class Saved(NamedTuple):
+    """A `LayerCache` that was restored; its layer makes the empty one."""
+
+    tensors: dict[str, Tensor]
+
+
 def tensors_of(state: Any) -> dict[str, Tensor]:
     """Tensors of one state, by name."""
+    if isinstance(state, Saved):
+        return state.tensors
+    if isinstance(state, LayerCache):
+        return state.tensors()
     if isinstance(state, LightningState):
         return {} if state.value is None else {"value": state.value}
     found = {}
@@ -119,6 +187,8 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 def _restored(tensors: Mapping[str, Tensor]) -> Any:
     """The state that had these tensors."""
+    if any(name.startswith("cache.") for name in tensors):
+        return Saved(dict(tensors))
     if "value" in tensors:
         state = LightningState()
         state.value = tensors["value"]

@@ -98,12 +98,12 @@ def _give(
 ) -> list[Row]:
     gone: set[RequestId] = set()
     kept: list[Row] = []
-    pool, block_size = holder.pool, holder.pool.block_size
+    pool = holder.pool
     for row in rows:
         if row.request_id in gone:
             continue
         request = holder.requests[row.request_id]
-        need = -(-row.hi // block_size) - len(request.block_table)
+        need = pool.blocks_for(row.hi) - len(request.block_table)
         need -= len(shared.get(row.request_id, ()))
         if need <= 0:
             kept.append(row)

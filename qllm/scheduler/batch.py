@@ -11,7 +11,7 @@ class Batch:
 
     def __init__(self, view: View, tokens: int) -> None:
         self.view = view
-        self.block_size = view.block_size
+        self.block_size, self.states = view.block_size, view.shape.state_tokens
         self.rows: list[Row] = []
         self.seats = view.max_num_seqs
         self.tokens = tokens
@@ -26,13 +26,14 @@ class Batch:
         """
         if not request.is_admitted:
             return self.view.blocks_needed(row)
-        return max(0, -(-row.hi // self.block_size) - len(request.block_table))
+        need = self.view.shape.blocks_for(row.hi, self.block_size)
+        return max(0, need - len(request.block_table))
 
     def take(self, request: RequestView, row: Row) -> None:
         """Add a row."""
         self.rows.append(row)
         self.seats -= 1
-        if row.hi > len(request.block_table) * self.block_size:
+        if row.hi + self.states > len(request.block_table) * self.block_size:
             self.free_blocks -= self.need(request, row)
 
     def take_prefill(self, request: RequestView, row: Row) -> None:

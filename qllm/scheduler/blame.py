@@ -244,6 +244,7 @@ def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
     for request in suspects:
         row = next_row(request, view, view.max_step_tokens)
         room = (len(request.block_table) + view.num_free_blocks) * view.block_size
+        room -= view.shape.state_tokens
         if request.frame_id is None and row.lo < room:
             if request.frontier is None:
                 row = row._replace(hi=min(row.hi, room))

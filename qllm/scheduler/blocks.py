@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from qllm.errors import InvariantError
-from qllm.plan import Row
+from qllm.plan import ModelShape, Row
 
 
 class BlockPool:
@@ -20,13 +20,18 @@ class BlockPool:
     Args:
         num_blocks: Blocks in all.
         block_size: Tokens of a block.
+        shape: Of the model: what states are charged; None charges nothing.
     """
 
-    __slots__ = ("_free", "_holders", "_name_of", "_named", "block_size", "num_blocks", "shared")
+    __slots__ = (
+        *("_free", "_holders", "_name_of", "_named"),
+        *("block_size", "num_blocks", "shape", "shared"),
+    )
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, shape: ModelShape | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.shape = shape
         self._free = deque(range(num_blocks - 1, -1, -1))
         self._holders: dict[int, list[int]] = {}
         self.shared: dict[int, int] = {}
@@ -47,6 +52,8 @@ class BlockPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of one request need."""
+        if self.shape is not None:
+            return self.shape.blocks_for(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)
 
     def take(self, request_id: int, count: int) -> list[int]:
@@ -120,7 +127,7 @@ class BlockPool:
 
     def only(self, tables: Mapping[int, Sequence[int]]) -> "BlockPool":
         """The pool as it were if these block tables were all."""
-        pool = BlockPool(self.num_blocks, self.block_size)
+        pool = BlockPool(self.num_blocks, self.block_size, self.shape)
         for request_id, table in tables.items():
             for block in table:
                 pool._holders.setdefault(block, []).append(request_id)
@@ -205,10 +212,11 @@ class BlockTables:
     Args:
         num_blocks: Blocks in all.
         block_size: Tokens of a block.
+        shape: See `BlockPool`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._pool = BlockPool(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, shape: ModelShape | None = None) -> None:
+        self._pool = BlockPool(num_blocks, block_size, shape)
         self.num_blocks, self.block_size = num_blocks, block_size
         self._tables: dict[int, list[int]] = {}
 

@@ -141,6 +141,11 @@ class Limits:
     whole_steps: bool = False
     """Steps that nothing would stop are planned whole: each boundary inside one costs a launch."""
 
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens of KV that may exist at once, states of requests included."""
+        return self.num_blocks * self.block_size
+
 
 class Patience:
     """How long a policy has let requests wait while nothing ran."""

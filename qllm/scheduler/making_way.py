@@ -21,7 +21,7 @@ def make_way(view: View, ranking: Ranking, row: Row) -> tuple[RequestId, ...] | 
         if need <= 0:
             break
         r = x.request
-        size = -(-r.num_written_tokens // view.block_size)
+        size = view.shape.blocks_for(r.num_written_tokens, view.block_size)
         if r.is_admitted and r.last_progress_ns > r.admitted_ns and size <= room:
             need, room = need - freed.add(r), room - size
             out.append(x.request_id)

@@ -155,6 +155,10 @@ class PageStore(Generic[T]):
         """The data of a kept page."""
         return self._pages[name].data
 
+    def is_pinned(self, name: Name) -> bool:
+        """Whether a kept page stays until `unpin`."""
+        return self._pages[name].pins > 0
+
     def is_ls(self, name: Name) -> bool:
         """Whether an LS request has used a kept page."""
         return self._pages[name].is_ls

@@ -122,7 +122,7 @@ def _broken_swap(
                 f"swaps out request {request_id}, which holds no KV or has not run since it was "
                 "given some"
             )
-        need += -(-request.num_written_tokens // view.block_size)
+        need += view.shape.blocks_for(request.num_written_tokens, view.block_size)
     if len(set(plan.swap_out)) < len(plan.swap_out):
         return f"swaps out {plan.swap_out}, some of them twice"
     if need > view.num_free_swap_blocks:

@@ -53,7 +53,7 @@ class Scheduler:
         self.shape = shape
         self.cuts = cuts
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.pool = BlockPool(limits.num_blocks, limits.block_size, shape)
         self.swap = SwapSpace(limits.num_swap_blocks)
         self.requests: dict[RequestId, Request] = {}
         self.paused: set[RequestId] = set()

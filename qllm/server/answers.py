@@ -20,7 +20,8 @@ from qllm.types import FinishReason, Logprobs, Priority
 
 from .ask import Ask
 from .errors import ApiError, unexpected
-from .front import Answer, Comment, Front
+from .front import Front
+from .open_answer import Answer, Comment
 from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"

@@ -26,7 +26,8 @@ from .answers import owner_of
 from .best_effort import BestEffort, EngineGoneError
 from .blocks import named_event
 from .errors import ApiError, from_engine, parse, unexpected
-from .front import Answer, Front
+from .front import Front
+from .open_answer import Answer
 from .response_store import UNFINISHED, ResponseStore
 from .response_writer import OPENING, ResponseWriter, failed
 from .responses_protocol import ResponsesRequest

@@ -15,7 +15,7 @@ from qllm.types import FinishReason
 
 from .answers import event
 from .calls import Delta, Reader
-from .front import Answer, Comment
+from .open_answer import Answer, Comment
 
 
 class Kind(Enum):

@@ -43,12 +43,17 @@ class ServerConfig(BaseSettings):
     served_model_name: Names = ()
     """What clients call the model, a string or several; by default `model`. Answers have the
     first."""
-    role: Literal["all", "engine", "frontend"] = "all"
-    """"engine": no HTTP, for front ends of other hosts; "frontend": HTTP and no weights."""
+    role: Literal["all", "engine", "prefill", "decode", "frontend"] = "all"
+    """"engine": no HTTP, for front ends of other hosts; "prefill", "decode": such an engine that
+    hands requests over once they have their first token, or takes them; "frontend": HTTP and no
+    weights, which is what it is with an `engine_address`."""
     listen: str | None = None
-    """HOST:PORT at which an engine meets front ends of other hosts (role "engine")."""
+    """HOST:PORT at which an engine meets front ends of other hosts, and other engines."""
     engine_address: str | None = None
-    """HOST:PORT of the engine (role "frontend")."""
+    """HOST:PORT of the engine (role "frontend"). Several with commas between are a fleet."""
+    route: str = "class"
+    """Which engine of a fleet gets a request: class, length, prefix, least, round-robin, or a
+    function of yours as module:function (docs/fleet.md)."""
     profile: Literal["tcp", "shm", "rdma"] = "tcp"
     """What the rings between two hosts go over; the same on both sides."""
     secret_file: Path | None = None
@@ -186,9 +191,21 @@ class ServerConfig(BaseSettings):
         return parse_threads(value) if isinstance(value, str) else num_threads(value)
 
     @property
+    def is_fleet(self) -> bool:
+        """Whether there are several engines."""
+        return "," in (self.engine_address or "")
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """All that clients may call the model."""
         return self.served_model_name or (self.model,)
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """Settings of the engine: `engine`, and what the role makes of it."""
+        if self.role not in ("prefill", "decode"):
+            return self.engine
+        return {"handover_gib": HANDOVER_GIB, **self.engine, "role": self.role}
 
     @property
     def model_name(self) -> str:
@@ -223,6 +240,8 @@ def load_config(
             old = merged.get(name)
             both = isinstance(old, dict) and isinstance(value, dict)
             merged[name] = {**old, **value} if both else value  # type: ignore[dict-item]
+    if merged.get("engine_address") is not None:
+        merged.setdefault("role", "frontend")
     try:
         config = ServerConfig(**merged)
     except ValidationError as error:
@@ -239,7 +258,7 @@ def load_config(
     return config
 
 
-OWN_FLAGS = ("policy", "policy_settings", "dtype", "device", "threads", "trust_remote_code")
+OWN_FLAGS = ("policy", "policy_settings", "dtype", "device", "threads", "trust_remote_code", "role")
 """What `QLLMEngine.from_pretrained` is given from settings of their own."""
 
 
@@ -247,18 +266,27 @@ def _flag(name: str) -> str:
     return "set policy.NAME=VALUE" if name == "policy_settings" else name.replace("_", "-")
 
 
-ROLE_NEEDS = {"engine": "listen", "frontend": "engine_address"}
-"""The address without which a role makes no sense, and which no other role has."""
+ENGINE_ROLES = ("engine", "prefill", "decode")
+ROLE_NEEDS = {"listen": ENGINE_ROLES, "engine_address": ("frontend",)}
+"""Addresses, and the roles that make no sense without; no other has them."""
+HANDOVER_GIB = 1.0
+"""`handover_gib` of engines that prefill or decode, unless it is set."""
 OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "device", "threads", "hang_s")
 """Settings that a front end has no use for."""
 
 
 def _check_role(config: ServerConfig) -> None:
-    for role, name in ROLE_NEEDS.items():
-        if (config.role == role) != (getattr(config, name) is not None):
+    if "route" in config.model_fields_set and not config.is_fleet:
+        raise ConfigError(
+            f"route={config.route!r} chooses among engines; name several, with commas between, as "
+            "engine_address"
+        )
+    for name, roles in ROLE_NEEDS.items():
+        if (config.role in roles) != (getattr(config, name) is not None):
+            goes_with = " or ".join(map(repr, roles))
             raise ConfigError(
                 f"role={config.role!r} with {name}={getattr(config, name)!r}: {name}=HOST:PORT "
-                f"goes with role={role!r}, and that needs it"
+                f"goes with role={goes_with}, and that needs it"
             )
     useless = [name for name in OF_ENGINES if name in config.model_fields_set]
     if config.role == "frontend" and useless:

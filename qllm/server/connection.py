@@ -12,7 +12,7 @@ and HTTP/1.0 nothing that may be written before an answer: there its end is that
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import httptools
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -70,7 +70,7 @@ class Limited:
     header_timeout_s: float
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
-    scheme: str | None
+    scheme: Literal["http", "https"] | None
     cycle: Any
     _deadline: asyncio.TimerHandle | None = None
     """Ends a connection whose head has not come whole."""
@@ -105,7 +105,7 @@ class Limited:
         """The cycle whose answer is next or under way."""
         return self.cycle
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> Any:
         """Whether to keep the connection: its client sends no more, but may read."""
         if self.scheme == "https" or not self._is_answering or self.cycle.more_body:
             return False

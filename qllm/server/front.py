@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from qllm.errors import (
@@ -14,149 +14,21 @@ from qllm.errors import (
     RequestFailedError,
 )
 from qllm.frontend.checks import FIT
-from qllm.frontend.handle import Handle, Listener, Piece, Result
+from qllm.frontend.handle import Handle, Listener, Result
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
-from qllm.types import FinishReason, Priority, RequestStatus, SamplingParams
+from qllm.types import Priority, SamplingParams
 
 from . import access
 from .ask import Ask, Served
 from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
+from .open_answer import Answer
 from .text_work import TextWork
 
-PARKED, PAUSED = "parked", "paused"
-STATUS_S = 2.0
-"""For which a comment waits for the engine to say where a request is."""
-
 _log = logging.getLogger("qllm.server")
-
-
-class Comment(NamedTuple):
-    """Said in a silence: where the request is."""
-
-    text: str
-
-
-class Answer:
-    """The choices of one request while they are made. Close it, whatever happened."""
-
-    def __init__(
-        self,
-        handles: list[Handle],
-        n: int,
-        served: Served,
-        on_close: Callable[["Answer"], None],
-        explain: Callable[[Handle, QllmError], ApiError],
-        num_waiting: Callable[[], int],
-    ) -> None:
-        self.handles = handles
-        self.n = n
-        """Choices per prompt."""
-        self.served = served
-        self.num_tokens = [0] * len(handles)
-        """Produced so far, per choice."""
-        self.shows_tokens = True
-        """Whether the tokens that the engine makes count; not those for max_tokens=0."""
-        self.exchange = access.CURRENT.get()
-        """The HTTP request, or batch line, that asked."""
-        self._on_close, self._explain = on_close, explain
-        self._num_waiting = num_waiting
-        self._is_closed = False
-        self.answer_id = self.caller = ""
-        self.names: frozenset[str | None] = frozenset()
-        """What its caller may call it."""
-        self.is_paused = False
-
-    async def pieces(
-        self, silence_s: float | None = None
-    ) -> AsyncIterator[tuple[int, Piece | FinishReason | Comment]]:
-        """Yield (choice, piece) as they come, and (choice, reason) at the end of each.
-
-        Args:
-            silence_s: After so long without any of them a comment is yielded; None yields none.
-
-        Raises:
-            ApiError: A choice failed, timed out, or the engine was closed.
-        """
-        reached, stood_still = dict.fromkeys(range(len(self.handles)), 0), False
-        with Listener(self.handles) as changed:
-            while True:
-                changed.clear()
-                for index, item in self._news(reached):
-                    if stood_still:
-                        yield 0, Comment("resumed")
-                    stood_still = False
-                    yield index, item
-                if not reached:
-                    return
-                try:
-                    async with asyncio.timeout(silence_s):
-                        await changed.wait()
-                except TimeoutError:
-                    said = await self._state()
-                    stood_still = stood_still or said in (PARKED, PAUSED)
-                    yield 0, Comment(said)
-
-    def _news(self, reached: dict[int, int]) -> Iterator[tuple[int, Piece | FinishReason]]:
-        """What is new of the open choices: pieces behind those in `reached`, and ends."""
-        for index in list(reached):
-            handle = self.handles[index]
-            try:
-                while isinstance(item := handle.at(reached[index]), Piece):
-                    reached[index] += 1
-                    self.num_tokens[index] += len(item.token_ids)
-                    yield index, item
-            except QllmError as error:
-                raise self._explain(handle, error) from error
-            if item is not None:
-                del reached[index]
-                yield index, _refuse_unfinished(item)
-
-    async def _state(self) -> str:
-        """Where the open choices are; of several the one that is furthest."""
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(self._read_state), STATUS_S)
-        except (TimeoutError, QllmError):  # a long pass, or between two engines
-            return "alive"
-
-    def _read_state(self) -> str:
-        found = {handle.status for handle in self.handles}
-        if RequestStatus.RUNNING in found:
-            return "running"
-        if RequestStatus.PARKED in found:
-            return PARKED
-        if RequestStatus.WAITING in found or not found:
-            return f"waiting {self._num_waiting()}"
-        return PAUSED if RequestStatus.PAUSED in found else "running"
-
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once however many choices it has."""
-        cached = sum(h.num_cached_tokens for h in self.handles[:: self.n])
-        prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
-        completion = sum(self.num_tokens) * self.shows_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-
-    def close(self) -> None:
-        """Cancel what still runs. Twice is once."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._on_close(self)
-
-
-def _refuse_unfinished(reason: FinishReason) -> FinishReason:
-    if reason is FinishReason.TIMEOUT:
-        raise ApiError(504, "the request took longer than the server allows", code="timeout")
-    if reason is FinishReason.CANCELLED:
-        raise ApiError(503, "the server is shutting down", code="engine_closed")
-    return reason
 
 
 class Front:
@@ -171,13 +43,16 @@ class Front:
         self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
         """Why each of its predecessors has failed."""
         self.back_in_s: Callable[[], int] | None = None
-        """The supervisor's guess how long until there is an engine; None without a supervisor."""
+        """A guess how long until there is an engine; None if there will be none."""
         self.gave_up: str | None = None
         """Why the supervisor makes no further engine: the server ends."""
         self.config = config
         self.metrics = metrics
-        self.log = RequestLog(config.max_replays, metrics.replayed.inc)
-        """Open requests between two engines."""
+        if (fleet := engine.fleet) is None:
+            self.log = RequestLog(config.max_replays, metrics.replayed.inc)
+        else:  # it never fails as a whole, and moves its requests by itself
+            self.log, self.back_in_s = fleet.log, lambda: fleet.back_in_s
+            self.log.on_replay = metrics.replayed.inc
         self.answers: set[Answer] = set()
         """Open ones: their client still waits."""
         self.draining = asyncio.Event()

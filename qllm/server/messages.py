@@ -13,8 +13,9 @@ from .answers import respond
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
 from .calls import make_reader
 from .errors import ANTHROPIC_RESPONSES, ApiError
-from .front import Answer, Comment, Front
+from .front import Front
 from .messages_protocol import CountRequest, MessagesRequest, input_of
+from .open_answer import Answer, Comment
 from .protocol import ChatRequest
 
 ENDPOINT = "/v1/messages"

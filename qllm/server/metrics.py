@@ -207,8 +207,12 @@ class Metrics:
             for name, text in (
                 ("kept_tokens", "Tokens whose KV is kept"),
                 ("kept_bytes", "Bytes of it"),
+                ("kept_state_bytes", "Bytes of recurrent states kept beside it"),
             )
         }
+        self._state_bytes = self._gauge(
+            "state_bytes", "Recurrent states that requests hold, in bytes"
+        )
         self._swapped = {
             name: self._counter(f"kv_swapped_{name}_tokens", text)
             for name, text in (
@@ -314,6 +318,7 @@ class Metrics:
             self._engine_pid = str(stats.get("pid", "none"))
         self._observe_prefix(stats.get("prefix_cache", {}))
         self._observe_swap(stats.get("swap", {}))
+        self._state_bytes.labels(self._model).set(stats.get("states", {}).get("held_bytes", 0))
         self._frames.labels(self._model).set(
             sum(frame["state"] == "parked" for frame in stats["frames"])
         )

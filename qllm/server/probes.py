@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,6 +15,7 @@ from qllm.frontend.handle import Handle
 from qllm.types import RequestStatus
 
 from .errors import RESPONSES, ApiError
+from .fleet_metrics import FleetMetrics
 from .front import Front
 
 
@@ -53,19 +54,34 @@ def counts(requests: list[OpenRequest]) -> dict[tuple[str, str], int]:
     return dict(Counter((request.class_name, request.status) for request in requests))
 
 
+def _engines(front: Front) -> dict[str, Any]:
+    """What /health says of the engines of a fleet."""
+    fleet = front.engine.fleet
+    return {} if fleet is None else {"engines": fleet.engines()}
+
+
+def _fleet_observer(front: Front) -> Callable[[], None]:
+    """What a scrape of /metrics calls."""
+    fleet = front.engine.fleet
+    if fleet is None:
+        return lambda: None
+    return FleetMetrics(front.metrics, front.model_name, fleet).observe
+
+
 def routes(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["probes"])
+    observe_fleet = _fleet_observer(front)
 
     @router.get("/health", responses={503: RESPONSES[503]})
-    async def health() -> dict[str, str]:
+    async def health() -> dict[str, Any]:
         """200 while the engine lives, or a new one is being made: no reason to kill the server."""
         error = front.unavailable()
         if error is None:
-            return {"status": "ok"}
+            return {"status": "ok", **_engines(front)}
         if front.back_in_s is None or front.gave_up is not None:
             raise error
-        return {"status": "restarting", "why": error.message}
+        return {"status": "restarting", "why": error.message, **_engines(front)}
 
     @router.get("/ready", responses={503: RESPONSES[503]})
     async def ready() -> dict[str, str]:
@@ -88,6 +104,7 @@ def routes(front: Front) -> APIRouter:
     async def metrics() -> Response:
         """For Prometheus; of an engine that has ended, what was counted before."""
         front.metrics.up.set(front.unavailable() is None)
+        observe_fleet()
         with suppress(EngineClosedError):
             stats = await asyncio.to_thread(front.engine.stats)
             requests = await asyncio.to_thread(open_requests, front)

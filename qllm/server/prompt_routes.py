@@ -129,7 +129,8 @@ class _Routes:
         raw = await request.body()
 
         def do() -> dict[str, Any]:
-            opened.add(*read(request, raw, model).piece(), config.max_prompt_bytes)
+            piece, keep = read(request, raw, model).piece()
+            opened.add(piece, keep, config.max_prompt_bytes)
             return opened.shown(config.prompt_idle_s)
 
         return await prompts.change(opened, do, len(raw))

@@ -9,7 +9,8 @@ from pydantic import model_validator
 from qllm.types import Priority, RequestStatus
 
 from .errors import RESPONSES, ApiError
-from .front import Answer, Front
+from .front import Front
+from .open_answer import Answer
 from .protocol import Body, ServiceTier, class_of_tier
 
 

@@ -12,7 +12,8 @@ from qllm.types import FinishReason, Priority
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
 from .calls import make_reader
 from .errors import ApiError
-from .front import Answer, Comment, Front
+from .front import Front
+from .open_answer import Answer, Comment
 from .protocol import ChatRequest
 from .responses_protocol import ResponsesRequest
 

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from functools import partial
+from typing import Any
 
 from qllm.cores import freeze_garbage, give_memory_back
 from qllm.errors import EngineClosedError, QllmError
+from qllm.frontend.members import Backoff
 from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
 
@@ -42,8 +44,15 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def make_engine(config: ServerConfig) -> QLLMEngine:
     """Load the model in a process of its own, or meet the engine that has."""
     if config.engine_address is not None:
+        fleet: dict[str, Any] = {}
+        if config.is_fleet:
+            backoff = Backoff(
+                config.restart_backoff_s, config.restart_backoff_cap_s, config.restart_window_s
+            )
+            fleet = {"route": config.route, "max_replays": config.max_replays, "backoff": backoff}
         return QLLMEngine.connect(
             config.engine_address,
+            **fleet,
             profile=config.profile,
             secret_file=config.secret_file,
             tokenizer=config.model or None,
@@ -58,7 +67,7 @@ def make_engine(config: ServerConfig) -> QLLMEngine:
         trust_remote_code=config.trust_remote_code,
         threads=config.threads,
         meeting=_meeting(config),
-        **config.engine,
+        **config.engine_settings,
     )
     if config.hang_s:
         engine.end_if_stuck(config.hang_s)
@@ -152,7 +161,8 @@ def serve(config: ServerConfig) -> None:
         load_s = time.monotonic() - start
         if config.role == "frontend":
             config = _as_the_engine(config, engine)
-        app = create_app(engine, config, partial(make_engine, config), load_s)
+        make = None if engine.fleet is not None else partial(make_engine, config)
+        app = create_app(engine, config, make, load_s)
         front: Front = app.state.front
         server = make_server(app, config)
         freeze_garbage()

@@ -128,9 +128,7 @@ class _Streamed:
         """`POST /v1/chat/completions`."""
         return await self._serve(request, ChatRequest)
 
-    async def _serve(
-        self, request: Request, model: type[CompletionRequest] | type[ChatRequest]
-    ) -> Response:
+    async def _serve(self, request: Request, model: type[_Body]) -> Response:
         blocks, prompts = blocks_of(request), self._prompts
         most_bytes = self._front.config.max_prompt_bytes
         try:

@@ -159,7 +159,7 @@ class _Loads:
             name=question.workload,
             seconds=question.window_s,
             capacity=costs.capacity(config),
-            max_len=min(costs.shape.max_position, config.max_kv_tokens),
+            max_len=costs.model_shape().longest(config.max_kv_tokens),
         ).scenario
         be: Flow = found.be
 

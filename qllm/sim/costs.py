@@ -40,6 +40,7 @@ class FileShape(_Strict):
     vocab_size: int = Field(ge=1)
     max_position: int = Field(ge=1)
     recompute_above: int | None = None
+    state_tokens: int = Field(default=0, ge=0)
 
     @field_validator("is_moe")
     @classmethod

@@ -45,7 +45,8 @@ class VirtualIngress(InprocIngress):
 
     def wait(self, timeout_ns: int | None) -> None:
         """Move the clock to the next arrival, or by the timeout if that is sooner."""
-        times = [self.due[0][0]] if self.due else []
+        next_ns = self.next_ns()
+        times = [] if next_ns is None else [next_ns]
         if timeout_ns is not None:
             times.append(self.clock.at_ns + timeout_ns)
         if times:

@@ -67,11 +67,24 @@ class _LeanTrace(Trace):
         self.events.append(event)
 
 
-class _World:
-    """The parts of an engine, and the sink of its loop."""
+class SimulatedEngine:
+    """The parts of an engine, and the sink of its loop.
+
+    Args:
+        policy: A policy object.
+        costs: The model and the machine.
+        config: Settings.
+        move_token_ns: As for `simulate`.
+        ingress: Makes the way in.
+    """
 
     def __init__(
-        self, policy: Any, costs: CostFile, config: EngineConfig, move_token_ns: int | None
+        self,
+        policy: Any,
+        costs: CostFile,
+        config: EngineConfig,
+        move_token_ns: int | None = None,
+        ingress: Callable[[VirtualClock], VirtualIngress] = VirtualIngress,
     ) -> None:
         if config.prefix_cache not in ("auto", False):
             raise ConfigError(
@@ -81,11 +94,12 @@ class _World:
         if config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
         self.clock = VirtualClock()
-        self.ingress = VirtualIngress(self.clock)
+        self.ingress = ingress(self.clock)
         self.record = _LeanTrace()
         self.refused = 0
         self._config = config
         self._count = 0
+        self._turns = self._idle = 0
         self._flood: Flood | None = None
         self._of_flood: set[RequestId] = set()
         shape = costs.model_shape()
@@ -105,15 +119,22 @@ class _World:
             costs=Costs(lambda: move_ns),
         )
 
-    def submit(self, spec: RequestSpec, at_ns: int) -> RequestId | None:
-        """Let a request arrive; None if the engine would refuse it in `submit`."""
+    def fits(self, spec: RequestSpec) -> bool:
+        """Whether the engine could hold a request; it refuses others in `submit`."""
         total = spec.longest_prompt + spec.max_tokens
         room = self._config.num_blocks * self._config.block_size
-        if total > min(room, self.runner.shape.max_position):
+        return total <= self.runner.shape.longest(room)
+
+    def submit(
+        self, spec: RequestSpec, at_ns: int, request_id: RequestId | None = None
+    ) -> RequestId | None:
+        """Let a request arrive, with the next number or a given one; None if it does not fit."""
+        if not self.fits(spec):
             self.refused += 1
             return None
-        request_id = self._count
-        self._count += 1
+        if request_id is None:
+            request_id = self._count
+            self._count += 1
         item = Submission(
             request_id=request_id,
             name=spec.name or f"request-{request_id}",
@@ -164,23 +185,37 @@ class _World:
             if not self.loop.closing:
                 self._top_up()
 
-    def serve(self, end_ns: int | None, on_step: Callable[[int], None] | None) -> int:
-        """Run to the end, or until everything is finished; return the turns it took."""
-        turns = idle = 0
-        while self.loop.live or self.loop.pending or not self.ingress.is_empty:
-            if end_ns is not None and self.clock.at_ns >= end_ns:
-                break
-            ran = self.loop.step()
-            turns += 1
-            idle = 0 if ran or not self.ingress.is_empty else idle + 1
-            if self.loop.policy_errors and self.loop.fallback is None:
-                raise PolicyError(self.loop.policy_errors[0])
-            if idle > _IDLE_TURNS:
-                name = type(self.loop.scheduler.policy).__name__
-                raise PolicyError(f"policy {name} stalls with {len(self.loop.live)} requests live")
+    @property
+    def has_work(self) -> bool:
+        """Whether something is unfinished, or will arrive."""
+        return bool(self.loop.live or self.loop.pending or not self.ingress.is_empty)
+
+    def step(self) -> None:
+        """Do one turn of the loop.
+
+        Raises:
+            PolicyError: The policy raised, broke an invariant, or stalls.
+        """
+        ran = self.loop.step()
+        self._turns += 1
+        self._idle = 0 if ran or not self.ingress.is_empty else self._idle + 1
+        if self.loop.policy_errors and self.loop.fallback is None:
+            raise PolicyError(self.loop.policy_errors[0])
+        if self._idle > _IDLE_TURNS:
+            name = type(self.loop.scheduler.policy).__name__
+            raise PolicyError(f"policy {name} stalls with {len(self.loop.live)} requests live")
+
+    def serve(self, end_ns: int | None, on_step: Callable[[int], None] | None) -> None:
+        """Run to the end, or until everything is finished."""
+        while self.has_work and (end_ns is None or self.clock.at_ns < end_ns):
+            self.step()
             if on_step is not None:
                 on_step(self.clock.at_ns)
-        return turns
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the loop so far."""
+        return self._turns
 
     def close(self) -> None:
         """End what is unfinished, and what arrived while the last program ran."""
@@ -198,7 +233,7 @@ def _blank(num_tokens: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
+def no_collector() -> Iterator[None]:
     """Millions of events and no cycles: the collector would only walk over them."""
     was = gc.isenabled()
     gc.disable()
@@ -246,7 +281,7 @@ def simulate(
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"seconds={seconds!r} must be > 0")
     made = load_policy(policy, policy_settings)
-    world = _World(made, costs, config, move_token_ns)
+    world = SimulatedEngine(made, costs, config, move_token_ns)
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()
     for spec in sorted(requests, key=lambda r: r.at_s):
@@ -254,8 +289,8 @@ def simulate(
     if flood is not None:
         world.start(flood)
     end_ns = None if seconds is None else round(seconds * NS_PER_S)
-    with _no_collector():
-        decisions = world.serve(end_ns, on_step)
+    with no_collector():
+        world.serve(end_ns, on_step)
         end_ns = world.clock.at_ns if end_ns is None else end_ns
         world.close()
     return Simulated(
@@ -265,6 +300,6 @@ def simulate(
         max_lag_ms=0.0,
         refused=world.refused,
         expert_loads=world.runner.expert_loads,
-        decisions=decisions,
+        decisions=world.num_turns,
         cpu_s=time.process_time() - begun,
     )

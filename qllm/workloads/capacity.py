@@ -35,6 +35,15 @@ class Capacity:
         prefill_s = num_prompt_tokens / self.prefill_tokens_per_s
         return 1 / (prefill_s + num_output_tokens / self.output_tokens_per_s)
 
+    def times(self, engines: int) -> "Capacity":
+        """What so many of these machines can do."""
+        return Capacity(
+            prefill_tokens_per_s=engines * self.prefill_tokens_per_s,
+            output_tokens_per_s=engines * self.output_tokens_per_s,
+            max_num_seqs=engines * self.max_num_seqs,
+            max_kv_tokens=engines * self.max_kv_tokens,
+        )
+
 
 REFERENCE = Capacity(prefill_tokens_per_s=20_000.0, output_tokens_per_s=4_000.0)
 """Stands in where nobody measured: rates of a workload then mean nothing of a real machine."""

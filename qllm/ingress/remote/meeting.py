@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError, QllmError
 
-VERSION = 3
+VERSION = 4
 """Version of these messages and of the layout of the rings behind them."""
 HANDSHAKE_S = 10.0
 """For all of the handshake."""

@@ -15,6 +15,7 @@ import ctypes
 import logging
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from importlib import import_module
@@ -38,10 +39,20 @@ SUM_PAIRS = frozenset({TILES, "AVX-512 BF16"})
 """Kernels that sum products of bf16 in pairs."""
 NEAR = 2.0**-8
 """One step of bf16, relative to a sum of absolute products."""
+_threads: tuple[int, int] | None = None
+"""The process, and how many threads it has set."""
 HUGE_PAGE = 2 << 20
 """Bytes."""
+PANEL = 64
+"""Outputs that lie together in a packed weight."""
 ARENA_NUMEL = 8 << 20
 """Values that an arena gets from the system at once, if they are enough."""
+
+
+def is_usable(tensor: Tensor) -> bool:
+    """Whether the kernels can read a weight."""
+    in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
+    return in_memory and tensor.shape[-1] % 2 == 0 and MISSING is None
 
 
 class MatrixStruct(ctypes.Structure):
@@ -53,6 +64,8 @@ class MatrixStruct(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("format", c_void_p),
+        ("rest", c_void_p),
+        ("first", c_int64),
     )
 
 
@@ -95,9 +108,14 @@ def kind() -> str:
 
 
 def set_threads(num: int) -> None:
-    """Threads that the kernels compute with; nothing where they were not built."""
-    if native is not None:
+    """Threads that the kernels compute with; nothing where they were not built.
+
+    Not while they compute, but with the number that is set already.
+    """
+    global _threads
+    if native is not None and _threads != (os.getpid(), num):
         native.threads(num)
+        _threads = os.getpid(), num
 
 
 def packed_numel(num_out: int, num_in: int) -> int:
@@ -202,6 +220,17 @@ class Matrix:
             None if format is None else ctypes.addressof(format),
         )
         self.address = ctypes.addressof(self.struct)
+
+    def followed_by(self, rest: "Matrix | None") -> None:
+        """Put the outputs of another matrix, perhaps in another format, below its own.
+
+        Its own are a multiple of PANEL, and neither changes afterwards.
+        """
+        if rest is None:
+            return
+        self._rest, self.struct.rest, self.struct.first = rest, rest.address, self.num_out
+        self.num_out += rest.num_out
+        self.struct.n = self.num_out
 
     def linear(self, x: Tensor) -> Tensor:
         """`F.linear`; x is bf16 [..., in]."""

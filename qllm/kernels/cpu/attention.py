@@ -43,6 +43,7 @@ class _Attention(ctypes.Structure):
         ("k_norm", NormStruct),
         ("norm_whole", c_int64),
         ("cos_width", c_int64),
+        ("rotated", c_int64),
         ("clip", c_float),
     )
 
@@ -209,7 +210,8 @@ class Attention(_Attends):
         qk_norm: Of queries and keys, over one head or over all.
         sinks_N: Scores of a key without a value.
         clip: Limit of queries, keys and values after their norm.
-        half_table: Cos and sin are [T, H / 2], for both halves of a head.
+        half_table: Cos and sin are half as wide as what they turn, for both halves of it.
+        rotated: The first values of a head, which are turned; None is all.
 
     Raises:
         ValueError: The kernels are not made for the shape.
@@ -228,9 +230,13 @@ class Attention(_Attends):
         sinks_N: Tensor | None = None,
         clip: float | None = None,
         half_table: bool = False,
+        rotated: int | None = None,
     ) -> None:
         if head_dim % HEAD_MULTIPLE:
             raise ValueError(f"head_dim={head_dim} must be a multiple of {HEAD_MULTIPLE}")
+        rotated = head_dim if rotated is None else rotated
+        if rotated % HEAD_MULTIPLE or rotated > head_dim:
+            raise ValueError(f"{rotated} rotated values must be a multiple of {HEAD_MULTIPLE}")
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} heads on {num_kv_heads}")
         sinks = None if sinks_N is None else sinks_N.detach().float().contiguous()
@@ -246,7 +252,8 @@ class Attention(_Attends):
             NormStruct() if q_norm is None else q_norm.struct,
             NormStruct() if k_norm is None else k_norm.struct,
             q_norm is not None and q_norm.width != head_dim,
-            head_dim // 2 if half_table else head_dim,
+            rotated // 2 if half_table else rotated,
+            rotated,
             float("inf") if clip is None else clip,
         )
 

@@ -2,7 +2,7 @@
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_int64, c_void_p
 from typing import NamedTuple
 
@@ -93,18 +93,28 @@ class DeltaNet:
         conv = torch.empty((self._channels, self._taps), dtype=torch.bfloat16)
         return DeltaState(conv, torch.empty(self._heads))
 
-    def __call__(self, x_TD: Tensor, spans: Sequence[DeltaSpan]) -> Tensor:
-        """Output [T, D] of bf16 tokens [T, D]; zeros for tokens of no span."""
+    def __call__(
+        self, x_TD: Tensor, rounds: Iterable[Sequence[DeltaSpan]], num_covered: int
+    ) -> Tensor:
+        """Output [T, D] of bf16 tokens [T, D]; zeros for tokens of no span.
+
+        Args:
+            x_TD: Tokens.
+            rounds: Spans that run at once; the next are asked for when the states of those before
+                are written.
+            num_covered: Tokens of all spans.
+        """
         mixed = self._into.linear(x_TD)
-        is_whole = sum(span.num for span in spans) == len(x_TD)
-        make = torch.empty if is_whole else torch.zeros
+        make = torch.empty if num_covered == len(x_TD) else torch.zeros
         out = make((len(x_TD), self._out.num_in), dtype=torch.bfloat16)
-        values = array("q")
-        for before, after, at, num in spans:
-            read = (0, 0) if before is None else _addresses(before)
-            values.extend((*read, *_addresses(after), at, num))
-        layer, address = ctypes.addressof(self._struct), values.buffer_info()[0]
-        native.delta(out.data_ptr(), mixed.data_ptr(), layer, address, len(spans))
+        layer = ctypes.addressof(self._struct)
+        for spans in rounds:
+            values = array("q")
+            for before, after, at, num in spans:
+                read = (0, 0) if before is None else _addresses(before)
+                values.extend((*read, *_addresses(after), at, num))
+            address = values.buffer_info()[0]
+            native.delta(out.data_ptr(), mixed.data_ptr(), layer, address, len(spans))
         return self._out.linear(dense(out))
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu.quantised import QuantisedStack, inputs_of, matrix_of, stacked
+from qllm.kernels.cpu.quantised import QuantisedStack, matrix_of, stacked
 from qllm.kernels.quantised import Quantised
 
 INT8_MAX = 127
@@ -160,6 +160,7 @@ class Experts:
         biases: bf16 [E, 2F] (gate first) and [E, D].
         clamp: The gate; None is SwiGLU.
         formats: Of weights that are quantised, with a group of None.
+        packed: The weights, up and down, where they are packed already; they are shared.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Experts:
         biases: tuple[Tensor, Tensor] | None = None,
         clamp: Clamp | None = None,
         formats: Formats = BF16,
+        packed: tuple[QuantisedStack, QuantisedStack] | None = None,
     ) -> None:
         up, down = (num, 2 * width, hidden), (num, hidden, width)
         self._biases = biases
@@ -178,7 +180,9 @@ class Experts:
         scaled, biased = no, no
         self._up: AnyStack
         self._down: AnyStack
-        if group is None:
+        if packed is not None:
+            self._up, self._down = packed
+        elif group is None:
             self._up, self._down = _stack(*up, formats.up), _stack(*down, formats.down)
         else:
             group = group or max(width, hidden)
@@ -223,9 +227,7 @@ class Experts:
 
 
 def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
-    if isinstance(weight, Tensor):
-        return weight.shape[0], weight.shape[1]
-    return len(weight.codes), inputs_of(weight)
+    return weight.shape[0], weight.shape[1]
 
 
 def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:

@@ -25,12 +25,31 @@ struct Format {
 };
 
 // A weight [n, k] in panels of 64 outputs: panel p holds [k / 2][outputs][2], outputs filled up
-// with zeros to a multiple of 16. k is even. With a format, `packed` is in it.
+// with zeros to a multiple of 16. k is even. With a format, `packed` is in it. Outputs from `first`
+// on, a multiple of 64, may be those of another weight, in another format.
 struct Matrix {
   const uint16_t* packed;
-  const uint16_t* bias;  // [n] or null
+  const uint16_t* bias;  // [n] or null; without the outputs of `rest`
   int64_t n, k;
   const Format* format;
+  const Matrix* rest;  // or null
+  int64_t first;
+};
+
+// A weight [n, k] of 4 or 8 bits as a checkpoint has it, and where it is packed.
+struct Codes {
+  const uint8_t* codes;         // [n, k / 2], the low half of a byte is the even input; or [n, k]
+  const void *scale, *offset;   // [n, groups], as the format stores them; offset may be null
+  int64_t n, k;
+  uint8_t* packed;
+  int64_t found;  // any of Found
+  float worth;    // the one that kBadWorth is said of
+};
+enum Found : int64_t {
+  kNoPower = 1,     // a scale is no power of two
+  kLong = 2,        // the product of a scale and a code may have more bits than fp32
+  kNoNumber = 4,    // a code is none
+  kBadWorth = 8,    // a scale or offset is not 0, and not from 2^-100 to 2^100 in size
 };
 
 // The same of int8: columns [g * group, (g + 1) * group) of output i are worth
@@ -70,7 +89,8 @@ struct Attention {
   Heads heads;
   Matrix qkv;
   Norm norm, q_norm, k_norm;   // of a head or, with norm_whole, of all
-  int64_t norm_whole, cos_width;  // cos is [T, cos_width]: H, or H / 2 without its copy
+  int64_t norm_whole, cos_width;  // cos is [T, cos_width]: `rotated`, or half of it without its copy
+  int64_t rotated;             // the first values of a head, which are turned
   float clip;                  // of queries, keys and values; infinity is none
 };
 
@@ -205,6 +225,8 @@ struct Kernels {
                   int64_t width);
   // out [num] = x + y * scale; out may be one of them
   void (*add)(uint16_t* out, const uint16_t* x, const uint16_t* y, float scale, int64_t num);
+  // out [num] *= sigmoid(by), which is rounded first
+  void (*gate)(uint16_t* out, const uint16_t* by, int64_t num);
   // Largest logit [rows] so far and the lowest id of it, given logits [rows, num] of the ids from
   // `first`; NaN is larger than any.
   void (*best)(float* peaks, int64_t* ids, const uint16_t* logits, int64_t rows, int64_t num,
@@ -212,6 +234,9 @@ struct Kernels {
   // x [num] is -inf where bit i of `words` is 0
   void (*mask)(double* x, const uint32_t* words, int64_t num);
 };
+
+// Packs weights of one format. Of groups of zeros a scale that is too large or small becomes 1.
+void pack_codes(const Kernels&, Codes* weights, int64_t num, const Format& format);
 
 extern const Kernels kPortable, kAmxEmulated;
 #if defined(__x86_64__)

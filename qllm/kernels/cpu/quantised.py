@@ -5,15 +5,14 @@ Products with them are, bit for bit, those with the bf16 weights that `Quantised
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from ctypes import c_int64
+from ctypes import c_float, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qllm.kernels import cpu
-from qllm.kernels.quantised import FOUR_BIT, I4_ZERO, Quantised
+from qllm.kernels.quantised import FOUR_BIT, Quantised
 
 CODES = {"u4": 1, "e2m1": 2, "i8": 3, "e4m3": 4, "i4": 5}
 WORTHS = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -23,17 +22,31 @@ BLOCK_INPUTS = 8
 MOST_SCALE = 2.0**100
 """Scales and offsets are 0 or between it and its inverse: instructions that round to bf16 take
 subnormal numbers as 0, and no value comes near them so."""
-_SPARE_BITS = 0xFF
-"""Last bits of an fp32 scale; where they are 0 its product with a code of 8 bits is exact."""
-
-
-_EXPONENT = 0x7F800000
 
 
 class FormatStruct(ctypes.Structure):
     """`Format` of kernels.h."""
 
     _fields_ = tuple((name, c_int64) for name in ("code", "group", "scale", "offset", "products"))
+
+
+class CodesStruct(ctypes.Structure):
+    """`Codes` of kernels.h."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scale", c_void_p),
+        ("offset", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("packed", c_void_p),
+        ("found", c_int64),
+        ("worth", c_float),
+    )
+
+
+NO_POWER, LONG, NO_NUMBER, BAD_WORTH = 1, 2, 4, 8
+"""`Found` of kernels.h."""
 
 
 class _Layout(NamedTuple):
@@ -79,33 +92,6 @@ class _Layout(NamedTuple):
         return sum(num * self.panel_bytes(cols) for _, num, cols in self.panels(n))
 
 
-def _blocks(like: Quantised, codes: Tensor) -> Tensor:
-    """Bytes [outputs / 16, inputs / 8, block] of codes [outputs, inputs], a byte each."""
-    n, k = codes.shape
-    parts = codes.view(n // 16, 16, k // 8, 4, 2)  # of outputs, of inputs in pairs
-    if like.code not in FOUR_BIT:
-        return parts.permute(0, 2, 3, 1, 4).reshape(n // 16, k // 8, 128)
-    if like.code == "e2m1":
-        parts = parts.permute(3, 0, 2, 1, 4)
-        low, high = parts[0::2], parts[1::2] << 4
-        return (low | high).permute(1, 2, 3, 4, 0).reshape(n // 16, k // 8, 64)
-    parts = codes.view(n // 16, 4, 4, k // 8, 2, 2, 2).permute(4, 0, 3, 1, 5, 2, 6)
-    return (parts[0] | parts[1] << 4).reshape(n // 16, k // 8, 64)
-
-
-def _sign_and_size(codes: Tensor) -> Tensor:
-    """Codes of "i4" as the kernels have them: the size modulo 8, and 8 where it is below 0."""
-    size = torch.where(codes < I4_ZERO, I4_ZERO - codes, codes - I4_ZERO) & 7
-    return size | (codes < I4_ZERO).to(torch.uint8) << 3
-
-
-def _code_bytes(weight: Quantised) -> Tensor:
-    """Codes uint8 [n, k]."""
-    if weight.code in FOUR_BIT:
-        return torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(-2)
-    return weight.codes.view(torch.uint8)
-
-
 def _checked(weight: Quantised, n: int, k: int) -> None:
     """Raise a ValueError where a weight is not what the contract or the kernels ask for."""
     four = weight.code in FOUR_BIT
@@ -128,42 +114,6 @@ def _checked(weight: Quantised, n: int, k: int) -> None:
                 f"scales and offsets are {worth.dtype} {tuple(worth.shape)}; {(n, groups)} of "
                 "float32, float16 or bfloat16 are allowed"
             )
-
-
-def _worths(worth: Tensor) -> Tensor:
-    """Scales or offsets, once it is known that values which they give are no subnormal numbers."""
-    size = worth.float().abs()
-    bad = ~((size == 0) | ((size >= 1 / MOST_SCALE) & (size <= MOST_SCALE)))
-    if bad.any():
-        raise ValueError(
-            f"a scale or offset of a weight is {worth[bad][0].item()}; 0 and sizes from 2^-100 to "
-            "2^100 are allowed: check the checkpoint"
-        )
-    return worth
-
-
-_SIZE_BITS = {"e2m1": 7, "e4m3": 127}
-
-
-def _scales(weight: Quantised, codes: Tensor) -> Tensor:
-    """Scales; 1 where a group has no other code than zeros, which a scale out of range may have."""
-    scale_NG = weight.scale_NG
-    if weight.offset_NG is None:
-        zero = I4_ZERO if weight.code == "i4" else 0
-        zeros = (codes & _SIZE_BITS.get(weight.code, 255)) == zero
-        zeros = F.pad(zeros, (0, -zeros.shape[1] % weight.group), value=True)
-        empty = zeros.view(len(zeros), -1, weight.group).all(-1)
-        empty &= (scale_NG > 0) & scale_NG.isfinite()
-        scale_NG = torch.where(empty, torch.ones_like(scale_NG), scale_NG)
-    return _worths(scale_NG)
-
-
-def _products(scale_NG: Tensor, offset_NG: Tensor | None = None) -> int:
-    """What products of scales and codes are; an offset is added after they are rounded."""
-    bits = scale_NG.float().view(torch.int32)
-    if offset_NG is None:
-        return EXACT if (bits & ~_EXPONENT).any() or (bits == 0).any() else POWERS
-    return ROUNDED if (bits & _SPARE_BITS).any() else EXACT
 
 
 class QuantisedStack:
@@ -191,62 +141,65 @@ class QuantisedStack:
         products = POWERS if like.code == "e2m1" and offset is None else EXACT
         self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, products)
 
-    def pack(self, expert: int, weight: Quantised) -> None:
-        """Take one weight.
+    def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
+        """Take weights, the first of them as number `first`; several of one input are one weight.
 
         Raises:
-            ValueError: It has another shape or format, or scales that are not finite or far from 1.
+            ValueError: One has another shape or format, or scales that are not finite or far
+                from 1.
         """
-        _checked(weight, self._n, self._k)
-        if _format(weight, self._k) != _format(self._like, self._k):
-            raise ValueError(
-                f"a weight is {_format(weight, self._k)}, the others of its stack are "
-                f"{_format(self._like, self._k)}; a stack has one format"
-            )
-        codes = _code_bytes(weight)
-        if weight.code == "e4m3" and ((codes & 127) == 127).any():
-            raise ValueError("a weight in e4m3 is not a number; check the checkpoint")
-        if weight.code == "i4" and weight.offset_NG is None:
-            # a scale of 0 makes zeros, which the kernels know by their code
-            nothing = weight.scale_NG == 0
-            inputs = nothing.repeat_interleave(weight.group, 1)[:, : self._k]
-            codes = codes.masked_fill(inputs, I4_ZERO)
-        worths = [_scales(weight, codes)]
-        if weight.offset_NG is not None:
-            worths.append(_worths(weight.offset_NG))
-        self.format.products = min(self.format.products, _products(*worths))
-        if weight.code == "i4":
-            codes = _sign_and_size(codes)
-        layout, more = self._layout, -self._n % 16
-        codes = F.pad(codes, (0, -self._k % BLOCK_INPUTS, 0, more))
-        worths = [F.pad(worth, (0, 0, 0, more)) for worth in worths]
-        at = 0
-        for first, num, cols in layout.panels(self._n):
-            rows, end = slice(first, first + num * cols), at + num * layout.panel_bytes(cols)
-            panels = self.packed[expert, at:end].view(num, -1)
-            self._fill(panels, cols, codes[rows], [worth[rows] for worth in worths])
-            at = end
+        structs, held = dict[tuple[int, int], list[CodesStruct]](), []
+        panel = self._layout.panel_bytes(cpu.PANEL)
+        for i, weight in enumerate(weights):
+            place = self.packed[first + i].data_ptr()
+            for at, part in self._parts(weight):
+                given = [part.codes, part.scale_NG, part.offset_NG]
+                dense = [None if t is None else cpu.dense(t) for t in given]
+                addresses = [None if t is None else t.data_ptr() for t in dense]
+                n = part.shape[0]
+                to = place + at // cpu.PANEL * panel
+                structs.setdefault((at, n), []).append(CodesStruct(*addresses, n, self._k, to))
+                held.append(dense)
+        for same in structs.values():
+            found = (CodesStruct * len(same))(*same)
+            format = ctypes.addressof(self.format)
+            cpu.native.pack_codes(ctypes.addressof(found), len(same), format)
+            for struct in found:
+                self._judge(struct.found, struct.worth)
 
-    def _fill(self, panels: Tensor, cols: int, codes: Tensor, worths: list[Tensor]) -> None:
-        layout, num_panels, at = self._layout, len(panels), 0
-        for first, num, inputs in layout.groups():
-            padded = -(-inputs // BLOCK_INPUTS) * BLOCK_INPUTS
-            start = first * layout.group
-            size = layout.group_bytes(cols, inputs)
-            place = panels[:, at : at + num * size].view(num_panels, num, size)
-            head = [
-                w[:, first : first + num]
-                .reshape(num_panels, cols, num)
-                .transpose(1, 2)
-                .contiguous()
-                .view(torch.uint8)
-                for w in worths
-            ]
-            place[:, :, : cols * layout.worth] = torch.cat(head, -1)
-            blocks = _blocks(self._like, codes[:, start : start + num * padded])
-            parts = blocks.view(num_panels, cols // 16, num, padded // BLOCK_INPUTS, -1)
-            place[:, :, cols * layout.worth :] = parts.permute(0, 2, 3, 1, 4).flatten(2)
-            at += num * size
+    def _parts(self, weight: Quantised | Sequence[Quantised]) -> Iterator[tuple[int, Quantised]]:
+        """What a weight is made of, and the output that each begins with, a multiple of PANEL."""
+        if isinstance(weight, Quantised):
+            _checked(weight, self._n, self._k)
+        parts = [weight] if isinstance(weight, Quantised) else list(weight)
+        for part in parts:
+            if _format(part, self._k) != _format(self._like, self._k):
+                raise ValueError(
+                    f"a weight is {_format(part, self._k)}, the others of its stack are "
+                    f"{_format(self._like, self._k)}; a stack has one format"
+                )
+        if any(part.shape[0] % cpu.PANEL for part in parts[:-1]):
+            parts = [one for one in (stacked(parts),) if one is not None]
+        at = 0
+        for part in parts:
+            _checked(part, part.shape[0], self._k)
+            yield at, part
+            at += part.shape[0]
+        if at != self._n:
+            raise ValueError(f"a weight has {at} outputs, the others of its stack {self._n}")
+
+    def _judge(self, found: int, worth: float) -> None:
+        if found & NO_NUMBER:
+            raise ValueError("a weight in e4m3 is not a number; check the checkpoint")
+        if found & BAD_WORTH:
+            raise ValueError(
+                f"a scale or offset of a weight is {worth}; 0 and sizes from 2^-100 to "
+                "2^100 are allowed: check the checkpoint"
+            )
+        products = EXACT if found & NO_POWER else POWERS
+        if self._like.offset_NG is not None:  # it is added after they are rounded
+            products = ROUNDED if found & LONG else EXACT
+        self.format.products = min(self.format.products, products)
 
     def unpack(self, expert: int, out_NK: Tensor) -> None:
         """Write the values of one weight into bf16 [n, k] of any strides."""
@@ -269,10 +222,9 @@ class QuantisedMatrix(cpu.Matrix):
     def __init__(
         self, weight: Quantised, bias: Tensor | None = None, arena: cpu.Arena | None = None
     ) -> None:
-        shape = len(weight.codes), inputs_of(weight)
-        stack = QuantisedStack(1, *shape, weight, arena)
+        stack = QuantisedStack(1, *weight.shape, weight, arena)
         stack.pack(0, weight)
-        self._hold(stack.packed, *shape, [bias], stack.format)
+        self._hold(stack.packed, *weight.shape, [bias], stack.format)
 
 
 def matrix_of(
@@ -280,20 +232,57 @@ def matrix_of(
     biases: Sequence[Tensor | None] = (),
     arena: cpu.Arena | None = None,
 ) -> cpu.Matrix:
-    """Weights of one input on top of each other; in bf16 if some are, or if their formats differ.
+    """Weights of one input on top of each other, each in its own format.
+
+    Those before another format have a multiple of 64 outputs, or all are in bf16.
 
     Args:
         weights: bf16 [out, in] or quantised, of one input.
         biases: As of `Matrix`.
         arena: As of `Matrix`.
     """
-    quantised = [w for w in weights if isinstance(w, Quantised)]
-    whole = stacked(quantised) if len(quantised) == len(weights) else None
-    if whole is None:
+    given = list(biases) or [None] * len(weights)
+    runs: list[tuple[list[Tensor | Quantised], list[Tensor | None]]] = []
+    for weight, bias in zip(weights, given, strict=True):
+        if not runs or not _alike(runs[-1][0][-1], weight):
+            runs.append(([], []))
+        runs[-1][0].append(weight)
+        runs[-1][1].append(bias)
+    if any(sum(map(_outputs, run)) % cpu.PANEL for run, _ in runs[:-1]):
         plain = [w.dequantised() if isinstance(w, Quantised) else w for w in weights]
         return cpu.Matrix(plain, biases, arena)
+    rest: cpu.Matrix | None = None
+    for run, own in reversed(runs):
+        matrix = _of_one_format(run, own, arena)
+        matrix.followed_by(rest)
+        rest = matrix
+    assert rest is not None
+    return rest
+
+
+def _of_one_format(
+    weights: list[Tensor | Quantised], biases: list[Tensor | None], arena: cpu.Arena | None
+) -> cpu.Matrix:
+    whole = stacked([w for w in weights if isinstance(w, Quantised)])
+    if whole is None:
+        return cpu.Matrix([w for w in weights if isinstance(w, Tensor)], biases, arena)
     given = [b for b in biases if b is not None]
     return QuantisedMatrix(whole, torch.cat(given) if given else None, arena)
+
+
+def _alike(one: Tensor | Quantised, other: Tensor | Quantised) -> bool:
+    if isinstance(one, Quantised) and isinstance(other, Quantised):
+        return _format(one, one.shape[1]) == _format(other, other.shape[1])
+    return isinstance(one, Quantised) == isinstance(other, Quantised)
+
+
+def is_like(weight: Quantised, other: Quantised) -> bool:
+    """Whether two weights have a format and a number of inputs in common."""
+    return weight.shape[1] == other.shape[1] and _alike(weight, other)
+
+
+def _outputs(weight: Tensor | Quantised) -> int:
+    return int(weight.shape[0])
 
 
 def _format(weight: Quantised, k: int) -> tuple[object, ...]:
@@ -302,10 +291,10 @@ def _format(weight: Quantised, k: int) -> tuple[object, ...]:
 
 
 def stacked(weights: Sequence[Quantised]) -> Quantised | None:
-    """Weights of one input on top of each other; None if their formats differ."""
-    first, k = weights[0], inputs_of(weights[0])
-    if any(_format(w, k) != _format(first, k) for w in weights):
+    """Weights of one input on top of each other; None if there are none, or formats differ."""
+    if not weights or not all(_alike(weights[0], other) for other in weights):
         return None
+    first = weights[0]
     codes = torch.cat([w.codes.view(torch.uint8) for w in weights]).view(first.codes.dtype)
     offsets = [w.offset_NG for w in weights if w.offset_NG is not None]
     return first._replace(
@@ -315,6 +304,10 @@ def stacked(weights: Sequence[Quantised]) -> Quantised | None:
     )
 
 
-def inputs_of(weight: Quantised) -> int:
-    """Its k."""
-    return weight.codes.shape[1] * (2 if weight.code in FOUR_BIT else 1)
+def problem_of(weight: Quantised) -> str | None:
+    """Why the kernels cannot read a weight [n, k]; None if they can."""
+    try:
+        QuantisedMatrix(weight)
+    except ValueError as error:
+        return str(error)
+    return None

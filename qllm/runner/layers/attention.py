@@ -62,6 +62,7 @@ class Step:
     __slots__ = (
         "_addresses",
         "_reached",
+        "entries",
         "latent",
         "masks",
         "num_attended",
@@ -82,6 +83,8 @@ class Step:
         self._addresses: SpanAddresses | None = None
         self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
+        self.entries: dict[int, Any] = {}
+        """How layers are called for some tokens (`models.around.Entry`), by the first of them."""
 
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object

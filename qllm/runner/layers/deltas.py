@@ -4,7 +4,8 @@ One call for all requests of a step; the states lie where `RecurrentMixer` keeps
 tensors. A token's bits depend neither on how its prompt was cut nor on the rows beside it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaState
 from qllm.kernels.cpu.norms import Norm
+from qllm.kernels.cpu.quantised import matrix_of
+from qllm.kernels.quantised import Quantised
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import delta_linears, delta_net_kind
+from qllm.models.heard import is_heard
+from qllm.models.quantised_linears import is_read, weight_of
 from qllm.runner.layers.attention import Span
-from qllm.runner.layers.native import is_usable
 from qllm.runner.states import NewState
 
 
@@ -31,9 +36,12 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
     attn: Any = parts.self_attn
     if arena is None or parts.new_state is None or delta_net_kind(attn) is None:
         return None
-    weights = [attn.conv1d.weight[:, 0], attn.norm.weight, *(x.weight for x in delta_linears(attn))]
+    if is_heard(attn):
+        return None  # the module computes, and calls its hooks
     widths = (attn.head_k_dim, attn.head_v_dim)
-    if not all(map(is_usable, weights)) or any(width % HEAD_MULTIPLE for width in widths):
+    are_read = all(map(is_usable, (attn.conv1d.weight[:, 0], attn.norm.weight)))
+    are_read = are_read and all(map(is_read, delta_linears(attn)))
+    if not are_read or any(width % HEAD_MULTIPLE for width in widths):
         return None
     return DeltaMixer(attn, parts.new_state, arena)
 
@@ -48,12 +56,13 @@ class DeltaMixer:
     """
 
     def __init__(self, module: Any, new_state: NewState, arena: cpu.Arena) -> None:
-        self._new_state, self._index = new_state, module.layer_idx
+        self._new_state, self.index = new_state, module.layer_idx
+        self.name = type(module).__name__
         self.covered = (*delta_linears(module), module.conv1d)
         """Modules that are never called."""
         self._kernel = DeltaNet(
-            cpu.Matrix([_rows_of(module)], arena=arena),
-            cpu.Matrix([module.out_proj.weight.detach()], arena=arena),
+            matrix_of(_rows_of(module), arena=arena),
+            matrix_of([weight_of(module.out_proj)], arena=arena),
             module.conv1d.weight[:, 0],
             -module.A_log.detach().float().exp(),
             module.dt_bias,
@@ -62,7 +71,11 @@ class DeltaMixer:
             key=module.head_k_dim,
         )
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Tensor:
+    forward = None
+    """Not called."""
+    cache_name = "cache_params"
+
+    def __call__(self, forward: object = None, *args: Any, **given: Any) -> Tensor:
         """Compute what the module's forward would, with a `Step` where the cache would be.
 
         Args:
@@ -72,19 +85,25 @@ class DeltaMixer:
         """
         x_1TD = args[0] if args else given["hidden_states"]
         rows = _of_requests(given["cache_params"].spans)
-        taken = [
-            span.kv.states.advance(self._index, span.lo, span.kv.committed, self._state)
-            for span in rows
-        ]
-        spans = [
-            DeltaSpan(None if before is None else _inside(before), _inside(after), at, hi - lo)
-            for (before, after), (_, at, lo, hi) in zip(taken, rows, strict=True)
-        ]
-        out_TD = self._kernel(x_1TD[0], spans)
-        for (_, after), span in zip(taken, rows, strict=True):
-            span.kv.states.put(self._index, span.hi, after, span.kv.committed)
+        out_TD = self._kernel(x_1TD[0], self._rounds(rows), sum(hi - lo for _, _, lo, hi in rows))
+        for span in rows:
             span.kv.reach(span.hi)
         return out_TD.unsqueeze(0)
+
+    def _rounds(self, rows: Sequence[Span]) -> Iterator[list[DeltaSpan]]:
+        """Spans that run at once; those of a request that leaves a state on its way, in turn."""
+        for some in zip_longest(*map(_pieces, rows)):
+            pieces = [piece for piece in some if piece is not None]
+            taken = [
+                piece.kv.states.advance(self.index, piece.lo, piece.kv.committed, self._state)
+                for piece in pieces
+            ]
+            yield [
+                DeltaSpan(None if before is None else _inside(before), _inside(after), at, hi - lo)
+                for (before, after), (_, at, lo, hi) in zip(taken, pieces, strict=True)
+            ]
+            for (_, after), piece in zip(taken, pieces, strict=True):
+                piece.kv.states.put(self.index, piece.hi, after, piece.kv.committed)
 
     def _state(self) -> Any:
         """A state of transformers with tensors for the kernel to write."""
@@ -98,6 +117,12 @@ class DeltaMixer:
 
 def _inside(state: Any) -> DeltaState:
     return DeltaState(state.conv_states[0][0], state.recurrent_states[0][0])
+
+
+def _pieces(span: Span) -> list[Span]:
+    """A span, cut where it leaves a state on its way."""
+    kv, at, first, last = span
+    return [Span(kv, at + lo - first, lo, hi) for lo, hi in pairwise(kv.states.stops(first, last))]
 
 
 def _of_requests(spans: Sequence[Span]) -> list[Span]:
@@ -114,17 +139,17 @@ def _of_requests(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def _rows_of(module: Any) -> Tensor:
-    """All projections of the input on top of each other: q, k, v, z, b, a."""
+def _rows_of(module: Any) -> list[Tensor | Quantised]:
+    """All projections of the input, to be put on top of each other: q, k, v, z, b, a."""
     if delta_net_kind(module) == "split":
-        names = ("qkv", "z", "b", "a")
-        return torch.cat([getattr(module, f"in_proj_{x}").weight.detach() for x in names])
+        return [weight_of(getattr(module, f"in_proj_{x}")) for x in ("qkv", "z", "b", "a")]
     heads, key = module.num_k_heads, module.head_k_dim
     share = module.num_v_heads // heads
     widths = (key, key, share * module.head_v_dim, share * module.head_v_dim)
-    found: list[Tensor] = []
+    found: list[Tensor | Quantised] = []
     for name, sizes in (("qkvz", widths), ("ba", (share, share))):
-        weight = getattr(module, f"in_proj_{name}").weight.detach()
-        parts = weight.unflatten(0, (heads, -1)).split(sizes, 1)
-        found.extend(part.flatten(0, 1) for part in parts)
-    return torch.cat(found)
+        weight = weight_of(getattr(module, f"in_proj_{name}"))
+        order = torch.split(torch.arange(weight.shape[0]).reshape(heads, -1), list(sizes), 1)
+        rows = torch.cat([part.flatten() for part in order])
+        found.append(weight.rows(rows) if isinstance(weight, Quantised) else weight[rows])
+    return found

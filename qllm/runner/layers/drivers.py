@@ -149,7 +149,8 @@ class HookedDriver:
         mixer: Callable[..., Any] | None = None,
         covered: tuple[nn.Module, ...] = (),
     ) -> None:
-        self.kind, self.covered = parts.driver, covered
+        self.kind: Driver = Driver.HOOKED if parts.driver is Driver.FAST else parts.driver
+        self.covered = covered
         if mixer is None and parts.new_state is not None:
             mixer = RecurrentMixer(parts.self_attn, parts.new_state)
         elif mixer is None and parts.one_by_one:

@@ -14,7 +14,7 @@ from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import WEIGHTS, quantised_in, round_experts
+from qllm.models.quantised_experts import WEIGHTS, quantised_in, round_experts, rounded_before
 from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.quantised_bank import Dequantising, QuantisedBank
 from qllm.runner.layers.rows import PLAIN, RowRule
@@ -139,6 +139,13 @@ def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_wei
             raise ConfigError(
                 f"expert_weights={expert_weights!r} rounds bfloat16 weights, and the experts of "
                 f"layer {layer} are quantised already ({held.kind}); use 'auto'"
+            )
+        before = rounded_before(module)
+        if before not in (None, expert_weights):
+            raise ConfigError(
+                f"expert_weights={expert_weights!r} rounds bfloat16 weights, and the experts of "
+                f"layer {layer} were rounded before ({before}): they would be rounded twice; use "
+                "'auto', or load bfloat16 weights"
             )
         if module is None or (native and is_covered(module)):
             continue

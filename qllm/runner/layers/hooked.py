@@ -15,21 +15,19 @@ calls there are only tensors, and the rows of any frame may come next.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
+from qllm.models.replaced import Stub, Unwind, replaced
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
-Stub = Callable[..., Any]
-
-
-class _Unwind(BaseException):
-    """Leaves the layer's forward; no `except Exception` of a model may catch it."""
+Beside = Mapping[int, Tensor]
+"""Tensors that a module returned beside the first, by their place in its tuple."""
+NOTHING: Beside = {}
 
 
 class RoutedRows(NamedTuple):
@@ -58,6 +56,8 @@ class HookedLayer:
         router: Inside the layer; None if there is none, or it is not known.
         experts: Inside the layer; None in a dense layer.
         mixer: Called in place of the attention's forward, which it is given first.
+        attention_len: Length of the tuple that the attention returns; 0 if it returns no tuple.
+            Attention modules of transformers return (output, weights); else as seen by `attend`.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class HookedLayer:
         router: nn.Module | None = None,
         experts: nn.Module | None = None,
         mixer: Stub | None = None,
+        attention_len: int = 2,
     ) -> None:
         self._layer, self._mixer = layer, mixer
         self._attention = attention
-        # Attention modules of transformers return (output, weights); else as seen by `attend`.
-        self._attention_len = 2
+        self._attention_len = attention_len
         self._experts = experts
         self._siblings: dict[str, nn.Module] = {}
         if experts is not None:
@@ -84,25 +84,31 @@ class HookedLayer:
         Raises:
             ModelError: The layer did not call its attention.
         """
+        return self.attend_all(x_TD, **kwargs)[0]
+
+    def attend_all(self, x_TD: Tensor, **kwargs: object) -> tuple[Tensor, Beside]:
+        """As `attend`, and what the attention returned beside it."""
         if self._attention is None:
-            return x_TD[:, :0]
+            return x_TD[:, :0], NOTHING
         real: Stub = self._attention.forward
         if self._mixer is not None:
             real = partial(self._mixer, real)
-        found: list[Tensor] = []
+        found: list[Any] = []
 
         def attention(*args: object, **given: object) -> None:
             out = real(*args, **given)
             self._attention_len = len(out) if isinstance(out, tuple) else 0
-            found.append(out[0] if isinstance(out, tuple) else out)
-            raise _Unwind
+            found.extend(out if isinstance(out, tuple) else (out,))
+            raise Unwind
 
         self._call(x_TD, {self._attention: attention}, kwargs)
         if not found:
             raise self._error("did not call its attention")
-        return found[0][0]
+        return found[0][0], tensors_beside(found)
 
-    def route(self, x_TD: Tensor, attn_TD: Tensor, **kwargs: object) -> RoutedRows:
+    def route(
+        self, x_TD: Tensor, attn_TD: Tensor, beside: Beside = NOTHING, **kwargs: object
+    ) -> RoutedRows:
         """Run up to the experts on attention's stored output.
 
         Raises:
@@ -114,10 +120,10 @@ class HookedLayer:
 
         def experts(*args: object, **given: object) -> None:
             taken.extend(self._expert_args.bind(*args, **given).args[:3])
-            raise _Unwind
+            raise Unwind
 
         assert self._experts is not None
-        stubs = {**self._stored_attention(calls, attn_TD), self._experts: experts}
+        stubs = {**self._stored_attention(calls, attn_TD, beside), self._experts: experts}
         for name, module in self._siblings.items():
             stubs[module] = calls.keeping(name, module.forward, outs)
         self._call(x_TD, stubs, kwargs)
@@ -140,9 +146,21 @@ class HookedLayer:
         Raises:
             ModelError: The layer did not call each stored part exactly once.
         """
+        return self.combine_all(x_TD, attn_TD, NOTHING, siblings, experts_TD, **kwargs)[0]
+
+    def combine_all(
+        self,
+        x_TD: Tensor,
+        attn_TD: Tensor,
+        beside: Beside,
+        siblings: Mapping[str, RouterExtras] | None = None,
+        experts_TD: Tensor | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, Beside]:
+        """As `combine`, given what the attention returned too; and what the layer returned too."""
         calls = _Calls()
         names = self._attention_name
-        stubs = self._stored_attention(calls, attn_TD)
+        stubs = self._stored_attention(calls, attn_TD, beside)
         if self._experts is not None:
             names.append("experts")
             stubs[self._experts] = calls.returning("experts", experts_TD)
@@ -152,30 +170,31 @@ class HookedLayer:
             stubs[self._siblings[name]] = calls.restoring(name, kept)
         out = self._call(x_TD, stubs, kwargs)
         self._check(calls, *names)
-        if isinstance(out, tuple):
-            out = out[0]
-        if not isinstance(out, Tensor):
-            raise self._error(f"returned {type(out).__name__}, no hidden states")
-        return out[0]
+        first = out[0] if isinstance(out, tuple) else out
+        if not isinstance(first, Tensor):
+            raise self._error(f"returned {type(first).__name__}, no hidden states")
+        return first[0], tensors_beside(out if isinstance(out, tuple) else ())
 
     @property
     def _attention_name(self) -> list[str]:
         return [] if self._attention is None else ["attention"]
 
-    def _stored_attention(self, calls: "_Calls", attn_TD: Tensor) -> dict[nn.Module, Stub]:
+    def _stored_attention(
+        self, calls: "_Calls", attn_TD: Tensor, beside: Beside
+    ) -> dict[nn.Module, Stub]:
         if self._attention is None:
             return {}
         n = self._attention_len
-        out = (attn_TD[None], *([None] * (n - 1))) if n else attn_TD[None]
+        out = (attn_TD[None], *(beside.get(i) for i in range(1, n))) if n else attn_TD[None]
         return {self._attention: calls.returning("attention", out)}
 
     def _call(
         self, x_TD: Tensor, stubs: Mapping[nn.Module, Stub], kwargs: Mapping[str, object]
     ) -> object:
-        with _replaced(stubs):
+        with replaced(stubs):
             try:
                 return self._layer(x_TD[None], **kwargs)
-            except _Unwind:
+            except Unwind:
                 return None
 
     def _check(self, calls: "_Calls", *names: str) -> None:
@@ -189,6 +208,11 @@ class HookedLayer:
             f"{type(self._layer).__name__} cannot be hooked: it {what}; "
             "this family needs a driver of its own"
         )
+
+
+def tensors_beside(out: Sequence[Any]) -> Beside:
+    """The tensors in a tuple that a module returned, but for the first."""
+    return {i: t for i, t in enumerate(out) if i and isinstance(t, Tensor)}
 
 
 class _Calls:
@@ -231,21 +255,6 @@ class _Calls:
 def _first(args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor:
     found: Tensor = args[0] if args else next(iter(given.values()))
     return found
-
-
-@contextmanager
-def _replaced(stubs: Mapping[nn.Module, Stub]) -> Iterator[None]:
-    """Replace `forward` on these instances, and put back what was there."""
-    before = {module: vars(module).get("forward") for module in stubs}
-    try:
-        for module, stub in stubs.items():
-            vars(module)["forward"] = stub
-        yield
-    finally:
-        for module, own in before.items():
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
 
 
 def _siblings(

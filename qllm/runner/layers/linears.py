@@ -8,8 +8,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
+from qllm.kernels.cpu.quantised import matrix_of
+from qllm.kernels.quantised import Quantised
 from qllm.models.discover import ModelParts
-from qllm.runner.layers.native import is_usable
+from qllm.models.quantised_linears import is_read, linear_in, values_of, weight_of
 from qllm.runner.layers.rows import PLAIN, RowRule
 
 Linear = Callable[[Tensor], Tensor]
@@ -42,18 +44,19 @@ class Linears:
         self._forwards: list[tuple[nn.Linear, Linear]] = []
         self.kernels: Counter[str] = Counter()
         modules = [m for layer in parts.layers for m in layer.layer.modules()]
-        linears = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
+        linears = [m for m in modules if type(m) is nn.Linear and _is_its_own(m)]
         for module in linears:
             if module in covered:
                 continue
-            weight = module.weight.detach()
             bias = None if module.bias is None else module.bias.detach()
-            kernel = "torch linear"
+            held = linear_in(module)
+            kernel = "torch linear" if held is None else f"torch linear, dequantised {held.kind}"
             forward: Linear | None = None
-            if native and is_usable(weight):
-                kernel, forward = f"qllm {cpu.kind()}", cpu.Matrix([weight], [bias], arena).linear
+            if native and is_read(module):
+                kernel = _named(weight_of(module))
+                forward = matrix_of([weight_of(module)], [bias], arena).linear
             elif rule is not PLAIN:
-                forward = partial(rule.linear, weight=weight, bias=bias)
+                forward = partial(_by_rule, rule, module)
             self.kernels[kernel] += 1
             if forward is not None:
                 self._forwards.append((module, forward))
@@ -66,7 +69,25 @@ class Linears:
     def undo(self) -> None:
         """Give the modules back their own."""
         for module, _ in self._forwards:
-            vars(module).pop("forward", None)
+            held = linear_in(module)
+            if held is None:
+                vars(module).pop("forward", None)
+            else:
+                held.restore()
+
+
+def _is_its_own(module: nn.Linear) -> bool:
+    return "forward" not in vars(module) or linear_in(module) is not None
+
+
+def _by_rule(rule: RowRule, module: nn.Linear, x: Tensor) -> Tensor:
+    return rule.linear(x, values_of(module), module.bias)
+
+
+def _named(weight: Tensor | Quantised) -> str:
+    """What multiplies a weight, for people."""
+    kind = f" {weight.code} g{weight.group}" if isinstance(weight, Quantised) else ""
+    return f"qllm {cpu.kind()}{kind}"
 
 
 class Head:
@@ -74,20 +95,20 @@ class Head:
 
     def __init__(self, lm_head: nn.Linear, rule: RowRule, native: bool, arena: cpu.Arena) -> None:
         self._rule = rule
-        weight = lm_head.weight.detach()
+        weight = weight_of(lm_head)
         bias = None if lm_head.bias is None else lm_head.bias.detach()
-        vocab = weight.shape[0]
-        starts = range(0, vocab, HEAD_BLOCK)
-        self._weights = [weight[a : a + HEAD_BLOCK] for a in starts]
+        starts = range(0, int(weight.shape[0]), HEAD_BLOCK)
         self._biases = [None if bias is None else bias[a : a + HEAD_BLOCK] for a in starts]
+        self._weights = [_rows(weight, slice(a, a + HEAD_BLOCK)) for a in starts]
         self.num_blocks = len(self._weights)
-        self.kernel = "torch linear"
+        held = linear_in(lm_head)
+        self.kernel = "torch linear" if held is None else f"torch linear, dequantised {held.kind}"
         self._native: list[cpu.Matrix] | None = None
-        if native and is_usable(weight):
+        if native and is_read(lm_head):
             pairs = zip(self._weights, self._biases, strict=True)
-            self._native = [cpu.Matrix([w], [b], arena) for w, b in pairs]
+            self._native = [matrix_of([w], [b], arena) for w, b in pairs]
             self._addresses = array("q", [matrix.address for matrix in self._native])
-            self.kernel = f"qllm {cpu.kind()}"
+            self.kernel = _named(weight)
 
     def best(self, x_BD: Tensor, start: int, stop: int, peaks_B: Tensor, ids_B: Tensor) -> bool:
         """Let blocks [start, stop) raise each row's largest logit and its id; False if not ours."""
@@ -104,4 +125,10 @@ class Head:
         """Logits [B, up to HEAD_BLOCK] of one block."""
         if self._native is not None:
             return self._native[block].linear(x_BD)
-        return self._rule.linear(x_BD, self._weights[block], self._biases[block])
+        weight = self._weights[block]
+        values = weight.dequantised() if isinstance(weight, Quantised) else weight
+        return self._rule.linear(x_BD, values, self._biases[block])
+
+
+def _rows(weight: Tensor | Quantised, which: slice) -> Tensor | Quantised:
+    return weight.rows(which) if isinstance(weight, Quantised) else weight[which]

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
 from qllm.kernels.cpu.experts import Mlp
 from qllm.kernels.cpu.norms import Norm
+from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import (
@@ -26,28 +28,27 @@ from qllm.models.fingerprints import (
     router_kind,
 )
 from qllm.models.heard import is_heard
+from qllm.models.quantised_linears import is_read, values_of, weight_of
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
+from qllm.runner.layers.deltas import DeltaMixer
 from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, RouterExtras
-
-
-def is_usable(tensor: Tensor) -> bool:
-    """Whether the kernels can read a weight."""
-    in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
-    return in_memory and tensor.shape[-1] % 2 == 0 and cpu.MISSING is None
 
 
 def _is_norm(module: Any) -> bool:
     """Whether the kernels know a norm; one that rounds once may have a weight in fp32."""
     kind = None if module is None or is_heard(module) else norm_kind(module)
     weight = None if kind is None else module.weight
-    return weight is not None and is_usable(weight.bfloat16() if kind == "rms_wide" else weight)
+    wide = str(kind).startswith("rms_wide")
+    return weight is not None and is_usable(weight.bfloat16() if wide else weight)
 
 
 def _norm(module: Any) -> Norm:
     eps = getattr(module, "variance_epsilon", None)
-    bias = getattr(module, "bias", None)
-    return Norm(module.weight, module.eps if eps is None else eps, str(norm_kind(module)), bias)
+    bias, kind, weight = getattr(module, "bias", None), str(norm_kind(module)), module.weight
+    if kind == "rms_wide_from_one":
+        kind, weight = "rms_wide", 1.0 + weight.detach().float()
+    return Norm(weight, module.eps if eps is None else eps, kind, bias)
 
 
 def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
@@ -55,8 +56,34 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
     biases = [x.bias for x in linears]
     if any(b is not None for b in biases):
         given = zip(linears, biases, strict=True)
-        biases = [x.weight.new_zeros(x.out_features) if b is None else b for x, b in given]
-    return cpu.Matrix([x.weight.detach() for x in linears], biases, arena)
+        biases = [torch.zeros(x.out_features).bfloat16() if b is None else b for x, b in given]
+    return matrix_of([weight_of(x) for x in linears], biases, arena)
+
+
+def _num_rotated(attn: Any) -> int:
+    """The first values of a head, which are turned."""
+    if not str(attention_kind(attn)).startswith("gated"):
+        return int(attn.head_dim)
+    rope = getattr(attn.config, "rope_parameters", None) or {}
+    return int(attn.head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
+def _halves_of_heads(linear: nn.Linear, heads: int) -> tuple[nn.Linear, nn.Linear]:
+    """The first and the second half of the outputs of every head, each with its bias."""
+    found = []
+    for half in (0, 1):
+        part = nn.Linear(1, 1, bias=False)
+        part.weight = nn.Parameter(_half(linear.weight.detach(), heads, half), requires_grad=False)
+        if linear.bias is not None:
+            bias = _half(linear.bias.detach(), heads, half)
+            part.bias = nn.Parameter(bias, requires_grad=False)
+        part.out_features, part.in_features = part.weight.shape
+        found.append(part)
+    return found[0], found[1]
+
+
+def _half(x: Tensor, heads: int, half: int) -> Tensor:
+    return x.reshape(heads, 2, -1, *x.shape[1:])[:, half].flatten(0, 1)
 
 
 class NativeLayer(NamedTuple):
@@ -103,15 +130,22 @@ class NativeLayer(NamedTuple):
 class NativeDriver(FastDriver):
     """A layer of known glue; each part with our kernels if it can be."""
 
-    def __init__(self, parts: LayerParts, arena: cpu.Arena) -> None:
+    def __init__(
+        self, parts: LayerParts, arena: cpu.Arena, mixer: DeltaMixer | None = None
+    ) -> None:
         super().__init__(parts)
-        self._arena = arena
+        self._arena, self.mixer = arena, mixer
+        self._first_norm = _norm(self._norm) if _is_norm(self._norm) else None
+        self._gate: cpu.Matrix | None = None
+        """The product that makes it, of what the norm before attention gives."""
         self._attention: Attention | Latents | None = None
         self._router_kernel: Router | None = None
         self._mlp_kernel: Mlp | None = None
         self._mlp_norm: Norm | None = None
         attn: Any = parts.self_attn
-        if self._knows_attention(attn):
+        if mixer is not None:
+            self.covered += mixer.covered
+        elif self._knows_attention(attn):
             self._make_attention(attn)
         elif self._knows_latents(attn):
             self._make_latents(attn)
@@ -130,7 +164,9 @@ class NativeDriver(FastDriver):
             kind is not None
             and not is_heard(attn)
             and attn.head_dim % HEAD_MULTIPLE == 0
-            and all(is_usable(getattr(attn, f"{x}_proj").weight) for x in "qkvo")
+            and all(is_read(getattr(attn, f"{x}_proj")) for x in "qkvo")
+            and (not kind.startswith("gated") or is_usable(attn.q_proj.weight))
+            and _num_rotated(attn) % HEAD_MULTIPLE == 0
             and _is_norm(self._norm)
             and ("norm" not in kind or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
         )
@@ -143,7 +179,7 @@ class NativeDriver(FastDriver):
             and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
             and attn.qk_rope_head_dim <= MAX_ROTATED
             and attn.qk_nope_head_dim % 2 == 0
-            and all(is_usable(x.weight) for x in latent_linears(attn))
+            and all(is_read(x) for x in latent_linears(attn))
             and all(_is_norm(x) for x in (self._norm, attn.kv_a_layernorm))
             and (attn.q_lora_rank is None or _is_norm(attn.q_a_layernorm))
         )
@@ -163,26 +199,32 @@ class NativeDriver(FastDriver):
             is_swiglu(mlp)
             and not is_heard(mlp)
             and (gate is None or not is_heard(gate))
-            and all(is_usable(getattr(mlp, f"{x}_proj").weight) for x in ("gate", "up", "down"))
+            and all(is_read(getattr(mlp, f"{x}_proj")) for x in ("gate", "up", "down"))
             and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
-            and (gate is None or is_usable(gate.weight))
+            and (gate is None or is_read(gate))
         )
 
     def _make_mlp(self, mlp: Any, gate: Any) -> None:
         linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        gate_FD, up_FD, down_DF = (x.weight.detach() for x in linears)
-        share = None if gate is None else gate.weight.detach()
+        gate_FD, up_FD, down_DF = (weight_of(x) for x in linears)
+        share = None if gate is None else weight_of(gate)
         self._mlp_kernel = Mlp(gate_FD, up_FD, down_DF, share)
         self._mlp_norm = None if self._parts.is_moe else _norm(self._post_norm)
         self.covered += (*linears, *([] if gate is None else [gate]))
 
     def _make_attention(self, attn: Any) -> None:
         qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
-        kind = str(attention_kind(attn))
+        kind, heads = str(attention_kind(attn)), attn.q_proj.out_features // attn.head_dim
+        into = qkv
+        if kind.startswith("gated"):
+            heads //= 2
+            queries, gate = _halves_of_heads(attn.q_proj, heads)
+            self._gate = _matrix([gate], self._arena)
+            into = [queries, *qkv[1:]]
         self._attention = Attention(
-            _matrix(qkv, self._arena),
+            _matrix(into, self._arena),
             _norm(self._norm),
-            num_heads=attn.q_proj.out_features // attn.head_dim,
+            num_heads=heads,
             num_kv_heads=attn.k_proj.out_features // attn.head_dim,
             head_dim=attn.head_dim,
             scale=attn.scaling,
@@ -190,6 +232,7 @@ class NativeDriver(FastDriver):
             sinks_N=attn.sinks if kind == "sinks" else None,
             clip=getattr(attn.config, "clip_qkv", None),
             half_table=kind == "sinks",
+            rotated=_num_rotated(attn),
         )
         self._finish_attention(attn, qkv)
 
@@ -198,7 +241,7 @@ class NativeDriver(FastDriver):
         up = None
         if attn.q_lora_rank is not None:
             up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
-        expand = attn.kv_b_proj.weight.detach().view(attn.num_heads, -1, attn.kv_lora_rank)
+        expand = values_of(attn.kv_b_proj).view(attn.num_heads, -1, attn.kv_lora_rank)
         self._attention = Latents(
             _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
             up,
@@ -254,12 +297,24 @@ class NativeDriver(FastDriver):
             yield "mlp"
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all but the experts is ours."""
+        parts, mixes = self._parts, self._attention is not None
+        if self.mixer is not None:
+            mixes = self._first_norm is not None
+        has_mlp = parts.shared is not None or not parts.is_moe
+        return (
+            mixes
+            and (not parts.is_moe or self._router_kernel is not None)
+            and (not has_mlp or self._mlp_kernel is not None)
+        )
+
+    @property
     def whole(self) -> NativeLayer | None:
         """What one call over several layers needs of this one; None if a part is not ours."""
         attention, router, mlp = self._attention, self._router_kernel, self._mlp_kernel
         parts = self._parts
-        has_mlp = parts.shared is not None or not parts.is_moe
-        if attention is None or (parts.is_moe and router is None) or (has_mlp and mlp is None):
+        if attention is None or self._gate is not None or not self.is_complete:
             return None
         return NativeLayer(
             attention,
@@ -276,6 +331,10 @@ class NativeDriver(FastDriver):
     # -- what runs
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
+        if self.mixer is not None:
+            norm = self._norm if self._first_norm is None else self._first_norm
+            mixed = self.mixer(hidden_states=norm(x_TD).unsqueeze(0), cache_params=step)
+            return self._add(x_TD, mixed[0])
         if self._attention is None:
             return super().attend(x_TD, rope, step)
         mid, _, _ = self.attend_some(x_TD, rope, step, 0, None, 1 << 62)
@@ -288,7 +347,7 @@ class NativeDriver(FastDriver):
         """As the function `attend_some`, over so many keys, a multiple of KEY_BLOCK."""
         kernel, window = self._attention, self._parts.window
         if kernel is None:
-            return super().attend(x_TD, rope, step), None, 0
+            return self.attend(x_TD, rope, step), None, 0
         spans = step.addresses(kernel.slab, x_TD)
         step.reach()
         op = self._index, window, spans.address, len(step.spans)
@@ -307,6 +366,10 @@ class NativeDriver(FastDriver):
             out = kernel.attend(q, *op, whole)
         else:
             out = kernel.attend(begun.q, *op, whole, begun.part(begin, end, False, True))
+        if self._gate is not None:
+            assert self._first_norm is not None
+            by = self._gate.linear(self._first_norm(x_TD))
+            cpu.native.gate(out.data_ptr(), by.data_ptr(), out.numel())
         return self._add(x_TD, self._out.linear(out)), None, 0
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.experts import Clamp, Experts
-from qllm.models.discover import PACKED, source_digest
-from qllm.models.quantised_experts import WEIGHTS, quantised_in
-from qllm.runner.layers.native import is_usable
+from qllm.models.digests import source_digest
+from qllm.models.discover import PACKED
+from qllm.models.quantised_experts import WEIGHTS, quantised_in, say_rounded
 from qllm.runner.layers.work import Work
 
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
@@ -66,7 +67,7 @@ class NativeBank:
         self._parameters: dict[str, nn.Parameter] = {}
         """The module's own, without their memory while the weights are packed."""
         up, down = experts.gate_up_proj, experts.down_proj
-        self._group = GROUPS[weights]
+        self._weights, self._group = weights, GROUPS[weights]
         self.kernel = f"qllm {cpu.kind()}" + ("" if weights == "auto" else f" {weights}")
         self.num_experts, self.dtype = up.shape[0], up.dtype
         self._width, self.out_width = down.shape[1:] if experts.is_transposed else down[0].t().shape
@@ -78,6 +79,8 @@ class NativeBank:
         if self._packed is not None:
             return
         module = self._module
+        if self._group is not None:
+            say_rounded(module, self._weights)
         with torch.inference_mode(mode=module.down_proj.is_inference()):
             shape = self.num_experts, self._width, self.out_width
             packed = Experts(*shape, self._group, self._biases(), self._clamp)

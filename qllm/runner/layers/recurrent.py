@@ -8,6 +8,7 @@ place of transformers' cache (`runner.states`). And attention that asks the cach
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,13 +102,24 @@ class RecurrentMixer:
     """
 
     def __init__(self, module: Any, new_state: NewState) -> None:
-        self._new_state = new_state
-        self._index: int = module.layer_idx
+        self._new_state, self._module = new_state, module
+        self.index: int = module.layer_idx
         names = inspect.signature(type(module).forward).parameters
-        self._cache = next(n for n in ("cache_params", "past_key_values") if n in names)
+        self.cache_name = next(n for n in ("cache_params", "past_key_values") if n in names)
         self._takes_positions = "position_embeddings" in names
         self._is_tuple, self._num_beside = False, 0
         self._goes_on_in_chunks: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """Class of the module."""
+        return type(self._module).__name__
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's own."""
+        found: Callable[..., Any] = self._module.forward
+        return found
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
         """Call the module's forward as its layer does, with a `Step` where the cache would be.
@@ -122,7 +134,7 @@ class RecurrentMixer:
         def run(x: Tensor, span: Span) -> Tensor:
             return self._span(forward, x, span)
 
-        out = over_spans(x_1TD, given[self._cache].spans, run)
+        out = over_spans(x_1TD, given[self.cache_name].spans, run)
         return (out, *[None] * self._num_beside) if self._is_tuple else out
 
     def _can_go_on(self, forward: Callable[..., Any], like: Tensor) -> bool:
@@ -139,20 +151,22 @@ class RecurrentMixer:
 
     def _span(self, forward: Callable[..., Any], x_1TD: Tensor, span: Span) -> Tensor:
         states, committed = span.kv.states, span.kv.committed
-        state = states.take(self._index, span.lo, committed, self._new_state)
-        parts = [x_1TD]
-        if span.lo > 0 and x_1TD.shape[1] > 1:
-            if self._goes_on_in_chunks is None:
-                self._goes_on_in_chunks = self._can_go_on(forward, x_1TD)
-            if not self._goes_on_in_chunks:
-                parts = list(torch.split(x_1TD, 1, 1))
-        outs = [self._call(forward, part, state) for part in parts]
-        states.put(self._index, span.hi, state, committed)
+        outs: list[Tensor] = []
+        for lo, hi in pairwise(states.stops(span.lo, span.hi)):
+            state = states.take(self.index, lo, committed, self._new_state)
+            parts = [x_1TD[:, lo - span.lo : hi - span.lo]]
+            if lo > 0 and hi - lo > 1:
+                if self._goes_on_in_chunks is None:
+                    self._goes_on_in_chunks = self._can_go_on(forward, x_1TD)
+                if not self._goes_on_in_chunks:
+                    parts = list(torch.split(parts[0], 1, 1))
+            outs += [self._call(forward, part, state) for part in parts]
+            states.put(self.index, hi, state, committed)
         span.kv.reach(span.hi)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _call(self, forward: Callable[..., Any], x_1TD: Tensor, state: Any) -> Tensor:
-        how = {self._cache: _OneState(state), "attention_mask": None}
+        how = {self.cache_name: _OneState(state), "attention_mask": None}
         if self._takes_positions:
             how["position_embeddings"] = None
         out = forward(x_1TD, **how)

@@ -5,7 +5,7 @@ mates. A `RowRule` says in which blocks rows are multiplied so that they do not.
 found at start, per dtype, by trying it on the model's own weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,13 +110,19 @@ def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
     return _held[key]
 
 
-def matrices(model: nn.Module) -> Iterator[Tensor]:
+def matrices(model: nn.Module, but: Container[int] = ()) -> Iterator[Tensor]:
     """Every matrix of a model in [out, in] form; of stacked experts the first.
 
-    Those of experts that are quantised are on the meta device, at address 0.
+    Those that are quantised are on the meta device.
+
+    Args:
+        model: The model.
+        but: Parameters to leave out, by their `id`.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            if id(parameter) in but:
+                continue
             weight = parameter.detach()
             if weight.dim() == 3:
                 yield weight[0].t() if getattr(module, "is_transposed", False) else weight[0]

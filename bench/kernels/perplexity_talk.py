@@ -1,0 +1,105 @@
+"""Perplexity of `talk` per format of its expert weights, through our kernels.
+
+The text is that of `bench.kernels.perplexity`. Of every format of 4 bits the other side is the
+model in bf16 that holds the values of the codes: it has to score the same, bit by bit. The
+reference is the model's own forward in fp32. A table, then one JSON line; nothing of it is timed.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import ROOT, Table, machine
+from bench.kernels.perplexity import ROWS, WINDOW, nats
+from qllm.models.loader import load
+from qllm.models.quantised_experts import WEIGHTS, all_quantised
+from qllm.runner.cpu import cpu_runner
+
+sys.path.append(str(ROOT / "scripts"))
+import train_tiny
+
+FORMATS = ("auto", "int8", "int8-g64", "int4", "mxfp4")
+PACKED = ("int4", "mxfp4")
+
+
+def windows(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
+    """Ids of at most WINDOW tokens each, and so many in all."""
+    found: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        found += [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
+    return sorted(found[: most // WINDOW], key=len)
+
+
+def expanded(how: str) -> Any:
+    """The model in bf16 with the values that a format has."""
+    model, packed = load("talk").model, load("talk", expert_weights=how).model
+    for name, held in all_quantised(packed).items():
+        module = model.get_submodule(name)
+        for parameter in WEIGHTS:
+            values = [held.as_parameter(parameter, e) for e in range(held.num_experts)]
+            getattr(module, parameter).data.copy_(torch.stack(values))
+    return model
+
+
+def score(model: Any, rows: list[list[int]], expert_weights: str = "auto") -> float:
+    """Negative log likelihood per token."""
+    runner = cpu_runner(model, max_segment_ms=math.inf, expert_weights=expert_weights)
+    frames: Iterator[int] = iter(range(1 << 30))
+    found = sum(nats(runner, rows[i : i + ROWS], frames) for i in range(0, len(rows), ROWS))
+    runner.close()
+    return found / tokens_of(rows)
+
+
+def tokens_of(rows: list[list[int]]) -> int:
+    """Tokens that are scored: every one but a row's first."""
+    return sum(len(ids) - 1 for ids in rows)
+
+
+def reference(rows: list[list[int]]) -> float:
+    """The same of the model's own forward in fp32."""
+    model, total = load("talk", dtype="float32").model, 0.0
+    with torch.inference_mode():
+        for ids in rows:
+            logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            total -= float(logits.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).sum())
+    return total / tokens_of(rows)
+
+
+def main() -> None:
+    """Score every format on the same text."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    recipe, table = train_tiny.Recipe(), Table()
+    _, test = train_tiny.split(train_tiny.collect(), recipe.held_out, recipe.seed)
+    tokenizer = load("talk").tokenizer
+    rows = windows(tokenizer, list(test.texts()), args.tokens)
+    exact = reference(rows)
+    table.add("perplexity, `model.forward` in fp32", f"{math.exp(exact):.4f}")
+    found: dict[str, Any] = {"float32": exact}
+    for how in FORMATS:
+        model = load("talk", expert_weights=how).model
+        found[how] = score(model, rows, how)
+        over = math.exp(found[how] - exact)
+        table.add(f"perplexity, {how}; over fp32", f"{math.exp(found[how]):.4f}; {over:.4f}")
+        if how in PACKED:
+            same = score(expanded(how), rows) == found[how]
+            table.add(f"  {how} scores what its values in bf16 score", str(same), "equal", same)
+    config = {"model": "talk", "window": WINDOW, "tokens": tokens_of(rows)}
+    result = {"bench": "perplexity_talk", "machine": machine(), "config": config, "nats": found}
+    result |= {"lines": table.lines, "losing": table.losing}
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, separators=(",", ":")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""How fast is a model of 30B parameters in 4 bits loaded, and how fast does it answer?
+
+The checkpoint is that of `bench.models.checkpoint_30b`: 48 layers of 128 experts, top 8.
+
+    load        seconds over reading its files once, with nothing of them in the system's cache
+    rss         peak memory of the process over the packed weights, loaded and once it serves
+    decode      one stream: time of a token over one read of the bytes that it needs
+    prefill     tokens per second of prompts of 512 and 2,048 tokens
+    beside      TTFT of short LS prompts while BE prompts of 2,048 tokens run, and alone
+
+A table, then one JSON line. The process must be fresh, since its peak memory is one of the rows.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.common import Table, machine, median, paired, plain, quantile
+from qllm import QLLMEngine, SamplingParams
+from qllm.kernels import cpu
+from qllm.models.loader import load
+from qllm.models.quantised_experts import quantised_in
+from qllm.models.quantised_linears import weight_bytes
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+SEED = 1
+CHUNK = 16 << 20
+REACH = {"load": 1.5, "rss": 1.1, "decode": 1.4}
+"""At most."""
+ROWS = ("decode", "prefill", "beside")
+PROMPTS = (512, 2048)
+LS_TOKENS, BE_TOKENS = 64, 2048
+
+
+def with_layers(folder: Path, num: int, place: Path) -> Path:
+    """A checkpoint of the first layers alone, its shards links to those of the whole."""
+    config = json.loads((folder / "config.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    layers = re.compile(r"model\.layers\.(\d+)\.")
+    kept = {}
+    for name, shard in index["weight_map"].items():
+        found = layers.match(name)
+        if found is None or int(found[1]) < num:
+            kept[name] = shard
+    for shard in set(kept.values()):
+        (place / shard).symlink_to((folder / shard).resolve())
+    (place / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num}))
+    text = json.dumps(index | {"weight_map": kept})
+    (place / "model.safetensors.index.json").write_text(text)
+    return place
+
+
+def free_bytes() -> int:
+    """Memory that a process can have."""
+    line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if "Available" in x)
+    return int(line.split()[1]) * 1024
+
+
+def forget(folder: Path) -> None:
+    """Take the files of a checkpoint out of the system's cache."""
+    for path in folder.glob("*.safetensors"):
+        number = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def read_once(folder: Path) -> tuple[float, int]:
+    """Seconds to read the files of a checkpoint, and their bytes."""
+    buffer, total, start = bytearray(CHUNK), 0, time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while got := file.readinto(buffer):
+                total += got
+    return time.perf_counter() - start, total
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes of the weights that one token needs."""
+    config, experts = model.config, 0
+    for module in model.modules():
+        held = quantised_in(module)
+        if held is not None:
+            experts += held.num_bytes
+    embedding = model.get_input_embeddings().weight
+    rest = weight_bytes(model) - experts - embedding.nbytes
+    return int(rest + experts * config.num_experts_per_tok // config.num_experts)
+
+
+def ids(rng: np.random.Generator, vocab: int, num: int) -> list[int]:
+    """A prompt."""
+    return [int(i) for i in rng.integers(8, vocab, num)]
+
+
+class Reading:
+    """Reads packed weights where they lie, of some layers, with so many threads."""
+
+    def __init__(self, model: Any, threads: int, layers: int = 4) -> None:
+        found = [quantised_in(module) for module in model.modules()]
+        held = [one for one in found if one is not None][:layers]
+        stacks = [w.stack.packed for one in held for w in one.weights.values() if w.stack]
+        self._parts = [p.view(torch.float32) for s in stacks for p in s.view(-1).chunk(8)]
+        self._bytes = sum(part.nbytes for part in self._parts)
+        self._pool = ThreadPoolExecutor(threads)
+
+    def gb_s(self) -> float:
+        """Rate of one read of all."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # OpenMP's threads would spin beside ours
+        start = time.perf_counter()
+        list(self._pool.map(lambda part: torch.dot(part, part), self._parts))
+        seconds = time.perf_counter() - start
+        torch.set_num_threads(before)
+        return self._bytes / seconds / 1e9
+
+
+class Bench:
+    """An engine, prompts for it, and what it is measured against."""
+
+    def __init__(self, engine: QLLMEngine, model: Any, memory: Reading, quick: bool) -> None:
+        self._engine, self._memory, self.quick = engine, memory, quick
+        self._bytes, self._vocab = token_bytes(model), model.config.vocab_size
+        self._rng = np.random.default_rng(SEED)
+
+    def prompt(self, num: int) -> list[int]:
+        """Random ids, so many, and others every time."""
+        return ids(self._rng, self._vocab, num)
+
+    def decode(self, table: Table) -> dict[str, Any]:
+        """Time per token against reading what it needs, measured in turn."""
+        over, tokens = [], []
+        for _ in range(2 if self.quick else 7):
+            read_s = self._bytes / self._memory.gb_s() / 1e9
+            times = self._times(16, 4 if self.quick else 16)
+            tokens.append(float(np.median(np.diff(times))))
+            over.append(tokens[-1] / read_s)
+        found, ms = paired(over), paired([1e3 * t for t in tokens])
+        reached = found.value <= REACH["decode"]
+        table.add("time of a token over one read", found.text(), f"<= {REACH['decode']}", reached)
+        table.add("decode, tokens/s", f"{1e3 / ms.value:.1f}")
+        return {"over_read": found, "ms": ms, "bytes": self._bytes}
+
+    def _times(self, num_prompt: int, num_tokens: int) -> list[float]:
+        handle = self._engine.submit(self.prompt(num_prompt), "LS", num_tokens, sampling=GREEDY)
+        return [time.perf_counter() for _ in handle]
+
+    def prefill(self, table: Table) -> dict[str, Any]:
+        """Tokens per second of a prompt."""
+        rates = {}
+        for num in PROMPTS[:1] if self.quick else PROMPTS:
+            found = []
+            for _ in range(1 if self.quick else 3):
+                start = time.perf_counter()
+                self._engine.submit(self.prompt(num), "LS", 1, sampling=GREEDY).result(600)
+                found.append(num / (time.perf_counter() - start))
+            rates[num] = paired(found)
+            table.add(f"prefill of {num} tokens, tokens/s", rates[num].text(1))
+        return rates
+
+    def _ttft_ms(self) -> float:
+        start = time.perf_counter()
+        handle = self._engine.submit(self.prompt(LS_TOKENS), "LS", 2, sampling=GREEDY)
+        first = next(iter(handle))
+        assert first is not None
+        found = (time.perf_counter() - start) * 1e3
+        handle.result(600)
+        return found
+
+    def beside(self, table: Table) -> dict[str, Any]:
+        """TTFT of LS alone and while BE fills the machine, in turn."""
+        alone, busy = [], []
+        for _ in range(1 if self.quick else 4):
+            alone += [self._ttft_ms() for _ in range(3)]
+            jobs = [
+                self._engine.submit(self.prompt(BE_TOKENS), "BE", 8, sampling=GREEDY)
+                for _ in range(2)
+            ]
+            time.sleep(0.5)
+            for _ in range(3):
+                busy.append(self._ttft_ms())
+                time.sleep(float(self._rng.uniform(0.1, 0.4)))
+            for job in jobs:
+                job.cancel()
+        rows = {"alone": alone, "beside": busy}
+        p99 = quantile(99)
+        for name, values in rows.items():
+            text = f"{median(np.array(values)):.0f} / {p99(np.array(values)):.0f}"
+            table.add(f"TTFT of LS {name}, {LS_TOKENS} tokens, p50 / p99 ms", text)
+        ratio = median(np.array(busy)) / median(np.array(alone))
+        table.add("TTFT p50 beside BE over alone", f"{ratio:.2f}")
+        return rows | {"p50_ratio": ratio}
+
+
+def timed(what: Callable[[], Any]) -> tuple[Any, float]:
+    """A result, and the seconds it took."""
+    start = time.perf_counter()
+    return what(), time.perf_counter() - start
+
+
+def loading(table: Table, folder: Path, rounds: int) -> tuple[Any, dict[str, Any]]:
+    """Read the files and load them, in turn; the model of the last round."""
+    reads, loads, loaded, num_bytes = [], [], None, 0
+    for _ in range(rounds):
+        loaded = None
+        forget(folder)
+        seconds, num_bytes = read_once(folder)
+        reads.append(seconds)
+        forget(folder)
+        loaded, seconds = timed(lambda: load(folder))
+        loads.append(seconds)
+    assert loaded is not None
+    ratio = paired([a / b for a, b in zip(loads, reads, strict=True)])
+    packed = weight_bytes(loaded.model)
+    table.add("load, s", f"{loads[-1]:.1f} of {packed / 1e9:.2f} GB")
+    reached = ratio.value <= REACH["load"]
+    table.add("load over reading the files once", ratio.text(), f"<= {REACH['load']}", reached)
+    rss = peak_bytes() / packed
+    table.add(
+        "peak memory over the packed weights, loaded",
+        f"{rss:.3f}",
+        f"<= {REACH['rss']}",
+        rss <= REACH["rss"],
+    )
+    found = {"read_s": reads, "load_s": loads, "over_read": ratio, "bytes": num_bytes}
+    return loaded, found | {"packed_bytes": packed, "rss": rss}
+
+
+def folder_of(folder: Path, num_layers: int | None, place: Path) -> Path:
+    """The checkpoint to load, once it is known that there is memory for it."""
+    if num_layers is not None:
+        folder = with_layers(folder, num_layers, place)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if size * 1.1 > (free := free_bytes()):
+        raise SystemExit(
+            f"{size / 1e9:.1f} GB of weights need a tenth more, and {free / 1e9:.1f} GB of memory "
+            "are free: take --layers"
+        )
+    return folder
+
+
+def main() -> None:
+    """Load it and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of `bench.models.checkpoint_30b`")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--layers", type=int, help="take only so many, an even number")
+    parser.add_argument("--rounds", type=int, default=1, help="how often it is loaded")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="beside loading")
+    parser.add_argument("--no-check", action="store_true", help="without the start-up check")
+    parser.add_argument("--quick", action="store_true", help="only shows that it runs")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    cpu.set_threads(args.threads)
+    table, place = Table(), tempfile.TemporaryDirectory()
+    folder = folder_of(args.folder, args.layers, Path(place.name))
+    loaded, found = loading(table, folder, args.rounds)
+    rows: dict[str, Any] = {"load": found}
+    engine, seconds = timed(
+        lambda: QLLMEngine.from_model(
+            loaded.model, threads=args.threads, max_kv_tokens=16384, conformance=not args.no_check
+        )
+    )
+    with engine:
+        packed = weight_bytes(loaded.model)
+        how = "made" if args.no_check else "made and checked"
+        table.add(f"engine {how}, s", f"{seconds:.1f}")
+        rss = peak_bytes() / packed
+        table.add(f"peak memory over the packed weights, engine {how}", f"{rss:.3f}")
+        bench = Bench(engine, loaded.model, Reading(loaded.model, args.threads), args.quick)
+        rows |= {"engine_s": seconds, "rss": rss}
+        rows |= {name: getattr(bench, name)(table) for name in args.rows}
+        kernels = engine.kernels
+    config = {"threads": args.threads, "layers": loaded.model.config.num_hidden_layers}
+    config |= {"seed": SEED, "kernels": kernels, "weights": loaded.weights}
+    result = {"bench": "real_size", "machine": machine(), "config": config, "rows": plain(rows)}
+    result |= {"lines": table.lines, "losing": table.losing}
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, separators=(",", ":")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Rows of the results page about several engines (`bench/serving/fleet.py`)."""
+
+from typing import Any
+
+from bench.report_lines import Line, at_most
+
+Row = dict[str, Any]
+
+ROUND_ROBIN_P90, ROUND_ROBIN_MISSED, LEAST_MISSED = 0.70, 0.72, 0.88
+"""Most of short prompts' p90, and of missed targets, over those two routes."""
+PREFIX_HITS, ROUTER_US, FRONT_END_MB = 2.0, 100.0, 150.0
+
+
+def _killed(row: Row) -> list[Line]:
+    rounds = row["rounds"]
+    num, moved = (sum(found[key] for found in rounds) for key in ("requests", "moved"))
+    lost, changed = (sum(found[key] for found in rounds) for key in ("lost", "changed_tokens"))
+    what = f"two engines, one killed under load, {len(rounds)} times, {num} requests, {moved} moved"
+    found = f"{lost} lost, {changed} changed tokens"
+    return [(what, found, "0 lost, 0 changed", lost == changed == 0)]
+
+
+def _pools(row: Row) -> list[Line]:
+    lines: list[Line] = []
+    for load, routes in row.items():
+        if not load.startswith("load "):
+            continue
+        for name in ("class", "length"):
+            over, least = (routes[name][f"over_{base}"] for base in ("round_robin", "least"))
+            what = f"four simulated engines, {load}, route `{name}`: "
+            lines += [
+                _over(what + "short p90 / round robin", over["short_p90_ms"], ROUND_ROBIN_P90),
+                _over(
+                    what + "missed targets / round robin", over["violations"], ROUND_ROBIN_MISSED
+                ),
+                _over(what + "missed targets / least loaded", least["violations"], LEAST_MISSED),
+                (what + "short p90 / least loaded", f"{least['short_p90_ms']:.2f}", "", None),
+            ]
+        p90 = "; ".join(
+            f"{name} {found['short_p90_ms']:.0f} ms, {100 * found['violations']:.1f} %"
+            for name, found in routes.items()
+        )
+        lines.append((f"  {load}: short p90 and missed targets", p90, "", None))
+    return lines
+
+
+def _over(what: str, found: float | None, most: float) -> Line:
+    """A ratio; None if there was nothing to lower."""
+    if found is None:
+        return what, "none missed by either", "", None
+    return at_most(what, found, most, 2)
+
+
+def _prefix(row: Row) -> list[Line]:
+    ratio, routes = row["prefix_over_round_robin"], ("round-robin", "prefix")
+    what = "share of prompt tokens found, `prefix` / `round-robin`"
+    shares = "; ".join(f"{name} {row[name]['hit_share']:.2f}" for name in routes)
+    return [
+        (what, f"{ratio:.2f}", f">= {PREFIX_HITS:g}", ratio >= PREFIX_HITS),
+        ("  shares", shares, "", None),
+    ]
+
+
+def _router(row: Row) -> list[Line]:
+    costs = {what: found["p99_us"] for what, found in row.items() if ", prompts of " in what}
+    return [
+        at_most(f"a router's CPU time per request, {what} tokens: p99 us", us, ROUTER_US)
+        for what, us in costs.items()
+    ]
+
+
+def _scale(row: Row) -> list[Line]:
+    lines: list[Line] = []
+    for found in row["rows"]:
+        what = (
+            f"{found['engines']:,} engines, {found['requests']:,} requests, {found['open']:,} open"
+        )
+        lines.append(
+            (
+                f"a router's CPU time per request, {what}: us",
+                f"{found['us_per_request']:.1f}",
+                "",
+                None,
+            )
+        )
+    return lines
+
+
+def _state(row: Row) -> list[Line]:
+    lines: list[Line] = []
+    for found in row["rows"]:
+        what = f"state of a router, route `{found['route']}`, {found['engines']:,} engines, "
+        what += f"{found['requests']:,} requests, {found['open']:,} open: bytes"
+        lines.append((what, f"{found['bytes']:,}", "", None))
+    return lines
+
+
+def _front_end(row: Row) -> list[Line]:
+    what = "resident memory of a front end to two engines: MB"
+    loaded = "loaded" if row["torch"] else "not loaded"
+    torch = ("  torch in it", loaded, "not loaded", not row["torch"])
+    return [at_most(what, row["rss_mb"], FRONT_END_MB), torch]
+
+
+ROWS = {
+    "killed": _killed,
+    "pools": _pools,
+    "prefix": _prefix,
+    "router": _router,
+    "front_end": _front_end,
+    "scale": _scale,
+    "state": _state,
+}
+
+
+def fleet_lines(document: Row) -> list[Line]:
+    """Rows of `bench/serving/fleet.py`."""
+    rows = document["rows"]
+    return [line for name, of in ROWS.items() if name in rows for line in of(rows[name])]

@@ -1,0 +1,376 @@
+"""What several engines behind one front end lose, gain and cost.
+
+Rows: `killed` (two engines of `tiny`, one thread each, one killed with SIGKILL under load, answers
+against those of a calm run), `pools` (four simulated engines, routes alternated on the same
+requests), `prefix` (three engines of `tiny`, conversations, hits as the engines count them),
+`router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
+engines and 10^6 requests; nothing is computed), `state` (its bytes) and `front_end` (memory
+of its process). The last line of stdout is one JSON document.
+
+    python -m bench.serving.fleet [--rows killed pools prefix router scale state front_end]
+                                  [--quick]
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.common import machine
+from bench.serving.qllm_serve import serving
+from qllm import QLLMEngine, SamplingParams, Slo
+from qllm.config import EngineConfig
+from qllm.frontend.members import Backoff
+from qllm.frontend.router import Router
+from qllm.frontend.routes import Costs, load_route
+from qllm.record.summary import percentile, request_metrics
+from qllm.sim.fleet import costs_of, simulate_fleet
+from qllm.sim.presets import preset
+from qllm.types import NS_PER_MS, Priority
+from qllm.workloads.spec import RequestSpec
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+TINY = {"threads": 1, "conformance": False, "exactness": "batch-invariant"}
+
+
+@contextmanager
+def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, list[QLLMEngine]]]:
+    """A front end to so many engine processes of this machine."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        paths = [str(folder / f"engine-{i}") for i in range(num)]
+        engines = [
+            stack.enter_context(
+                QLLMEngine.from_pretrained("tiny", listen=path, **{**TINY, **settings})
+            )
+            for path in paths
+        ]
+        front = QLLMEngine.connect(",".join(paths), route=route, backoff=Backoff(first_s=3600))
+        yield stack.enter_context(front), engines
+
+
+def killed(quick: bool, seed: int) -> dict[str, Any]:
+    """Answers of two engines of which one is killed, against those of a calm run."""
+    rng = random.Random(seed)
+    count, tokens = (16, 60) if quick else (64, 200)
+    prompts = [[rng.randrange(8, 250) for _ in range(rng.randrange(8, 200))] for _ in range(count)]
+    rounds = []
+    for number in range(1 if quick else 3):
+        with fleet(2, "class", max_kv_tokens=32768) as (front, engines):
+
+            def ask(front: QLLMEngine = front) -> list[Any]:
+                classes = ("LS", "BE")
+                return [
+                    front.submit(p, classes[i % 2], tokens, sampling=GREEDY)
+                    for i, p in enumerate(prompts)
+                ]
+
+            calm = [handle.result(timeout=300).token_ids for handle in ask()]
+            handles = ask()
+            until = number * tokens // 4
+            while min(len(handle.token_ids) for handle in handles[::2]) < until:
+                time.sleep(0.001)
+            client: Any = engines[number % 2]._client
+            progress = [len(handle.token_ids) for handle in handles]
+            os.kill(client._process.pid, signal.SIGKILL)
+            began = time.monotonic()
+            answers = [handle.result(timeout=300).token_ids for handle in handles]
+            assert front.fleet is not None
+            moved = sum(engine["taken"] for engine in front.fleet.engines())
+            rounds.append(
+                {
+                    "requests": count, "moved": moved, "tokens_at_kill": sum(progress),
+                    "lost": sum(len(a) != tokens for a in answers),
+                    "changed_tokens": sum(
+                        x != y for a, b in zip(answers, calm, strict=True)
+                        for x, y in zip(a, b, strict=True)
+                    ),
+                    "seconds_to_last_answer": round(time.monotonic() - began, 2),
+                }
+            )  # fmt: skip
+    return {"rounds": rounds}
+
+
+def mixed(seed: int, seconds: float, load: float, costs: Any, config: Any) -> list[RequestSpec]:
+    """Many short prompts and few long ones, all LS, arriving at random."""
+    rng = random.Random(seed)
+    per_token = 4 * costs.capacity(config).prefill_tokens_per_s
+    short_share, specs, at_s = 0.8, [], 0.0
+    mean = short_share * 136 + (1 - short_share) * 4608
+    slo = Slo(ttft_ms=400)
+    while (at_s := at_s + rng.expovariate(load * per_token / mean)) < seconds:
+        is_short = rng.random() < short_share
+        tokens = rng.randint(16, 256) if is_short else rng.randint(1024, 8192)
+        specs.append(
+            RequestSpec(
+                at_s=at_s, priority=Priority.LS, num_prompt_tokens=tokens, max_tokens=8,
+                name=f"{'short' if is_short else 'long'}-{len(specs)}", slo=slo,
+            )
+        )  # fmt: skip
+    return specs
+
+
+def pools(quick: bool, seed: int) -> dict[str, Any]:
+    """TTFT of short prompts and missed targets, route by route, on the same requests."""
+    costs = preset("h100", "qwen3-moe", "auto")
+    config = EngineConfig(max_kv_tokens=costs.max_kv_tokens)
+    seconds = 2.0 if quick else 12.0
+    names = ("round-robin", "least", "class", "length")
+    found: dict[str, Any] = {"simulated": costs.title, "boundary": costs_of(costs, config).boundary}
+    for load in (0.7,) if quick else (0.75, 0.85):
+        specs = mixed(seed, seconds, load, costs, config)
+        rows: dict[str, dict[str, float]] = {}
+        for name in names:
+            served = simulate_fleet(
+                specs, "fcfs", costs, engines=4, route=name, config=config, seconds=seconds
+            )
+            rows[name] = {"requests": len(specs), **waits(served, 400)}
+        found[f"load {load}"] = {
+            name: {
+                "over_round_robin": ratios(row, rows["round-robin"]),
+                "over_least": ratios(row, rows["least"]),
+                **{key: round(value, 4) for key, value in row.items()},
+            }
+            for name, row in rows.items()
+        }
+    return found
+
+
+def waits(served: Any, target_ms: float) -> dict[str, float]:
+    """TTFT of short prompts and missed targets; who got no token has waited until the end."""
+    ttft = {"short": [], "long": []}
+    for r in request_metrics(served.events):
+        waited = (served.end_ns - r.arrival_ns) / NS_PER_MS if r.ttft_ms is None else r.ttft_ms
+        ttft[r.name.partition("-")[0]].append(waited)
+    everything = ttft["short"] + ttft["long"]
+    return {
+        "short_p50_ms": percentile(ttft["short"], 50),
+        "short_p90_ms": percentile(ttft["short"], 90),
+        "long_p90_ms": percentile(ttft["long"], 90),
+        "violations": sum(x > target_ms for x in everything) / len(everything),
+    }
+
+
+def ratios(of: dict[str, float], base: dict[str, float]) -> dict[str, float | None]:
+    """Ratios of two runs of the same requests; None where there is nothing to compare with."""
+    keys = ("short_p90_ms", "violations")
+    return {key: round(of[key] / base[key], 3) if base[key] else None for key in keys}
+
+
+def prefix(quick: bool, seed: int) -> dict[str, Any]:
+    """Tokens of prompts that engines had kept, of those that they looked for.
+
+    The turns of all conversations come at once, in random order, and the next ones when all are
+    answered. Engines keep 1.25 times their share of the conversations: together all, none alone.
+    """
+    talks, turns = (6, 3) if quick else (18, 5)
+    asked, answered, engines = 40, 24, 3
+    longest = 400 + turns * (asked + answered)
+    kept = int(1.25 * talks * longest / engines)
+    found: dict[str, Any] = {
+        "conversations": talks, "turns": turns, "engines": engines, "kept_tokens": kept
+    }  # fmt: skip
+    for route in ("round-robin", "prefix"):
+        rng = random.Random(seed)
+        history = [[rng.randrange(8, 250) for _ in range(400)] for _ in range(talks)]
+        settings = {"prefix_cache": True, "prefix_cache_tokens": kept}
+        with fleet(engines, route, **settings) as (front, _):
+            for _ in range(turns):
+                handles = {}
+                for talk in rng.sample(range(talks), talks):
+                    history[talk] += [rng.randrange(8, 250) for _ in range(asked)]
+                    handles[talk] = front.submit(history[talk], "LS", answered, sampling=GREEDY)
+                for talk, handle in handles.items():
+                    history[talk] += handle.result(timeout=300).token_ids
+            stats = front.stats()["prefix_cache"]
+            assert front.fleet is not None
+            sent = [engine["sent"] for engine in front.fleet.engines()]
+        share = stats["hit_tokens"] / stats["queried_tokens"]
+        found[route] = {"hit_share": round(share, 4), "sent": sent}
+    found["prefix_over_round_robin"] = round(
+        found["prefix"]["hit_share"] / max(found["round-robin"]["hit_share"], 1e-9), 2
+    )
+    return found
+
+
+def cost_of(router: Router, prompts: list[list[int]], count: int) -> list[float]:
+    """CPU microseconds per request: viewed, routed, sent, three times heard of, ended."""
+    took, clock = [], time.thread_time_ns
+    open_: list[int] = []
+    for number in range(count):
+        prompt, priority = prompts[number % len(prompts)], (Priority.LS, Priority.BE)[number % 2]
+        begin = clock()
+        request = router.view(priority, prompt, 100)
+        engine = router.choose(request, number / 1000)
+        assert engine is not None
+        router.sent(number, request, engine)
+        for tokens in (1, 2, 3):
+            router.heard(number, tokens, priority)
+        open_.append(number)
+        if len(open_) > 200:
+            router.left(open_.pop(0))
+        took.append((clock() - begin) / 1000)
+    return took
+
+
+def router(quick: bool, seed: int) -> dict[str, Any]:
+    """What a router costs for one request, with four engines and 200 requests open."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(8, 50000) for _ in range(2048)] for _ in range(8)]
+    found: dict[str, Any] = {}
+    for length in (200, 4096):
+        prompts = [
+            [*rng.choice(heads), *(rng.randrange(8, 50000) for _ in range(length))][:length]
+            for _ in range(64)
+        ]
+        for name in ("round-robin", "least", "class", "length", "prefix"):
+            made = Router(load_route(name))
+            for number in range(4):
+                made.up(f"engine-{number}", kept_tokens=65536)
+            took = cost_of(made, prompts, 2000 if quick else 20000)
+            found[f"{name}, prompts of {length}"] = {
+                f"p{p}_us": round(percentile(took, p), 1) for p in (50, 99)
+            }
+    return found
+
+
+def grown(route: str, engines: int, count: int, seed: int) -> Router:
+    """A router that had so many requests, of which the last tenth is open."""
+    rng = random.Random(seed)
+    made = Router(load_route(route))
+    for number in range(engines):
+        costs = Costs(1e-4 * rng.uniform(0.5, 2))
+        made.up(f"engine-{number}", costs=costs, kept_tokens=65536)
+    for number in range(count):
+        priority = (Priority.LS, Priority.BE)[number % 2]
+        request = made.view(priority, range(rng.randrange(10, 4000)), 100)
+        engine = made.choose(request, 0.0)
+        assert engine is not None
+        made.sent(number, request, engine)
+        if number >= count // 10:
+            made.left(number - count // 10)
+    return made
+
+
+def scale(quick: bool, seed: int) -> dict[str, Any]:
+    """Time of a router as engines and requests grow; a tenth of them is open."""
+    rows = []
+    for engines, count in ((10, 10**4), (100, 10**5), (1000, 10**5), (1000, 10**6)):
+        if quick and engines * count > 10**7:
+            continue
+        begin = time.process_time()
+        made = grown("class", engines, count, seed)
+        took_s = time.process_time() - begin
+        sent = [engine.num_sent for engine in made.engines]
+        rows.append(
+            {
+                "engines": engines, "requests": count, "open": made.num_open,
+                "us_per_request": round(1e6 * took_s / count, 1),
+                "sent_least_most": [min(sent), max(sent)],
+            }
+        )  # fmt: skip
+        del made
+    return {"rows": rows}
+
+
+def state(quick: bool, seed: int) -> dict[str, Any]:
+    """Bytes that a router holds, by engines and by open requests; a tenth of them is open."""
+    sizes = [
+        *(("class", engines, 0) for engines in (10, 100, 1000)),
+        *(("class", 10, count) for count in (10**3, 10**4, 10**5)),
+        *(("prefix", 10, count) for count in (10**3, 10**4)),
+    ]
+    rows = [
+        {"route": route, "engines": engines, "requests": count, **held(route, engines, count, seed)}
+        for route, engines, count in sizes
+        if not quick or engines + count <= 10**4
+    ]
+    return {"rows": rows}
+
+
+def held(route: str, engines: int, count: int, seed: int) -> dict[str, int]:
+    """What a router has allocated and not freed, in bytes."""
+    tracemalloc.start()
+    try:
+        made = grown(route, engines, count, seed)
+        gc.collect()
+        size = tracemalloc.get_traced_memory()[0]
+        return {"open": made.num_open, "bytes": size}
+    finally:
+        tracemalloc.stop()
+
+
+def front_end(quick: bool, seed: int) -> dict[str, Any]:
+    """Memory of the process that speaks HTTP in front of two engines, after some answers."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        paths = [str(folder / f"engine-{i}") for i in range(2)]
+        for path in paths:
+            stack.enter_context(QLLMEngine.from_pretrained("tiny", listen=path, **TINY))
+        there = ("--role", "frontend", "--engine", ",".join(paths))
+        server = stack.enter_context(serving(*there))
+        body = {"model": "tiny", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
+        for _ in range(4 if quick else 64):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        engines = httpx.get(f"{server.url}/health").json()["engines"]
+        maps = Path(f"/proc/{server.pid}/maps").read_text()
+        return {
+            "rss_mb": round(resident_kb(server.pid) / 1024, 1), "torch": "libtorch" in maps,
+            "sent": [engine["sent"] for engine in engines],
+        }  # fmt: skip
+
+
+def resident_kb(pid: int) -> int:
+    """Resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+ROWS = {
+    "killed": killed,
+    "pools": pools,
+    "prefix": prefix,
+    "router": router,
+    "scale": scale,
+    "state": state,
+    "front_end": front_end,
+}
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a document whose other rows are kept")
+    args = parser.parse_args()
+    document: dict[str, Any] = {"bench": "fleet", "rows": {}}
+    if args.out is not None and args.out.exists():
+        document = json.loads(args.out.read_text())
+    for name in args.rows:
+        begin = time.monotonic()
+        found = ROWS[name](args.quick, args.seed)
+        took = {"seconds": round(time.monotonic() - begin, 1), "seed": args.seed}
+        document["rows"][name] = {**found, **took, "quick": args.quick, "machine": machine()}
+        print(json.dumps({name: found}, indent=1), flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

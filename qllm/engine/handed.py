@@ -1,0 +1,126 @@
+"""Requests that another engine handed over arrive at the loop with their KV, or without if late."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from qllm.engine.costs import Costs
+from qllm.engine.handover import Brought, HandOver
+from qllm.engine.holding import HoldingIngress, Inbox
+from qllm.errors import ConfigError
+from qllm.ingress import Call, Submission
+from qllm.ingress.messages import Source
+from qllm.types import NS_PER_S, RequestId
+
+SLACK_NS = 2 * NS_PER_S
+"""KV is not late before this; then it is once computing it would have taken as long."""
+EXPECT_S = 60.0
+"""A request that was announced and has not come after this does not come."""
+MAX_EXPECTED = 4096
+"""Requests that may be announced at once."""
+
+
+@dataclass(slots=True)
+class Coming:
+    """The KV of a request, on its way."""
+
+    late_ns: int
+    """When the request waits no longer."""
+    is_wanted: bool = True
+    work: Future[Brought] | None = None
+
+
+class HandedIngress(HoldingIngress[Coming]):
+    """A transport that holds requests back while their KV is fetched from another engine.
+
+    Args:
+        inner: The transport.
+        costs: What computing takes.
+    """
+
+    def __init__(self, inner: Inbox, costs: Costs) -> None:
+        super().__init__(inner)
+        self._costs = costs
+        self.handover: HandOver | None = None
+        """Fetches; set before anything arrives. Without one no request comes with KV."""
+        self._expected: dict[RequestId, tuple[Source, float]] = {}
+
+    @property
+    def giving(self) -> HandOver:
+        """What hands over here.
+
+        Raises:
+            ConfigError: Nothing does.
+        """
+        if self.handover is None:
+            raise ConfigError("this engine hands nothing over: handover_gib=0")
+        return self.handover
+
+    def expect(self, request_id: RequestId, source: Source) -> None:
+        """Say where the KV is of a request that comes soon. Callable from any thread.
+
+        Raises:
+            ConfigError: This engine fetches none.
+        """
+        if not self.giving.can_fetch:
+            raise ConfigError("this engine meets no others to take KV from (listen)")
+        now = time.monotonic()
+        for number, (_, since_s) in list(self._expected.items()):
+            if now - since_s > EXPECT_S or len(self._expected) >= MAX_EXPECTED:
+                self._expected.pop(number, None)
+        self._expected[request_id] = source, now
+
+    def has_kv(self, request_id: RequestId) -> bool:
+        """Whether the KV of a request that arrives now has come."""
+        return self.handover is not None and request_id in self.handover.brought
+
+    def _begin(self) -> None:
+        if self.handover is not None:
+            self.handover.brought.clear()  # of requests that were refused
+
+    def _hold(self, item: Submission) -> Coming | None:
+        source, _ = self._expected.pop(item.request_id, (None, 0.0))
+        if source is None or item.wrong is not None:
+            return None
+        assert self.handover is not None
+        now_ns = self.handover.now_ns()
+        coming = Coming(now_ns + max(SLACK_NS, self._costs.prefill_ns(len(item.token_ids))))
+        coming.work = self.handover.fetch(item, source, lambda: coming.is_wanted)
+        coming.work.add_done_callback(lambda _: self._inner.put(Call(_nothing, _ignore)))
+        return coming
+
+    def _is_ready(self, item: Submission, wanted: Coming) -> bool:
+        assert self.handover is not None
+        assert wanted.work is not None
+        now_ns = self.handover.now_ns()
+        is_late = now_ns >= min(wanted.late_ns, item.deadline_ns or wanted.late_ns)
+        return wanted.work.done() or is_late
+
+    def _let_go(self, item: Submission, wanted: Coming) -> Submission:
+        assert self.handover is not None
+        assert wanted.work is not None
+        wanted.is_wanted = False
+        if wanted.work.cancel() or not wanted.work.done():
+            self.handover.missed("it is late")
+        elif (error := wanted.work.exception()) is not None:
+            self.handover.missed(f"{type(error).__name__}: {error}")
+        else:
+            self.handover.brought[item.request_id] = wanted.work.result()
+        return item
+
+    def wait(self, timeout_ns: int | None) -> None:
+        """Sleep until something arrives, KV is late, or the time has passed."""
+        if self._held:
+            assert self.handover is not None
+            due_ns = min(wanted.late_ns for _, wanted in self._held.values())
+            left_ns = max(0, due_ns - self.handover.now_ns())
+            timeout_ns = left_ns if timeout_ns is None else min(timeout_ns, left_ns)
+        super().wait(timeout_ns)
+
+
+def _nothing() -> None:
+    """What the loop is asked for when it is only to look."""
+
+
+def _ignore(*_: object) -> None:
+    """Nobody waits for the answer."""

@@ -1,0 +1,372 @@
+"""A request goes on in another engine, with its KV.
+
+    engine A   give: it leaves its frame, its KV waits under a ticket, and it ends here (`MOVED`)
+    front end  submits it again at B, prompt and output, and says where its KV is
+    engine B   holds it back, fetches the KV, checks it, and goes on where A was
+
+What comes is believed if it is of the same model, weights, kernels and settings, of exactly these
+tokens, and undamaged. Otherwise, and if nothing comes in time, B computes the request as after an
+eviction: a hand-over changes how long a request takes, and never a token.
+"""
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.config import EngineConfig
+from qllm.engine.kv_identity import layout_of, software
+from qllm.engine.live import Live
+from qllm.engine.loop import EngineLoop
+from qllm.engine.outbox import Outbox
+from qllm.engine.own_threads import set_own_torch_threads
+from qllm.engine.parcel import Header, read_header, tensor
+from qllm.engine.terms import Carried, Terms, digest_of, page_parts
+from qllm.errors import MOVED, CheckpointError
+from qllm.ingress import Call, Submission
+from qllm.ingress.messages import Source
+from qllm.record import trace
+from qllm.runner.frame import SavedRows
+from qllm.runner.kv import RequestKV, SlabKV
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.prefix import tag_of
+from qllm.scheduler.request import Request
+from qllm.types import FinishReason, Frontier, RequestId
+
+WORKERS = 2
+"""Requests whose KV is fetched at once."""
+
+Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
+"""Told the header of a parcel and the bytes of all of it: which (offset, length) to fetch."""
+Pull = Callable[[Source, Callable[[int], None], Choose, Callable[[], bool]], mmap.mmap]
+"""Fetches a parcel. Asked for its place: raise if a parcel of so many bytes is not wanted, choose
+its ranges, and end soon once the last returns False. Raises whatever went wrong."""
+
+_log = logging.getLogger("qllm")
+
+
+class Brought(NamedTuple):
+    """What came of a request, checked."""
+
+    kv: RequestKV
+    kept: SavedRows | None
+    hidden: list[Tensor]
+    num_found: int
+    """Tokens of it that lay in pages which were here."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was handed over so far."""
+
+    given: int = 0
+    """Requests that left."""
+    given_tokens: int = 0
+    """Tokens whose KV left with them."""
+    taken: int = 0
+    """Requests that came and went on where they were."""
+    taken_tokens: int = 0
+    found_tokens: int = 0
+    """Tokens taken that lay in pages which were here already."""
+    missed: int = 0
+    """Requests that came and were computed, for whatever reason."""
+
+
+class HandOver:
+    """Gives and takes requests with their KV. Lives on the engine's thread but for `fetch`.
+
+    Args:
+        loop: Has the requests.
+        runner: Has their KV.
+        terms: What KV must be like.
+        most_bytes: Of KV that waits here, and of KV that comes.
+        put: Has the loop call something between two programs.
+        pull: Fetches a parcel, on a thread; None where nothing can be fetched.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        runner: TorchRunner,
+        terms: Terms,
+        most_bytes: int,
+        put: Callable[[Call], None],
+        pull: Pull | None = None,
+    ) -> None:
+        self._loop, self._runner, self._put = loop, runner, put
+        self._terms, self._most_bytes, self._pull = terms, most_bytes, pull
+        self.outbox = Outbox(most_bytes)
+        self.counts = Counts()
+        self.brought: dict[RequestId, Brought] = {}
+        """KV of requests that arrive in this turn of the loop."""
+        self._workers = ThreadPoolExecutor(
+            WORKERS, "qllm-fetch", initializer=set_own_torch_threads, initargs=(1,)
+        )
+        self._lock = threading.Lock()
+        self._num_coming = 0
+        """Bytes of the parcels that are being fetched."""
+
+    # -- a request leaves
+
+    def give(self, request_id: RequestId) -> str | None:
+        """End a request that goes on elsewhere; its ticket, which its end tells too.
+
+        Returns:
+            Empty if it leaves without KV: there is none, or no room; None if it is not known, or
+            waits for more of its prompt: then it stays.
+        """
+        live = self._loop.live.get(request_id)
+        if live is None or live.request.is_open:
+            return None
+        ticket = self._pack(live)
+        self.counts.given += 1
+        self._loop.finish(request_id, FinishReason.ERROR, MOVED + ticket)
+        return ticket
+
+    def heard(self, event: trace.Event) -> None:
+        """Let each request leave that has got its first token here; a listener of the loop."""
+        if not isinstance(event, trace.Token):
+            return
+        live = self._loop.live.get(event.request_id)
+        if live is None or live.submission.num_output_tokens or live.request.num_output_tokens > 1:
+            return
+        self._put(Call(partial(self.give, event.request_id), _ignore))
+
+    def _pack(self, live: Live) -> str:
+        """Let a row leave its frame, at the start of the layer it is in; the ticket of its KV."""
+        submission, request = live
+        request_id, scheduler = request.request_id, self._loop.scheduler
+        parked = scheduler.away.get(request_id)
+        if parked is None and request.frame_id is not None:
+            parked = scheduler.frames[request.frame_id]
+        if parked is not None:
+            at = parked.program.layer_start(parked.index)
+            self._runner.leave(parked.program, request_id, at)
+        state = self._runner.requests[request_id]
+        kv, kept = state.kv, state.kept
+        if not isinstance(kv, SlabKV) or not (kv.committed or kept is not None):
+            return ""
+        names: Sequence[bytes] = ()
+        if self._loop.prefix is not None:
+            names = self._loop.prefix.chain(submission, state.ids).upto(kv.committed)
+        says = {
+            "identity": dict(self._terms.identity),
+            "tokens": digest_of(state.ids),
+            "committed": kv.committed,
+            "kept": None if kept is None else [kept.lo, kept.hi, kept.layer],
+            "pages": [name.hex() for name in names],
+        }
+        tensors = self._tensors(kv, len(names), kv.committed if kept is None else kept.hi)
+        if kept is not None:
+            tensors["hidden"] = [kept.x_TD]
+        if state.owes_prompt and state.hidden:
+            tensors["last_hidden"] = state.hidden
+        ticket = self.outbox.put(says, tensors, tag_of(submission.cache_salt))
+        self.counts.given_tokens += kv.committed if ticket else 0
+        return ticket
+
+    def _tensors(self, kv: SlabKV, num_pages: int, hi: int) -> dict[str, Sequence[Tensor]]:
+        """KV below `hi`, where it lies: whole pages, then the rest of each layer, and states."""
+        size, found = self._terms.page_size, dict[str, Sequence[Tensor]]()
+        slabs = [i for i, slab in enumerate(kv.slabs) if slab and i not in kv.states.layers]
+        for page in range(num_pages):
+            parts = [kv.read(layer, page * size, (page + 1) * size) for layer in slabs]
+            found |= zip(page_parts(page), zip(*parts, strict=True), strict=True)
+        for layer in slabs:
+            for name, piece in zip("kv", kv.read(layer, num_pages * size, hi), strict=True):
+                found[f"{name}.{layer}"] = [piece]
+        for name, state in kv.states.export().items():
+            if int(name.split(".")[2]) >= kv.committed:  # else it is to be overwritten
+                found[name] = [state]
+        return found
+
+    # -- a request comes
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether requests can come with KV."""
+        return self._pull is not None
+
+    def now_ns(self) -> int:
+        """The engine's clock."""
+        return self._loop.now_ns()
+
+    def fetch(
+        self, item: Submission, source: Source, wanted: Callable[[], bool]
+    ) -> Future[Brought]:
+        """Begin to fetch the KV of a request, on another thread.
+
+        Args:
+            item: The request.
+            source: Where its KV is.
+            wanted: Asked again and again: False if nobody waits for it any more.
+        """
+        return self._workers.submit(self._fetch, item, source, wanted)
+
+    def _fetch(self, item: Submission, source: Source, wanted: Callable[[], bool]) -> Brought:
+        assert self._pull is not None
+        taken, found, pages = 0, list[tuple[Header, Carried]](), dict[int, Any]()
+
+        def allow(num_bytes: int) -> None:
+            nonlocal taken
+            with self._lock:
+                if self._num_coming + num_bytes > self._most_bytes:
+                    raise CheckpointError(
+                        f"{num_bytes} bytes of KV come, and there is room for "
+                        f"{self._most_bytes - self._num_coming} (handover_gib)"
+                    )
+                self._num_coming += num_bytes
+                taken += num_bytes
+
+        def choose(memory: memoryview, num_bytes: int) -> list[tuple[int, int]]:
+            header = read_header(memory, num_bytes)
+            found.append((header, self._terms.check(header, item)))
+            pages.update(self._pages_here(found[0][1], item))
+            here = {name for page in pages for name in page_parts(page)}
+            parts = [part for name, part in header.parts.items() if name not in here]
+            return [(part.at, part.end - part.at) for part in parts]
+
+        try:
+            memory = self._pull(source, allow, choose, wanted)
+            with torch.inference_mode():
+                return self._stage(memory, *found[0], item, pages)
+        finally:
+            with self._lock:
+                self._num_coming -= taken
+
+    def _pages_here(self, carried: Carried, item: Submission) -> dict[int, Any]:
+        """The pages of a request that the prefix cache has; called from another thread."""
+        prefix, found = self._loop.prefix, dict[int, Any]()
+        if prefix is None:
+            return found
+        ours = prefix.chain(item, item.token_ids).upto(carried.committed)
+        for page, (name, theirs) in enumerate(zip(ours, carried.pages, strict=False)):
+            if name.hex() != theirs:
+                break
+            with suppress(KeyError):
+                found[page] = prefix.store.read(name)
+        return found
+
+    def _stage(
+        self,
+        memory: mmap.mmap,
+        header: Header,
+        carried: Carried,
+        item: Submission,
+        pages: Mapping[int, Any],
+    ) -> Brought:
+        """Put what came into KV that will be the request's."""
+        size, parts = self._terms.page_size, header.parts
+        rest = {n: tensor(memory, part) for n, part in parts.items() if not n.startswith("page.")}
+        kv = self._runner.backend.new_kv(item.num_prompt_tokens + item.max_tokens)
+        for page in range(len(carried.pages)):
+            here = pages.get(page)
+            if here is None:
+                here = tuple(tensor(memory, parts[name]) for name in page_parts(page))
+            kv.copy_in(page * size, here)
+        for name, k in rest.items():
+            if name.startswith("k."):
+                layer = int(name[2:])
+                kv.write(layer, k, rest[f"v.{layer}"], len(carried.pages) * size)
+        kv.states.restore({n: t.clone() for n, t in rest.items() if n.startswith("state.")})
+        kv.committed = carried.committed
+        kept = carried.kept and SavedRows(*carried.kept, rest["hidden"].clone())
+        hidden = [rest[name].clone() for name in ("last_hidden",) if name in rest]
+        return Brought(kv, kept, hidden, len(pages) * size)
+
+    def enter(self, item: Submission, request: Request) -> bool:
+        """See `Newcomers.enter`: it goes on in blocks, or swapped out where they are short."""
+        brought = self.brought.pop(item.request_id, None)
+        if brought is None:
+            return False
+        kv, kept = brought.kv, brought.kept
+        scheduler, now = self._loop.scheduler, self._loop.now_ns()
+        if kept is not None and kept.hi - kept.lo > scheduler.limits.max_step_tokens:
+            kept = None
+        if not (kv.committed or kept):
+            self.missed("its row is longer than a step here (max_step_tokens)")
+            return False
+        request.num_computed_tokens = kv.committed
+        if kept is not None:
+            request.frontier = Frontier(kept.lo, kept.hi, kept.layer)
+        request.admitted_ns = request.last_progress_ns = now
+        if item.num_output_tokens:
+            request.first_token_ns = request.last_token_ns = now
+        need = scheduler.pool.blocks_for(request.num_written_tokens)
+        try:
+            scheduler.adopt(request, swapped=need > scheduler.pool.num_free)
+        except CheckpointError as error:
+            request.reset()
+            self.missed(str(error))
+            return False
+        kv.written = request.num_written_tokens
+        state = self._runner.requests[item.request_id]
+        state.kv, state.kept, state.hidden = kv, kept, brought.hidden
+        self.counts.taken += 1
+        self.counts.taken_tokens += kv.committed
+        self.counts.found_tokens += brought.num_found
+        return True
+
+    def missed(self, why: str) -> None:
+        """A request that was to come with KV is computed."""
+        self.counts.missed += 1
+        _log.info("a request is computed, as its KV was not handed over: %s", why)
+
+    def stats(self) -> dict[str, int]:
+        """Counts for statistics. Callable from any thread."""
+        return {**asdict(self.counts), "waiting_bytes": self.outbox.num_bytes}
+
+    def close(self) -> None:
+        """Fetch nothing more; nothing is waited for."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _ignore(*_: object) -> None:
+    """Nobody waits for the answer."""
+
+
+def handover_of(
+    loop: EngineLoop,
+    runner: TorchRunner,
+    config: EngineConfig,
+    weights: str,
+    put: Callable[[Call], None],
+    pull: Pull | None,
+) -> HandOver:
+    """The hand-over of an engine.
+
+    Args:
+        loop: Has the requests.
+        runner: Has their KV.
+        config: Settings.
+        weights: Digest of the weights.
+        put: See `HandOver`.
+        pull: See `HandOver`.
+    """
+    identity = {
+        "model": runner.fingerprint(),
+        "weights": weights,
+        "software": software(),
+        "kernels": repr(sorted(runner.names.items())),
+        "dtype": str(runner.parts.lm_head.weight.dtype),
+        "exactness": config.exactness,
+        "page size": str(config.page_size),
+    }
+    layout = None if runner.backend.why_inexact else layout_of(runner, config.page_size)
+    most_bytes = int(config.handover_gib * (1 << 30))
+    terms = Terms(
+        identity, layout, config.page_size, runner.shape.num_layers, runner.parts.num_kv_layers,
+        runner.parts.lm_head.in_features,
+    )  # fmt: skip
+    made = HandOver(loop, runner, terms, most_bytes, put, pull)
+    if config.role == "prefill":
+        loop.listeners += (made.heard,)
+    return made

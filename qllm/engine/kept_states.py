@@ -1,0 +1,160 @@
+"""Recurrent states beside the kept pages of a model whose layers carry them.
+
+A page says nothing of the states, and states are large, so they are kept after few pages, under
+their names: where a prompt ends, where a prompt leaves what is kept of others (the branch of a
+system prompt), and after the last page of an answer. A hit goes as far as the deepest of them.
+
+    pages    [0][1][2][3][4][5][6]       kept under one chain of names
+    states            *        *         a request that shares pages 0 to 4 goes on after page 2,
+                                         and leaves its states after page 4, too
+
+States are lent, not copied: nobody writes to them any more. Room for those that a pass is to leave
+is taken before it, so kept and coming states are never more than the store holds.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from qllm.engine.keeper import Keeper
+from qllm.engine.prefix_users import User
+from qllm.errors import InvariantError
+from qllm.scheduler.prefix import Name, PageStore, tag_of
+
+
+class KeptStates:
+    """States by the name of the page before them. Lives on the engine's thread.
+
+    Args:
+        runner: Has the states of requests.
+        store: Which states are kept.
+        page_size: Tokens of a page.
+        state_bytes: Bytes of the states of all layers at one position.
+        now_ns: The engine's clock.
+    """
+
+    def __init__(
+        self,
+        runner: Keeper,
+        store: PageStore[Mapping[int, Any]],
+        page_size: int,
+        state_bytes: int,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self.store, self.state_bytes = store, state_bytes
+        self._runner, self._page_size, self._now_ns = runner, page_size, now_ns
+        self._num_coming = 0
+        """States that passes are to leave, for which there is room."""
+
+    # -- what a request finds
+
+    def reach(self, names: Sequence[Name]) -> int:
+        """How many of the first pages end where states are kept."""
+        return next((i for i in range(len(names), 0, -1) if names[i - 1] in self.store), 0)
+
+    def pin(self, user: User, name: Name) -> None:
+        """A waiting request will go on after a page; what it had found before is nobody's."""
+        self.unpin(user)
+        self.store.pin([name])
+        user.state = name
+
+    def unpin(self, user: User) -> None:
+        """It will not, or it has them."""
+        if user.state is not None:
+            self.store.unpin([user.state])
+            user.state = None
+
+    def give(self, user: User, num_pages: int) -> None:
+        """A request has KV of its first pages: give it the states behind them."""
+        if user.state is None:
+            return
+        request, now = user.request, self._now_ns()
+        tokens = num_pages * self._page_size
+        self._runner.borrow(request.request_id, tokens, self.store.read(user.state))
+        self.store.touch([user.state], request.priority, now, user.until_ns(now))
+        self.unpin(user)
+
+    # -- what it leaves
+
+    def mark(self, user: User, branch: int) -> None:
+        """Have a request that is about to compute leave states on its way.
+
+        Args:
+            user: It has its KV.
+            branch: Pages of it that are kept.
+        """
+        request, size = user.request, self._page_size
+        # as of `Chain.usable`: so far the same request could go, if it came again
+        owed = 1 if request.num_tokens == request.num_prompt_tokens else 2
+        ends = max(0, request.num_tokens - owed) // size * size, branch * size
+        wanted = {p for p in ends if p > request.num_computed_tokens}
+        self.forget(user)
+        for position in sorted(wanted, reverse=True):
+            if user.chain.upto(position)[-1] not in self.store and self._make_room(user):
+                user.marks |= {position}
+                self._num_coming += 1
+        self._runner.mark(request.request_id, user.marks)
+
+    def forget(self, user: User) -> None:
+        """A request leaves no states after all: it starts again, or ends."""
+        self._num_coming -= len(user.marks)
+        user.marks = frozenset()
+
+    def keep(self, user: User) -> None:
+        """Tokens of a request were committed: keep the states that it left behind them."""
+        reached = user.request.num_computed_tokens
+        passed = sorted(p for p in user.marks if p <= reached)
+        for position in passed:
+            self._num_coming -= 1
+            user.marks -= {position}
+            self._keep(user, position)
+        if passed:
+            self._runner.mark(user.request.request_id, user.marks)
+        if reached % self._page_size or reached in passed:
+            return
+        if reached >= user.request.num_prompt_tokens and self._keep(user, reached):
+            before, user.turn = user.turn, user.chain.upto(reached)[-1]
+            if before is not None and before in self.store and not self.store.is_pinned(before):
+                self.store.drop(before)
+
+    def _keep(self, user: User, position: int) -> bool:
+        name, request = user.chain.upto(position)[-1], user.request
+        if name in self.store or not self._make_room(user):
+            return False
+        states = self._runner.lend(request.request_id, position)
+        if states is None:
+            return False
+        now, tag = self._now_ns(), tag_of(user.submission.cache_salt)
+        self.store.add(name, states, request.priority, now, tag, user.until_ns(now))
+        return True
+
+    def _make_room(self, user: User) -> bool:
+        store, now = self.store, self._now_ns()
+        while len(store) + self._num_coming >= store.capacity:
+            if not store.displace(user.request.priority, now):
+                return False
+        return True
+
+    def stats(self) -> dict[str, int]:
+        """Counts for statistics. Callable from any thread."""
+        return {
+            "kept_states": len(self.store),
+            "max_states": self.store.capacity,
+            "kept_state_bytes": len(self.store) * self.state_bytes,
+            "evicted_states": self.store.counts.evictions,
+        }
+
+    def check(self, users: Iterable[User]) -> None:
+        """Compare with the users.
+
+        Raises:
+            InvariantError: They differ.
+        """
+        users = list(users)
+        self.store.check(dict(Counter(u.state for u in users if u.state is not None)))
+        coming = sum(len(user.marks) for user in users)
+        if coming != self._num_coming or len(self.store) + coming > self.store.capacity:
+            raise InvariantError(
+                f"{len(self.store)} states are kept and {coming} are coming, not "
+                f"{self._num_coming}, of {self.store.capacity}"
+            )

@@ -1,0 +1,184 @@
+"""KV of one request as bytes: a header that says what is in it, and tensors with sums of their own.
+
+    magic | bytes of JSON | sum | JSON, 0... | tensor 0, 0... | tensor 1, 0... | ...
+
+Each part begins at a multiple of 64 bytes, and its sum (XXH3) goes up to the next: no byte changes
+unseen. A reader believes no number before it is checked.
+"""
+
+import json
+import math
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qllm.engine.kv_file import checksum_of
+from qllm.errors import CheckpointError
+
+MAGIC = b"qllm-ho\x01"
+HEAD = struct.Struct("<8sQQ")
+"""Magic, bytes of the JSON, sum of the header with this sum as zero."""
+ALIGN = 64
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMS = 8
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """One tensor of a parcel."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int
+    """Its first byte in the parcel."""
+    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """First byte of the next part."""
+        return self.at + _whole(self.num_bytes)
+
+
+class Header(NamedTuple):
+    """What a parcel says of itself."""
+
+    says: dict[str, Any]
+    parts: dict[str, Part]
+
+
+def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mmap.mmap:
+    """Make the bytes of a parcel.
+
+    Args:
+        says: Anything that JSON takes.
+        tensors: By name; several of one name become one, joined along their first dimension.
+    """
+    parts, at = [], 0
+    for name, pieces in tensors.items():
+        first = pieces[0]
+        shape = (sum(map(len, pieces)), *first.shape[1:]) if len(pieces) > 1 else first.shape
+        parts.append(Part(name, first.dtype, tuple(shape), at, 0))
+        at = parts[-1].end
+    start = len(_header(says, parts))
+    memory = mmap.mmap(-1, start + at)
+    view = memoryview(memory)
+    for i, part in enumerate(parts):
+        part = part._replace(at=part.at + start)
+        _fill(memory, part, tensors[part.name])
+        parts[i] = part._replace(checksum=checksum_of(view[part.at : part.end]))
+    shifted = [part._replace(at=part.at - start) for part in parts]
+    view[:start] = _header(says, shifted)
+    return memory
+
+
+def _fill(memory: mmap.mmap, part: Part, pieces: Sequence[Tensor]) -> None:
+    """Copy tensors into their place."""
+    at = part.at
+    with torch.inference_mode():
+        for piece in pieces:
+            if piece.numel():
+                flat = torch.frombuffer(memory, dtype=part.dtype, count=piece.numel(), offset=at)
+                flat.view(piece.shape).copy_(piece)
+            at += piece.nbytes
+
+
+def _header(says: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
+    """The header; its length does not depend on the sums."""
+    listed = [
+        [p.name, str(p.dtype).removeprefix("torch."), p.shape, f"{p.checksum:016x}"] for p in parts
+    ]
+    text = json.dumps({"says": dict(says), "parts": listed}).encode()
+    body = text.ljust(_whole(HEAD.size + len(text)) - HEAD.size, b"\0")
+    head = HEAD.pack(MAGIC, len(text), 0)
+    return HEAD.pack(MAGIC, len(text), checksum_of(head, body)) + body
+
+
+def header_bytes(head: bytes | memoryview) -> int:
+    """How long the header is of a parcel that begins like this.
+
+    Raises:
+        CheckpointError: It is no parcel, or its header is longer than any.
+    """
+    if len(head) < HEAD.size:
+        raise CheckpointError(f"a parcel of {len(head)} bytes has no header")
+    magic, length, _ = HEAD.unpack(bytes(head[: HEAD.size]))
+    if magic != MAGIC:
+        raise CheckpointError("these bytes are no parcel of KV, or one of another release")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
+    return _whole(HEAD.size + int(length))
+
+
+def read_header(memory: memoryview, num_bytes: int) -> Header:
+    """Read the header of a parcel, of which nothing else need be there yet.
+
+    Args:
+        memory: Its first bytes.
+        num_bytes: Of the whole parcel, as far as it is known.
+
+    Raises:
+        CheckpointError: It is damaged, or not one of a parcel of that size.
+    """
+    start = header_bytes(memory)
+    if start > len(memory):
+        raise CheckpointError(f"a header of {start} bytes, of which {len(memory)} are there")
+    _, length, checksum = HEAD.unpack(bytes(memory[: HEAD.size]))
+    body = memory[HEAD.size : start]
+    if checksum_of(HEAD.pack(MAGIC, length, 0), body) != checksum:
+        raise CheckpointError("the header of a parcel is damaged")
+    try:
+        document = json.loads(bytes(body[:length]))
+        says, listed = document["says"], document["parts"]
+        if not isinstance(says, dict):
+            raise TypeError("it says nothing")
+        parts, at = {}, start
+        for name, dtype, shape, digits in listed:
+            part = Part(str(name), DTYPES[dtype], _shape(shape), at, int(digits, 16))
+            parts[part.name], at = part, part.end
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the header of a parcel makes no sense: {error!r:.200}") from error
+    if at != num_bytes or len(parts) != len(listed):
+        raise CheckpointError(f"a parcel of {num_bytes} bytes, of which its header names {at}")
+    return Header(says, parts)
+
+
+def _shape(listed: Any) -> tuple[int, ...]:
+    shape = tuple(listed)
+    if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise ValueError(f"a tensor of shape {listed!r:.80}")
+    return shape
+
+
+def tensor(memory: mmap.mmap, part: Part) -> Tensor:
+    """One tensor of a parcel that is there; it lies in `memory`.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    if checksum_of(memoryview(memory)[part.at : part.end]) != part.checksum:
+        raise CheckpointError(f"{part.name!r:.40} of a parcel is damaged")
+    if not part.num_bytes:
+        return torch.empty(part.shape, dtype=part.dtype)
+    count = math.prod(part.shape)
+    flat = torch.frombuffer(memory, dtype=part.dtype, count=count, offset=part.at)
+    return flat.view(part.shape)
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN

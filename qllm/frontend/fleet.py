@@ -1,0 +1,470 @@
+"""One front end to several engines: a client whose requests go where a route sends them.
+
+    submit -> Router.choose -> the engine's own client (`RemoteClient`, or `ProcessClient`)
+                                   |
+    the engine dies -> RequestLog -'-> another engine, with the tokens so far
+
+The engines are alike (`Card.check`), so an answer does not depend on which of them gave it, nor on
+how often it changed hands.
+"""
+
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from qllm.errors import ConfigError, EngineClosedError, QllmError
+from qllm.frontend.client import Client, MakeHandle
+from qllm.frontend.fleet_requests import FleetLog, SharedRouter
+from qllm.frontend.fleet_stats import FleetStats
+from qllm.frontend.handle import Handle
+from qllm.frontend.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
+from qllm.frontend.open import Open
+from qllm.frontend.process import ProcessClient
+from qllm.frontend.remote import RemoteClient
+from qllm.frontend.rings import RingClient
+from qllm.frontend.router import Entry
+from qllm.frontend.routes import Costs, Role, Route, load_route
+from qllm.ingress import Revision, Submission, Update
+from qllm.record.trace import Trace
+from qllm.types import NS_PER_S, RequestId, RequestStatus
+
+LOOK_S = 0.05
+"""Engines, and requests that wait for one, are looked at this often."""
+COST_EVERY = 20
+"""Looks of which one asks how fast the engine is."""
+_log = logging.getLogger("qllm.fleet")
+
+
+def meet(
+    address: str,
+    profile: str,
+    secret_file: str | os.PathLike[str] | None,
+    fleet: Mapping[str, Any],
+) -> "RemoteClient | FleetClient":
+    """Meet the engine at an address, or the engines at several with commas between.
+
+    Args:
+        address: As for `QLLMEngine.connect`.
+        profile: What rings to other hosts go over.
+        secret_file: Holds the secret that both sides share.
+        fleet: Arguments of `FleetClient.connect`, `route` by its name too.
+
+    Raises:
+        ConfigError: As `RemoteClient.connect` and `FleetClient.connect`; or a single engine was
+            given arguments of a fleet.
+        EngineClosedError: None answers.
+    """
+    file = None if secret_file is None else Path(secret_file)
+    names = [name.strip() for name in address.split(",") if name.strip()]
+    if len(names) < 2:
+        if fleet:
+            raise ConfigError(f"{min(fleet)} is for several engines; name them with commas between")
+        return RemoteClient.connect(address, profile, file)
+    route = fleet.get("route", "class")
+    settings = {**fleet, "route": load_route(route) if isinstance(route, str) else route}
+    return FleetClient.connect(names, profile=profile, secret_file=file, **settings)
+
+
+class FleetClient(Client):
+    """A client of several engines. Every method may be called from any thread.
+
+    It has many methods because each answers one of `Client`, most in a line or two.
+
+    Args:
+        members: The engines.
+        card: What all of them are equal to.
+        met: Clients of those that answer.
+        route: Chooses among them.
+        max_replays: Most times that a request goes on elsewhere after its engine died.
+        max_trials: Most of these that end before it had a token there (see `RequestLog`).
+        record: Called with every entry of the router.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        card: Card,
+        met: dict[Member, RingClient],
+        route: Route,
+        *,
+        max_replays: int = 3,
+        max_trials: int = 2,
+        record: Callable[[Entry], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.members = {member.name: member for member in members}
+        self._card = card
+        self._routing = SharedRouter(route, record)
+        self.log = FleetLog(max_replays, max_trials, self._routing)
+        """Open requests between two engines."""
+        self.log.replay = self.replay
+        self._stats = FleetStats()
+        self._counts = itertools.count()
+        self._ended = threading.Event()
+        self._drains = False
+        self._watched: RingClient | None = None
+        first = next(iter(met.values()))
+        self.hello: Any = first.hello
+        self.info = self.hello.info
+        for member, client in met.items():
+            self._enter(member, client)
+        self._threads: list[threading.Thread] = []
+        self._register()
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[str],
+        route: Route,
+        *,
+        profile: str = "tcp",
+        secret_file: Path | None = None,
+        backoff: Backoff | None = None,
+        **settings: Any,
+    ) -> "FleetClient":
+        """Meet several engines; some may be down, and are met later.
+
+        Args:
+            addresses: HOST:PORT of an engine's meeting, or the path at which it listens.
+            route: Chooses among them.
+            profile: What rings to other hosts go over.
+            secret_file: Holds the secret that all share.
+            backoff: How long an engine that went is left alone.
+            **settings: Further arguments of the class.
+
+        Raises:
+            ConfigError: They are not alike, an address comes twice, or a setting is wrong.
+            EngineClosedError: None answers.
+        """
+        twice = {address for address in addresses if addresses.count(address) > 1}
+        if twice:
+            raise ConfigError(f"the engine at {min(twice)} is named twice; name each once")
+
+        def meet(address: str) -> RingClient:
+            if "/" not in address:
+                return RemoteClient.connect(address, profile, secret_file)
+            try:
+                return ProcessClient.attach(address)
+            except ConfigError as error:  # nobody listens yet
+                raise EngineClosedError(str(error)) from error
+
+        backoff = backoff or Backoff()
+        members = [Member(address, partial(meet, address), backoff) for address in addresses]
+        card, met = meet_all(members)
+        fleet = cls(members, card, met, route, **settings)
+        fleet.start()
+        return fleet
+
+    def start(self) -> None:
+        """Look after the engines from now on, each on a thread of its own."""
+        work: list[Callable[[], None]] = [self._look]
+        work += [partial(self._keep, member) for member in self.members.values()]
+        for run in work:
+            thread = threading.Thread(target=run, name="qllm-fleet", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # -- engines come and go
+
+    def _enter(self, member: Member, client: RingClient) -> None:
+        client._unregister()  # the fleet closes it
+        client.number_from(self._counts)
+        config = client.config
+        with self._routing.lock:
+            member.is_up(client)
+            kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
+            seats, role = config.max_num_seqs, cast(Role, config.role)
+            self._routing.router.up(member.name, role=role, seats=seats, kept_tokens=kept)
+
+    def _keep(self, member: Member) -> None:
+        count = 0
+        while not self._ended.wait(LOOK_S):
+            self.look_at(member, asks_costs=count % COST_EVERY == 0)
+            count += 1
+
+    def look_at(self, member: Member, *, asks_costs: bool = False) -> None:
+        """Look after one engine: meet it again when it is gone.
+
+        Args:
+            member: The engine.
+            asks_costs: Whether it is asked how fast it is.
+        """
+        client = member.client
+        if client is None:
+            if time.monotonic() >= member.next_s:
+                self._try(member)
+        elif (why := client.failure) is not None:
+            self._lose(member, client, why)
+        elif asks_costs:
+            self._ask_costs(member, client)
+
+    def _try(self, member: Member) -> None:
+        try:
+            client = member.meet(self._card)
+        except Exception as error:  # noqa: BLE001 - told, and tried again
+            wait_s = member.is_out(str(error))
+            _log.warning("the engine at %s is out for %.1f s: %s", member.name, wait_s, error)
+            return
+        with self.admission_lock:
+            is_late = self._ended.is_set()
+            if not is_late:
+                self._enter(member, client)
+        if is_late:
+            client.close()
+            return
+        _log.warning("the engine at %s serves", member.name)
+        self.log.go_on(self.replay)
+
+    def _lose(self, member: Member, client: RingClient, why: str) -> None:
+        with self._routing.lock:
+            self._routing.router.down(member.name)
+            wait_s = member.is_out(why)
+            others = any(map(takes_requests, self.members.values()))
+        _log.error("%s; it is tried again in %.1f s", why, wait_s)
+        client.close()  # from now on every request of it is in the log
+        self._stats.gone(member.name)
+        if others:
+            self.log.go_on(self.replay)
+
+    def _ask_costs(self, member: Member, client: RingClient) -> None:
+        with suppress(QllmError):
+            told = client.costs_ns()
+            if told is not None:
+                costs = Costs(*(ns / NS_PER_S for ns in told))
+                with self._routing.lock:
+                    self._routing.router.cost(member.name, costs)
+
+    def _look(self) -> None:
+        """Look after requests that wait for an engine."""
+        while not self._ended.wait(LOOK_S):
+            self.log.look()
+
+    @property
+    def back_in_s(self) -> int:
+        """Seconds until an engine is tried again, at least 1."""
+        out = [m.next_s for m in self.members.values() if m.client is None]
+        return max(1, math.ceil(min(out, default=0.0) - time.monotonic()))
+
+    def engines(self) -> list[dict[str, Any]]:
+        """What is known of each engine, for health and metrics."""
+        with self._routing.lock:
+            views = {view.name: view for view in self._routing.router.engines}
+        found = []
+        for name, member in self.members.items():
+            view = views.get(name)
+            found.append(
+                {
+                    "engine": name,
+                    "up": takes_requests(member),
+                    "why": member.why or None,
+                    "met": member.num_met,
+                    "taken": self.log.num_taken[name],
+                    "sent": 0 if view is None else view.num_sent,
+                    "pool": view and ("short" if view.is_short else "long"),
+                    "LS": 0 if view is None else view.ls.num,
+                    "BE": 0 if view is None else view.be.num,
+                }
+            )
+        return found
+
+    @property
+    def num_route_errors(self) -> int:
+        """Choices that the route did not make."""
+        return self._routing.router.num_errors
+
+    # -- requests
+
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        if self._drains:
+            raise EngineClosedError("the fleet drains: it takes no new requests")
+        handle.log = self.log
+        self._on_some_engine(handle, submission, partial(self._submit, submission, handle))
+
+    def _submit(self, submission: Submission, handle: Handle, client: RingClient) -> None:
+        with client.admission_lock:
+            client.raise_if_closed()
+            number, by_ns = client.new_number(), client.now_ns() - time.monotonic_ns()
+            deadline_ns = submission.deadline_ns
+            item = replace(
+                submission,
+                request_id=number,
+                arrival_ns=submission.arrival_ns + by_ns,
+                deadline_ns=None if deadline_ns is None else deadline_ns + by_ns,
+            )
+            handle.move(number, client.cancel, client.status, client.update, client.revise)
+            client.submit(item, handle)
+
+    def replay(self, entry: Open) -> None:
+        rest = entry.rest(0)
+        self._on_some_engine(entry.handle, rest, lambda client: client.replay(entry))
+
+    def _on_some_engine(
+        self, handle: Handle, submission: Submission, put: Callable[[RingClient], None]
+    ) -> None:
+        """Put a request to the engine of the route; to another where that one is gone or full.
+
+        Raises:
+            EngineClosedError: No engine takes requests.
+            QueueFullError: Those that do have no room.
+        """
+        for last in range(len(self.members), -1, -1):
+            try:
+                with self._routing.sent(handle, submission, self.members) as client:
+                    put(client)
+                return
+            except EngineClosedError:
+                if not last or not any(map(takes_requests, self.members.values())):
+                    raise
+
+    def _client_of(self, request_id: RequestId) -> RingClient | None:
+        clients = [m.client for m in self.members.values() if m.client is not None]
+        return next((c for c in clients if request_id in c.handles), None)
+
+    def cancel(self, request_id: RequestId) -> None:
+        if (client := self._client_of(request_id)) is not None:
+            client.cancel(request_id)
+
+    def update(self, item: Update) -> None:
+        if (client := self._client_of(item.request_id)) is not None:
+            client.update(item)
+
+    def revise(self, number: RequestId, item: Revision) -> None:
+        if (client := self._client_of(number)) is not None:
+            client.revise(number, item)
+
+    def open_handles(self) -> list[Handle]:
+        """Open requests, at engines and between them."""
+        found = [h for client in self._up() for h in client.open_handles()]
+        return [*found, *self.log.handles()]
+
+    def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
+        found: dict[RequestId, RequestStatus] = {}
+        for client in self._up():
+            ours = [number for number in request_ids if number in client.handles]
+            if ours:
+                found |= zip(ours, client.statuses(ours), strict=True)
+        return [found.get(number, RequestStatus.WAITING) for number in request_ids]
+
+    # -- as a client
+
+    def _up(self) -> list[RingClient]:
+        return [m.client for m in self.members.values() if m.client is not None]
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def failure(self) -> str | None:
+        """A fleet does not end by itself: its engines are met again."""
+        return None
+
+    def _raise_if_closed(self) -> None:
+        if self._ended.is_set():
+            raise EngineClosedError("the fleet was closed; make a new one")
+        if not any(map(takes_requests, self.members.values())):
+            raise EngineClosedError(none_serves(self.members))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without KV at the engine that has fewest of them, and takes more."""
+        taking = [m.client for m in self.members.values() if takes_requests(m)]
+        return min((c.num_waiting for c in taking if c is not None), default=0)
+
+    def stats(self) -> dict[str, Any]:
+        """Sums and extremes over the engines; counts include those of engines that are gone."""
+        told = {}
+        for name, member in self.members.items():
+            if (client := member.client) is not None:
+                with suppress(EngineClosedError):
+                    told[name] = client.stats()
+        if not told:
+            raise EngineClosedError(none_serves(self.members))
+        return self._stats.merged(told)
+
+    def watch(self, since: int, whole: bool) -> dict[str, Any]:
+        """The timeline of the first engine that is up."""
+        for name, member in self.members.items():
+            if (client := member.client) is not None:
+                since, self._watched = since if client is self._watched else 0, client
+                return {**client.watch(since, whole), "engine": f"{name} #{member.num_met}"}
+        raise EngineClosedError(none_serves(self.members))
+
+    @property
+    def trace(self) -> Trace:
+        self._refuse("the trace")
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        self._refuse("call")
+
+    def checkpoint(self, path: Any) -> int:
+        self._refuse("checkpoint")
+
+    def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
+        self._refuse("restore")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(f"{what} is for one engine, and this front end has several; ask that one")
+
+    def reset_prefix_cache(self) -> None:
+        with self._routing.lock:
+            self._routing.router.forget_kept()
+        self._at_all(lambda client: client.reset_prefix_cache())
+
+    def delete_kv(self, tag: bytes) -> int:
+        return sum(self._at_all(lambda client: client.delete_kv(tag)))
+
+    def _at_all(self, ask: Callable[[RingClient], Any]) -> list[Any]:
+        """Ask every engine.
+
+        Raises:
+            EngineClosedError: One is out whose file may keep KV; the others were asked.
+        """
+        answers, missed = [], []
+        for name, member in self.members.items():
+            try:
+                if member.client is None:
+                    raise EngineClosedError(member.why)
+                answers.append(ask(member.client))
+            except EngineClosedError:
+                missed += [name] if member.keeps_file else []
+        if missed:
+            raise EngineClosedError(
+                f"{', '.join(missed)} could not be asked and may have KV in a file; the other "
+                "engines were: ask again when all serve"
+            )
+        return answers
+
+    def drain(self) -> None:
+        """Take no new requests, at none of the engines; they have other front ends."""
+        self.raise_if_closed()
+        self._drains = True
+
+    def disown(self) -> None:
+        super().disown()
+        for client in self._up():
+            client.disown()
+        self.log.disown(self._whose())
+
+    def _close(self) -> None:
+        with self.admission_lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+        for thread in self._threads:  # one may be about to meet an engine that does not answer
+            if thread is not threading.current_thread():
+                thread.join(1)
+        for handle in self.log.handles():
+            handle.cancel()
+        self.log.end_all("the fleet was closed")
+        for client in self._up():
+            client.close()
+        self._unregister()

@@ -1,0 +1,121 @@
+"""What a fleet keeps of its open requests: where each is, for its router and its log."""
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from qllm.errors import EngineClosedError, QllmError, QueueFullError
+from qllm.frontend.handle import Handle
+from qllm.frontend.members import Member, is_full, none_serves, takes_requests
+from qllm.frontend.open import Open
+from qllm.frontend.request_log import RequestLog
+from qllm.frontend.rings import RingClient
+from qllm.frontend.router import Entry, Router
+from qllm.frontend.routes import RequestView, Route
+from qllm.ingress import Submission
+
+
+class FleetLog(RequestLog):
+    """The requests of a fleet. What it hears of them the router hears too."""
+
+    def __init__(self, max_replays: int, max_trials: int, router: "SharedRouter") -> None:
+        super().__init__(max_replays, lambda: None, max_trials)
+        self._router = router
+        self.num_taken = Counter[str]()
+        """Requests that outlived each engine, or ended with it."""
+        self.replay: Callable[[Open], None] | None = None
+        """Submits one to the engine of the route."""
+
+    def take(self, entry: Open, engine_ns: int, why: str) -> None:
+        if (name := self._router.left(entry)) is not None:
+            self.num_taken[name] += 1
+        super().take(entry, engine_ns, why)
+
+    def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
+        self._router.left(entry)
+        super().move_on(entry, engine_ns, self.replay or back)
+
+    def heard_of(self, entry: Open) -> None:
+        self._router.heard(entry)
+        super().heard_of(entry)
+
+
+class SharedRouter:
+    """A router that threads share, with open requests as its keys."""
+
+    def __init__(self, route: Route, record: Callable[[Entry], object] | None) -> None:
+        self.lock = threading.Lock()
+        self.router = Router(route, record)
+        self._numbers = itertools.count()
+        self._keys: dict[Handle, int] = {}
+
+    @contextmanager
+    def sent(
+        self, handle: Handle, submission: Submission, members: "dict[str, Member]"
+    ) -> Iterator[RingClient]:
+        """Choose an engine that has room, and give its client to the block that submits.
+
+        Raises:
+            EngineClosedError: No engine takes requests.
+            QueueFullError: Those that do have no room.
+        """
+        request = self.router.view(
+            submission.priority,
+            submission.token_ids,
+            submission.max_tokens - submission.num_output_tokens,
+            submission.cache_salt,
+            is_begun=submission.num_output_tokens > 0,
+        )
+        client, key = self._choose(handle, request, submission.num_output_tokens, members)
+        try:
+            yield client
+        except BaseException:
+            self._leave(handle, key)
+            raise
+
+    def _choose(
+        self, handle: Handle, request: RequestView, num_done: int, members: "dict[str, Member]"
+    ) -> tuple[RingClient, int]:
+        with self.lock:
+            closed = {n for n, member in members.items() if not takes_requests(member)}
+            full = {n for n in members.keys() - closed if is_full(members[n])}
+            found = self.router.choose(request, time.monotonic(), sorted(closed | full))
+            client = None if found is None else members[found.name].client
+            if found is None or client is None:
+                raise self._none(members, full)
+            key = next(self._numbers)
+            self._keys[handle] = key
+            self.router.sent(key, request, found, num_done)
+        return client, key
+
+    @staticmethod
+    def _none(members: "dict[str, Member]", full: set[str]) -> QllmError:
+        if full:
+            return QueueFullError(f"all of {len(full)} engines have full queues; try again later")
+        return EngineClosedError(none_serves(members))
+
+    def heard(self, entry: Open) -> None:
+        handle = entry.handle
+        with self.lock:
+            key = self._keys.get(handle)
+            if key is None:
+                return
+            if handle.has_ended:
+                del self._keys[handle]
+                self.router.left(key)
+            else:
+                self.router.heard(key, len(entry.token_ns), entry.priority)
+
+    def left(self, entry: Open) -> str | None:
+        with self.lock:
+            key = self._keys.pop(entry.handle, None)
+            return None if key is None else self.router.left(key)
+
+    def _leave(self, handle: Handle, key: int) -> None:
+        with self.lock:
+            if self._keys.get(handle) == key:
+                del self._keys[handle]
+            self.router.left(key)

@@ -1,0 +1,79 @@
+"""Statistics of several engines as those of one: sums, and counts that never go back."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+COUNTS = {
+    "num_preemptions", "num_spared", "expert_bytes", "queried_tokens", "hit_tokens",
+    "shared_tokens", "evicted_pages", "refused_pages", "out_tokens", "in_tokens", "stored_bytes",
+    "loaded_bytes", "damaged_pages", "late_requests", "quicker_requests", "revisions",
+    "lost_tokens", "restarts",
+}  # fmt: skip
+"""Names of numbers that only grow while an engine lives."""
+MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE"}
+"""Names of numbers of which the largest is told; rings are told by their class."""
+LATENCIES = "preempt_latencies_ms"
+MAX_LATENCIES = 1000
+Path = tuple[str, ...]
+
+
+class FleetStats:
+    """Merges what engines say. What an engine counted stays counted when it is gone."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, dict[Path, float]] = {}
+        """Counts of the engines that are there, as they were last told."""
+        self._gone: dict[Path, float] = {}
+        """Counts of those that are gone."""
+        self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
+
+    def gone(self, name: str) -> None:
+        """Note that an engine is gone: the next one there counts from 0."""
+        for path, count in self._last.pop(name, {}).items():
+            self._gone[path] = self._gone.get(path, 0) + count
+
+    def merged(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Merge statistics of engines, by name. One that cannot be asked now counts as before."""
+        for name, stats in told.items():
+            new = stats["num_preemptions"] - self._last.get(name, {}).get(("num_preemptions",), 0)
+            self._latencies.extend(stats[LATENCIES][-int(new) :] if new else ())
+            self._last[name] = dict(_counts(stats))
+        found: dict[str, Any] = _merge(list(told.values()))
+        for name, counts in (("", self._gone), *self._last.items()):
+            for path, count in counts.items():
+                if name not in told:
+                    _add(found, path, count)
+        found.pop("pid", None)
+        return {**found, LATENCIES: list(self._latencies)}
+
+
+def _counts(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, float]]:
+    for name, value in stats.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value, (*path, name))
+        elif name in COUNTS:
+            yield (*path, name), value
+
+
+def _add(found: dict[str, Any], path: Path, count: float) -> None:
+    for name in path[:-1]:
+        found = found.setdefault(name, {})
+    found[path[-1]] = found.get(path[-1], 0) + count
+
+
+def _merge(all_stats: list[Mapping[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for stats in all_stats for name in stats)
+    return {name: _one(name, [s[name] for s in all_stats if name in s]) for name in names}
+
+
+def _one(name: str, values: list[Any]) -> Any:
+    """Several values of one name as one: the first if they are neither numbers nor collections."""
+    first = next((value for value in values if value is not None), None)
+    if isinstance(first, Mapping):
+        return _merge([value for value in values if value is not None])
+    if isinstance(first, list):
+        return [item for value in values for item in value]
+    if isinstance(first, bool) or not isinstance(first, int | float):
+        return first
+    return max(values) if name in MOST else sum(values)

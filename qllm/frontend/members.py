@@ -1,0 +1,188 @@
+"""The engines of a fleet: where each is, whether it serves, and when it is tried again.
+
+out --(met, and equal to the others)--> up --(gone)--> out, for a time that grows
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qllm.errors import ConfigError, QllmError, shown
+from qllm.frontend.rings import RingClient
+
+OF_ONE_ENGINE = {
+    *("kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "conformance", "role", "handover_gib"),
+    "swap_kv_tokens",
+}
+"""Settings that may differ between the engines of a fleet: no answer depends on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long an engine that went is left alone, in seconds."""
+
+    first_s: float = 1.0
+    """After it went for the first time; doubled each further time."""
+    cap_s: float = 60.0
+    """Most that the doubling comes to."""
+    calm_s: float = 600.0
+    """An engine that was up for so long has not gone before."""
+
+    def wait_s(self, num_gone: int) -> float:
+        """How long to wait after it went `num_gone` times in a row."""
+        return min(self.cap_s, self.first_s * 2.0 ** min(max(0, num_gone - 1), 60))
+
+
+class Member:
+    """One engine of a fleet. Its fields change under the fleet's lock.
+
+    Args:
+        name: Its address.
+        meet: Connects to it.
+        backoff: How long it is left alone.
+    """
+
+    def __init__(self, name: str, meet: Callable[[], RingClient], backoff: Backoff) -> None:
+        self.name, self._meet, self._backoff = name, meet, backoff
+        self.client: RingClient | None = None
+        """While it is up."""
+        self.why = "it was not met yet"
+        """Why it is out."""
+        self.num_met = 0
+        """Engines that were met there, one after the other."""
+        self.keeps_file = True
+        """Whether KV that it keeps may outlive it; nobody knows before it was met."""
+        self._num_gone = 0
+        self._up_s = 0.0
+        self.next_s = 0.0
+        """When it is tried again, on the clock of `time.monotonic`."""
+
+    def meet(self, like: "Card | None") -> RingClient:
+        """Connect to it; the caller puts it in or says `is_out`.
+
+        Args:
+            like: What it must be equal to.
+
+        Raises:
+            ConfigError: It is another engine than the fleet's others, or settings are wrong.
+            EngineClosedError: Nobody answers.
+        """
+        client = self._meet()
+        try:
+            if like is not None:
+                like.check(card_of(self.name, client))
+        except ConfigError:
+            client.close()
+            raise
+        return client
+
+    def is_up(self, client: RingClient) -> None:
+        """Note that it serves."""
+        self.client, self.why = client, ""
+        self.keeps_file = client.config.kv_dir is not None
+        self.num_met += 1
+        self._up_s = time.monotonic()
+
+    def is_out(self, why: str) -> float:
+        """Note that it does not serve; seconds until it is tried again."""
+        now_s = time.monotonic()
+        if self.client is not None and now_s - self._up_s >= self._backoff.calm_s:
+            self._num_gone = 0
+        self.client, self.why = None, why
+        self._num_gone += 1
+        wait_s = self._backoff.wait_s(self._num_gone)
+        self.next_s = now_s + wait_s
+        return wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What must be equal among engines whose answers may go on at each other."""
+
+    name: str
+    parts: dict[str, Any]
+
+    def check(self, other: "Card") -> None:
+        """Return if another engine may serve beside this one.
+
+        Raises:
+            ConfigError: They differ; says in what.
+        """
+        for part, ours in self.parts.items():
+            theirs = other.parts[part]
+            if ours != theirs:
+                raise ConfigError(
+                    f"the engine at {other.name} cannot serve beside that at {self.name}: {part} "
+                    f"is {shown(theirs):.200} there and {shown(ours):.200} here, and an answer "
+                    "must not depend on the engine; start both with the same model, release and "
+                    "settings"
+                )
+
+
+def card_of(name: str, client: RingClient) -> Card:
+    """What an engine says of itself, as far as its answers depend on it."""
+    hello = client.hello
+    info, config = hello.info._asdict(), asdict(hello.config)
+    parts = {what: config[what] for what in config if what not in OF_ONE_ENGINE}
+    del info["name"]  # the same model may lie at different places
+    parts |= {what if what not in config else f"{what} in use": info[what] for what in info}
+    return Card(name, {**parts, "policy": hello.trace_meta["policy"]})
+
+
+def meet_all(members: list[Member]) -> tuple[Card, dict[Member, RingClient]]:
+    """Connect to every engine at once.
+
+    Returns:
+        What all are equal to, and those that answer.
+
+    Raises:
+        QllmError: None answers, or one that does is no equal of the others.
+    """
+    met: dict[Member, RingClient] = {}
+    failed: dict[Member, Exception] = {}
+
+    def connect(member: Member) -> None:
+        try:
+            met[member] = member.meet(None)
+        except Exception as error:  # noqa: BLE001 - raised below, on the caller's thread
+            failed[member] = error
+
+    threads = [threading.Thread(target=connect, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    there = [member for member in members if member in met]
+    cards = [card_of(member.name, met[member]) for member in there]
+    try:
+        for member, error in failed.items():
+            if isinstance(error, ConfigError) or not isinstance(error, QllmError) or not there:
+                raise error
+            member.is_out(str(error))
+        for card in cards[1:]:
+            cards[0].check(card)
+    except BaseException:
+        for client in met.values():
+            client.close()
+        raise
+    return cards[0], met
+
+
+def takes_requests(member: Member) -> bool:
+    """Whether an engine serves and does not drain."""
+    client = member.client
+    return client is not None and client.failure is None and not client.draining
+
+
+def is_full(member: Member) -> bool:
+    """Whether as many requests wait at an engine as may."""
+    client = member.client
+    return client is not None and client.num_waiting >= client.config.max_waiting
+
+
+def none_serves(members: dict[str, Member]) -> str:
+    """Why no engine takes requests."""
+    whys = "; ".join(f"{name}: {member.why or 'it drains'}" for name, member in members.items())
+    return f"none of {len(members)} engines serves ({whys})"

@@ -1,0 +1,439 @@
+"""What a model's own forward does around its decoder layers, learned by running it.
+
+Layers whose arguments are more than hidden states, positions and the cache (several residual
+streams, token ids for a router, masks that an indexer reads, values of earlier layers) are called
+as the model's forward calls them. That forward is run with stubs in place of its layers:
+
+    enter    ids of tokens [lo, hi)  ->  input of the first layer, and the arguments of each
+    leave    output of the last layer ->  what the output head is given
+
+In place of the request's cache stands one that only says how long it is. Nothing of a request is
+kept here.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from qllm.errors import ModelError
+from qllm.models.layer_cache import LayerCache
+from qllm.models.replaced import Stub, Unwind, replaced
+
+TRIED = 3
+"""Tokens of the forward that shows what layers are given and return."""
+CHUNK = 5
+"""Tokens per call when it is tried whether calls go on from each other."""
+CLOSE = 0.05
+"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+MOST = 0.7
+"""Part of the tokens that are close; the router of another may have chosen otherwise."""
+
+
+class Handed(NamedTuple):
+    """A value that one layer returns beside the hidden states and a later one is given."""
+
+    name: str
+    """Name of the argument."""
+    layer: int
+    place: int
+    """Its place in the tuple that the layer returns."""
+
+
+class Entry(NamedTuple):
+    """The layers of some tokens of one request, about to be called."""
+
+    x_TW: Tensor
+    """Input of the first layer: all streams of a token in one row."""
+    given: list[dict[str, Any]]
+    """Arguments of each layer but the hidden states, the cache and what is handed on."""
+    cache: Cache
+    """As long as the tokens before are many, and empty."""
+
+
+class Around:
+    """How a model's forward calls its decoder layers.
+
+    Args:
+        model: The causal language model, its weights in place.
+        base: The decoder in it.
+        layers: The layers that it declares.
+        attentions: The attention of each; None if there is none, or more.
+        top_k: Experts per token; 0 without experts.
+
+    Raises:
+        ModelError: It does something with its layers that is not known here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        base: Any,
+        layers: Sequence[Any],
+        attentions: Sequence[nn.Module | None],
+        top_k: int,
+    ) -> None:
+        self._model, self._base, self.top_k = model, base, top_k
+        self.layers, self._attentions = tuple(layers), tuple(attentions)
+        self.head_width = int(model.get_output_embeddings().in_features)
+        self._first = [next(iter(_arguments(layer))) for layer in self.layers]
+        """Names of the argument that hidden states are."""
+        self.caches: list[set[str]] = [set() for _ in self.layers]
+        """Per layer, names of the arguments that are the cache."""
+        self.handed: list[list[Handed]] = [[] for _ in self.layers]
+        """Per layer, what it is given of earlier ones."""
+        self.fresh: list[Any] = DynamicCache(config=base.config).layers
+        self.fresh += [DynamicLayer() for _ in range(len(self.layers) - len(self.fresh))]  # type: ignore[no-untyped-call]
+        """Empty layers of transformers' cache, by index."""
+        self._lengths: list[int] = []
+        """Lengths of the tuples that layers return; 0 where they return the hidden states alone."""
+        self.shape = torch.Size()
+        """Shape of the hidden states of one token: streams and their width."""
+        self.like = torch.empty(0)
+        """Dtype and device of hidden states, and their width: [0, W]."""
+        self.attention_lengths = [0] * len(self.layers)
+        """Lengths of the tuples that each layer's attention returns; 0 where it is one tensor."""
+        self.may_stop = [True] * len(self.layers)
+        """Per layer, whether it can be left at its attention: nothing was kept before that."""
+        with torch.inference_mode():
+            self._learn()
+            self.goes_on = self._tries_chunks()
+            """Whether a call with several tokens goes on from what is kept."""
+
+    # what the forward shows
+
+    def _ids(self, num_tokens: int) -> Tensor:
+        device = self._base.get_input_embeddings().weight.device
+        size = self._model.get_output_embeddings().out_features
+        ids: Tensor = torch.arange(1, 1 + num_tokens, device=device) % size
+        return ids[None]
+
+    def _learn(self) -> None:
+        """Run the forward, and look at its layers."""
+        outs: list[tuple[int, Any]] = []
+
+        def see(number: int, real: Stub) -> Stub:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                _, found = self._bound(number, args, kwargs)
+                attention = self._attentions[number]
+                self.may_stop[number] = _keeps_nothing_before(attention, real, args, kwargs)
+                before = {name: _members(value) for name, value in found.items()}
+                with replaced(self._measured(number)):
+                    out = real(*args, **kwargs)
+                for name, members in before.items():
+                    if _members(found[name]) != members:
+                        raise self._error(f"hands its layers a {name} that they write to")
+                outs.append((number, out))
+                return out
+
+            return run
+
+        cache = self._new_cache()
+        with replaced({x: see(i, x.forward) for i, x in enumerate(self.layers)}):
+            self._forward(self._ids(TRIED), cache)
+        LayerCache(dict(enumerate(cache.layers))).refuse_unknown()
+        if [number for number, _ in outs] != list(range(len(self.layers))):
+            raise self._error("does not call each of its layers once and in order")
+        firsts = [_first(out) for _, out in outs]
+        for x in firsts:
+            if not isinstance(x, Tensor) or x.shape[:2] != (1, TRIED):
+                raise self._error("has hidden states that are not [batch, tokens, ...]")
+        self._lengths = [len(out) if isinstance(out, tuple) else 0 for _, out in outs]
+        self.shape = firsts[0].shape[2:]
+        self.like = firsts[0].new_empty((0, self.shape.numel()))
+        self._follow_values(self._ids(TRIED))
+        self._refuse_earlier(self._ids(TRIED))
+
+    def _measured(self, number: int) -> dict[nn.Module, Stub]:
+        """Stubs that see how long a tuple the attention of a layer returns."""
+        attention = self._attentions[number]
+        if attention is None:
+            return {}
+        real: Stub = attention.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = real(*args, **kwargs)
+            self.attention_lengths[number] = len(out) if isinstance(out, tuple) else 0
+            return out
+
+        return {attention: run}
+
+    def _tries_chunks(self) -> bool:
+        """Run every layer on the same hidden states token by token and in two chunks."""
+        ids_1T = self._ids(2 * CHUNK)
+        xs: list[list[Tensor]] = [[] for _ in self.layers]
+        ys: list[list[Tensor]] = [[] for _ in self.layers]
+        same: list[bool] = []
+
+        def see(number: int, real: Stub) -> Stub:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                out = real(*args, **kwargs)
+                xs[number].append(self._bound(number, args, kwargs)[0])
+                ys[number].append(_first(out))
+                return out
+
+            return run
+
+        def compare(number: int, real: Stub, lo: int) -> Stub:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                _, found = self._bound(number, args, kwargs)
+                out = real(torch.cat(xs[number][lo : lo + CHUNK], 1), **found)
+                right = torch.cat(ys[number][lo : lo + CHUNK], 1)
+                off, size = (
+                    (t.float().flatten(2).norm(dim=-1)) for t in (_first(out) - right, right)
+                )
+                same.append(bool((off <= CLOSE * size).float().mean() > MOST))
+                return (right, *out[1:]) if isinstance(out, tuple) else right
+
+            return run
+
+        cache = self._new_cache()
+        with replaced({x: see(i, x.forward) for i, x in enumerate(self.layers)}):
+            for i in range(2 * CHUNK):
+                self._forward(ids_1T[:, i : i + 1], cache, i)
+        cache = self._new_cache()
+        for lo in (0, CHUNK):
+            with replaced({x: compare(i, x.forward, lo) for i, x in enumerate(self.layers)}):
+                self._forward(ids_1T[:, lo : lo + CHUNK], cache, lo)
+        return all(same)
+
+    def _follow_values(self, ids_1T: Tensor) -> None:
+        """See which arguments are the cache, and which are what an earlier layer returned."""
+        cache, given = self.cache_of(0), []
+        made: list[list[Tensor]] = []
+
+        def stub(number: int) -> Stub:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                x, found = self._bound(number, args, kwargs)
+                if number and x is not made[-1][0]:
+                    raise self._error("computes between its layers")
+                given.append(found)
+                made.append(
+                    [x.clone(), *(x.new_empty(0) for _ in range(self._lengths[number] - 1))]
+                )
+                return tuple(made[-1]) if self._lengths[number] else made[-1][0]
+
+            return run
+
+        with replaced({layer: stub(i) for i, layer in enumerate(self.layers)}):
+            self._forward(ids_1T, cache)
+        for number, found in enumerate(given):
+            for name, value in found.items():
+                if value is cache:
+                    self.caches[number].add(name)
+                for layer, values in enumerate(made[:number]):
+                    self.handed[number] += [
+                        Handed(name, layer, place)
+                        for place, one in enumerate(values)
+                        if one is value
+                    ]
+        if any(value.place == 0 for handed in self.handed for value in handed):
+            raise self._error("hands its layers hidden states of earlier ones")
+
+    def _refuse_earlier(self, ids_1T: Tensor) -> None:
+        """Refuse what is computed of hidden states other than the last layer's."""
+        one, other = (self.enter(ids_1T[0], 0, shift).given for shift in (0.0, 1.0))
+        if not _same(_tensors(one), _tensors(other)):
+            raise self._error("hands its layers what it computes of hidden states of earlier ones")
+        wide = self.like.shape[1]  # no constant row, which a norm after it would make equal again
+        x_RW = torch.linspace(-1, 1, 2 * wide).reshape(2, wide).to(self.like)
+        if not torch.equal(self.leave(x_RW), self.leave(x_RW, 1.0, 1)):
+            raise self._error("computes its output from hidden states of more than its last layer")
+
+    def _bound(self, number: int, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Hidden states, and the other arguments by name."""
+        names = list(_arguments(self.layers[number]))
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        return found.pop(self._first[number]), found
+
+    def _forward(self, ids_1T: Tensor, cache: Cache, lo: int = 0) -> None:
+        """Run the decoder's own forward over tokens at positions from `lo` on."""
+        forward = inspect.unwrap(type(self._base).forward)
+        given: dict[str, Any] = {"input_ids": ids_1T, "use_cache": True, "past_key_values": cache}
+        if "position_ids" in inspect.signature(forward).parameters:
+            positions = torch.arange(lo, lo + ids_1T.shape[1], device=ids_1T.device)
+            given["position_ids"] = positions[None]
+        self._base.forward(**given)
+
+    def _new_cache(self) -> Cache:
+        return Cache(layers=copy.deepcopy(self.fresh))
+
+    def cache_of(self, length: int) -> Cache:
+        """A cache that says it has so many tokens, and has none."""
+        return Cache(layers=[_of_length(layer, length, self.like) for layer in self.fresh])
+
+    def new_state(self, number: int) -> LayerCache:
+        """What a layer keeps of a request without tokens."""
+        own = {m.layer_idx for m in self.layers[number].modules() if hasattr(m, "layer_idx")}
+        return LayerCache({i: copy.deepcopy(self.fresh[i]) for i in sorted(own or {number})})
+
+    def _error(self, what: str) -> ModelError:
+        return ModelError(f"{type(self._base).__name__} {what}: not supported")
+
+    # what a driver asks
+
+    def enter(self, ids: Tensor, lo: int, shift: float = 0.0) -> Entry:
+        """What the layers are given for tokens `ids`, [T], at positions from `lo` on.
+
+        Args:
+            ids: Tokens.
+            lo: Position of the first.
+            shift: Added to hidden states by what stands for a layer.
+        """
+        cache, given = self.cache_of(lo), []
+        first: list[Tensor] = []
+
+        def stub(number: int) -> Stub:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                x, found = self._bound(number, args, kwargs)
+                first.append(x)
+                beyond = self.caches[number] | {handed.name for handed in self.handed[number]}
+                given.append({name: v for name, v in found.items() if name not in beyond})
+                if number == len(self.layers) - 1:
+                    raise Unwind
+                length, x = self._lengths[number], x + shift if shift else x
+                return (x, *[None] * (length - 1)) if length else x
+
+            return run
+
+        with replaced({layer: stub(i) for i, layer in enumerate(self.layers)}), suppress(Unwind):
+            self._forward(ids[None], cache, lo)
+        x = first[0]
+        return Entry(x.reshape(x.shape[1], -1), given, cache)
+
+    def leave(self, x_RW: Tensor, shift: float = 0.0, token: int = 0) -> Tensor:
+        """What the output head is given for rows of the last layer's output: [R, D].
+
+        Args:
+            x_RW: The rows.
+            shift: See `enter`.
+            token: Id of their tokens, which must not count.
+        """
+        last, found = len(self.layers) - 1, []
+        x = x_RW.reshape(1, len(x_RW), *self.shape)
+
+        def stub(number: int) -> Stub:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                y = x if number == last else self._bound(number, args, kwargs)[0] + shift
+                length = self._lengths[number]
+                return (y, *[None] * (length - 1)) if length else y
+
+            return run
+
+        def head(x_1RD: Tensor) -> None:
+            found.append(x_1RD)
+            raise Unwind
+
+        stubs: dict[nn.Module, Stub] = {layer: stub(i) for i, layer in enumerate(self.layers)}
+        stubs[self._model.get_output_embeddings()] = head
+        ids = torch.full((1, len(x_RW)), token, device=x_RW.device)
+        with replaced(stubs), suppress(Unwind):
+            self._model.forward(input_ids=ids, use_cache=False)
+        if not found:
+            raise self._error("does not give its hidden states to its output head")
+        return found[0][0]
+
+
+class Leave(nn.Module):
+    """`Around.leave` where other models have their last norm."""
+
+    def __init__(self, around: Around) -> None:
+        super().__init__()
+        self._leave = around.leave
+
+    def forward(self, x_RW: Tensor) -> Tensor:
+        """Rows [R, W] as the output head takes them, [R, D]."""
+        return self._leave(x_RW)
+
+
+def _arguments(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Arguments of a layer's forward, without self and those that have no name."""
+    found = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
+    named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    return {n: p for n, p in list(found.items())[1:] if p.kind in named}
+
+
+def _members(value: Any) -> list[int] | None:
+    """What a list or a mapping holds now."""
+    if isinstance(value, Mapping):
+        return [id(member) for pair in value.items() for member in pair]
+    return [id(member) for member in value] if isinstance(value, list) else None
+
+
+def _keeps_nothing_before(
+    attention: nn.Module | None, real: Stub, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a layer calls its attention, and leaves the cache as it is before that.
+
+    Args:
+        attention: In the layer.
+        real: The layer's forward.
+        args: What it is called with; copies of the cache are used.
+        kwargs: The rest.
+    """
+    if attention is None:
+        return False
+    copies: list[Cache] = []
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Cache):
+            return value
+        copies.append(Cache(layers=copy.deepcopy(value.layers)))
+        return copies[-1]
+
+    def stub(*_: Any, **__: Any) -> Any:
+        raise Unwind
+
+    given = [copied(value) for value in args]
+    named = {name: copied(value) for name, value in kwargs.items()}
+    before = [_kept(cache) for cache in copies]
+    with replaced({attention: stub}):
+        try:
+            real(*given, **named)
+        except Unwind:
+            after = [_kept(cache) for cache in copies]
+            return all(_same(x, y) for x, y in zip(before, after, strict=True))
+    return False
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _tensors(value: Any, name: str = "") -> dict[str, Tensor]:
+    """All tensors in a value, by where they are."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    members: Any = ()
+    if isinstance(value, Mapping):
+        members = value.items()
+    elif isinstance(value, list | tuple):
+        members = enumerate(value)
+    return {n: t for key, x in members for n, t in _tensors(x, f"{name}.{key}").items()}
+
+
+def _kept(cache: Cache) -> dict[str, Tensor]:
+    found = LayerCache(dict(enumerate(cache.layers))).tensors()
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(t, other[name]) for name, t in one.items()
+    )
+
+
+def _of_length(fresh: Any, length: int, like: Tensor) -> Any:
+    """A copy of an empty layer of a cache that says it has so many tokens."""
+    made: Any = copy.copy(fresh)
+    if length and isinstance(fresh, CacheLayerMixin):
+        made.keys = made.values = like.new_empty((1, 1, 1, 1)).expand(1, 1, length, 1)
+        made.dtype, made.device, made.is_initialized = like.dtype, like.device, True
+        if hasattr(made, "cumulative_length"):
+            made.cumulative_length = length
+    return made

@@ -1,0 +1,50 @@
+"""Digests of the source of functions, by which parts of models are known."""
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
+"""Names of the child with experts -> the one that digests are made with."""
+
+
+class _Normal(ast.NodeTransformer):
+    """Drop what does not change the meaning: annotations, docstrings, the MoE child's name."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.name, node.returns, node.decorator_list = "f", None, []
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = MOE_NAMES.get(node.attr, node.attr)
+        return node
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Digest of the forward of a module's class, names normalised; empty if it has no source."""
+    return source_digest(inspect.unwrap(type(module).forward))
+
+
+@cache
+def source_digest(function: Callable[..., Any]) -> str:
+    """Digest of the source of a function, names normalised; empty if it has no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    text = ast.unparse(_Normal().visit(tree))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,139 @@
+"""What one layer keeps of one request in transformers' cache, whatever it is.
+
+Keys and values, windows of them, keys of an indexer, compressed keys and those that wait for their
+compression, states of convolutions and recurrences, counters: attributes of a layer of the cache. A
+pass that starts from committed tokens leaves their state as it is, so it works on a copy.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qllm.errors import ModelError
+
+JOINED = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DynamicIndexedLayer",
+    "DeepseekV4HCACache",
+    "DeepseekV4CSACache",
+}
+"""Kinds of layers of transformers' cache that never write into a tensor: they make a new one."""
+
+
+KEPT = (Tensor, bool, int, float)
+"""Kinds of values that a state is made of."""
+KNOWN = (*KEPT, torch.dtype, torch.device, str, type(None))
+"""And what an empty layer of the cache has as well, or does not need."""
+
+
+class LayerCache:
+    """The layers of the cache that one decoder layer uses, and what travels with them in a pass.
+
+    Args:
+        layers: By index in the cache.
+    """
+
+    def __init__(self, layers: Mapping[int, Any]) -> None:
+        self.layers = dict(layers)
+        self.attended: dict[int, dict[int, Tensor]] = {}
+        """What the attention gave beside its output, by first position and place."""
+        self.handed: dict[int, dict[int, Tensor]] = {}
+        """What the layer gave beside the hidden states, by first position and place."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "LayerCache":
+        """A copy from which a pass may go on; what belonged to the last pass is not in it."""
+        return LayerCache({index: _copy(layer) for index, layer in self.layers.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors by name."""
+        found = {"cache.": torch.empty(0)}  # it has a name even if it keeps nothing
+        for index, layer in self.layers.items():
+            for path, value in _values(layer):
+                name = f"cache.{index}.{path}"
+                if isinstance(value, Tensor):
+                    found[name] = value.contiguous()
+                else:
+                    found[f"{name}={type(value).__name__}"] = torch.tensor(value)
+        for kind in ("attended", "handed"):
+            for lo, values in getattr(self, kind).items():
+                found[f"{kind}.{lo}."] = torch.empty(0)
+                found.update({f"{kind}.{lo}.{place}": t for place, t in values.items()})
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> "LayerCache":
+        """Take up what `tensors` gave; this one is empty."""
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if not rest:
+                continue
+            number, _, path = rest.partition(".")
+            if kind == "cache":
+                _set(self.layers[int(number)], path, tensor)
+                continue
+            values = getattr(self, kind).setdefault(int(number), {})
+            if path:
+                values[int(path)] = tensor
+        return self
+
+    def refuse_unknown(self) -> None:
+        """Refuse what `tensors` would leave out.
+
+        Raises:
+            ModelError: Names the layer of the cache and what it keeps.
+        """
+        for layer in self.layers.values():
+            for name, value in vars(layer).items():
+                for one in value.values() if isinstance(value, dict) else (value,):
+                    if not isinstance(one, KNOWN):
+                        raise ModelError(
+                            f"a {type(layer).__name__} keeps a {type(one).__name__} in its "
+                            f"{name}: not supported"
+                        )
+
+    def compact(self) -> None:
+        """Let go of what views hold beside what they show."""
+        made: dict[int, Tensor] = {}  # what is kept under two names stays one
+        for layer in self.layers.values():
+            for name, value in list(_values(layer)):
+                if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+                    if id(value) not in made:
+                        made[id(value)] = value.clone(memory_format=torch.contiguous_format)
+                    _put(layer, name, made[id(value)])
+
+
+def _copy(layer: Any) -> Any:
+    if type(layer).__name__ not in JOINED:
+        return copy.deepcopy(layer)
+    made = copy.copy(layer)
+    vars(made).update({n: dict(v) for n, v in vars(layer).items() if isinstance(v, dict)})
+    return made
+
+
+def _values(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Values of a layer of the cache that a pass may change, by path."""
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", x) for key, x in value.items() if isinstance(x, KEPT))
+        elif isinstance(value, KEPT):
+            yield name, value
+
+
+def _set(layer: Any, path: str, tensor: Tensor) -> None:
+    """Give a value back to an empty layer of the cache."""
+    path, _, kind = path.partition("=")
+    if not kind:
+        layer.dtype, layer.device = tensor.dtype, tensor.device
+    _put(layer, path, tensor.item() if kind else tensor)
+
+
+def _put(layer: Any, path: str, value: Any) -> None:
+    name, _, key = path.partition(".")
+    if not key:
+        vars(layer)[name] = value
+        return
+    found = vars(layer)[name]
+    found[next(k for k in found if str(k) == key)] = value

@@ -1,0 +1,85 @@
+"""Embeddings of positions: the module that gives them, and what it is asked for."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+
+STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Rope types that give a position the same values in every call."""
+
+
+def _child(base: Any) -> Any:
+    return getattr(base, "rotary_emb", None) or getattr(base, "pos_emb", None)
+
+
+def _arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
+
+
+def rope_kind(base: Any, index: int) -> str | None:
+    """What a layer's embeddings of positions are asked for by; None where all are alike."""
+    rotary = _child(base)
+    if not isinstance(rotary, nn.Module) or "layer_type" not in _arguments_of(rotary):
+        return None
+    return str(base.config.layer_types[index])
+
+
+def rotary_of(
+    base: Any, kinds: Iterable[str | None], like: Tensor, *, may_lack: bool
+) -> nn.Module | None:
+    """The module that gives embeddings of positions to the layers.
+
+    Args:
+        base: The decoder.
+        kinds: `rope_kind` of the layers that attend.
+        like: Dtype and device of hidden states.
+        may_lack: Layers carry states, which know the order of tokens; the start-up check sees the
+            rest.
+
+    Raises:
+        ModelError: There is none, or one that is not known.
+    """
+    rotary = _child(base)
+    if not isinstance(rotary, nn.Module):
+        if may_lack:
+            return None
+        raise ModelError(
+            f"{type(base).__name__} has no `rotary_emb`: other embeddings of positions than "
+            "rotary ones are not supported"
+        )
+    refuse_rope_types(rotary)
+    positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
+    what = f"{type(rotary).__name__} does not give embeddings of positions"
+    for kind in set(kinds):
+        given = {} if kind is None else {"layer_type": kind}
+        try:
+            with torch.inference_mode():
+                found = rotary(like.new_empty(0), positions, **given)
+        except Exception as error:
+            raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, Tensor) and (not isinstance(found, tuple) or len(found) != 2):
+            raise ModelError(f"{what}: it returned {type(found).__name__}")
+    return rotary
+
+
+def refuse_rope_types(rotary: Any) -> None:
+    """Refuse a module whose types of layers have ropes that follow the length."""
+    kinds = getattr(rotary, "rope_type", None)
+    for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else ():
+        if kind not in STATIC_ROPE:
+            raise ModelError(
+                f"{type(rotary).__name__} has rope type {kind!r} for {layer_type}: where every "
+                f"type of layer has its own, only {', '.join(sorted(STATIC_ROPE))} are supported"
+            )
+
+
+def max_position(config: Any) -> int:
+    """Longest sequence; dynamic NTK is made to go beyond `max_position_embeddings` by a factor."""
+    length = getattr(config, "max_position_embeddings", 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)

@@ -1,0 +1,125 @@
+"""Linear modules whose weight stays quantised: projections, dense layers, the head.
+
+A module keeps its weight on the meta device, for its shape. Its own forward computes with the bf16
+values, which are in memory for that call alone; a runner whose kernels read codes packs them.
+"""
+
+import inspect
+import re
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.kernels.cpu.quantised import problem_of
+from qllm.kernels.quantised import Quantised
+from qllm.models.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
+from qllm.models.quantised_weights import checksum, sample_of, tensors_of
+
+
+class QuantisedLinear:
+    """The quantised weight of one linear module.
+
+    Args:
+        module: Its weight becomes a meta tensor.
+        weight: [out, in].
+    """
+
+    def __init__(self, module: nn.Linear, weight: Quantised) -> None:
+        self.weight = weight
+        self.kind = f"{weight.code} g{weight.group}"
+        """Codes and group, for people."""
+        self._module = module
+        empty = torch.empty(weight.shape, dtype=torch.bfloat16, device="meta")
+        module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
+        setattr(module, ATTRIBUTE, self)
+        self.restore()
+
+    def restore(self) -> None:
+        """Let the module compute by itself."""
+        self._module.forward = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.dequantised(), self._module.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight."""
+        return sum(tensor.nbytes for tensor in tensors_of(self.weight))
+
+    def sample(self) -> bytes:
+        """A few bytes of the weight, for the identity of the model."""
+        return b"".join(map(sample_of, tensors_of(self.weight)))
+
+    def digest(self) -> str:
+        """Digest of every byte of the weight."""
+        return self.kind + repr(list(map(checksum, tensors_of(self.weight))))
+
+
+def linear_in(module: object) -> QuantisedLinear | None:
+    """The quantised weight of a linear module; None if it is a parameter."""
+    found = getattr(module, ATTRIBUTE, None)
+    return found if isinstance(found, QuantisedLinear) else None
+
+
+def weight_of(module: nn.Linear) -> Tensor | Quantised:
+    """The weight of a linear module, quantised if it is."""
+    found = linear_in(module)
+    return module.weight.detach() if found is None else found.weight
+
+
+def values_of(module: nn.Linear) -> Tensor:
+    """The weight of a linear module in the dtype that it computes in."""
+    found = weight_of(module)
+    return found if isinstance(found, Tensor) else found.dequantised()
+
+
+def all_linears(model: nn.Module) -> dict[str, QuantisedLinear]:
+    """All linear modules of a model that are quantised, by name."""
+    found = {name: linear_in(module) for name, module in model.named_modules()}
+    return {name: linear for name, linear in found.items() if linear is not None}
+
+
+def is_read(module: Any) -> bool:
+    """Whether the CPU kernels can read the weight of a linear module."""
+    return linear_in(module) is not None or cpu.is_usable(module.weight)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights, quantised ones as they are."""
+    plain = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+    held: list[QuantisedExperts | QuantisedLinear]
+    held = [*all_quantised(model).values(), *all_linears(model).values()]
+    return plain + sum(one.num_bytes for one in held)
+
+
+def can_stay(model: nn.Module, name: str) -> bool:
+    """Whether the weight of that name is of a linear module that others only call.
+
+    Args:
+        model: On the meta device.
+        name: Of a parameter.
+    """
+    path, _, parameter = name.rpartition(".")
+    parent_path, _, child = path.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if type(module) is not nn.Linear or parameter != "weight" or cpu.MISSING is not None:
+        return False
+    sharing = [m for m in model.modules() if getattr(m, "weight", None) is module.weight]
+    source = _source_of(type(model.get_submodule(parent_path)))
+    return len(sharing) == 1 and re.search(rf"\.{child}\.weight\b", source) is None
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError):
+        return ""
+
+
+def fits(weight: object) -> bool:
+    """Whether the kernels read a weight as it is."""
+    return isinstance(weight, Quantised) and weight.codes.dim() == 2 and problem_of(weight) is None

@@ -1,0 +1,121 @@
+"""Weights that stay quantised: packed for our kernels as they are read, where there are kernels."""
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qllm.errors import ModelError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.quantised import QuantisedStack, stacked
+from qllm.kernels.quantised import Quantised
+
+SAMPLES = 64
+"""Bytes of a weight, or of its scales, that name a model."""
+
+
+class Weights:
+    """E weights [n, k] of one shape and format.
+
+    Args:
+        num: E.
+        like: One of them.
+    """
+
+    def __init__(self, num: int, like: Quantised) -> None:
+        self.num, self.shape = num, like.shape
+        self.like = shape_of(like)
+        """One of them, without its memory."""
+        self.kind = f"{like.code} g{like.group}"
+        """Codes and group, for people: "e2m1 g32"."""
+        self._codes: list[Quantised] = []
+        self.stack: QuantisedStack | None = None
+        """Where they are packed; None where our kernels are not there."""
+        if cpu.MISSING is None:
+            cpu.set_threads(torch.get_num_threads())
+            self.stack = QuantisedStack(num, *self.shape, self.like)
+
+    def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
+        """Take some of them, in order.
+
+        Args:
+            first: Number of the first.
+            weights: Each as what it is made of, one on top of the other; free afterwards.
+
+        Raises:
+            ModelError: The kernels have no such weights.
+        """
+        if self.stack is None:
+            for parts in weights:
+                whole = stacked(parts)
+                assert whole is not None
+                self._codes.append(whole)
+            return
+        try:
+            self.stack.pack(first, *weights)
+        except ValueError as error:
+            raise ModelError(f"quantised weights cannot be packed: {error}") from error
+
+    def values(self, index: int) -> Tensor:
+        """bf16 [n, k] of one."""
+        out = torch.empty(self.shape, dtype=torch.bfloat16)
+        self.write(index, out)
+        return out
+
+    def write(self, index: int, out_NK: Tensor) -> None:
+        """Write the values of one into bf16 [n, k] of any strides."""
+        if self.stack is None:
+            out_NK.copy_(self._codes[index].dequantised())
+        else:
+            self.stack.unpack(index, out_NK)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        if self.stack is not None:
+            return self.stack.num_bytes * self.num
+        return sum(t.nbytes for one in self._codes for t in tensors_of(one))
+
+    def tensors(self) -> list[Tensor]:
+        """All that they are, a tensor or some for each."""
+        if self.stack is not None:
+            return list(self.stack.packed)
+        return [tensor for one in self._codes for tensor in tensors_of(one)]
+
+    def sample(self) -> bytes:
+        """A few of their bytes, for the identity of the model."""
+        return b"".join(sample_of(tensor) for tensor in self.tensors())
+
+    def digest(self) -> str:
+        """Digest of every byte."""
+        return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
+
+
+def tensors_of(one: Quantised) -> list[Tensor]:
+    """Codes, scales, and offsets if there are any."""
+    return [t for t in (one.codes, one.scale_NG, one.offset_NG) if t is not None]
+
+
+def shape_of(one: Quantised) -> Quantised:
+    """The same without its memory."""
+    offset = None if one.offset_NG is None else one.offset_NG.to("meta")
+    return one._replace(
+        codes=one.codes.to("meta"), scale_NG=one.scale_NG.to("meta"), offset_NG=offset
+    )
+
+
+def sample_of(tensor: Tensor) -> bytes:
+    """A few bytes of a tensor."""
+    flat = tensor.reshape(-1)
+    return bytes(_as_bytes(flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]))
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of every byte of a tensor."""
+    return zlib.crc32(_as_bytes(tensor))
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    array: memoryview = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return array

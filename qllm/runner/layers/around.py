@@ -1,0 +1,229 @@
+"""Layers that are called as the model's own forward calls them (`qllm.models.around`).
+
+One request after the other, and one block of its tokens after the other. A layer with experts is
+driven by hooks and stops at them; other layers run whole. Whatever a layer keeps in the cache is a
+state of the request (`runner.states`):
+
+    attend    committed state -> state of the new tokens, as far as the attention writes it
+    route     on a copy of that, which is dropped
+    combine   on that itself, which is complete then
+
+A layer of which a call with several tokens does not go on from a state is called token by token.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from qllm.models.around import Around, Entry
+from qllm.models.discover import LayerParts
+from qllm.models.layer_cache import LayerCache
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.layers.drivers import Routed
+from qllm.runner.layers.hooked import (
+    Beside,
+    HookedLayer,
+    RoutedRows,
+    RouterExtras,
+    tensors_beside,
+)
+from qllm.runner.layers.recurrent import over_spans
+
+Ids = tuple[Tensor, ...]
+"""In the place of embeddings of positions: token ids, [1, T]."""
+
+
+def spans_of(around: Around, step: Step) -> Iterator[Span]:
+    """The tokens that are called together; single ones where calls do not go on."""
+    for span in step.spans:
+        if span.lo == 0 or around.goes_on:
+            yield span
+        else:
+            for at in range(span.lo, span.hi):
+                yield Span(span.kv, span.at + at - span.lo, at, at + 1)
+
+
+def entry_of(around: Around, ids: Ids, step: Step, span: Span) -> Entry:
+    """How the layers are called for the tokens of a span, made once per step."""
+    found = step.entries.get(span.at)
+    if found is None:
+        here = ids[0][0, span.at : span.at + span.hi - span.lo]
+        found = step.entries[span.at] = around.enter(here, span.lo)
+    return found
+
+
+def embed(around: Around, ids: Ids, step: Step) -> Tensor:
+    """Input of the first layer, [T, W]; zeros for dead tokens."""
+    x_1TW = around.like.new_zeros((1, step.num_tokens, around.like.shape[1]))
+
+    def run(_: Tensor, span: Span) -> Tensor:
+        return entry_of(around, ids, step, span).x_TW[None]
+
+    return over_spans(x_1TW, list(spans_of(around, step)), run)[0]
+
+
+class AroundDriver:
+    """Runs one layer.
+
+    Args:
+        parts: Of the layer.
+    """
+
+    covered: tuple[nn.Module, ...] = ()
+
+    def __init__(self, parts: LayerParts) -> None:
+        assert parts.around is not None
+        assert parts.new_state is not None
+        self.kind = parts.driver
+        self._around, self._index = parts.around, parts.index
+        self._new_state, self._layer = parts.new_state, parts.layer
+        self._hooked: HookedLayer | None = None
+        if parts.is_moe:
+            own = parts.layer, parts.self_attn, parts.router, parts.experts
+            length = parts.around.attention_lengths[parts.index]
+            self._hooked = HookedLayer(*own, attention_len=length)
+        self._sources = sorted({handed.layer for handed in self._around.handed[self._index]})
+        later = self._around.handed[self._index + 1 :]
+        self._gives = any(handed.layer == self._index for all_ in later for handed in all_)
+        taken = {handed.layer for all_ in later for handed in all_}
+        self._used_up = [layer for layer in self._sources if layer not in taken]
+        """Layers whose values no layer after this one takes."""
+
+    # what a program calls
+
+    def attend(self, x_TD: Tensor, rope: Ids, step: Step) -> Tensor:
+        """Outputs of the attention, [T, D]; of a layer that runs whole, its own, [T, W]."""
+
+        def run(x_1TW: Tensor, span: Span) -> Tensor:
+            held, committed = span.kv.states, span.kv.committed
+            state = held.take(self._index, span.lo, committed, self._new_state)
+            how = self._how(rope, step, span, state)
+            out = self._attend(self._streams(x_1TW[0]), how, state, span.lo)
+            state.compact()
+            held.put(self._index, span.hi, state, committed)
+            span.kv.reach(span.hi)
+            return out[None]
+
+        spans = list(spans_of(self._around, step))
+        if not spans and self._hooked is not None:
+            return x_TD.new_zeros((len(x_TD), self._around.head_width))
+        return over_spans(x_TD[None], spans, run)[0]
+
+    def _attend(self, x_T: Tensor, how: Mapping[str, Any], state: LayerCache, lo: int) -> Tensor:
+        if self._hooked is not None:
+            out_TD, beside = self._hooked.attend_all(x_T, **how)
+            state.attended[lo] = dict(beside)
+            return out_TD
+        out = self._layer(x_T[None], **how)
+        outs = out if isinstance(out, tuple) else (out,)
+        self._hand_on(state, lo, tensors_beside(outs))
+        return self._rows(outs[0][0])
+
+    def route(self, x_TD: Tensor, mid_TD: Tensor, rope: Ids = (), step: Any = None) -> Routed:
+        """Experts of all tokens; those of dead ones are of no account."""
+        assert self._hooked is not None
+        num, copies = len(x_TD), dict[int, LayerCache]()
+        found: list[tuple[slice, RoutedRows]] = []
+        for span in spans_of(self._around, step):
+            state = span.kv.states.last(self._index, self._new_state)
+            key, rows = id(span.kv), slice(span.at, span.at + span.hi - span.lo)
+            if key not in copies:
+                copies[key] = copy.deepcopy(state)
+            how = self._how(rope, step, span, copies[key])
+            beside, x_T = state.attended[span.lo], self._streams(x_TD[rows])
+            found.append((rows, self._hooked.route(x_T, mid_TD[rows], beside, **how)))
+        if not found:
+            x = x_TD.new_zeros((num, self._around.head_width))
+            ids = torch.arange(self._around.top_k, device=x.device).expand(num, -1)
+            return Routed(x, ids, x.new_zeros(ids.shape), {})
+        like = found[0][1]
+        kept: dict[str, RouterExtras] = {
+            name: _put_together(num, [(at, r.siblings[name]) for at, r in found])
+            for name in like.siblings
+        }
+        ids, x, weights = (
+            _put_together(num, [(at, getattr(r, name)) for at, r in found])
+            for name in ("ids", "hidden", "weights")
+        )
+        return Routed(x, ids, weights, kept)
+
+    def combine(
+        self,
+        x_TD: Tensor,
+        mid_TD: Tensor,
+        routed: Routed,
+        experts_TD: Tensor,
+        rope: Ids = (),
+        step: Any = None,
+    ) -> Tensor:
+        """Outputs of the layer, [T, W], and what it keeps of the tokens is complete."""
+        hooked = self._hooked
+        assert hooked is not None
+
+        def run(x_1TW: Tensor, span: Span) -> Tensor:
+            state = span.kv.states.last(self._index, self._new_state)
+            at = slice(span.at, span.at + span.hi - span.lo)
+            kept = {name: t[at] for name, t in (routed.kept or {}).items() if isinstance(t, Tensor)}
+            how = self._how(rope, step, span, state)
+            beside = state.attended.pop(span.lo)
+            x_T = self._streams(x_1TW[0])
+            out, more = hooked.combine_all(x_T, mid_TD[at], beside, kept, experts_TD[at], **how)
+            self._hand_on(state, span.lo, more)
+            state.compact()
+            return self._rows(out)[None]
+
+        out_TW = over_spans(x_TD[None], list(spans_of(self._around, step)), run)[0]
+        self._let_go(step)
+        return out_TW
+
+    def dense(self, x_TD: Tensor, mid_TD: Tensor, rope: Ids = (), step: Any = None) -> Tensor:
+        """What `attend` gave: the layer ran whole."""
+        self._let_go(step)
+        return mid_TD
+
+    # arguments and values
+
+    def _streams(self, x_TW: Tensor) -> Tensor:
+        """Hidden states as the layer takes them: [T, streams, D] or [T, D]."""
+        return x_TW.reshape(len(x_TW), *self._around.shape)
+
+    def _rows(self, x_T: Tensor) -> Tensor:
+        return x_T.reshape(len(x_T), -1)
+
+    def _how(self, ids: Ids, step: Step, span: Span, state: LayerCache) -> dict[str, Any]:
+        """Arguments of a call for the tokens of a span, beside the hidden states."""
+        around, entry = self._around, entry_of(self._around, ids, step, span)
+        layers = list(entry.cache.layers)
+        for index, own in state.layers.items():
+            layers[index] = own
+        cache = Cache(layers=layers)
+        how = {**entry.given[self._index], **dict.fromkeys(around.caches[self._index], cache)}
+        for name, layer, place in around.handed[self._index]:
+            source = span.kv.states.last(layer, partial(around.new_state, layer))
+            how[name] = source.handed[span.lo].get(place)
+        return how
+
+    def _hand_on(self, state: LayerCache, lo: int, values: Beside) -> None:
+        if self._gives:
+            state.handed[lo] = dict(values)
+
+    def _let_go(self, step: Step) -> None:
+        for layer in self._used_up:
+            for span in step.spans:
+                span.kv.states.last(layer, partial(self._around.new_state, layer)).handed.clear()
+
+
+def _put_together(num_tokens: int, parts: list[tuple[slice, Any]]) -> Tensor:
+    """Rows of all tokens, of which some have parts."""
+    like = parts[0][1]
+    if like.shape[0] == num_tokens:
+        return like  # type: ignore[no-any-return]
+    made = like.new_zeros((num_tokens, *like.shape[1:]))
+    for at, part in parts:
+        made[at] = part
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,134 @@
+"""What layers with a state are found to do before anything is served.
+
+How much they carry, and whether a prompt cut into chunks leaves what a whole one does.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from qllm.errors import ModelError
+from qllm.models.discover import ModelParts, base_model
+from qllm.plan import ModelShape
+from qllm.runner.kv import SlabKV
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.layers.deltas import DeltaMixer
+from qllm.runner.layers.drivers import LayerDriver
+from qllm.runner.layers.recurrent import RecurrentMixer
+from qllm.runner.states import tensors_of
+
+NUM_TRIED = 10
+"""Tokens of the prompt that is cut."""
+CUTS = {"chunks": [0, 4, 7, NUM_TRIED], "tokens": [*range(NUM_TRIED + 1)]}
+LEAST_TOKEN_BYTES = 64
+"""A token counts as so many where no layer keeps KV."""
+CLOSE = 0.05
+"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+
+
+class Carried(NamedTuple):
+    """What a pass over a prompt gave."""
+
+    out_TD: Tensor
+    states: dict[str, Tensor]
+    """By name; what they are is their module's business."""
+
+
+def carry(mixer: RecurrentMixer | DeltaMixer, x_TD: Tensor, cuts: list[int]) -> Carried:
+    """Run the mixer of a layer over the tokens of one request, a pass between every two cuts."""
+    kv, outs, call = SlabKV(0, len(x_TD)), [], cast(Callable[..., Any], mixer)
+    for lo, hi in pairwise(cuts):
+        step = Step([Span(kv, 0, lo, hi)], hi - lo, latent=False)
+        given: dict[str, Any] = {mixer.cache_name: step}
+        out = call(mixer.forward, x_TD[None, lo:hi], **given)
+        outs.append((out[0] if isinstance(out, tuple) else out)[0])
+        kv.committed = hi
+    state = kv.states.take(mixer.index, cuts[-1], cuts[-1], dict)
+    return Carried(torch.cat(outs), tensors_of(state))
+
+
+def mixers_of(drivers: Iterable[LayerDriver]) -> list[RecurrentMixer | DeltaMixer]:
+    """What runs the layers that carry a state."""
+    found = (getattr(driver, "mixer", None) for driver in drivers)
+    return [mixer for mixer in found if isinstance(mixer, RecurrentMixer | DeltaMixer)]
+
+
+def state_bytes(drivers: Iterable[LayerDriver], like_TD: Tensor) -> int:
+    """Bytes of the states of all layers at one position of a request.
+
+    Args:
+        drivers: Of all layers.
+        like_TD: Width, dtype and device of their input, at least one row.
+    """
+    token = torch.zeros_like(like_TD[:1])
+    with torch.inference_mode():
+        found = [carry(mixer, token, [0, 1]) for mixer in mixers_of(drivers)]
+    return sum(t.nbytes for one in found for t in one.states.values())
+
+
+def kv_token_bytes(parts: ModelParts, model: nn.Module) -> int:
+    """Bytes of keys and values of one token in all layers, as they are cached.
+
+    Args:
+        parts: Of the model.
+        model: Its config is asked where an attention does not say it.
+    """
+    config = base_model(model).config
+    size = parts.like.element_size()
+    return size * sum(_kv_width(attn, config) for attn in parts.attentions)
+
+
+def _kv_width(attn: Any, config: Any) -> int:
+    if hasattr(attn, "kv_lora_rank"):
+        return int(attn.kv_lora_rank + attn.qk_rope_head_dim)
+    both = [getattr(attn, name, None) for name in ("k_proj", "v_proj")]
+    linears = [x for x in both if isinstance(x, nn.Linear)]
+    if len(linears) == len(both):
+        return sum(int(x.out_features) for x in linears)
+    head_dim = getattr(attn, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * int(heads) * int(head_dim)
+
+
+def charged(
+    shape: ModelShape, model: nn.Module, parts: ModelParts, drivers: Iterable[LayerDriver]
+) -> tuple[ModelShape, int]:
+    """A shape that says what states are charged, and the bytes of those at one position.
+
+    A request has the states that it goes on from, and those that it writes.
+    """
+    num_bytes = state_bytes(drivers, parts.like)
+    token_bytes = max(kv_token_bytes(parts, model), LEAST_TOKEN_BYTES)
+    return shape._replace(state_tokens=-(-2 * num_bytes // token_bytes)), num_bytes
+
+
+def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact: bool) -> None:
+    """Compare a prompt in chunks, and token by token, with the same prompt in one pass.
+
+    Args:
+        mixer: Of a layer.
+        like_TD: Width, dtype and device of its input.
+        exact: Bits are to be equal, not close.
+
+    Raises:
+        ModelError: They differ, so that no chunk, no decode step could be right.
+    """
+    made = torch.Generator().manual_seed(0)
+    shape = (NUM_TRIED, like_TD.shape[1])
+    x_TD = torch.randn(shape, generator=made).to(like_TD)
+    whole = carry(mixer, x_TD, [0, NUM_TRIED])
+    for how, cuts in CUTS.items():
+        found = carry(mixer, x_TD, cuts)
+        pairs = [("output", found.out_TD, whole.out_TD)]
+        pairs += [(name, t, whole.states[name]) for name, t in found.states.items()]
+        for name, one, other in pairs:
+            far = float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-9))
+            if not (torch.equal(one, other) if exact else far <= CLOSE):
+                raise ModelError(
+                    f"layer {mixer.index} ({mixer.name}) carries a state, and a prompt in {how} "
+                    f"gives another {name} than in one pass: they differ by {far:.3g} of it, "
+                    f"{'no bit' if exact else CLOSE} is allowed"
+                )

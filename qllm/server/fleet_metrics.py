@@ -1,0 +1,59 @@
+"""What /metrics says of each engine of a fleet, by its address."""
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+from qllm.frontend.fleet import FleetClient
+
+from .metrics import Metrics, new_since
+
+CLASSES = ("LS", "BE")
+
+
+class FleetMetrics:
+    """The collectors of a fleet.
+
+    Args:
+        metrics: Of the server, whose registry they join.
+        model_name: A label of every metric.
+        fleet: What they are of.
+    """
+
+    def __init__(self, metrics: Metrics, model_name: str, fleet: FleetClient) -> None:
+        self._model, self._fleet = model_name, fleet
+        self._before: dict[Any, int] = {}
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            names = ["model_name", "engine", *labels]
+            return Gauge(f"qllm:fleet_{name}", text, names, registry=metrics.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            names = ["model_name", *labels]
+            return Counter(f"qllm:fleet_{name}", text, names, registry=metrics.registry)
+
+        self._up = gauge("engine_up", "1 while the engine takes requests")
+        self._open = gauge("requests_open", "Requests of this front end at the engine", "class")
+        self._counts = {
+            "sent": counter("requests_sent", "Requests that the engine got", "engine"),
+            "taken": counter("requests_taken", "Requests open when the engine went", "engine"),
+            "met": counter("engine_meetings", "Times that the engine was met", "engine"),
+        }
+        self._errors = counter("route_errors", "Choices that the route did not make")
+
+    def observe(self) -> None:
+        """Take the numbers as they are now."""
+        for engine in self._fleet.engines():
+            name = engine["engine"]
+            self._up.labels(self._model, name).set(engine["up"])
+            for label in CLASSES:
+                self._open.labels(self._model, name, label).set(engine[label])
+            for what, made in self._counts.items():
+                made.labels(self._model, name).inc(self._new((name, what), engine[what]))
+        new = self._new("errors", self._fleet.num_route_errors)
+        self._errors.labels(self._model).inc(new)
+
+    def _new(self, key: Any, now: int) -> int:
+        before = self._before.get(key, 0)
+        self._before[key] = now
+        return new_since(before, now)

@@ -1,0 +1,255 @@
+"""Several engines on virtual clocks behind one router: the live fleet's own routes and views.
+
+Each engine has its own loop, scheduler and clock, on a thread of its own; one thread runs at a
+time. Before a request is routed, every engine has come to the time of its arrival: the router has
+heard all that happened until then, and nothing of later. The same arguments give the same events.
+"""
+
+import copy
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from qllm.config import EngineConfig
+from qllm.errors import ConfigError
+from qllm.frontend.router import Entry, Router
+from qllm.frontend.routes import Costs, RequestView, Route, load_route
+from qllm.plugins import load_policy
+from qllm.record.metrics import RequestMetrics
+from qllm.record.trace import Event, Trace
+from qllm.sim.costs import CostFile
+from qllm.sim.ingress import VirtualIngress
+from qllm.sim.run import Simulated, SimulatedEngine, no_collector
+from qllm.sim.runner import VirtualClock
+from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled
+from qllm.workloads.spec import RequestSpec
+
+PROBE_TOKENS = 1024
+
+
+class _Ingress(VirtualIngress):
+    """The way into an engine that waits where the next request is routed.
+
+    Args:
+        clock: The engine's.
+        wait_for_others: Called there; when it returns, the request has been routed.
+    """
+
+    def __init__(self, wait_for_others: Callable[[], None], clock: VirtualClock) -> None:
+        super().__init__(clock)
+        self._wait_for_others = wait_for_others
+        self.until_ns: int | None = None
+        """When the next request of the fleet arrives."""
+
+    def next_ns(self) -> int | None:
+        times = [at_ns for at_ns in (super().next_ns(), self.until_ns) if at_ns is not None]
+        return min(times, default=None)
+
+    def arrive(self) -> None:
+        """Take in what is due by now, with what is routed by now."""
+        self.reach()
+        super().arrive()
+
+    def reach(self) -> None:
+        """Wait while a request is to be routed that arrived by now."""
+        while self.until_ns is not None and self.until_ns <= self.clock.at_ns:
+            self._wait_for_others()
+
+
+class _Engine(SimulatedEngine):
+    """One engine of a fleet, on a thread that runs when `advance` lets it."""
+
+    def __init__(
+        self, name: str, router: Router, policy: Any, costs: CostFile, config: EngineConfig
+    ) -> None:
+        super().__init__(policy, costs, config, ingress=partial(_Ingress, self._yield))
+        self.name = name
+        self._router = router
+        self._num_tokens: dict[RequestId, int] = {}
+        self._priorities: dict[RequestId, int] = {}
+        self._runs, self._rests = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"qllm-sim-{name}", daemon=True)
+        self._thread.start()
+
+    ingress: _Ingress
+
+    def advance(self, until_ns: int | None) -> None:
+        """Run up to a time, or until nothing is left; None is to the end."""
+        self.ingress.until_ns = until_ns
+        self._runs.release()
+        self._rests.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Finish the turn that was begun, and end the thread."""
+        self._is_over = True
+        self.ingress.until_ns = None
+        self._runs.release()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _yield(self) -> None:
+        self._rests.release()
+        self._runs.acquire()
+
+    def _run(self) -> None:
+        self._runs.acquire()
+        try:
+            while not self._is_over:
+                if self.has_work:
+                    self.step()
+                else:
+                    self._yield()
+        except BaseException as error:  # noqa: BLE001 - raised where it was advanced
+            self._error = error
+        self._rests.release()
+
+    def give(self, spec: RequestSpec, at_ns: int, request_id: RequestId) -> None:
+        """Let a request arrive."""
+        self._num_tokens[request_id], self._priorities[request_id] = 0, spec.priority
+        self.submit(spec, at_ns, request_id)
+
+    def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        self.ingress.reach()
+        number = sampled.request_id
+        self._num_tokens[number] += 1
+        self._router.heard(number, self._num_tokens[number], self._priorities[number])
+        return super().on_token(sampled, at_ns)
+
+    def on_finish(
+        self,
+        request_id: RequestId,
+        reason: FinishReason,
+        error: str | None,
+        metrics: RequestMetrics | None,
+    ) -> None:
+        self.ingress.reach()
+        self._router.left(request_id)
+        del self._num_tokens[request_id], self._priorities[request_id]
+        super().on_finish(request_id, reason, error, metrics)
+
+
+def costs_of(costs: CostFile, config: EngineConfig) -> Costs:
+    """What a router knows of a machine's speed."""
+    capacity = costs.capacity(config)
+    return Costs(
+        token_s=1 / capacity.prefill_tokens_per_s,
+        step_s=costs.step_ns(1, 0, PROBE_TOKENS) / NS_PER_S,
+        output_s=1 / capacity.output_tokens_per_s,
+    )
+
+
+def simulate_fleet(
+    requests: Iterable[RequestSpec],
+    policy: str | Any,
+    costs: CostFile,
+    *,
+    engines: int,
+    route: str | Route = "class",
+    policy_settings: Mapping[str, Any] | None = None,
+    config: EngineConfig | None = None,
+    seconds: float | None = None,
+    record: Callable[[Entry], object] | None = None,
+) -> Simulated:
+    """Serve requests with several equal engines on virtual clocks.
+
+    Simulated prompts have no tokens, so no prefix is kept: `prefix` chooses as `class` does.
+
+    Args:
+        requests: What arrives and when.
+        policy: Of every engine: a name, or an object that is copied.
+        costs: The model and the machine of each.
+        engines: How many.
+        route: A name, `module:function`, or a function.
+        policy_settings: Parameters of a policy given by name.
+        config: Settings of every engine; None takes the defaults, with the machine's KV.
+        seconds: Length of the window, as for `simulate`.
+        record: Called with every entry of the router.
+
+    Raises:
+        ConfigError: The policy, a setting or the route is unknown, or `engines` is no count.
+        PolicyError: A policy raised, broke an invariant, or stalls.
+    """
+    if engines < 1:
+        raise ConfigError(f"engines={engines!r} must be >= 1")
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(f"seconds={seconds!r} must be > 0")
+    config = config or EngineConfig(max_kv_tokens=costs.max_kv_tokens)
+    made = load_policy(policy, policy_settings)
+    router = Router(load_route(route) if isinstance(route, str) else route, record)
+    worlds = [
+        _Engine(f"engine-{i}", router, copy.deepcopy(made), costs, config) for i in range(engines)
+    ]
+    known = costs_of(costs, config)
+    for world in worlds:
+        router.up(world.name, costs=known, seats=config.max_num_seqs)
+    begun, refused = time.process_time(), 0
+    end_ns = None if seconds is None else round(seconds * NS_PER_S)
+    with no_collector():
+        for number, spec in enumerate(sorted(requests, key=lambda r: r.at_s)):
+            at_ns = round(spec.at_s * NS_PER_S)
+            if not worlds[0].fits(spec):
+                refused += 1
+            elif end_ns is None or at_ns < end_ns:
+                _route(number, spec, at_ns, worlds, router)
+        for world in worlds:
+            world.advance(end_ns)
+        for world in worlds:
+            world.end()
+            world.close()
+    events = heapq.merge(*(_of_fleet(world, i, engines) for i, world in enumerate(worlds)), key=_at)
+    trace = Trace(list(events), meta=_meta(costs, made, router))
+    last_ns = max(world.clock.at_ns for world in worlds)
+    return Simulated(
+        trace=trace,
+        start_ns=0,
+        end_ns=last_ns if end_ns is None else end_ns,
+        max_lag_ms=0.0,
+        refused=refused,
+        expert_loads=sum(world.runner.expert_loads for world in worlds),
+        decisions=sum(world.num_turns for world in worlds),
+        cpu_s=time.process_time() - begun,
+    )
+
+
+def _route(
+    number: RequestId, spec: RequestSpec, at_ns: int, worlds: list[_Engine], router: Router
+) -> None:
+    """Let a request arrive where the route says, once all engines have come to its time."""
+    for world in worlds:
+        if world.clock.at_ns < at_ns:
+            world.advance(at_ns)
+    request = RequestView(spec.priority, spec.longest_prompt, spec.max_tokens)
+    found = router.choose(request, at_ns / NS_PER_S)
+    assert found is not None
+    router.sent(number, request, found)
+    next(w for w in worlds if w.name == found.name).give(spec, at_ns, number)
+
+
+def _meta(costs: CostFile, policy: Any, router: Router) -> dict[str, Any]:
+    sent = {engine.name: engine.num_sent for engine in router.engines}
+    return {"model": costs.title, "policy": repr(policy), "simulated": True, "sent": sent}
+
+
+def _at(event: Event) -> int:
+    return event.at_ns
+
+
+def _of_fleet(world: _Engine, index: int, num: int) -> Iterable[Event]:
+    """Events of one engine, whose frames have numbers that no other engine's have."""
+    for event in world.record:
+        changed: dict[str, Any] = {}
+        for name in ("frame_id", "by_frame_id"):
+            if hasattr(event, name):
+                changed[name] = getattr(event, name) * num + index
+        if hasattr(event, "from_frames"):
+            changed["from_frames"] = tuple(f * num + index for f in event.from_frames)
+        yield replace(event, **changed) if changed else event
