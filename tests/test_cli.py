@@ -16,6 +16,7 @@ from qllm.cli import app
 from qllm.cli.app import FAILED, INTERRUPTED
 from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.frontend.handle import Handle, Piece
+from qllm.ingress import Revision
 from qllm.measure.random_moe import make_random_moe
 from qllm.plan import Row
 from qllm.record.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace
@@ -190,18 +191,18 @@ def test_run_reads_while_the_pipe_is_open(model: Path, monkeypatch: pytest.Monke
     """The engine is told of a line before the next one comes, also of one cut inside a letter."""
     data = [f"líne {i} of what is retrieved\n".encode() for i in range(20)]
     cuts, told = [*data[:10], data[10][:2], data[10][2:], *data[11:]], list[int]()
-    revise, at_read = GrowingPrompt._revise, list[int]()
+    revise, at_read = Handle.revise, list[int]()
 
-    def watched(self: GrowingPrompt, keep: int, rest: Any) -> None:
-        revise(self, keep, rest)
-        told.append(keep + len(rest.token_ids))
+    def watched(self: Handle, item: Revision) -> None:
+        revise(self, item)
+        told.append(item.keep + len(item.rest.token_ids))
 
     class Pipe(io.BytesIO):
         def read1(self, size: int | None = -1, /) -> bytes:
             at_read.append(told[-1] if told else 0)
             return cuts.pop(0) if cuts else b""
 
-    monkeypatch.setattr(GrowingPrompt, "_revise", watched)
+    monkeypatch.setattr(Handle, "revise", watched)
     arguments = ["run", str(model), "--max-tokens", "3", "--temperature", "0"]
     done = runner.invoke(app, [*arguments, "--stdin"], input=Pipe())
     assert done.exit_code == 0, done.stderr
