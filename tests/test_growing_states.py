@@ -76,14 +76,14 @@ def test_the_end_may_be_where_the_state_is(engine: Engine) -> None:
     """The last token is computed for its logits, and the state has seen it already."""
     ids = ids_of(100)
     prompt = opened(engine, ids)
-    revise = prompt._revise
+    revise = prompt.handle._revise
 
     def full(*_: object) -> None:
         raise QueueFullError("full")
 
-    prompt._revise = full  # type: ignore[method-assign]
+    prompt.handle._revise = full
     prompt.replace(99, [])
-    prompt._revise = revise  # type: ignore[method-assign]
+    prompt.handle._revise = revise
     found = engine.end(prompt)
     assert found[0].metrics.revise_lost_tokens == 99
     equal(found, engine.whole(ids[:99]))
@@ -93,7 +93,9 @@ def test_the_end_may_be_where_the_state_is(engine: Engine) -> None:
 @pytest.mark.parametrize("swap", [0, 512])
 def test_states_of_prompts_whose_kv_is_taken(family: str, swap: int) -> None:
     """By swap a state stays, and is cut or goes on as any; without it all is computed again."""
-    with engine_of(family, max_kv_tokens=256, swap_kv_tokens=swap) as made:
+    with engine_of(
+        family, max_kv_tokens=480, swap_kv_tokens=2 * swap
+    ) as made:  # 144 and 96 for states
         for keep in (0, 40, 148, 149):
             first, then = ids_of(149), ids_of(60, 4)
             want = made.whole(first[:keep] + then)

@@ -4,6 +4,7 @@ LongRoPE (Phi-3.5-MoE, whose `generate` drops its cache at the original length; 
 same settings, whose `generate` keeps it) and dynamic NTK.
 """
 
+import copy
 import random
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def model_of(kind: str, dtype: str = "fp32") -> Any:
     family, changes = KINDS[kind]
     make_config, make = MAKERS[family]
     config = make_config()
-    made = type(config)(**{**config.to_dict(), **changes})
+    made = type(config)(**{**config.to_dict(), **copy.deepcopy(changes)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MAKERS, family, (lambda: made, make))
         return make_model(family, DTYPES[dtype])

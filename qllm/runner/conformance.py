@@ -25,6 +25,7 @@ from qllm.errors import ConfigError, ModelError
 from qllm.models.discover import base_model, discover
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner import reference
+from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.drivers import HookedDriver
 from qllm.runner.layers.trial import mixers_of, refuse_chunks
 from qllm.runner.reference import LayerPass, Pass, by_expert, pinned, unit
@@ -216,7 +217,8 @@ class _Probe:
         assert seen.given_TD is not None
         assert seen.attn_spread_T is not None
         where, scale = f"the attention of {self._layer(layer)}", parts.residual_multiplier or 1.0
-        if isinstance(self.runner.backend.drivers[layer], HookedDriver):
+        drivers = self.runner.backend.drivers
+        if isinstance(drivers[layer], HookedDriver | AroundDriver):
             self._require(tensors["mid"], seen.attn_TD, seen.attn_spread_T, where)
             tensors["mid"] = seen.given_TD.clone()
             return
