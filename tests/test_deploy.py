@@ -228,7 +228,7 @@ def deployment() -> Any:
 
 
 def test_probes_ask_for_what_the_server_has() -> None:
-    routes = probes.routes(SimpleNamespace()).routes  # type: ignore[arg-type]
+    routes = probes.routes(SimpleNamespace(engine=SimpleNamespace(fleet=None))).routes  # type: ignore[arg-type]
     paths = {route.path for route in routes}  # type: ignore[attr-defined]
     (container,) = deployment()["spec"]["containers"]
     asked = {n: container[f"{n}Probe"]["httpGet"] for n in ("startup", "liveness", "readiness")}

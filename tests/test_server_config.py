@@ -41,7 +41,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "max_header_bytes": 2048, "max_prompt_bytes": 2048,
         "role": "engine", "listen": "a:1", "engine_address": "a:1",
         "profile": "shm", "ssl_cert_reqs": "required", "access_log": False,
-        "objectives": {"batch": "BE"},
+        "objectives": {"batch": "BE"}, "ray": {"replicas": 2},
     }  # fmt: skip
     companions: dict[str, dict[str, Any]] = {
         "role": {"listen": "a:1"}, "listen": {"role": "engine"},
