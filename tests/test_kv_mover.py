@@ -356,7 +356,7 @@ def test_bounds_hold_while_the_mover_is_busy(name: str, bound_ms: int) -> None:
     keeper, disk, prefix = attach(world)
     most = prefix._copy_bytes
     longest = max(world.submitted.values(), key=lambda item: item.num_prompt_tokens)
-    for slot, key in enumerate(prefix._chain(longest, longest.token_ids).upto(400)):
+    for slot, key in enumerate(prefix.chain(longest, longest.token_ids).upto(400)):
         prefix.tier.index.add(key, Kept(slot, 0), BE, 0)  # type: ignore[union-attr]
     turn, copied = prefix.turn, []
 
