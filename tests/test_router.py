@@ -158,7 +158,9 @@ def test_engines_that_only_decode_or_take_nothing_are_left_out() -> None:
     router = Router(least)
     assert router.choose(router.view(0, [1], 1), 0.0) is None
     router.up("decodes", role="decode")
-    assert router.choose(router.view(0, [1], 1), 0.0) is None
+    alone = router.choose(router.view(0, [1], 1), 0.0)
+    assert alone is not None
+    assert alone.name == "decodes", "nobody else is there"
     router.up("a")
     router.up("prefills", role="prefill")
     found = router.choose(router.view(0, [1], 1), 0.0, without=["a"])
