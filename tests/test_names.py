@@ -15,15 +15,15 @@ HOMES = {
     # a lock is a lock; what lets front ends of other machines in is a listener
     "door": "",
     # the CPU beside a device; a machine's name where addresses are
-    "host": "cli config cuda device engine.remote ingress.remote server",
+    "host": "cli config cuda device engine.remote ingress.remote server ray.run",
     # the tensors of captured stages
     "lane": "cuda device engine.gpu",
     # some layers captured as one graph; and Triton's own name of a parameter
     "stage": "cuda device kernels.triton",
     # what the request log does with an open request; and CUDA's own word for graphs
-    "replay": "cuda frontend llm server",
+    "replay": "cuda frontend llm ray server",
     # one of max_num_seqs
-    "seat": "device engine.gpu scheduler server.worker sim.capacity workloads.generators",
+    "seat": "device engine.gpu engine.served frontend ray scheduler server sim workloads.generators",
 }
 """Word -> where identifiers may have it."""
 

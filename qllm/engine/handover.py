@@ -237,7 +237,7 @@ class HandOver:
         try:
             memory = self._pull(source, allow, choose, wanted)
             with torch.inference_mode():
-                return self._stage(memory, *found[0], item, pages)
+                return self._prepare(memory, *found[0], item, pages)
         finally:
             with self._lock:
                 self._num_coming -= taken
@@ -255,7 +255,7 @@ class HandOver:
                 found[page] = prefix.store.read(name)
         return found
 
-    def _stage(
+    def _prepare(
         self,
         memory: mmap.mmap,
         header: Header,
