@@ -23,7 +23,8 @@ HOMES = {
     # what the request log does with an open request; and CUDA's own word for graphs
     "replay": "cuda frontend llm ray server",
     # one of max_num_seqs
-    "seat": "device engine.gpu engine.served frontend ray scheduler server sim workloads.generators",
+    "seat": "device engine.gpu engine.served frontend ray scheduler server sim "
+    "workloads.generators",
 }
 """Word -> where identifiers may have it."""
 
