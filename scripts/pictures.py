@@ -36,7 +36,9 @@ def watch(browser: Any, url: str, size: str, scheme: str, seconds: float) -> Any
     """A page that has looked for a while."""
     width, height = SIZES[size]
     view = {"width": width, "height": height}
-    page = browser.new_page(viewport=view, color_scheme=scheme, device_scale_factor=1)
+    page = browser.new_page(
+        viewport=view, color_scheme=scheme, device_scale_factor=1, locale="en-US"
+    )
     page.goto(f"{url}/ui")
     page.wait_for_timeout(1000 * seconds)
     return page

@@ -69,7 +69,7 @@ def test_the_live_page_shows_an_answer(served: Serving) -> None:
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        page = browser.new_page()
+        page = browser.new_page(locale="en-US")
         page.goto(f"{served.url}/ui")
         page.fill("#text", QUESTION)
         page.click("#send")

@@ -69,7 +69,8 @@ class Opened:
     def __init__(self, chromium: Any, url: str, size: str, scheme: str, **more: Any) -> None:
         width, height = SIZES[size]
         view = {"width": width, "height": height}
-        self.context = chromium.new_context(viewport=view, color_scheme=scheme, **more)
+        how = {"viewport": view, "color_scheme": scheme, "locale": "en-US"}  # not the machine's
+        self.context = chromium.new_context(**how, **more)
         self.page = self.context.new_page()
         self.asked: list[str] = []
         self.wrong: list[str] = []
