@@ -21,6 +21,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Latents": attention._Latents,
     "Part": attention.PartStruct,
     "DeltaNet": deltas.DeltaStruct,
+    "Codes": quantised.CodesStruct,
     "Router": routers._Router,
     "Experts": experts._Experts,
     "Mlp": experts._Mlp,
