@@ -6,7 +6,7 @@ from dataclasses import replace
 from qllm.engine.holding import HoldingIngress, Inbox
 from qllm.errors import InvalidRequestError
 from qllm.grammar import Matcher, Vocabulary
-from qllm.ingress import Call, Revision, Submission
+from qllm.ingress import LOOK, Revision, Submission
 from qllm.types import Priority, RequestId
 
 Built = Future[Matcher]
@@ -46,7 +46,7 @@ class GrammarIngress(HoldingIngress[Built]):
             name = f"qllm-grammar-{'LS' if is_ls else 'BE'}"
             self._builders[is_ls] = ThreadPoolExecutor(1, name)
         work = self._builders[is_ls].submit(self._vocabulary.matcher, form)
-        work.add_done_callback(lambda _: self._inner.put(Call(_nothing, _ignore)))  # wakes the loop
+        work.add_done_callback(lambda _: self._inner.put(LOOK))
         return work
 
     def _hold_revision(self, item: Revision) -> Built | None:
@@ -66,11 +66,3 @@ class GrammarIngress(HoldingIngress[Built]):
         is_ours = isinstance(error, InvalidRequestError)
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         return replace(bare, wrong=text)
-
-
-def _nothing() -> None:
-    """What the loop is asked for when it is only to look."""
-
-
-def _ignore(*_: object) -> None:
-    """Nobody waits for the answer."""

@@ -8,7 +8,7 @@ from qllm.engine.costs import Costs
 from qllm.engine.handover import Brought, HandOver
 from qllm.engine.holding import HoldingIngress, Inbox
 from qllm.errors import ConfigError
-from qllm.ingress import Call, Submission
+from qllm.ingress import LOOK, Submission
 from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, RequestId
 
@@ -86,7 +86,7 @@ class HandedIngress(HoldingIngress[Coming]):
         now_ns = self.handover.now_ns()
         coming = Coming(now_ns + max(SLACK_NS, self._costs.prefill_ns(len(item.token_ids))))
         coming.work = self.handover.fetch(item, source, lambda: coming.is_wanted)
-        coming.work.add_done_callback(lambda _: self._inner.put(Call(_nothing, _ignore)))
+        coming.work.add_done_callback(lambda _: self._inner.put(LOOK))
         return coming
 
     def _is_ready(self, item: Submission, wanted: Coming) -> bool:
@@ -116,11 +116,3 @@ class HandedIngress(HoldingIngress[Coming]):
             left_ns = max(0, due_ns - self.handover.now_ns())
             timeout_ns = left_ns if timeout_ns is None else min(timeout_ns, left_ns)
         super().wait(timeout_ns)
-
-
-def _nothing() -> None:
-    """What the loop is asked for when it is only to look."""
-
-
-def _ignore(*_: object) -> None:
-    """Nobody waits for the answer."""

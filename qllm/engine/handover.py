@@ -138,7 +138,7 @@ class HandOver:
         live = self._loop.live.get(event.request_id)
         if live is None or live.submission.num_output_tokens or live.request.num_output_tokens > 1:
             return
-        self._put(Call(partial(self.give, event.request_id), _ignore))
+        self._put(Call(partial(self.give, event.request_id)))
 
     def _pack(self, live: Live) -> str:
         """Let a row leave its frame, at the start of the layer it is in; the ticket of its KV."""
@@ -327,10 +327,6 @@ class HandOver:
     def close(self) -> None:
         """Fetch nothing more; nothing is waited for."""
         self._workers.shutdown(wait=False, cancel_futures=True)
-
-
-def _ignore(*_: object) -> None:
-    """Nobody waits for the answer."""
 
 
 def handover_of(

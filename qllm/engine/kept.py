@@ -18,7 +18,7 @@ from qllm.engine.pages import STATES_IN_FILE, KvPages, num_states, why_not
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.tier import FileTier, Kept
 from qllm.errors import ConfigError, QllmError
-from qllm.ingress import Call
+from qllm.ingress import LOOK
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
@@ -138,7 +138,7 @@ class KeptPages:
         self._tier = FileTier(self.mover, index, free, size, page_size, self._costs)
 
     def _wake(self) -> None:
-        self._ingress.put(Call(_nothing, _ignore))
+        self._ingress.put(LOOK)
 
     def stats(self) -> dict[str, Any]:
         """What the file holds and did; nothing without one. Callable from any thread."""
@@ -192,11 +192,3 @@ class KeptPages:
             self._file.close()
         if self._lock is not None:
             self._lock.close()
-
-
-def _nothing() -> None:
-    """What the loop is asked for when it is only to look."""
-
-
-def _ignore(*_: object) -> None:
-    """Nobody waits for the answer."""

@@ -264,7 +264,7 @@ class LoopEngine(ServedEngine):
         self._core.loop.close()
 
     def post(self, function: Callable[[], None]) -> None:
-        self._ingress.put(Call(function, _ignore))
+        self._ingress.put(Call(function))
 
     def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus | None]:
         found = map(self._core.loop.live.get, request_ids)
@@ -323,7 +323,3 @@ def check_compilable(policy: Any) -> None:
     load_native()
     rank_tree(policy)
     refuse_policy(policy, CAPABILITIES)
-
-
-def _ignore(result: Any, error: BaseException | None) -> None:
-    """For calls that nobody waits for."""

@@ -225,7 +225,7 @@ class ThreadClient(Client):
         self.is_leaving = True
         with self._ending:
             if self._thread.is_alive():
-                self.ingress.put(Call(self.loop.close, lambda *_: None))
+                self.ingress.put(Call(self.loop.close))
                 self._thread.join()
                 gc.unfreeze()
             self._closed = True

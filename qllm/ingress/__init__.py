@@ -7,6 +7,7 @@ share. What a ring's records look like is said once, in `layout`.
 from qllm.ingress.inproc import InprocIngress, StopWord
 from qllm.ingress.protocol import (
     CONTROL,
+    LOOK,
     ArrivalWord,
     Call,
     Cancel,
@@ -19,6 +20,7 @@ from qllm.ingress.protocol import (
 
 __all__ = [
     "CONTROL",
+    "LOOK",
     "ArrivalWord",
     "Call",
     "Cancel",

@@ -104,11 +104,19 @@ class Update(NamedTuple):
     """Whether it stops or goes on; None leaves it."""
 
 
+def _ignore(result: Any, error: BaseException | None) -> None:
+    """Nobody waits for the answer."""
+
+
 class Call(NamedTuple):
     """Run a function on the loop's thread, between two programs."""
 
     function: Callable[[], Any]
-    answer: Callable[[Any, BaseException | None], None]
+    answer: Callable[[Any, BaseException | None], None] = _ignore
+
+
+LOOK = Call(lambda: None)
+"""Has the loop look at what has changed."""
 
 
 Item = Submission | Revision | Cancel | Update | Call

@@ -347,7 +347,7 @@ class ShmIngress:
                 self.stop.lower(item.priority, came_ns)  # before our time: replayed
         if self.control.stop and not self._closing:
             self._closing = True
-            self._local.append(Call(self._close, lambda *_: None))
+            self._local.append(Call(self._close))
         if cancels or self._local:
             self.stop.lower(CONTROL, self._now_ns())
         self._items += (*prompts, *cancels)
