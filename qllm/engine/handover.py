@@ -352,7 +352,7 @@ def handover_of(
         "weights": weights,
         "software": software(),
         "kernels": repr(sorted(runner.names.items())),
-        "dtype": str(runner.parts.lm_head.weight.dtype),
+        "dtype": str(runner.parts.like.dtype),
         "exactness": config.exactness,
         "page size": str(config.page_size),
     }

@@ -12,7 +12,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
@@ -224,6 +224,31 @@ class Client(ABC):
         Raises:
             EngineClosedError: The engine is that of the process from which this one was forked.
         """
+
+
+class FarClient(Client):
+    """A client that refuses what is for the engine's own host."""
+
+    @property
+    @abstractmethod
+    def _why_not(self) -> str:
+        """Whose it is, and where this front end is: the rest of a sentence."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(f"{what} is for {self._why_not}")
+
+    @property
+    def trace(self) -> Trace:
+        self._refuse("the trace")
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        self._refuse("call")
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        self._refuse("checkpoint")
+
+    def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
+        self._refuse("restore")
 
 
 _OPEN: set[Client] = set()

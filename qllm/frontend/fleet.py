@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from qllm.errors import ConfigError, EngineClosedError, QllmError
-from qllm.frontend.client import Client, MakeHandle
+from qllm.frontend.client import FarClient
 from qllm.frontend.fleet_requests import FleetLog, SharedRouter
 from qllm.frontend.fleet_stats import FleetStats
 from qllm.frontend.handle import Handle
@@ -34,7 +34,6 @@ from qllm.frontend.rings import RingClient
 from qllm.frontend.router import Entry
 from qllm.frontend.routes import Costs, Role, Route, load_route
 from qllm.ingress import Revision, Submission, Update
-from qllm.record.trace import Trace
 from qllm.types import NS_PER_S, RequestId, RequestStatus
 
 LOOK_S = 0.05
@@ -74,7 +73,7 @@ def meet(
     return FleetClient.connect(names, profile=profile, secret_file=file, **settings)
 
 
-class FleetClient(Client):
+class FleetClient(FarClient):
     """A client of several engines. Every method may be called from any thread.
 
     It has many methods because each answers one of `Client`, most in a line or two.
@@ -228,7 +227,7 @@ class FleetClient(Client):
         with self._routing.lock:
             self._routing.router.down(member.name)
             wait_s = member.is_out(why)
-            others = any(map(takes_requests, self.members.values()))
+            others = self._serves
         _log.error("%s; it is tried again in %.1f s", why, wait_s)
         client.close()  # from now on every request of it is in the log
         self._stats.gone(member.name)
@@ -322,12 +321,11 @@ class FleetClient(Client):
                     put(client)
                 return
             except EngineClosedError:
-                if not last or not any(map(takes_requests, self.members.values())):
+                if not last or not self._serves:
                     raise
 
     def _client_of(self, request_id: RequestId) -> RingClient | None:
-        clients = [m.client for m in self.members.values() if m.client is not None]
-        return next((c for c in clients if request_id in c.handles), None)
+        return next((c for c in self._up() if request_id in c.handles), None)
 
     def cancel(self, request_id: RequestId) -> None:
         if (client := self._client_of(request_id)) is not None:
@@ -356,6 +354,10 @@ class FleetClient(Client):
 
     # -- as a client
 
+    @property
+    def _serves(self) -> bool:
+        return any(map(takes_requests, self.members.values()))
+
     def _up(self) -> list[RingClient]:
         return [m.client for m in self.members.values() if m.client is not None]
 
@@ -370,7 +372,7 @@ class FleetClient(Client):
     def _raise_if_closed(self) -> None:
         if self._ended.is_set():
             raise EngineClosedError("the fleet was closed; make a new one")
-        if not any(map(takes_requests, self.members.values())):
+        if not self._serves:
             raise EngineClosedError(none_serves(self.members))
 
     @property
@@ -399,20 +401,8 @@ class FleetClient(Client):
         raise EngineClosedError(none_serves(self.members))
 
     @property
-    def trace(self) -> Trace:
-        self._refuse("the trace")
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        self._refuse("call")
-
-    def checkpoint(self, path: Any) -> int:
-        self._refuse("checkpoint")
-
-    def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
-        self._refuse("restore")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(f"{what} is for one engine, and this front end has several; ask that one")
+    def _why_not(self) -> str:
+        return "one engine, and this front end has several; ask that one"
 
     def reset_prefix_cache(self) -> None:
         with self._routing.lock:

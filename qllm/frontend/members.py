@@ -13,9 +13,9 @@ from qllm.errors import ConfigError, QllmError, shown
 from qllm.frontend.rings import RingClient
 
 OF_ONE_ENGINE = {
-    *("kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "conformance", "role", "handover_gib"),
+    "conformance", "handover_gib", "kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "role",
     "swap_kv_tokens",
-}
+}  # fmt: skip
 """Settings that may differ between the engines of a fleet: no answer depends on them."""
 
 

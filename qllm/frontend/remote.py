@@ -9,16 +9,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from qllm.config import EngineConfig, engine_config
 from qllm.engine.remote import offer, peer_from
 from qllm.errors import ConfigError, EngineClosedError
-from qllm.frontend.client import MakeHandle
-from qllm.frontend.handle import Handle
+from qllm.frontend.client import FarClient
 from qllm.frontend.open import Open
 from qllm.frontend.rings import CLOSE_S, RingClient
 from qllm.ingress import Submission
@@ -29,7 +28,6 @@ from qllm.ingress.remote.nixl import Link, NixlError, NixlFrontEnd
 from qllm.ingress.remote.pull import PullingFrontEnd
 from qllm.ingress.shm import Doorbell
 from qllm.plan import ModelShape
-from qllm.record.trace import Trace
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
@@ -96,7 +94,7 @@ class RemoteHello(NamedTuple):
         return cls(known, config, message["trace_meta"], str(message["model"]))
 
 
-class RemoteClient(RingClient):
+class RemoteClient(FarClient, RingClient):
     """A front end of an engine on another host.
 
     It has many methods because each answers one of `Client`, most in a line or two.
@@ -261,29 +259,15 @@ class RemoteClient(RingClient):
             raise ConfigError(str(answer["error"]))
         return answer["ok"]
 
-    @property
-    def trace(self) -> Trace:
-        self._refuse("the trace")
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        self._refuse("call")
-
-    def checkpoint(self, path: Any) -> int:
-        self._refuse("checkpoint")
-
     def reset_prefix_cache(self) -> None:
         self._ask("reset_prefix_cache")
 
     def delete_kv(self, tag: bytes) -> int:
         return int(self._ask("delete_kv", tag.hex()))
 
-    def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
-        self._refuse("restore")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(
-            f"{what} is for the engine's own host; this front end meets it at {self._address}"
-        )
+    @property
+    def _why_not(self) -> str:
+        return f"the engine's own host; this front end meets it at {self._address}"
 
     def drain(self) -> None:
         """Only here: the engine has other front ends."""

@@ -175,7 +175,7 @@ class Router:
         Args:
             request: From `view`.
             now_s: Time, for pools.
-            without: Names of engines that take no prompts now.
+            without: Names of engines that take no requests now.
         """
         engines = self._taking[request.is_begun]
         if without:

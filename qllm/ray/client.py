@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QllmError
-from qllm.frontend.client import MakeHandle
+from qllm.errors import EngineClosedError, InvalidRequestError, QllmError
+from qllm.frontend.client import FarClient
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
@@ -28,7 +28,6 @@ from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, 
 from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
 from qllm.ingress.layout import PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.ring import Record
-from qllm.record.trace import Trace
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 from .stats import merged
@@ -336,7 +335,7 @@ class Streams(FrontEndPort):
             self.owner.hear()
 
 
-class RayClient(RingClient):
+class RayClient(FarClient, RingClient):
     """A front end of all engines of a deployment.
 
     It has many methods because each answers one of `Client`, most in a line or two.
@@ -429,27 +428,15 @@ class RayClient(RingClient):
             return merged(self._calls.all("ask", op))
         return self._calls.one("ask", op, *args)
 
-    @property
-    def trace(self) -> Trace:
-        self._refuse("the trace")
-
-    def call(self, function: Any) -> Any:
-        self._refuse("call")
-
-    def checkpoint(self, path: Any) -> int:
-        self._refuse("checkpoint")
-
     def reset_prefix_cache(self) -> None:
         self._calls.all("ask", "reset_prefix_cache")
 
     def delete_kv(self, tag: bytes) -> int:
         return sum(self._calls.all("ask", "delete_kv", tag))
 
-    def restore(self, path: Any, make: MakeHandle) -> list[Handle]:
-        self._refuse("restore")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(f"{what} is for an engine on this machine; these are replicas of Ray")
+    @property
+    def _why_not(self) -> str:
+        return "an engine on this machine; these are replicas of Ray"
 
     def drain(self) -> None:
         """Only here: the engines have other front ends."""

@@ -157,7 +157,7 @@ def cut_rule(
     dtype = parts.like.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
     width = parts.lm_head.in_features
-    item = parts.lm_head.weight.element_size()
+    item = parts.like.element_size()
     segment = max_segment_ms * NS_PER_MS * FILL
     moe: Any = next((x.experts for x in parts.layers if x.experts is not None), None)
     one = (moe.gate_up_proj[0].numel() + moe.down_proj[0].numel()) if moe is not None else 0
