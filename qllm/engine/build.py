@@ -262,6 +262,7 @@ class EngineCore(LoadedRunner):
         threads: Threads torch computes with; None leaves torch's choice.
         decided: See `EngineLoop`.
         pull: Fetches KV of other engines.
+        weights: Digest of the model's weights; None has it taken where it is needed.
 
     Raises:
         ConfigError: A setting that the device does not have.
@@ -280,12 +281,13 @@ class EngineCore(LoadedRunner):
         threads: int | None,
         decided: Callable[[int, int], None] | None = None,
         pull: Pull | None = None,
+        weights: str | None = None,
     ) -> None:
         self.handover: HandOver | None = None
-        weights = ""
-        if config.kv_dir is not None or config.handover_gib:  # now, since the runner packs them
-            with torch_threads(threads):
+        if weights is None and (config.kv_dir is not None or config.handover_gib):
+            with torch_threads(threads):  # now, since the runner packs them
                 weights = weights_digest(loaded.model)
+        weights = weights or ""
         super().__init__(loaded, policy, config, threads)
         try:
             shape, sampler = self.runner.shape, self.runner.sampler

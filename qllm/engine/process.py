@@ -145,6 +145,13 @@ class EngineProcess:
             policy = unpickled_policy(start.policy)
         else:
             policy = load_policy(start.policy, start.policy_settings)
+        kind = _kind_of(start.config)
+        kind.check(policy, start.config)
+        loaded = load(start.model, **start.load)
+        weights, code = None, ""
+        if start.listen is not None or start.meeting is not None:  # before the runner packs them
+            with torch_threads(start.threads):
+                weights, code = weights_digest(loaded.model), software()
         context = ProcessContext(
             control=self._control,
             doorbell=self._doorbell,
@@ -153,16 +160,10 @@ class EngineProcess:
             profile=None if (met := start.meeting) is None else met.profile,
             pull=None if met is None else Puller(met.secret, met.profile),
             threads=start.threads,
+            weights=weights,
         )
-        kind = _kind_of(start.config)
-        kind.check(policy, start.config)
-        loaded = load(start.model, **start.load)
-        weights = code = ""
-        if start.listen is not None or start.meeting is not None:  # before the runner packs them
-            with torch_threads(start.threads):
-                weights, code = weights_digest(loaded.model), software()
         engine = kind(loaded, policy, start.config, context)
-        engine.prepared.info = engine.prepared.info._replace(weights=weights, software=code)
+        engine.prepared.info = engine.prepared.info._replace(weights=weights or "", software=code)
         return engine
 
     def _send_rest(self, engine: ServedEngine) -> None:

@@ -46,6 +46,8 @@ class ProcessContext(NamedTuple):
     threads: int | None
     pull: Pull | None = None
     """Fetches KV of other engines."""
+    weights: str | None = None
+    """Digest of the model's weights, if it was taken."""
 
 
 class ServedEngine(ABC):
@@ -225,6 +227,7 @@ class LoopEngine(ServedEngine):
             loaded, policy, config,
             ingress=self._ingress, sink=RingSink(self._ingress.ports), now_ns=context.now_ns,
             threads=context.threads, decided=self._ingress.decided, pull=context.pull,
+            weights=context.weights,
         )  # fmt: skip
 
     def serve(self) -> BaseException | None:

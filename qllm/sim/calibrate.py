@@ -413,12 +413,11 @@ def _cost_file(
     costs, errors = fit([s for m in measured for s in m.ops], shape)
     step_ns, step_row_ns = _fit_gaps([gap for m in measured for gap in m.gaps])
     bank = next((bank for bank in runner.backend.compute.banks if bank is not None), None)
-    weight = runner.parts.lm_head.weight
     return CostFile(
         model=model,
         machine=machine_name(),
         threads=threads,
-        dtype=str(weight.dtype).removeprefix("torch."),
+        dtype=str(runner.parts.like.dtype).removeprefix("torch."),
         origin="measured",
         note=f"max_segment_ms={config.max_segment_ms:g}, exactness={config.exactness}; other "
         f"processes used {busy_cores:.1f} cores meanwhile",
