@@ -205,6 +205,13 @@ class Table:
             if ok is False
         ]
 
+    def finish(self, result: dict[str, Any], out: Path | None) -> None:
+        """Print a result with these lines as JSON, in the last line; and write it to a file."""
+        result |= {"lines": self.lines, "losing": self.losing}
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(result, separators=(",", ":")))
+
 
 def plain(value: Any) -> Any:
     """JSON of estimates and containers."""

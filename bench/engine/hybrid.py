@@ -8,7 +8,6 @@ and reads memory again; a row has medians over rounds.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from statistics import median
@@ -87,10 +86,8 @@ def main() -> None:
     table.add(what, f"{row['share']:.2f}", f">= {REACH}", row["share"] >= REACH)
     config = {"threads": args.threads, "rounds": rounds, "tokens": tokens, "seed": 0, **sizes}
     result_ = {"bench": "hybrid", "machine": machine(), "config": config, "kernels": kernels}
-    result_ |= {"isa": cpu.kind(), "row": row, "lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result_, indent=1) + "\n")
-    print(json.dumps(result_, separators=(",", ":")))
+    result_ |= {"isa": cpu.kind(), "row": row}
+    table.finish(result_, args.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ only shows that everything runs. Expert weights are rotated, so that they come f
 
 import argparse
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -432,10 +431,7 @@ def main() -> None:
         }
     table = Table()
     tabulate(table, document)
-    document |= {"lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document, separators=(",", ":")))
+    table.finish(document, args.out)
 
 
 if __name__ == "__main__":

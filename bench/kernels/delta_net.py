@@ -6,7 +6,6 @@ ratios of the rounds. Weights and inputs are random (seed 0).
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,10 +114,7 @@ def main() -> None:
     shape |= {"v_heads": config.linear_num_value_heads, "head_dim": config.linear_key_head_dim}
     line = {"bench": "delta_net", "machine": machine(), "kernels": cpu.kind(), "shape": shape}
     line |= {"tokens": args.tokens, "rounds": args.rounds, "rows": rows}
-    line |= {"lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(line, indent=1) + "\n")
-    print(json.dumps(line))
+    table.finish(line, args.out)
 
 
 if __name__ == "__main__":

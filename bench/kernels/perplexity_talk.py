@@ -6,7 +6,6 @@ reference is the model's own forward in fp32. A table, then one JSON line; nothi
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -95,10 +94,7 @@ def main() -> None:
             table.add(f"  {how} scores what its values in bf16 score", str(same), "equal", same)
     config = {"model": "talk", "window": WINDOW, "tokens": tokens_of(rows)}
     result = {"bench": "perplexity_talk", "machine": machine(), "config": config, "nats": found}
-    result |= {"lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
+    table.finish(result, args.out)
 
 
 if __name__ == "__main__":

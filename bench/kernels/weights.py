@@ -11,7 +11,6 @@ Attention, router and head are not in it: docs/kernels.md. A table, then one JSO
 """
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -127,10 +126,8 @@ def main() -> None:
             table.add(name, f"{row[what]:.3f}", f">= {least}", row[what] >= least)
     config = {"kernels": cpu.kind(), "threads": args.threads, "rounds": rounds, "prefill": prefill}
     result = {"bench": "weights", "machine": machine(), "config": config | {"seed": 1}}
-    result |= {"rows": rows, "lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
+    result |= {"rows": rows}
+    table.finish(result, args.out)
 
 
 if __name__ == "__main__":

@@ -191,10 +191,7 @@ def main() -> None:
     config = {"threads": args.threads, "layers": args.layers, "rounds": args.rounds, "seed": SEED}
     config |= {"format": "Q4_0", "weights": weights, "kernels": kernels, "llama": about}
     result = {"bench": "four_bits", "machine": machine(), "config": config, "rows": plain(rows)}
-    result |= {"lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
+    table.finish(result, args.out)
 
 
 if __name__ == "__main__":

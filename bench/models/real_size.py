@@ -290,10 +290,7 @@ def main() -> None:
     config = {"threads": args.threads, "layers": loaded.model.config.num_hidden_layers}
     config |= {"seed": SEED, "kernels": kernels, "weights": loaded.weights}
     result = {"bench": "real_size", "machine": machine(), "config": config, "rows": plain(rows)}
-    result |= {"lines": table.lines, "losing": table.losing}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
+    table.finish(result, args.out)
 
 
 if __name__ == "__main__":
