@@ -79,7 +79,8 @@ class Engine:
 class GrowingPrompt:
     """A prompt that is computed while it comes. Safe to use from any thread.
 
-    In a `with` block (or `async with`) it is cancelled at the end if it was not sent.
+    In a `with` block (or `async with`) it is cancelled at the end if it was not sent. It has many
+    methods because it is read, changed, sent and given up, each in one call.
 
     Args:
         handle: Of its request.
