@@ -290,6 +290,18 @@ def test_a_prompt_is_not_idle_while_it_changes(
     assert seen[0].timer is None
 
 
+def test_a_prompt_whose_sending_is_refused_is_idle_again(
+    one: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = changing(monkeypatch)
+    name = opened(one, "x")
+    assert one.post(f"/v1/prompts/{name}/append", {"append": "y"}).status_code == 200
+    ask = {**ASK, "prompt_id": name, "max_tokens": 10**7}
+    assert "exceed" in message(one.post(PLAIN, ask), 400)
+    until(lambda: seen[0].timer is not None)
+    assert httpx.delete(f"{one.url}/v1/prompts/{name}", timeout=60).status_code == 200
+
+
 @pytest.mark.parametrize("way", ["by id", "streamed"])
 def test_who_hangs_up_while_his_prompt_is_tokenised(
     one: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch, way: str
