@@ -173,6 +173,11 @@ class EngineConfig:
             raise ConfigError(
                 f"swap_kv_tokens={shown(swap)} must be an integer in [0, {MAX_COUNT}]; 0 is off"
             )
+        if self.prefix_cache is not False and self.prefix_cache_tokens < self.page_size:
+            raise ConfigError(
+                f"prefix_cache_tokens={self.prefix_cache_tokens} has no room for a page of "
+                f"{self.page_size} tokens; give more, or prefix_cache=False"
+            )
         most = MAX_TIME_MS / 1000
         states = self.prefix_states_gib
         if not _is_number(states) or not 0 <= states <= MAX_KV_GIB:

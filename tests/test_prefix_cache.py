@@ -271,6 +271,27 @@ def test_a_name_depends_on_all_before_it() -> None:
     assert a.upto(3) == a.upto(4)[:1]
 
 
+def test_a_name_depends_on_what_decides_bits(model: Any) -> None:
+    """Weights, settings and the size of a page: then what is kept elsewhere is of no use."""
+    names: list[bytes] = []
+    other = make_model("qwen3_moe", torch.bfloat16, seed=1)
+    makes = [(model, {}), (other, {}), (model, {"exactness": "batch-invariant"}),
+             (model, {"block_size": 128})]  # fmt: skip
+    for made, settings in makes:
+        with engine_of(made, prefix_cache=True, **settings) as engine:
+            run(engine, prompt_of(260), 2)
+            names += kept(engine)
+    assert len(names) == len(set(names)) == 3 * 4 + 2
+
+
+def test_who_was_evicted_with_output_owes_two_tokens() -> None:
+    """Else it would be decoding, and nobody decodes without KV."""
+    chain = Chain(range(129), 64, (b"",))
+    assert len(chain.usable(129)) == len(Chain(range(130), 64, (b"",)).usable(100)) == 2
+    assert len(chain.usable(128)) == 1
+    assert len(Chain(range(128), 64, (b"",)).usable(128)) == 1
+
+
 def test_rope_factors_are_part_of_the_name() -> None:
     longrope, ntk = Switch(at=8, is_binary=True, recomputes=False), Switch(8, False, False)
     phi = Switch(at=8, is_binary=True, recomputes=True)
