@@ -155,6 +155,11 @@ class EngineConfig:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
         self._check_sizes()
+        if self.prefix_cache is not False and self.prefix_cache_tokens < self.page_size:
+            raise ConfigError(
+                f"prefix_cache_tokens={self.prefix_cache_tokens} has no room for a page of "
+                f"{self.page_size} tokens; give more, or prefix_cache=False"
+            )
         if self.loop != "host":
             self._check_loop()
         if self.ls_slo:
@@ -172,11 +177,6 @@ class EngineConfig:
         if not isinstance(swap, int) or isinstance(swap, bool) or not 0 <= swap <= MAX_COUNT:
             raise ConfigError(
                 f"swap_kv_tokens={shown(swap)} must be an integer in [0, {MAX_COUNT}]; 0 is off"
-            )
-        if self.prefix_cache is not False and self.prefix_cache_tokens < self.page_size:
-            raise ConfigError(
-                f"prefix_cache_tokens={self.prefix_cache_tokens} has no room for a page of "
-                f"{self.page_size} tokens; give more, or prefix_cache=False"
             )
         most = MAX_TIME_MS / 1000
         states = self.prefix_states_gib

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import wait_for
@@ -261,6 +262,40 @@ def test_kv_that_nobody_uses_is_deleted(model: Any, tmp_path: Path) -> None:
         assert look(engine) == {}
         assert stored(engine)["kept_pages"] == 0
         assert run(engine, prompt_of(150)).metrics.num_cached_tokens == 0
+
+
+def test_the_next_engine_knows_classes_hints_and_ages(model: Any, tmp_path: Path) -> None:
+    """What was kept of chats is displaced last by it too, and what is old is deleted."""
+    asks = [("LS", None), ("BE", None), ("BE", 1000)]
+    with engine_of(model, tmp_path) as engine:
+        for i, (to, ttl_s) in enumerate(asks):
+            run(engine, prompt_of(70, i), 2, to, cache_ttl_s=ttl_s)
+        stored(engine)
+    with engine_of(model, tmp_path, kv_ttl_s=5000) as engine:
+        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        index, now = prefix.tier.index, prefix.now_ns
+        chat, batch, hinted = engine.call(index.names)
+        assert [index.is_ls(name) for name in (chat, batch, hinted)] == [True, False, False]
+        left_s = (index.until_ns(hinted) - now()) / NS_PER_S
+        assert 0 < left_s <= 1000
+        assert index.until_ns(batch) == 0
+        before = [prefix.tier.index._pages[name].used_ns for name in (chat, batch, hinted)]
+        assert before == sorted(before)
+        assert before[-1] <= now()
+    with open(tmp_path / kv_file.FILE, "r+b") as data:
+        data.seek(kv_file.BLOCK)
+        raw = bytearray(data.read(3 * kv_file.ENTRY.itemsize))
+        rows = np.frombuffer(raw, kv_file.ENTRY)
+        rows[:2]["used_s"] -= 6000
+        for slot in range(2):
+            own = kv_file._entry_checksum(rows[slot].tobytes(), slot)
+            rows[slot : slot + 1]["own_checksum"] = own
+        data.seek(kv_file.BLOCK)
+        data.write(raw)
+    with engine_of(model, tmp_path, kv_ttl_s=5000) as engine:
+        engine.call(lambda: None)
+        engine.call(lambda: None)
+        assert stored(engine)["kept_pages"] == 1
 
 
 def test_prompt_logprobs_never_read(model: Any, tmp_path: Path) -> None:

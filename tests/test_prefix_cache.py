@@ -94,10 +94,14 @@ def test_a_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str
         assert same(page, pages[name])
 
 
-@pytest.mark.parametrize("kernels", KINDS, indirect=True)
-def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(kernels: str) -> None:
+LONG = [("qwen3_moe", kind) for kind in KINDS]
+LONG += [(family, kind) for family in FAMILIES if family != "qwen3_moe" for kind in KINDS[:1]]
+
+
+@pytest.mark.parametrize(("family", "kernels"), LONG, indirect=["kernels"])
+def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str) -> None:
     """4,000 tokens: pages of prefill and chunks, found again beside a mate and by a longer turn."""
-    model = make_model("qwen3_moe", torch.bfloat16)
+    model = make_model(family, torch.bfloat16)
     model.config.max_position_embeddings = 8192
     ids, settings = prompt_of(4000), {"max_kv_tokens": 16384, "prefix_cache_tokens": 8192}
     with engine_of(model, prefix_cache=True, **settings) as engine:
@@ -277,8 +281,8 @@ def test_a_name_depends_on_what_decides_bits(model: Any) -> None:
     other = make_model("qwen3_moe", torch.bfloat16, seed=1)
     makes = [(model, {}), (other, {}), (model, {"exactness": "batch-invariant"}),
              (model, {"block_size": 128})]  # fmt: skip
-    for made, settings in makes:
-        with engine_of(made, prefix_cache=True, **settings) as engine:
+    for made, more in makes:
+        with engine_of(made, prefix_cache=True, **more) as engine:
             run(engine, prompt_of(260), 2)
             names += kept(engine)
     assert len(names) == len(set(names)) == 3 * 4 + 2
