@@ -267,6 +267,15 @@ def test_the_store_loses_nothing_in_use(data: st.DataObject) -> None:
         store.check(pins)
 
 
+def test_hints_hold_half_of_the_store_until_they_are_over() -> None:
+    store = PageStore[int](4)
+    for i in range(4):
+        store.add(bytes([i]), i, Priority.LS, 0, until_ns=10)
+    assert [store.displace(Priority.LS, 9) for _ in range(3)] == [True, True, False]
+    assert store.names() == [b"\0", b"\1"]
+    assert store.displace(Priority.LS, 10)
+
+
 def test_a_name_depends_on_all_before_it() -> None:
     a, b, c = Chain([1, 2, 3, 4], 2, (b"x",)), Chain([9, 2, 3, 4], 2, (b"x",)), None
     assert a.upto(4)[1] != b.upto(4)[1]
