@@ -27,9 +27,9 @@ from qllm.frontend.checks import (
     salt_digest,
     slo_of,
 )
-from qllm.frontend.client import Client, close_collected
+from qllm.frontend.client import Client, ManyClient, close_collected
 from qllm.frontend.detokenizer import Detokenizer
-from qllm.frontend.fleet import FleetClient, meet
+from qllm.frontend.fleet import meet
 from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv
@@ -80,7 +80,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
         """What structured outputs are checked with."""
         self._client = client
-        self.fleet = client if isinstance(client, FleetClient) else None
+        self.fleet = client if isinstance(client, ManyClient) else None
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
 
@@ -101,6 +101,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         run_in: str = "process",
         listen: str | None = None,
         meeting: Meeting | None = None,
+        takes_digest: bool = False,
         **settings: Any,
     ) -> Self:
         """Load a model and start to serve it.
@@ -120,6 +121,8 @@ class QLLMEngine(Offline, KeptKv, Opens):
                 bounds are promised; or "thread", in this one.
             listen: Path of a Unix socket at which further processes `attach`; needs a process.
             meeting: Where front ends of other hosts may `connect`; needs a process.
+            takes_digest: Read all weights once, so that front ends of several engines can tell
+                whether they are the same; always done where others may meet the engine.
             **settings: Fields of `EngineConfig`.
 
         Raises:
@@ -142,6 +145,8 @@ class QLLMEngine(Offline, KeptKv, Opens):
             raise ConfigError(f"listen={listen!r} must be the path of a Unix socket, or None")
         if run_in != "process" and (listen is not None or meeting is not None):
             raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs run_in='process'")
+        if run_in != "process" and takes_digest:
+            raise ConfigError("takes_digest=True needs run_in='process'")
         config.check_place(run_in, str(device))
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how |= {"trust_remote_code": trust_remote_code, "expert_weights": config.expert_weights}
@@ -162,6 +167,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
             listen=listen,
             quiet=bars is not None and not bars.is_progress_bar_enabled(),
             meeting=meeting,
+            takes_digest=takes_digest or listen is not None or meeting is not None,
         )
         return cls._over_rings(ProcessClient.spawn(start), made)
 

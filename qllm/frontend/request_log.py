@@ -74,13 +74,14 @@ class RequestLog:
 
     # -- an engine has died
 
-    def take(self, entry: Open, engine_ns: int, why: str) -> None:
+    def take(self, entry: Open, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         """Keep a request of an engine that is gone, or end it.
 
         Args:
             entry: The request.
             engine_ns: What that engine's clock would say now.
             why: It is gone.
+            had_it: Whether the engine may have died of this request; else it never had it.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         with entry.handle.prompt_lock, self._lock:
@@ -88,7 +89,9 @@ class RequestLog:
             was_trial = self._trial is entry
             if was_trial:
                 self._trial = None
-                entry.num_trials += 1
+                entry.num_trials += had_it
+            if not had_it and entry.num_replays:
+                entry.num_replays -= 1
             end = entry.end() or self._hopeless(entry, why)
             number = next(self._numbers)
             if end is None:

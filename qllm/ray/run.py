@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -16,8 +17,11 @@ from .deploy import APP, build
 STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
 
-PROXY_MAY_TAKE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
-"""Ray Serve gives its proxy 5 s to start, kills it and gives up: too little on a busy laptop."""
+ENVIRONMENT = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5, after which it kills its proxy: too soon
+    "RAY_worker_niceness": "0",  # 15, so on cores that others use too, engines hardly ran
+}
+"""What a cluster that is started here is started with, unless the environment says otherwise."""
 
 
 def serve(config: ServerConfig) -> None:
@@ -56,7 +60,18 @@ def start() -> bool:
     try:
         ray.init(address="auto", log_to_driver=False)
     except ConnectionError:
-        os.environ.setdefault(*PROXY_MAY_TAKE)
-        ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False)
+        start_here()
         return True
     return False
+
+
+def start_here(**settings: Any) -> None:
+    """Start a cluster in this process.
+
+    Args:
+        **settings: Of `ray.init`.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    how = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "log_to_driver": False}
+    ray.init(**{**how, **settings})
