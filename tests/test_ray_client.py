@@ -6,6 +6,7 @@ of all tokens before it, so that an answer which was carried over wrongly is ano
 
 import asyncio
 import itertools
+import json
 import pickle
 import threading
 import time
@@ -18,10 +19,12 @@ import pytest
 from qllm.config import EngineConfig
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.frontend.handle import Handle
+from qllm.frontend.members import card_of
 from qllm.frontend.open import Open
+from qllm.frontend.remote import RemoteHello
 from qllm.ingress import Submission, Update
 from qllm.ingress.codec import EngineMetrics
-from qllm.ingress.messages import ModelInfo
+from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.plan import ModelShape
 from qllm.ray import client as clients
 from qllm.ray import replica as replicas
@@ -466,6 +469,19 @@ def test_without_a_replica_a_server_refuses_and_a_batch_job_waits(
         server.raise_if_closed()
     assert server.engines()[0]["why"] == "its engine was killed"
     server.close()
+
+
+def test_equal_engines_have_one_digest_in_every_process_and_others_another() -> None:
+    def digest(**changed: Any) -> str:
+        engine = Sums(itertools.count())
+        engine.info = engine.info._replace(**changed)
+        card = EngineCard(engine.info, engine.config, engine.trace_meta, "sums").to_json()
+        found = card_of("there", RemoteHello.from_json(json.loads(json.dumps(card))))
+        assert found.digest == card_of("here", engine).digest
+        return found.digest
+
+    assert digest() == digest(name="at another place")
+    assert len({digest(), digest(weights="others"), digest(software="newer")}) == 3
 
 
 def test_an_open_prompt_is_refused(front: RayClient) -> None:

@@ -167,6 +167,18 @@ def test_the_policy_reads_what_replicas_report() -> None:
     assert policy(context()) == (2, {})  # nothing is known: as it is
 
 
+def test_where_there_is_no_replica_a_request_that_waits_brings_one() -> None:
+    def context(target: int, waiting: float) -> Any:
+        return SimpleNamespace(
+            target_num_replicas=target, aggregated_metrics={}, total_num_requests=waiting
+        )
+
+    policy = Scaling()
+    assert policy(context(0, 0.0)) == (0, {})
+    assert policy(context(0, 0.3)) == (1, {})
+    assert policy(context(2, 9.0)) == (2, {}), "they have not reported yet"
+
+
 def test_statistics_of_several_engines_are_added_up() -> None:
     first = {
         "num_live": 2,

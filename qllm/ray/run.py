@@ -30,11 +30,11 @@ def serve(config: ServerConfig) -> None:
         raise ConfigError("port=0 does not go with Ray, whose proxy takes a port by its number")
     application = build(config)
     stop = threading.Event()
-    before = {
+    is_ours = start()
+    before = {  # only now: Ray puts handlers of its own in place, which abort
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
-    is_ours = start()
     try:
         ray_serve.start(http_options={"host": config.host, "port": config.port})
         ray_serve.run(application, name=APP)
