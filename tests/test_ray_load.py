@@ -94,8 +94,9 @@ def test_lateness_is_the_90th_percentile_of_ls_over_target() -> None:
         opened(load, f"a-{number}")
         load.token(f"a-{number}", (number + 1) * 20 * MS)
         load.token(f"a-{number}", 10**9)  # a later token is no first one
-    opened(load, "a-be", BE)
-    load.token("a-be", 10**9)
+    for number in range(10):
+        opened(load, f"a-be-{number}", BE)
+        load.token(f"a-be-{number}", 10**9)
     assert load.lateness(MS) == pytest.approx(1.8)
 
 

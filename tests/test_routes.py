@@ -192,6 +192,42 @@ def test_a_full_engine_starts_an_ls_request_later() -> None:
     assert by_class(RequestView(Priority.LS, 10, 10), [full, free]) is free
 
 
+def test_among_equals_the_fewest_requests_then_the_least_work_then_the_first_are_taken() -> None:
+    ls, be = (RequestView(priority, 10, 10) for priority in (Priority.LS, Priority.BE))
+    a, b, c = (EngineView(name) for name in "abc")
+    for route in (by_class, least, round_robin):
+        assert route(ls, [a, b, c]) is a
+        assert route(be, [c, b, a]) is c
+    a.ls, b.ls, c.ls = Backlog(2), Backlog(1, 0, 0, 50), Backlog(1, 0, 0, 40)
+    for engine in (a, b, c):
+        engine.refresh()
+    assert {engine.ls_start_s for engine in (a, b, c)} == {0.0}
+    assert by_class(ls, [a, b]) is b, "it has fewer LS requests"
+    assert by_class(ls, [a, b, c]) is c, "and less to do"
+    d, e = EngineView("d", be=Backlog(3)), EngineView("e", be=Backlog(2))
+    assert d.busy_s == e.busy_s
+    assert by_class(be, [d, e]) is e, "it has fewer requests"
+    d.be.num, d.num_sent, e.num_sent = 2, 4, 5
+    assert least(be, [e, d]) is d, "it got fewer"
+
+
+def test_one_engine_under_pressure_of_many_changes_no_pool_and_some_do() -> None:
+    fleet = [EngineView(f"s{i}") for i in range(11)]
+    fleet += [EngineView(f"l{i}", is_short=False) for i in range(3)]
+    for count, changes in ((1, False), (2, True)):
+        for engine in fleet[:count]:
+            engine.ls = Backlog(num=40, num_waiting=40, prompt_tokens=9000)
+        moved = pool_change(fleet)
+        assert (moved is not None) is changes
+    assert moved is not None
+    assert not moved.is_short, "it comes to the short ones, whose 90th percentile is pressed"
+
+
+def test_equal_pages_have_names_of_their_place() -> None:
+    names = page_names([1] * (5 * PAGE_TOKENS))
+    assert len(set(names)) == 5
+
+
 def test_the_boundary_is_where_tokens_cost_as_much_as_the_weights() -> None:
     fleet = [EngineView(f"e{i}", costs=Costs(0.001, 0.1 * i)) for i in (1, 2, 9)]
     assert fleet[0].costs.boundary == pytest.approx(100)

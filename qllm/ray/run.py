@@ -17,6 +17,8 @@ from .deploy import APP, build
 STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
 
+START_TRIES = 3
+"""A node of Ray gives up after 30 s, which nobody can change; the next try finds its files read."""
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5, after which it kills its proxy: too soon
     "RAY_worker_niceness": "0",  # 15, so on cores that others use too, engines hardly ran
@@ -74,4 +76,11 @@ def start_here(**settings: Any) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     how = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "log_to_driver": False}
-    ray.init(**{**how, **settings})
+    for left in reversed(range(START_TRIES)):
+        try:
+            ray.init(**{**how, **settings})
+            return
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
