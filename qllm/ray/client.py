@@ -8,10 +8,9 @@ another one behind the tokens that are here.
 import asyncio
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from qllm.frontend.members import card_of
 from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.request_log import RequestLog
-from qllm.frontend.rings import CLOSE_S, RingClient
+from qllm.frontend.rings import RingClient
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, encode_submission
 from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
@@ -33,6 +32,7 @@ from qllm.ingress.layout import PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.ring import Record
 from qllm.types import FinishReason, RequestId, RequestStatus
 
+from .calls import Calls, LoopThread, ask
 from .stats import merged
 from .wire import Ask, Local, Lost, Placed, Refused, Seen
 
@@ -40,8 +40,6 @@ LOOK_S = 0.2
 """Between two looks at deadlines of requests that wait for a replica."""
 BEAT_S = 3.0
 """Between two times that replicas are told that somebody listens."""
-ASK_S = 30.0
-"""For which a question waits for a replica to answer."""
 FIRST_S = 600.0
 """For which the first replica may load its model."""
 MAX_TRIALS = 2
@@ -66,86 +64,6 @@ class Stream:
         self.task: asyncio.Task[None] | None = None
         self.telling = asyncio.Lock()
         """Replicas hear what is asked of a request in the order in which it was."""
-
-
-class LoopThread:
-    """An event loop on a thread of its own.
-
-    Args:
-        name: Of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.close()
-
-    def close(self) -> None:
-        """End it; what is still to be done is cancelled."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
-
-
-class Calls:
-    """Questions to replicas. Not from the loop that hears tokens: callers may hold its locks.
-
-    Args:
-        engines: Handle of their deployment.
-    """
-
-    def __init__(self, engines: Any) -> None:
-        self._engines = engines
-        self._thread = LoopThread("qllm-calls")
-
-    def one(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
-        """What one replica answers: the one named, or any.
-
-        Raises:
-            EngineClosedError: None has answered in time.
-        """
-        return self._run(ask(self._engines, method, *args, at=at), timeout_s)
-
-    def all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers that does."""
-        return list(self._run(self._all(method, *args), ASK_S))
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        asked = self._engines.broadcast(method, *args)
-        found = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
-        return [item for item in found if not isinstance(item, BaseException)]
-
-    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
-        except QllmError:
-            raise
-        except Exception as error:  # Ray's: the deployment is gone, or the replica
-            raise EngineClosedError(f"no replica answers: {error}") from error
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._thread.close()
-
-
-async def ask(engines: Any, method: str, *args: Any, at: str | None = None) -> Any:
-    """What one replica answers: the one named, or any."""
-    return await getattr(engines, method).remote(*args, at=at)
 
 
 class Streams(FrontEndPort):
