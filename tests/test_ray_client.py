@@ -428,6 +428,20 @@ def test_a_replica_without_an_engine_costs_a_request_none_of_its_lives(
     assert handle.finish_reason is FinishReason.LENGTH
 
 
+def test_a_refusal_is_no_death_where_nothing_is_carried_over(cluster: Cluster) -> None:
+    front = RayClient(cluster, max_replays=0)
+    cluster.engines[0].failure = "the engine was killed"
+    handle = submit(front, 2)
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 12)
+    other = submit(front, 3)
+    until(lambda: other.token_ids, cluster)
+    cluster.kill(1)
+    until(lambda: other.has_ended)
+    assert other.finish_reason is FinishReason.ERROR
+    front.close()
+
+
 def test_a_full_engine_is_asked_again_and_its_request_is_not_lost(
     cluster: Cluster, front: RayClient
 ) -> None:

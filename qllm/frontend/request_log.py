@@ -92,7 +92,7 @@ class RequestLog:
                 entry.num_trials += had_it
             if not had_it and entry.num_replays:
                 entry.num_replays -= 1
-            end = entry.end() or self._hopeless(entry, why)
+            end = entry.end() or self._hopeless(entry, why, had_it)
             number = next(self._numbers)
             if end is None:
                 self._waiting[number] = entry
@@ -106,10 +106,11 @@ class RequestLog:
         """Updates need no place here: the handle knows what it asked, and tells the next engine."""
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
-    def _hopeless(self, entry: Open, why: str) -> End | None:
+    def _hopeless(self, entry: Open, why: str, had_it: bool) -> End | None:
         if self._over is not None or entry.submission is None:
             return FinishReason.ERROR, self._over or why
-        if entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays:
+        too_often = entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays
+        if had_it and too_often:
             text = f"{why}; {entry.num_replays + 1} engines died while they had this request"
             return FinishReason.ERROR, text
         return None

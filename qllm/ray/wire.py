@@ -36,13 +36,14 @@ class Seen:
         """Note which replicas there are; called on the router's thread."""
         self.refused = {name: why for name, why in self.refused.items() if name in replicas}
         for name in replicas.keys() - (self.replicas or {}).keys():
-            self.load_s = replicas[name]["load_s"]
+            self.load_s = replicas[name].get("load_s", self.load_s)
         self.replicas = replicas
 
     def serves(self, name: str) -> bool:
         """Whether a replica that is there may get requests of the front end."""
         said = (self.replicas or {}).get(name)
-        return said is not None and said["identity"] == self.identity and name not in self.refused
+        ours = said is not None and said.get("identity") == self.identity
+        return ours and name not in self.refused
 
 
 @dataclass
