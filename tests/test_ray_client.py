@@ -1,3 +1,4 @@
+# One fake cluster, and what a front end promises on it, one promise per test.
 """What a front end and replicas of Ray say to each other, without Ray and without a model.
 
 `Cluster` stands for the handle of a deployment, `Sums` for an engine whose next token is a function

@@ -150,6 +150,17 @@ def test_prefix_takes_the_longest_unless_load_differs(
         assert found is plain
 
 
+def test_a_kept_prefix_is_worth_what_it_saves_and_half_of_the_others_load() -> None:
+    """Costs are ratios of two, so that sums are exact and a tie is one."""
+    costs, request = Costs(token_s=1 / 8), RequestView(Priority.LS, 600, 1, pages=PAGES)
+    kept = frozenset(PAGES)
+    for other, most in ((0, 512), (100, 512 + 150)):
+        there = EngineView("other", costs=costs, ls=Backlog(1, 1, other, 0))
+        for load, name in ((most, "keeps"), (most + 1, "other")):
+            keeps = EngineView("keeps", costs=costs, ls=Backlog(1, 1, load, 0), kept=kept)
+            assert by_prefix(request, [there, keeps]).name == name
+
+
 @given(fleet=fleets(), request=requests)
 def test_least_and_round_robin_count_requests(
     fleet: list[EngineView], request: RequestView

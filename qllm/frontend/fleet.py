@@ -30,6 +30,7 @@ from qllm.frontend.handle import Handle
 from qllm.frontend.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
+from qllm.frontend.rebalance import REBALANCE_S
 from qllm.frontend.rebalancer import Rebalancer
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.rings import RingClient
@@ -40,8 +41,6 @@ from qllm.types import NS_PER_S, RequestId, RequestStatus
 
 LOOK_S = 0.05
 """Engines, and requests that wait for one, are looked at this often."""
-REBALANCE_S = 5.0
-"""For which a BE request stands still before it moves, where engines hand over."""
 COST_EVERY = 20
 """Looks of which one asks how fast the engine is."""
 _log = logging.getLogger("qllm.fleet")

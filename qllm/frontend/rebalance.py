@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from qllm.frontend.routes import Engines, EngineView
 
+REBALANCE_S = 5.0
+"""For which a BE request stands still before it moves, unless another time is given."""
 LOOK_S = 1.0
 """Between two looks for a request to be moved."""
 LOST_S = 60.0
@@ -27,7 +29,7 @@ class Standing(NamedTuple):
     still_s: float
     """Since its last token there, or since it came."""
     num_tokens: int
-    """Of its prompt and answer."""
+    """Its prompt and its answer so far."""
     is_begun: bool
     """It has a first token."""
     num_moves: int

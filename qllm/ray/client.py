@@ -43,8 +43,7 @@ BEAT_S = 3.0
 FIRST_S = 600.0
 """For which the first replica may load its model."""
 MAX_TRIALS = 2
-"""Of the engines that died before a request carried over to them had a token, the one that ends it,
-as in a fleet."""
+"""A request ends with the second engine that dies before it has a token there, as in a fleet."""
 
 
 class Stream:

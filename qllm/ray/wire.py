@@ -22,7 +22,7 @@ class Seen:
     refused: dict[str, str] = field(default_factory=dict)
     """Why replicas take no request of this front end, for good."""
     card: Card | None = None
-    """Of the engine that the front end speaks for: others are passed over."""
+    """What the engine says that the front end speaks for: others are passed over."""
     identity: str | None = None
     """Its digest."""
     router: Router | None = None

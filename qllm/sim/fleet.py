@@ -16,7 +16,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import MOVED, ConfigError, without_ticket
-from qllm.frontend.fleet import REBALANCE_S
+from qllm.frontend.rebalance import REBALANCE_S
 from qllm.frontend.router import Entry, Router
 from qllm.frontend.routes import Costs, RequestView, Route, load_route
 from qllm.ingress import Submission

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 LIMIT_S = 400
-"""Of one test with what it sets up: a cluster and two replicas, on a machine that may be busy.
+"""A test has so long with what it sets up: a cluster, two replicas, on a machine that may be busy.
 
 Counted second by second, so time in which the whole machine or this process stands still is none.
 """
