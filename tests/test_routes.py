@@ -234,6 +234,13 @@ def test_one_engine_under_pressure_of_many_changes_no_pool_and_some_do() -> None
     assert not moved.is_short, "it comes to the short ones, whose 90th percentile is pressed"
 
 
+def test_an_engine_alone_stays_and_of_two_that_keep_alike_the_freer_is_taken() -> None:
+    assert pool_change([EngineView("alone")]) is None
+    request, kept = RequestView(Priority.LS, 600, 1, pages=PAGES), frozenset(PAGES)
+    busy = EngineView("busy", ls=Backlog(1, 1, 100, 0), kept=kept)
+    assert by_prefix(request, [busy, EngineView("free", kept=kept)]).name == "free"
+
+
 def test_equal_pages_have_names_of_their_place() -> None:
     names = page_names([1] * (5 * PAGE_TOKENS))
     assert len(set(names)) == 5
