@@ -387,10 +387,11 @@ class EngineCore(LoadedRunner):
         return self._watch.look(since, whole)
 
     def _state_stats(self) -> dict[str, int]:
-        """What layers that carry a state take; zeros where none does."""
-        requests = list(self.runner.requests.values())
+        """What layers that carry a state take; zeros where none does, but for a token's bytes."""
+        requests, charge = list(self.runner.requests.values()), self.runner.charge
         return {
-            "bytes_per_request": 2 * self.runner.state_bytes,
+            "bytes_per_request": charge.request_bytes,
+            "bytes_per_token": charge.token_bytes,
             "tokens_per_request": self.runner.shape.state_tokens,
             "held_bytes": sum(request.kv.states.num_bytes for request in requests),
         }
