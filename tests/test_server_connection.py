@@ -341,28 +341,17 @@ def test_what_is_written_in_one_turn_goes_together() -> None:
     async def talk() -> list[bytes | str]:
         wire = Wire()
         both = Together(wire, asyncio.get_running_loop())  # type: ignore[arg-type]
-        both.begin()
         both.write(b"head ")
-        assert wire.said == []
         both.write(b"body")
-        assert wire.said == [b"head body"], "it waits for nothing else of its turn"
-        both.write(b"a")
-        both.write(b"b")
-        assert len(wire.said) == 1
+        assert wire.said == []
         await asyncio.sleep(0)
-        assert wire.said[1:] == [b"ab"]
-        both.begin()
-        both.write(b"head")
-        await asyncio.sleep(0)
-        assert wire.said[2:] == [b"head"], "a body that does not come yet is not waited for"
-        both.write(b"first")
-        assert wire.said[3:] == [b"first"]
+        assert wire.said == [b"head body"]
         both.write(b"a" * MOST_HELD)
-        assert len(wire.said) == 5
+        assert len(wire.said) == 2
         both.write(b"last")
         both.close()
         await asyncio.sleep(0)
-        return wire.said[5:]
+        return wire.said[2:]
 
     assert asyncio.run(talk()) == [b"last", "closed"]
 

@@ -287,6 +287,7 @@ class Whole(JSONResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+            await asyncio.sleep(0)  # what is written in a turn goes at its end
         finally:
             self._on_close()
 

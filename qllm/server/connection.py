@@ -20,8 +20,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HELD = 1 << 14
 """Bytes from which on an answer is sent at once."""
-HEAD_AND_FIRST = 2
-"""Writes with which an answer begins."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """May come before an answer, any number of times; clients skip it."""
 COMMENT = b"9\r\n: alive\n\n\r\n"
@@ -31,34 +29,28 @@ FIRST_PROBE_S, MOST_PROBE_S = 0.1, 10.0
 
 
 class Together:
-    """A transport that joins what is written in one turn of the event loop.
+    """A transport that sends at once what is written in one turn of the event loop.
 
     An answer is a head and a body: one call of the system instead of two, and its client wakes
-    once. The first part of a body does not wait for the end of the turn: what else is to do in it,
-    like the line in the log, comes after.
+    once.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
         self._held: list[bytes] = []
-        self._num_held = self._num_writes = 0
+        self._num_held = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def begin(self) -> None:
-        """The next write is the head of an answer."""
-        self._num_writes = 0
-
     def write(self, data: bytes) -> None:
         """Send it, soon."""
-        self._num_writes += 1
+        if not self._held:
+            self._loop.call_soon(self.flush)
         self._held.append(data)
         self._num_held += len(data)
-        if self._num_writes == HEAD_AND_FIRST or self._num_held >= MOST_HELD:
+        if self._num_held >= MOST_HELD:
             self.flush()
-        elif len(self._held) == 1:
-            self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
         """Send what is held."""
@@ -155,8 +147,7 @@ class Protocol(Limited, HttpToolsProtocol):
     max_header_bytes: int
 
     def connection_made(self, transport: Any) -> None:
-        self._together = Together(transport, self.loop)
-        super().connection_made(self._together)  # type: ignore[arg-type]
+        super().connection_made(Together(transport, self.loop))  # type: ignore[arg-type]
         self._plain = transport
         self._num_unused = 0
         """Bytes that came since a head ended, or a part of a body or its end came."""
@@ -170,7 +161,6 @@ class Protocol(Limited, HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
-        self._together.begin()
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
