@@ -196,6 +196,24 @@ def test_wrong_values_are_refused(what: dict[str, Any], says: str) -> None:
         StructuredOutputs(**what)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("structured_outputs", "allowed_token_ids"),
+        ("structured_outputs", "bad_words"),
+        ("allowed_token_ids", "bad_words"),
+    ],
+)
+def test_limits_that_may_leave_no_token_are_refused(names: tuple[str, str]) -> None:
+    limits: dict[str, Any] = {
+        "structured_outputs": StructuredOutputs(regex="a"),
+        "allowed_token_ids": [5],
+        "bad_words": ["a"],
+    }
+    with pytest.raises(InvalidRequestError, match=f"{names[0]} and {names[1]} together"):
+        SamplingParams(**{name: limits[name] for name in names})
+
+
 def test_a_refused_grammar_of_another_front_end_harms_nobody(
     engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
