@@ -134,15 +134,15 @@ def create_app(
             app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
-    front_door: ASGIApp = Shortcut(app.build_middleware_stack(), makes_answers)
-    front_door = Guard(front_door, config, keys, limits, metrics, log)
+    layers: ASGIApp = Shortcut(app.build_middleware_stack(), makes_answers)
+    layers = Guard(layers, config, keys, limits, metrics, log)
     if config.cors_origins:
-        front_door = CORSMiddleware(
-            front_door,
+        layers = CORSMiddleware(
+            layers,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.middleware_stack = front_door  # FastAPI's own layers are behind the shortcut
+    app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
     return app
