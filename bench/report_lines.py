@@ -107,6 +107,18 @@ def ttft_lines(document: dict[str, Any]) -> list[Line]:
     return lines
 
 
+def floor_lines(document: dict[str, Any]) -> list[Line]:
+    """Rows of `bench/serving/floor.py`."""
+    step, cold = document["step_ms"], document["cold"]
+    lines: list[Line] = [
+        (f"a step of {step:g} ms over HTTP, server {name}: ms", f"{ms['p50']:.2f}", "", None)
+        for name, ms in document["http_adds_ms"].items()
+    ]
+    found = f"{cold['again_us']:.1f} and {cold['after_a_step_us']:.1f}"
+    lines.append((f"json.dumps again and again, and every {step:g} ms: us", found, "", None))
+    return lines
+
+
 def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
     """Rows of `bench/serving/beside_mask.py`."""
     lines: list[Line] = []

@@ -15,6 +15,7 @@ DECORATORS = ["@*router.*", "@*validator*", "@clean"]
 """FastAPI, pydantic and the command line call these."""
 ALLOWED = {
     "Python": ["__getattr__"],
+    "FastAPI": ["middleware_stack"],
     "Ray Serve": ["check_health", "record_*"],
     "ast": ["visit_*", "returns"],
     "the messages of the engine's process": ["_op_*"],

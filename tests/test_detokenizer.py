@@ -230,3 +230,18 @@ def test_a_stop_string_across_characters_and_tokens() -> None:
     pieces = [detokenizer.push([i]) for i in byte_ids("é中ab".encode())]
     assert "".join(text for text, _ in pieces) == "é"
     assert [stopped for _, stopped in pieces] == [False] * 5 + [True] * 2
+
+
+def test_no_stop_string_is_looked_for_in_the_first_tokens() -> None:
+    detokenizer = Detokenizer(byte_level(), ("b",), min_tokens=2)
+    assert [detokenizer.push([i]) for i in byte_ids(b"abab")] == [
+        ("a", False),
+        ("b", False),
+        ("a", False),
+        ("", True),
+    ]
+    detokenizer = Detokenizer(byte_level(), ("b",), min_tokens=1)
+    assert [stopped for _, stopped in map(detokenizer.push, [[i] for i in byte_ids(b"bb")])] == [
+        False,
+        True,
+    ]

@@ -1,5 +1,6 @@
 """What an operator relies on: TLS, probes, logs, counters per key, and how the server leaves."""
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -8,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -19,6 +21,8 @@ from serving import serving, tiny_engine, until
 
 from qllm.errors import ConfigError
 from qllm.llm import QLLMEngine
+from qllm.server import access
+from qllm.server.answers import Whole
 from qllm.server.banner import banner, is_loopback, shown_bytes, warnings
 from qllm.server.config import ServerConfig, load_config
 from qllm.server.supervisor import Supervisor
@@ -214,6 +218,46 @@ def test_the_access_log_can_be_off(engine: QLLMEngine, caplog: pytest.LogCapture
     with serving(engine, access_log=False) as served:
         served.post("/v1/completions", ASK)
     assert access_lines(caplog) == []
+
+
+@pytest.mark.usefixtures("heard")
+def test_a_line_comes_after_its_answer_and_the_last_ones_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def talk() -> None:
+        log = access.Log()
+        for number in range(3):
+            access.Exchange("", log, f"GET /{number}").ended(200)
+        await asyncio.sleep(0)
+        assert access_lines(caplog) == [], "what is to be sent in this turn goes first"
+        while not access_lines(caplog):
+            await asyncio.sleep(0.001)
+        assert [line["request"] for line in access_lines(caplog)] == ["GET /0", "GET /1", "GET /2"]
+        access.Exchange("", log, "GET /last").ended(200)
+        log.write()
+
+    asyncio.run(talk())
+    assert [line["request"] for line in access_lines(caplog)][3:] == ["GET /last"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answer_is_closed_once_it_is_sent_or_cannot_be(fails: bool) -> None:
+    said: list[str] = []
+
+    async def send(message: Any) -> None:
+        said.append(message["type"])
+        if fails:
+            raise OSError("gone")
+
+    async def never() -> Any:
+        raise AssertionError
+
+    answer = Whole({"a": 1}, lambda: said.append("closed"), {})
+    sent = answer({"type": "http", "method": "POST", "headers": []}, never, send)
+    with pytest.raises(OSError, match="gone") if fails else nullcontext():
+        asyncio.run(sent)
+    begun = ["http.response.start"]
+    assert said == begun + ["http.response.body"] * (not fails) + ["closed"]
 
 
 def test_the_start_says_what_serves_and_with_what(engine: QLLMEngine) -> None:

@@ -303,5 +303,8 @@ def test_a_stream_that_waits_for_a_minute_is_never_silent_for_15_s(status: str) 
 def test_comment_s_leaves_time_for_the_status() -> None:
     """The longest setting and the time in which the engine may say where a request is."""
     assert ServerConfig(model="x", comment_s=13).comment_s + STATUS_S <= 15
+    assert ServerConfig(model="x").comment_s <= 13
+    with pytest.raises(ValueError, match="comment_s"):
+        ServerConfig(model="x", comment_s=13.01)
     with pytest.raises(ValidationError):
         ServerConfig(model="x", comment_s=13.1)

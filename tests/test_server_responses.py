@@ -300,6 +300,7 @@ def test_a_response_in_the_background(client: openai.OpenAI) -> None:
     assert (begun.status, begun.output, begun.service_tier) == ("queued", [], "flex")
     found = ended(client, begun.id)
     assert (found.status, found.output_text) == (want.status, want.output_text)
+    assert found.service_tier == "flex", "the class that it was served with"
     assert client.responses.create(**GREEDY, previous_response_id=begun.id).output
 
 

@@ -232,6 +232,16 @@ def test_arguments_come_as_they_are_made(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000])
+def test_calls_with_their_parts_in_another_order_stay_apart(size: int) -> None:
+    calls = [f'<tool_call>{{"arguments": {{"a": {n}}}, "name": "f"}}</tool_call>' for n in (1, 2)]
+    found, num_calls = read("\n".join(calls), size)
+    assert num_calls == 2
+    assert [call["index"] for call in found["tool_calls"]] == [0, 1]
+    arguments = [json.loads(call["function"]["arguments"]) for call in found["tool_calls"]]
+    assert arguments == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
 def test_a_call_that_is_cut_off_keeps_what_it_has(size: int) -> None:
     found, num_calls = read('<tool_call>{"name": "f", "arguments": {"a": "b', size)
     assert num_calls == 1

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_a_matcher_is_a_function_of_the_output(vocabulary: Vocabulary) -> None:
     assert allowed([b, c]) == {"<|im_end|>", "<|endoftext|>"}, "as long, and another"
 
 
+def test_another_answer_of_the_same_length_begins_again(vocabulary: Vocabulary) -> None:
+    found = vocabulary.matcher(StructuredOutputs(regex="ac|bd"))
+    tokenizer = load_tokenizer("tiny")
+    a, b = (tokenizer.convert_tokens_to_ids(x) for x in "ab")
+    for first, second in ((a, "c"), (b, "d"), (a, "c")):
+        assert found.allow([first]) is None
+        bits = np.unpackbits(found.words.view(np.uint8), count=3072, bitorder="little")
+        assert {tokenizer.decode([i]) for i in np.flatnonzero(bits)} == {second}
+
+
 def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabulary) -> None:
     found = vocabulary.matcher(StructuredOutputs(regex="[ab]c"))
     assert "no further token" in str(found.allow([500]))
@@ -183,6 +194,24 @@ def test_what_is_refused_says_where(engine: QLLMEngine, what: dict[str, Any], sa
 def test_wrong_values_are_refused(what: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         StructuredOutputs(**what)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("structured_outputs", "allowed_token_ids"),
+        ("structured_outputs", "bad_words"),
+        ("allowed_token_ids", "bad_words"),
+    ],
+)
+def test_limits_that_may_leave_no_token_are_refused(names: tuple[str, str]) -> None:
+    limits: dict[str, Any] = {
+        "structured_outputs": StructuredOutputs(regex="a"),
+        "allowed_token_ids": [5],
+        "bad_words": ["a"],
+    }
+    with pytest.raises(InvalidRequestError, match=f"{names[0]} and {names[1]} together"):
+        SamplingParams(**{name: limits[name] for name in names})
 
 
 def test_a_refused_grammar_of_another_front_end_harms_nobody(
@@ -300,6 +329,10 @@ def test_min_tokens_hold_back_the_end(engine: QLLMEngine) -> None:
     result = engine.submit("x", sampling=longer).result(60)
     assert len(result.token_ids) == 6
     assert result.token_ids[-1] == 2
+    form = StructuredOutputs(regex="[a-z]{1,40}")
+    held = replace(longer, structured_outputs=form)
+    assert len(engine.submit("x", sampling=replace(held, min_tokens=0)).result(60).token_ids) == 2
+    assert len(engine.submit("x", sampling=held).result(60).token_ids) == 6
     only = SamplingParams(temperature=0, allowed_token_ids=[2], min_tokens=5)
     assert engine.submit("x", sampling=only).result(60).token_ids == (2,)
     with pytest.raises(

@@ -1,5 +1,6 @@
 """The access log: one line per HTTP request, with the class, TTFT and tokens it was served with."""
 
+import asyncio
 import logging
 import time
 from contextvars import ContextVar
@@ -16,6 +17,8 @@ PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 ANYBODY = "anybody"
 """The caller, where there are no keys."""
+LATER_S = 0.005
+"""How long a line waits, so that a client that was answered need not wait for it."""
 CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=None)
 """The exchange that this task answers."""
 
@@ -40,8 +43,10 @@ class Exchange:
 
     caller: str
     """Digest of the API key."""
+    log: "Log | None" = None
+    """Where its line goes; a line of a batch has none."""
     line: str = ""
-    """Method and path; none is logged for a line of a batch."""
+    """Method and path."""
     client: str = ""
     request_id: str = ""
     """What the answer's header says (`x-request-id`)."""
@@ -55,12 +60,13 @@ class Exchange:
     results: list[Result] = field(default_factory=list)
 
     @classmethod
-    def of(cls, scope: Scope, caller: str) -> "Exchange":
+    def of(cls, scope: Scope, caller: str, log: "Log | None") -> "Exchange":
         """The exchange of a request that came over HTTP."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
         client = scope.get("client") or ("-", 0)
         return cls(
             caller=caller,
+            log=log,
             line=f"{scope['method']} {plain(path.decode('latin-1')):.200}",
             client=str(client[0]),
         )
@@ -74,16 +80,19 @@ class Exchange:
         """The engine is done with a request; one that failed has no result."""
         self.num_open -= 1
         self.results += results
-        self._write()
+        self._tell()
 
     def ended(self, status: int) -> None:
         """The response has ended, or its client is gone."""
         self.status, self.ended_s = status, time.monotonic()
-        self._write()
+        self._tell()
 
-    def _write(self) -> None:
-        if self.ended_s is None or self.num_open or not self.line:
-            return
+    def _tell(self) -> None:
+        if self.log is not None and self.ended_s is not None and not self.num_open:
+            self.log.add(self)
+
+    def write(self) -> None:
+        """Write the line, if there is to be one."""
         if self.status < 400 and self.line.partition(" ")[2] in PROBES:
             return
         found = self.fields()
@@ -106,6 +115,25 @@ class Exchange:
                 found["demoted"] = True
             found |= _of_results(self.results)
         return found
+
+
+class Log:
+    """The lines of a server, written a moment after their answers. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._due: list[Exchange] = []
+
+    def add(self, exchange: Exchange) -> None:
+        """Write the line of an exchange, soon."""
+        self._due.append(exchange)
+        if len(self._due) == 1:
+            asyncio.get_running_loop().call_later(LATER_S, self.write)
+
+    def write(self) -> None:
+        """Write what is due."""
+        due, self._due = self._due, []
+        for exchange in due:
+            exchange.write()
 
 
 def _of_results(results: list[Result]) -> dict[str, Any]:

@@ -277,6 +277,21 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
+class Whole(JSONResponse):
+    """A body at one go. What is left to do for its answer is done when it was sent."""
+
+    def __init__(self, body: Any, on_close: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(body, headers=headers)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+            await asyncio.sleep(0)  # what is written in a turn goes at its end
+        finally:
+            self._on_close()
+
+
 class EventStream(StreamingResponse):
     """Server-sent events that clean up even if nobody ever reads them."""
 
@@ -386,9 +401,9 @@ async def respond(
                     headers,
                     front.config.stalled_client_s,
                 )
-            return JSONResponse(await renderer.body(answer), headers=headers)
-        finally:
-            if not body.stream:
-                answer.close()
+            return Whole(await renderer.body(answer), answer.close, headers)
+        except BaseException:
+            answer.close()
+            raise
 
     return await unless_gone(request, work()) or Response(status_code=CLIENT_GONE)

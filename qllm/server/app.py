@@ -6,11 +6,13 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 import qllm
 from qllm.llm import QLLMEngine
 
 from . import (
+    access,
     batches,
     chat,
     completions,
@@ -93,6 +95,7 @@ def create_app(
     metrics = Metrics(config.model_name, is_local=config.engine_address is None)
     front = Front(engine, config, metrics)
     prompts = open_prompts.OpenPrompts(front)
+    log = access.Log() if config.access_log else None
 
     state = None if config.state_dir is None else _State(front, config.state_dir)
     supervisor = None if make is None else Supervisor(front, make, load_s)
@@ -108,6 +111,8 @@ def create_app(
         finally:
             prompts.close()
             await _close(supervisor, state, front)
+            if log is not None:
+                log.write()
 
     app = FastAPI(
         title="qllm", version=qllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
@@ -129,14 +134,15 @@ def create_app(
             app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config))
-    app.add_middleware(Shortcut, routers=makes_answers)
-    app.add_middleware(Guard, config=config, keys=keys, limits=limits, metrics=metrics)
+    layers: ASGIApp = Shortcut(app.build_middleware_stack(), makes_answers)
+    layers = Guard(layers, config, keys, limits, metrics, log)
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
+        layers = CORSMiddleware(
+            layers,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
     return app

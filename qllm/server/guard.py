@@ -148,12 +148,14 @@ class Guard:
         keys: Keys,
         limits: Limits,
         metrics: Metrics,
+        log: access.Log | None,
     ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
         self._limits = limits
         self._metrics = metrics
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,7 +163,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         known_as = headers.get("x-request-id") or None
-        exchange = access.Exchange.of(scope, "")
+        exchange = access.Exchange.of(scope, "", self._log)
         access.CURRENT.set(exchange)
         status = CLIENT_GONE
 
@@ -190,8 +192,7 @@ class Guard:
         finally:
             if exchange.caller:
                 self._metrics.of_key(exchange.caller, status)
-            if self._config.access_log:
-                exchange.ended(status)
+            exchange.ended(status)
 
     async def _guarded(
         self,
