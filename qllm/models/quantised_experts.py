@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.kernels.quantised import Quantised
+from qllm.kernels import rounded
+from qllm.kernels.quantised import INTEGERS, Quantised
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.quantised_weights import Weights
 
@@ -40,6 +41,8 @@ class QuantisedExperts:
         self.num_experts = weights[WEIGHTS[0]].num
         self.kind = "+".join(dict.fromkeys(found.kind for found in weights.values()))
         """Codes and groups, for people: "e2m1 g32"."""
+        self.activations: str = "bf16"
+        """What products read; `forward` rounds alike, up to a rounding to bf16."""
         self._module: Any = None
 
     def enter(self, module: Any) -> None:
@@ -51,6 +54,17 @@ class QuantisedExperts:
             module._parameters[name] = nn.Parameter(kept, requires_grad=False)
         module.forward = self._forward()
         setattr(module, ATTRIBUTE, self)
+
+    @property
+    def reads(self) -> str:
+        """Codes and groups, and what products read if that is not bf16, for people."""
+        kinds = [found.like.reading(self.activations).kind for found in self.weights.values()]
+        return "+".join(dict.fromkeys(kinds))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether products can read rounded rows."""
+        return any(found.like.code in INTEGERS for found in self.weights.values())
 
     @property
     def num_bytes(self) -> int:
@@ -102,10 +116,33 @@ class QuantisedExperts:
         def forward(*args: Any, **given: Any) -> Any:
             ids = given["top_k_index"] if "top_k_index" in given else args[1]
             used = [e for e in ids.unique().tolist() if e < self.num_experts]
-            with self.in_place(used):  # the others have no rows
+            if args:
+                args = self._read(WEIGHTS[0], args[0]), *args[1:]
+            else:
+                given["hidden_states"] = self._read(WEIGHTS[0], given["hidden_states"])
+            with self.in_place(used), self._rounding_gate():  # the others have no rows
                 return own(*args, **given)
 
         return forward
+
+    def _read(self, name: str, x: Tensor) -> Tensor:
+        """What a product with these weights reads of rows."""
+        like = self.weights[name].like
+        if like.reading(self.activations).activations == "bf16":
+            return x
+        rows = rounded.rounded(x.reshape(-1, x.shape[-1]), like.group)
+        return rows.values(like.group).to(x.dtype).view_as(x)
+
+    @contextmanager
+    def _rounding_gate(self) -> Iterator[None]:
+        """What leaves the module's gate is what the product with `down_proj` reads."""
+        module = self._module
+        gate = module._apply_gate
+        module._apply_gate = lambda *args: self._read(WEIGHTS[1], gate(*args))
+        try:
+            yield
+        finally:
+            del module._apply_gate
 
 
 def pack_experts(module: Any, weights: dict[str, Sequence[Quantised]]) -> dict[str, Weights]:
