@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import make_model
-from test_equality import Storm, fine, same
+from test_equality import Chaos, Storm, fine, same
 from test_packed_linears import made
 from test_runner import CUTS, add, logits_of, next_row, prompt_of, serve, sweep
 from torch import Tensor
@@ -75,7 +75,7 @@ def test_the_start_up_check_passes_and_its_forward_rounds_alike(checkpoint: Any)
 
 
 def test_experts_of_model_forward_round_alike(checkpoint: Any) -> None:
-    """As near to ours as rounding to bf16 in between is, and nearer than without rounding."""
+    """Nearer than without rounding: where last bits of what the gate gave differ, so may a step."""
     model = load(checkpoint[0]).model
     runner = cpu_runner(model, activations="int8")
     module: Any = discover(model).layers[-1].experts
@@ -88,13 +88,13 @@ def test_experts_of_model_forward_round_alike(checkpoint: Any) -> None:
     alike = module.forward(x, ids, weights).float()
     runner.close()
     exact = module.forward(x, ids, weights).float()
-    assert (ours - alike).norm() < 0.4 * (ours - exact).norm()
+    assert (ours - alike).norm() < 0.85 * (ours - exact).norm()
 
 
 def test_a_storm_leaves_every_stream_equal_to_its_solo_run(checkpoint: Any) -> None:
     with QLLMEngine.from_pretrained(
         checkpoint[0], threads=1, run_in="thread", record=True, activations="int8",
-        exactness="batch-invariant", max_kv_tokens=192, max_step_tokens=48,
+        exactness="batch-invariant", policy=Chaos(5), max_kv_tokens=192, max_step_tokens=48,
     ) as engine:  # fmt: skip
         assert "on int8 rows" in engine.kernels["experts"]
         fine(engine)
@@ -105,7 +105,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(checkpoint: Any) -> N
             for h, _ in storm.handles
         ]
         names = {type(e).__name__ for e in engine.trace.events}
-    assert "Split" in names or any(r.metrics.evictions for r in results)
+    assert {"Parked", "Split"} <= names
     assert len(results) > 8
     assert all(same(result, alone) for result, alone in zip(results, solo, strict=True))
 
@@ -173,7 +173,7 @@ def test_a_name_says_what_products_read(checkpoint: Any, tmp_path: Path) -> None
 
 def test_experts_that_are_rounded_at_load_read_them_too(tmp_path: Path) -> None:
     make_model("mixtral", torch.bfloat16).save_pretrained(tmp_path)
-    in_memory = make_model("mixtral", torch.bfloat16)
+    in_memory = load(tmp_path).model
     found = []
     for model in (load(tmp_path, expert_weights="int4").model, in_memory):
         runner = cpu_runner(model, expert_weights="int4", activations="int8")

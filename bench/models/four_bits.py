@@ -5,7 +5,7 @@ one that is not asked waits. llama.cpp rounds activations to 8 bits; ours are bf
 int8 in another.
 
     decode      one stream: our tokens per second over theirs
-    prefill     a prompt of 512 tokens: the same
+    prefill     a prompt of 512 tokens (`--prompt`): the same
 
 Needs the package gguf, and an environment with xllamacpp: `--llama VENV/bin/python`. A table, then
 one JSON line.
@@ -59,7 +59,8 @@ class Writer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
         letters = [chr(33 + i) for i in range(94)]
-        writer.add_token_list([*letters, "ab", *(f"<{i}>" for i in range(vocab - 95))])
+        others = [f"<{i}>" for i in range(vocab - 96)]
+        writer.add_token_list([*letters, "ab", *others, "<|endoftext|>"])  # transformers' has it
         writer.add_token_types([1] * vocab)
         writer.add_token_merges(["a b"])
         writer.add_eos_token_id(vocab - 1)
@@ -157,12 +158,14 @@ def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float
     return times[0] - start, (times[-1] - times[0]) / (len(times) - 1)
 
 
-def measured(engines: dict[str, QLLMEngine], llama: Llama, rounds: int) -> dict[str, list[float]]:
+def measured(
+    engines: dict[str, QLLMEngine], llama: Llama, rounds: int, tokens: int
+) -> dict[str, list[float]]:
     """Each of them on the same prompts, in turn."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(SEED)
     for at in range(rounds + 1):  # the first one warms up
-        prompt = [int(i) for i in rng.integers(8, SHAPE["vocab_size"] - 8, PROMPT)]
+        prompt = [int(i) for i in rng.integers(8, SHAPE["vocab_size"] - 8, tokens)]
         theirs = llama.rates(prompt, TOKENS)
         seconds = {kind: our_rates(engine, prompt, TOKENS) for kind, engine in engines.items()}
         if not at:
@@ -198,6 +201,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 3,000")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     table = Table()
@@ -205,7 +209,7 @@ def main() -> None:
         file = Path(place) / "noise.gguf"
         Writer(file, args.layers).whole(args.layers)
         settings: dict[str, Any] = {"threads": args.threads, "run_in": "thread"}
-        settings |= {"max_kv_tokens": 4096, "prefix_cache": False}
+        settings |= {"max_kv_tokens": 4096, "prefix_cache": False, "conformance": False}
         with ExitStack() as opened:
             engines = {
                 kind: opened.enter_context(
@@ -215,13 +219,19 @@ def main() -> None:
             }
             llama = Llama(args.llama, file, args.threads)
             opened.callback(llama.close)
-            found = measured(engines, llama, args.rounds)
+            found = measured(engines, llama, args.rounds, args.prompt)
             weights, about = engines["bf16"].kernels["weights"], llama.about
             kernels = [engine.kernels["experts"] for engine in engines.values()]
     rows = {name: paired(values) for name, values in found.items()}
     add_lines(table, rows)
     config = {"threads": args.threads, "layers": args.layers, "rounds": args.rounds, "seed": SEED}
-    config |= {"format": "Q4_0", "weights": weights, "kernels": kernels, "llama": about}
+    config |= {
+        "prompt": args.prompt,
+        "format": "Q4_0",
+        "weights": weights,
+        "kernels": kernels,
+        "llama": about,
+    }
     result = {"bench": "four_bits", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)
 

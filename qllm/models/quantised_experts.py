@@ -42,7 +42,7 @@ class QuantisedExperts:
         self.kind = "+".join(dict.fromkeys(found.kind for found in weights.values()))
         """Codes and groups, for people: "e2m1 g32"."""
         self.activations: str = "bf16"
-        """What products read; `forward` rounds alike, up to a rounding to bf16."""
+        """What products read; `forward` rounds alike, and has weights that are rounded to bf16."""
         self._module: Any = None
 
     def enter(self, module: Any) -> None:
@@ -116,33 +116,35 @@ class QuantisedExperts:
         def forward(*args: Any, **given: Any) -> Any:
             ids = given["top_k_index"] if "top_k_index" in given else args[1]
             used = [e for e in ids.unique().tolist() if e < self.num_experts]
-            if args:
-                args = self._read(WEIGHTS[0], args[0]), *args[1:]
-            else:
-                given["hidden_states"] = self._read(WEIGHTS[0], given["hidden_states"])
-            with self.in_place(used), self._rounding_gate():  # the others have no rows
+            if self.activations != "bf16":
+                return self._rounded(*args, **given)
+            with self.in_place(used):  # the others have no rows
                 return own(*args, **given)
 
         return forward
 
-    def _read(self, name: str, x: Tensor) -> Tensor:
-        """What a product with these weights reads of rows."""
-        like = self.weights[name].like
-        if like.reading(self.activations).activations == "bf16":
-            return x
-        rows = rounded.rounded(x.reshape(-1, x.shape[-1]), like.group)
-        return rows.values(like.group).to(x.dtype).view_as(x)
+    def _rounded(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module's own, of rounded rows; sums are in fp32."""
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out_TKD = x_TD.new_zeros((*top_k_index.shape, x_TD.shape[-1]))
+        for expert in range(self.num_experts):
+            tokens, slots = (top_k_index == expert).nonzero(as_tuple=True)
+            if len(tokens):
+                h = self._module._apply_gate(self._product(WEIGHTS[0], expert, x_TD[tokens]))
+                out_TKD[tokens, slots] = self._product(WEIGHTS[1], expert, h)
+        out_TD = (out_TKD * top_k_weights.unsqueeze(-1)).sum(1)
+        return out_TD.to(hidden_states.dtype).view_as(hidden_states)
 
-    @contextmanager
-    def _rounding_gate(self) -> Iterator[None]:
-        """What leaves the module's gate is what the product with `down_proj` reads."""
-        module = self._module
-        gate = module._apply_gate
-        module._apply_gate = lambda *args: self._read(WEIGHTS[1], gate(*args))
-        try:
-            yield
-        finally:
-            del module._apply_gate
+    def _product(self, name: str, expert: int, x: Tensor) -> Tensor:
+        """Rows times one weight, in fp32, and its bias."""
+        group, weight = self.weights[name].like.group, self.as_parameter(name, expert).float()
+        rows = x.float()
+        if self.weights[name].like.code in INTEGERS:
+            rows = rounded.rounded(x, group).values(group)
+        out = rows @ (weight if self._module.is_transposed else weight.t())
+        if self._module.has_bias:
+            out += getattr(self._module, f"{name}_bias")[expert].float()
+        return out.to(x.dtype)
 
 
 def pack_experts(module: Any, weights: dict[str, Sequence[Quantised]]) -> dict[str, Weights]:

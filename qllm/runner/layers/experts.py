@@ -133,9 +133,9 @@ def expert_banks(
             held = round_experts(module, expert_weights)
             held.activations = activations
         if not native or not is_covered(module):
-            if held is not None and held.activations != "bf16":
+            if held is not None and held.has_integers and activations != "bf16":
                 raise ConfigError(
-                    f"activations={held.activations!r} needs experts that our CPU kernels run, and "
+                    f"activations={activations!r} needs experts that our CPU kernels run, and "
                     f"those of {type(module).__name__} ({held.kind}) are none; use 'bf16'"
                 )
             return TorchBank(module, rule, in_place=in_place)
