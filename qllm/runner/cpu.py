@@ -75,9 +75,7 @@ def cpu_runner(
             )
         return CpuBackend(model, parts, compute, max_segment_ms)
 
-    return TorchRunner(
-        model, backend, expert_weights=expert_weights, activations=activations, clock=clock
-    )
+    return TorchRunner(model, backend, rounding=(expert_weights, activations), clock=clock)
 
 
 class CpuBackend:

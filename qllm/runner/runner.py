@@ -43,8 +43,7 @@ class TorchRunner:
     Args:
         model: In evaluation mode, whole, on one device.
         make_backend: Makes what it computes with, from the parts of the model.
-        expert_weights: See `EngineConfig`; part of the identity.
-        activations: The same.
+        rounding: `expert_weights` and `activations` of `EngineConfig`; part of the identity.
         clock: Nanoseconds, for segments only.
 
     Raises:
@@ -58,8 +57,7 @@ class TorchRunner:
         model: nn.Module,
         make_backend: Callable[[ModelParts], Backend],
         *,
-        expert_weights: str = "auto",
-        activations: str = "bf16",
+        rounding: tuple[str, str] = ("auto", "bf16"),
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         refuse_unsafe(model)
@@ -71,8 +69,7 @@ class TorchRunner:
         self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
-        self._device = parts.like.device
-        self._identity = identity(model, expert_weights, activations)
+        self._device, self._identity = parts.like.device, identity(model, *rounding)
         with torch.inference_mode():
             self.rope = Ropes(model, parts, self._device, parts.like.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)

@@ -198,8 +198,7 @@ class Experts:
         stacks = self._up, self._down
         found = [s.format if isinstance(s, QuantisedStack) else None for s in stacks]
         if packed is not None:
-            found = [s.format.reading(activations) for s in packed]
-        self._formats = found
+            found = [s.format_for(activations) for s in packed]
         formed = map(_address, found)
         gate = clamp or Clamp(0.0, 0.0)
         self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *formed, *gate)

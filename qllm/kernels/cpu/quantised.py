@@ -155,6 +155,7 @@ class QuantisedStack:
         products = POWERS if like.code == "e2m1" and offset is None else EXACT
         rows = ACTIVATIONS[like.activations]
         self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, products, rows)
+        self._formats: dict[str, FormatStruct] = {}
 
     def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
         """Take weights, the first of them as number `first`; several of one input are one weight.
@@ -215,6 +216,10 @@ class QuantisedStack:
         if self._like.offset_NG is not None:  # it is added after they are rounded
             products = ROUNDED if found & LONG else EXACT
         self.format.products = min(self.format.products, products)
+
+    def format_for(self, activations: str) -> FormatStruct:
+        """The format of products that read these; once all weights are packed."""
+        return self._formats.setdefault(activations, self.format.reading(activations))
 
     def unpack(self, expert: int, out_NK: Tensor) -> None:
         """Write the values of one weight into bf16 [n, k] of any strides."""
