@@ -14,6 +14,7 @@ CHOICES = {
     "exactness": tuple(level.value for level in Exactness),
     "kernels": ("fast", "reference"),
     "expert_weights": ("auto", "int8", "int8-g64", "int4", "mxfp4"),
+    "activations": ("bf16", "int8"),
     "on_policy_error": ("fail", "fcfs"),
     "loop": ("host", "conditional"),
     "prefix_cache": ("auto", True, False, "approximate"),
@@ -79,6 +80,10 @@ class EngineConfig:
     is loaded: "int8" with a scale per output channel (weight-only, as vLLM's "experts_int8"),
     "int8-g64" per group of 64 inputs, "int4" with a scale and offset per group of 64, "mxfp4" with
     a power of two per group of 32 (docs/weights.md)."""
+    activations: str = "bf16"
+    """What products with quantised weights read: "bf16", rows as they are; "int8", rows rounded to
+    8 bits with a scale per group of inputs, where weights are integers of 4 or 8 bits. Faster, and
+    other bits; a row still depends on no other (docs/weights.md)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
     default_max_tokens: int | None = None
@@ -214,6 +219,17 @@ class EngineConfig:
             raise ConfigError(
                 f"expert_weights={self.expert_weights!r} needs kernels='fast', the kernels that "
                 "read it; kernels='reference' has 'auto'"
+            )
+        if self.activations != "bf16" and self.kernels == "reference":
+            raise ConfigError(
+                f"activations={self.activations!r} needs kernels='fast', the kernels that read "
+                "them; kernels='reference' has 'bf16'"
+            )
+        if self.activations != "bf16" and self.expert_weights not in ("auto", "int4"):
+            raise ConfigError(
+                f"activations={self.activations!r} with expert_weights={self.expert_weights!r}: "
+                "experts that are rounded at load read int8 rows as 'int4' alone; use 'int4', or "
+                "activations='bf16'"
             )
 
     def _check_loop(self) -> None:

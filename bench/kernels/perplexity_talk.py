@@ -1,8 +1,9 @@
 """Perplexity of `talk` per format of its expert weights, through our kernels.
 
 The text is that of `bench.kernels.perplexity`. Of every format of 4 bits the other side is the
-model in bf16 that holds the values of the codes: it has to score the same, bit by bit. The
-reference is the model's own forward in fp32. A table, then one JSON line; nothing of it is timed.
+model in bf16 that holds the values of the codes: it has to score the same, bit by bit. Last is int4
+whose experts read rows in int8. The reference is the model's own forward in fp32. A table, then one
+JSON line; nothing of it is timed.
 """
 
 import argparse
@@ -47,9 +48,12 @@ def expanded(how: str) -> Any:
     return model
 
 
-def score(model: Any, rows: list[list[int]], expert_weights: str = "auto") -> float:
+def score(
+    model: Any, rows: list[list[int]], expert_weights: str = "auto", activations: str = "bf16"
+) -> float:
     """Negative log likelihood per token."""
-    runner = cpu_runner(model, max_segment_ms=math.inf, expert_weights=expert_weights)
+    how = {"expert_weights": expert_weights, "activations": activations}
+    runner = cpu_runner(model, max_segment_ms=math.inf, **how)
     frames: Iterator[int] = iter(range(1 << 30))
     found = sum(nats(runner, rows[i : i + ROWS], frames) for i in range(0, len(rows), ROWS))
     runner.close()
@@ -92,6 +96,10 @@ def main() -> None:
         if how in PACKED:
             same = score(expanded(how), rows) == found[how]
             table.add(f"  {how} scores what its values in bf16 score", str(same), "equal", same)
+    model = load("talk", expert_weights="int4").model
+    found["int4 on int8 rows"] = on_bytes = score(model, rows, "int4", "int8")
+    over = f"{math.exp(on_bytes):.4f}; {math.exp(on_bytes - found['int4']):.4f}"
+    table.add("perplexity, int4 on int8 rows; over int4", over)
     config = {"model": "talk", "window": WINDOW, "tokens": tokens_of(rows)}
     result = {"bench": "perplexity_talk", "machine": machine(), "config": config, "nats": found}
     table.finish(result, args.out)

@@ -1,10 +1,11 @@
 """Against llama.cpp: one GGUF file in Q4_0 of the shape of Qwen3-30B-A3B, some of its layers.
 
 Both load the same file, of seeded noise, and compute with the same number of threads, in turn: the
-one that is not asked waits. llama.cpp rounds activations to 8 bits, ours stay bf16.
+one that is not asked waits. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and
+int8 in another.
 
     decode      one stream: our tokens per second over theirs
-    prefill     a prompt of 512 tokens: the same
+    prefill     a prompt of 512 tokens (`--prompt`): the same
 
 Needs the package gguf, and an environment with xllamacpp: `--llama VENV/bin/python`. A table, then
 one JSON line.
@@ -16,6 +17,8 @@ import os
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ from bench.models.checkpoint_30b import SEED, SHAPE, STEP
 from qllm import QLLMEngine, SamplingParams
 
 PROMPT, TOKENS = 512, 24
-REACH = {"decode": 1.0, "prefill": 0.6}
+REACH = {("bf16", "decode"): 1.0, ("bf16", "prefill"): 0.6, ("int8", "prefill"): 1.0}
+ACTIVATIONS = ("bf16", "int8")
 BLOCK, BLOCK_BYTES = 32, 18
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -55,7 +59,8 @@ class Writer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
         letters = [chr(33 + i) for i in range(94)]
-        writer.add_token_list([*letters, "ab", *(f"<{i}>" for i in range(vocab - 95))])
+        others = [f"<{i}>" for i in range(vocab - 96)]
+        writer.add_token_list([*letters, "ab", *others, "<|endoftext|>"])  # transformers' has it
         writer.add_token_types([1] * vocab)
         writer.add_token_merges(["a b"])
         writer.add_eos_token_id(vocab - 1)
@@ -153,6 +158,42 @@ def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float
     return times[0] - start, (times[-1] - times[0]) / (len(times) - 1)
 
 
+def measured(
+    engines: dict[str, QLLMEngine], llama: Llama, rounds: int, tokens: int
+) -> dict[str, list[float]]:
+    """Each of them on the same prompts, in turn."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    rng = np.random.default_rng(SEED)
+    for at in range(rounds + 1):  # the first one warms up
+        prompt = [int(i) for i in rng.integers(8, SHAPE["vocab_size"] - 8, tokens)]
+        theirs = llama.rates(prompt, TOKENS)
+        seconds = {kind: our_rates(engine, prompt, TOKENS) for kind, engine in engines.items()}
+        if not at:
+            continue
+        for kind, (prompt_s, token_s) in [*seconds.items(), ("llama.cpp", theirs)]:
+            found[f"prefill {kind}"].append(theirs[0] / prompt_s)
+            found[f"decode {kind}"].append(theirs[1] / token_s)
+            found[f"ms per token {kind}"].append(token_s * 1e3)
+            found[f"ms of a prompt {kind}"].append(prompt_s * 1e3)
+    return found
+
+
+def add_lines(table: Table, rows: dict[str, Any]) -> None:
+    """Ratios with what they should reach, and times."""
+    for kind in ACTIVATIONS:
+        for name in ("decode", "prefill"):
+            row, least = rows[f"{name} {kind}"], REACH.get((kind, name))
+            what = f"{name}, activations {kind}, over llama.cpp's rate"
+            if least is None:
+                table.add(what, row.text())
+            else:
+                table.add(what, row.text(), f">= {least}", row.value >= least)
+    kinds = (*ACTIVATIONS, "llama.cpp")
+    for what in ("ms per token", "ms of a prompt"):
+        texts = [rows[f"{what} {kind}"].text(1) for kind in kinds]
+        table.add(f"{what}: {', '.join(kinds)}", ", ".join(texts))
+
+
 def main() -> None:
     """Write the file, and measure both in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -160,36 +201,37 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 3,000")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    table, rng = Table(), np.random.default_rng(SEED)
+    table = Table()
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "noise.gguf"
         Writer(file, args.layers).whole(args.layers)
-        settings = {"threads": args.threads, "max_kv_tokens": 4096, "prefix_cache": False}
-        with QLLMEngine.from_pretrained(file, run_in="thread", **settings) as engine:
-            weights, kernels = engine.kernels["weights"], engine.kernels["experts"]
+        settings: dict[str, Any] = {"threads": args.threads, "run_in": "thread"}
+        settings |= {"max_kv_tokens": 4096, "prefix_cache": False, "conformance": False}
+        with ExitStack() as opened:
+            engines = {
+                kind: opened.enter_context(
+                    QLLMEngine.from_pretrained(file, activations=kind, **settings)
+                )
+                for kind in ACTIVATIONS
+            }
             llama = Llama(args.llama, file, args.threads)
-            found: dict[str, list[float]] = {"decode": [], "prefill": [], "ours": [], "theirs": []}
-            for at in range(args.rounds + 1):  # the first one warms up
-                prompt = [int(i) for i in rng.integers(8, SHAPE["vocab_size"] - 8, PROMPT)]
-                ours, theirs = our_rates(engine, prompt, TOKENS), llama.rates(prompt, TOKENS)
-                if at:
-                    found["prefill"].append(theirs[0] / ours[0])
-                    found["decode"].append(theirs[1] / ours[1])
-                    found["ours"].append(ours[1] * 1e3)
-                    found["theirs"].append(theirs[1] * 1e3)
-            about = llama.about
-            llama.close()
+            opened.callback(llama.close)
+            found = measured(engines, llama, args.rounds, args.prompt)
+            weights, about = engines["bf16"].kernels["weights"], llama.about
+            kernels = [engine.kernels["experts"] for engine in engines.values()]
     rows = {name: paired(values) for name, values in found.items()}
-    for name, least in REACH.items():
-        reached = rows[name].value >= least
-        table.add(f"{name}, ours over llama.cpp's rate", rows[name].text(), f">= {least}", reached)
-    table.add(
-        "ms per token, ours and llama.cpp's", f"{rows['ours'].text(1)}, {rows['theirs'].text(1)}"
-    )
+    add_lines(table, rows)
     config = {"threads": args.threads, "layers": args.layers, "rounds": args.rounds, "seed": SEED}
-    config |= {"format": "Q4_0", "weights": weights, "kernels": kernels, "llama": about}
+    config |= {
+        "prompt": args.prompt,
+        "format": "Q4_0",
+        "weights": weights,
+        "kernels": kernels,
+        "llama": about,
+    }
     result = {"bench": "four_bits", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)
 

@@ -71,6 +71,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
             batch_invariant=config.batch_invariant,
             kernels=config.kernels,
             expert_weights=config.expert_weights,
+            activations=config.activations,
         )
     from qllm.cuda.backend import CudaBackend, cuda_runner
     from qllm.cuda.streams import TorchStreams
@@ -79,6 +80,8 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
     if config.expert_weights != "auto":
         raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
+    if config.activations != "bf16":
+        raise ConfigError(f"activations={config.activations!r} is for the CPU; use 'bf16'")
     if config.kv_dir is not None:
         raise ConfigError(
             f"kv_dir={config.kv_dir!r} needs an exact prefix cache, and there is none on CUDA: "

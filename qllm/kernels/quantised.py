@@ -14,6 +14,8 @@ Code = Literal["u4", "i4", "e2m1", "i8", "e4m3"]
 127, FP8's e4m3fn."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats by code, as the OCP microscaling specification has them."""
+INTEGERS = ("u4", "i4", "i8")
+"""Codes that products with rounded rows can read."""
 FOUR_BIT = ("u4", "i4", "e2m1")
 I4_ZERO = 8
 """The code of "i4" that stands for 0."""
@@ -34,6 +36,19 @@ class Quantised(NamedTuple):
     """Like the scales; None is zero."""
     group: int
     """Inputs that share a scale."""
+    activations: str = "bf16"
+    """What a product with it reads: rows as they are, or, where codes are integers, rows in "int8"
+    (`qllm/kernels/rounded.py`)."""
+
+    @property
+    def kind(self) -> str:
+        """Codes and group, and what products read if that is not bf16, for people: "i4 g32"."""
+        rows = "" if self.activations == "bf16" else f" on {self.activations} rows"
+        return f"{self.code} g{self.group}{rows}"
+
+    def reading(self, activations: str) -> "Quantised":
+        """The same for products that read these, where its codes are integers."""
+        return self._replace(activations=activations if self.code in INTEGERS else "bf16")
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -10,9 +10,14 @@ from qllm.models.quantised_experts import QuantisedExperts, all_quantised
 from qllm.models.quantised_linears import QuantisedLinear, all_linears
 
 
-def identity(model: nn.Module, expert_weights: str = "auto") -> str:
-    """Digest of a model: its class, its settings, a sample of its weights' bytes, their format."""
+def identity(model: nn.Module, expert_weights: str = "auto", activations: str = "bf16") -> str:
+    """Digest of what decides bits.
+
+    A model's class, its settings, a sample of its weights' bytes, their format, and what products
+    with them read.
+    """
     kind = type(model).__name__ + expert_weights.removeprefix("auto")
+    kind += f" on {activations}".removesuffix(" on bf16")
     digest = hashlib.sha256(kind.encode())
     settings = base_model(model).config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):

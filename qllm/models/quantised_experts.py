@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.kernels.quantised import Quantised
+from qllm.kernels import rounded
+from qllm.kernels.quantised import INTEGERS, Quantised
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.quantised_weights import Weights
 
@@ -40,6 +41,8 @@ class QuantisedExperts:
         self.num_experts = weights[WEIGHTS[0]].num
         self.kind = "+".join(dict.fromkeys(found.kind for found in weights.values()))
         """Codes and groups, for people: "e2m1 g32"."""
+        self.activations: str = "bf16"
+        """What products read; `forward` rounds alike, and has weights that are rounded to bf16."""
         self._module: Any = None
 
     def enter(self, module: Any) -> None:
@@ -51,6 +54,17 @@ class QuantisedExperts:
             module._parameters[name] = nn.Parameter(kept, requires_grad=False)
         module.forward = self._forward()
         setattr(module, ATTRIBUTE, self)
+
+    @property
+    def reads(self) -> str:
+        """Codes and groups, and what products read if that is not bf16, for people."""
+        kinds = [found.like.reading(self.activations).kind for found in self.weights.values()]
+        return "+".join(dict.fromkeys(kinds))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether products can read rounded rows."""
+        return any(found.like.code in INTEGERS for found in self.weights.values())
 
     @property
     def num_bytes(self) -> int:
@@ -102,10 +116,35 @@ class QuantisedExperts:
         def forward(*args: Any, **given: Any) -> Any:
             ids = given["top_k_index"] if "top_k_index" in given else args[1]
             used = [e for e in ids.unique().tolist() if e < self.num_experts]
+            if self.activations != "bf16":
+                return self._rounded(*args, **given)
             with self.in_place(used):  # the others have no rows
                 return own(*args, **given)
 
         return forward
+
+    def _rounded(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module's own, of rounded rows; sums are in fp32."""
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out_TKD = x_TD.new_zeros((*top_k_index.shape, x_TD.shape[-1]))
+        for expert in range(self.num_experts):
+            tokens, slots = (top_k_index == expert).nonzero(as_tuple=True)
+            if len(tokens):
+                h = self._module._apply_gate(self._product(WEIGHTS[0], expert, x_TD[tokens]))
+                out_TKD[tokens, slots] = self._product(WEIGHTS[1], expert, h)
+        out_TD = (out_TKD * top_k_weights.unsqueeze(-1)).sum(1)
+        return out_TD.to(hidden_states.dtype).view_as(hidden_states)
+
+    def _product(self, name: str, expert: int, x: Tensor) -> Tensor:
+        """Rows times one weight, in fp32, and its bias."""
+        group, weight = self.weights[name].like.group, self.as_parameter(name, expert).float()
+        rows = x.float()
+        if self.weights[name].like.code in INTEGERS:
+            rows = rounded.rounded(x, group).values(group)
+        out = rows @ (weight if self._module.is_transposed else weight.t())
+        if self._module.has_bias:
+            out += getattr(self._module, f"{name}_bias")[expert].float()
+        return out.to(x.dtype)
 
 
 def pack_experts(module: Any, weights: dict[str, Sequence[Quantised]]) -> dict[str, Weights]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qllm.kernels import cpu
+from qllm.kernels import cpu, rounded
 from qllm.kernels.cpu.quantised import problem_of
 from qllm.kernels.quantised import Quantised
 from qllm.models.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
@@ -30,7 +30,7 @@ class QuantisedLinear:
 
     def __init__(self, module: nn.Linear, weight: Quantised) -> None:
         self.weight = weight
-        self.kind = f"{weight.code} g{weight.group}"
+        self.kind = weight.kind
         """Codes and group, for people."""
         self._module = module
         empty = torch.empty(weight.shape, dtype=torch.bfloat16, device="meta")
@@ -42,7 +42,18 @@ class QuantisedLinear:
         """Let the module compute by itself."""
         self._module.forward = self._forward  # type: ignore[method-assign]
 
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds what it reads."""
+        return self.weight.activations != "bf16"
+
+    def read(self, activations: str) -> None:
+        """Compute with these, if the weight's codes are integers."""
+        self.weight = self.weight.reading(activations)
+
     def _forward(self, input: Tensor) -> Tensor:
+        if self.rounds:
+            return rounded.linear(input, self.weight, self._module.bias)
         return F.linear(input, self.weight.dequantised(), self._module.bias)
 
     @property

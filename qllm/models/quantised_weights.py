@@ -27,7 +27,7 @@ class Weights:
         self.num, self.shape = num, like.shape
         self.like = shape_of(like)
         """One of them, without its memory."""
-        self.kind = f"{like.code} g{like.group}"
+        self.kind = like.kind
         """Codes and group, for people: "e2m1 g32"."""
         self._codes: list[Quantised] = []
         self.stack: QuantisedStack | None = None

@@ -20,6 +20,7 @@ from torch import nn
 from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
+from qllm.models.activations import read_rows
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
 from qllm.models.quantised_linears import is_read, linear_in
@@ -51,6 +52,7 @@ class Compute:
         kind: "fast" or "reference".
         batch_invariant: Level L2.
         expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
+        activations: What products with quantised weights read: see `EngineConfig`.
         max_packed_bytes: Linear modules (the head) are copied for our kernels when the copies take
             at most this; weights changed afterwards are not seen. Experts are packed in place,
             whatever their size.
@@ -68,6 +70,7 @@ class Compute:
         *,
         batch_invariant: bool = False,
         expert_weights: str = "auto",
+        activations: str = "bf16",
         max_packed_bytes: int = 0,
     ) -> None:
         sizes, arena = _sizes(parts), cpu.Arena()
@@ -78,6 +81,8 @@ class Compute:
             name: native and 0 < size <= max_packed_bytes for name, size in sizes.items()
         }
         self._native["experts"] = native
+        if kind == "fast":  # the reference reads what ours do
+            read_rows(model, activations)
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
@@ -90,7 +95,7 @@ class Compute:
             ours = self._ours(parts, covered)
             rule, self._enters_rule = find_invariance(model, parts, self.drivers, ours)
         self.rule: RowRule = rule
-        self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights)
+        self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights, activations)
         self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
         """Runs what it covers of a program in one call."""
         self._held = tuple(bank for bank in self.banks if bank is not None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qllm.errors import DeviceError
 from qllm.kernels import cpu
+from qllm.models.activations import read_rows, refuse_other_activations
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.heard import warn_of_unheard
 from qllm.plan import Row
@@ -36,6 +37,7 @@ def cpu_runner(
     batch_invariant: bool = False,
     kernels: str = "fast",
     expert_weights: str = "auto",
+    activations: str = "bf16",
     max_packed_bytes: int = 2 << 30,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> TorchRunner:
@@ -48,14 +50,16 @@ def cpu_runner(
         batch_invariant: Level L2; its self-test runs here and finds the rule.
         kernels: See `EngineConfig`.
         expert_weights: See `EngineConfig`.
+        activations: See `EngineConfig`.
         max_packed_bytes: Most bytes that a copy of the linear modules (of the head) for our kernels
             may take. Weights changed later are not seen.
         clock: Nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or level L2 is not possible here.
-        ConfigError: `expert_weights` is not possible here.
+        ConfigError: `expert_weights` or `activations` is not possible here.
     """
+    refuse_other_activations(model, activations, kernels, expert_weights)
 
     def backend(parts: ModelParts) -> CpuBackend:
         warn_of_unheard(model, parts)
@@ -66,11 +70,12 @@ def cpu_runner(
                 kernels,
                 batch_invariant=batch_invariant,
                 expert_weights=expert_weights,
+                activations=activations,
                 max_packed_bytes=max_packed_bytes,
             )
         return CpuBackend(model, parts, compute, max_segment_ms)
 
-    return TorchRunner(model, backend, expert_weights=expert_weights, clock=clock)
+    return TorchRunner(model, backend, rounding=(expert_weights, activations), clock=clock)
 
 
 class CpuBackend:
@@ -130,6 +135,7 @@ class CpuBackend:
 
     def close(self) -> None:
         self.compute.leave()
+        read_rows(self._model, "bf16")
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class TorchRunner:
     Args:
         model: In evaluation mode, whole, on one device.
         make_backend: Makes what it computes with, from the parts of the model.
-        expert_weights: See `EngineConfig`; part of the identity.
+        rounding: `expert_weights` and `activations` of `EngineConfig`; part of the identity.
         clock: Nanoseconds, for segments only.
 
     Raises:
@@ -57,7 +57,7 @@ class TorchRunner:
         model: nn.Module,
         make_backend: Callable[[ModelParts], Backend],
         *,
-        expert_weights: str = "auto",
+        rounding: tuple[str, str] = ("auto", "bf16"),
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         refuse_unsafe(model)
@@ -69,7 +69,7 @@ class TorchRunner:
         self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
-        self._device, self._identity = parts.like.device, identity(model, expert_weights)
+        self._device, self._identity = parts.like.device, identity(model, *rounding)
         with torch.inference_mode():
             self.rope = Ropes(model, parts, self._device, parts.like.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)

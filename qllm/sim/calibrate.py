@@ -385,6 +385,7 @@ def calibrate(
             batch_invariant=config.batch_invariant,
             kernels=config.kernels,
             expert_weights=config.expert_weights,
+            activations=config.activations,
         )
         probe, others = _Probe(runner, config), Others()
         gc.collect()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu.quantised import QuantisedStack, matrix_of, stacked
+from qllm.kernels.cpu.quantised import FormatStruct, QuantisedStack, matrix_of, stacked
 from qllm.kernels.quantised import Quantised
 
 INT8_MAX = 127
@@ -135,9 +135,8 @@ def _stack(num: int, n: int, k: int, like: Quantised | None) -> Stack | Quantise
     return Stack(num, n, k) if like is None else QuantisedStack(num, n, k, like)
 
 
-def _format_of(stack: AnyStack) -> int | None:
-    """Address of its format; None for bf16."""
-    return ctypes.addressof(stack.format) if isinstance(stack, QuantisedStack) else None
+def _address(format: FormatStruct | None) -> int | None:
+    return None if format is None else ctypes.addressof(format)
 
 
 def _pack(stack: AnyStack, expert: int, weight: Tensor | Quantised) -> None:
@@ -161,6 +160,7 @@ class Experts:
         clamp: The gate; None is SwiGLU.
         formats: Of weights that are quantised, with a group of None.
         packed: The weights, up and down, where they are packed already; they are shared.
+        activations: What products with `packed` read.
     """
 
     def __init__(
@@ -173,6 +173,7 @@ class Experts:
         clamp: Clamp | None = None,
         formats: Formats = BF16,
         packed: tuple[QuantisedStack, QuantisedStack] | None = None,
+        activations: str = "bf16",
     ) -> None:
         up, down = (num, 2 * width, hidden), (num, hidden, width)
         self._biases = biases
@@ -194,7 +195,11 @@ class Experts:
         """Bytes of one expert."""
         weights = self._up.packed.data_ptr(), self._down.packed.data_ptr()
         shape = num, width, hidden
-        formed = _format_of(self._up), _format_of(self._down)
+        stacks = self._up, self._down
+        found = [s.format if isinstance(s, QuantisedStack) else None for s in stacks]
+        if packed is not None:
+            found = [s.format_for(activations) for s in packed]
+        formed = map(_address, found)
         gate = clamp or Clamp(0.0, 0.0)
         self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *formed, *gate)
         self.address = ctypes.addressof(self._struct)

@@ -22,6 +22,11 @@ struct Format {
   int64_t group;          // inputs that share a scale: a multiple of 8, or at least k
   int64_t scale, offset;  // how they are stored; kNone is an offset of zero
   int64_t products;
+  int64_t activations;    // any of Activations
+};
+enum Activations : int64_t {
+  kAsTheyAre,     // bf16, and so are the values
+  kRoundedInts,   // int8, see ints.inc; for integers
 };
 
 // A weight [n, k] in panels of 64 outputs: panel p holds [k / 2][outputs][2], outputs filled up

@@ -79,9 +79,9 @@ struct Function<Free, void (*)(const Kernels&, A...)> {
 bool has_tiles() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, bytes
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else
   return false;
@@ -93,7 +93,8 @@ bool supported(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  bool halves = wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  bool halves = wide && __builtin_cpu_supports("avx512bf16") &&
+                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
   if (k == &kAmx) return halves && has_tiles();
   if (k == &kAvx512Bf16) return halves;
   if (k == &kAvx512) return wide;

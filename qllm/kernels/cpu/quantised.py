@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from qllm.kernels import cpu
-from qllm.kernels.quantised import FOUR_BIT, Quantised
+from qllm.kernels.quantised import FOUR_BIT, INTEGERS, Quantised
 
 CODES = {"u4": 1, "e2m1": 2, "i8": 3, "e4m3": 4, "i4": 5}
 WORTHS = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 ROUNDED, EXACT, POWERS = 0, 1, 2
-"""`Code`, `Worth` and `Products` of kernels.h."""
+ACTIVATIONS: dict[str, int] = {"bf16": 0, "int8": 1}
+"""`Code`, `Worth`, `Products` and `Activations` of kernels.h."""
 BLOCK_INPUTS = 8
 MOST_SCALE = 2.0**100
 """Scales and offsets are 0 or between it and its inverse: instructions that round to bf16 take
@@ -27,7 +28,15 @@ subnormal numbers as 0, and no value comes near them so."""
 class FormatStruct(ctypes.Structure):
     """`Format` of kernels.h."""
 
-    _fields_ = tuple((name, c_int64) for name in ("code", "group", "scale", "offset", "products"))
+    _fields_ = tuple(
+        (name, c_int64) for name in ("code", "group", "scale", "offset", "products", "activations")
+    )
+
+    def reading(self, activations: str) -> "FormatStruct":
+        """The same for products that read these, where its codes are integers."""
+        whole = any(self.code == CODES[code] for code in INTEGERS)
+        kept = [getattr(self, name) for name, *_ in self._fields_[:-1]]
+        return FormatStruct(*kept, ACTIVATIONS[activations if whole else "bf16"])
 
 
 class CodesStruct(ctypes.Structure):
@@ -108,6 +117,11 @@ def _checked(weight: Quantised, n: int, k: int) -> None:
             f"{k} inputs in groups of {weight.group}: inputs are even, and groups of a multiple of "
             f"{BLOCK_INPUTS}, or of all inputs"
         )
+    if weight.activations != "bf16" and weight.code not in INTEGERS:
+        raise ValueError(
+            f"codes {weight.code!r} are no integers, and rows in {weight.activations} are for "
+            f"{', '.join(INTEGERS)}"
+        )
     for worth in worths:
         if worth.dtype not in WORTHS or worth.shape != (n, groups):
             raise ValueError(
@@ -139,7 +153,9 @@ class QuantisedStack:
         offset = None if like.offset_NG is None else like.offset_NG.dtype
         worths = WORTHS[like.scale_NG.dtype], WORTHS[offset]
         products = POWERS if like.code == "e2m1" and offset is None else EXACT
-        self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, products)
+        rows = ACTIVATIONS[like.activations]
+        self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, products, rows)
+        self._formats: dict[str, FormatStruct] = {}
 
     def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
         """Take weights, the first of them as number `first`; several of one input are one weight.
@@ -200,6 +216,10 @@ class QuantisedStack:
         if self._like.offset_NG is not None:  # it is added after they are rounded
             products = ROUNDED if found & LONG else EXACT
         self.format.products = min(self.format.products, products)
+
+    def format_for(self, activations: str) -> FormatStruct:
+        """The format of products that read these; once all weights are packed."""
+        return self._formats.setdefault(activations, self.format.reading(activations))
 
     def unpack(self, expert: int, out_NK: Tensor) -> None:
         """Write the values of one weight into bf16 [n, k] of any strides."""
@@ -287,7 +307,8 @@ def _outputs(weight: Tensor | Quantised) -> int:
 
 def _format(weight: Quantised, k: int) -> tuple[object, ...]:
     offset = None if weight.offset_NG is None else weight.offset_NG.dtype
-    return weight.code, min(weight.group, k), weight.scale_NG.dtype, offset
+    worths = weight.scale_NG.dtype, offset
+    return weight.code, min(weight.group, k), *worths, weight.activations
 
 
 def stacked(weights: Sequence[Quantised]) -> Quantised | None:

@@ -1,4 +1,4 @@
-// AMX: eight tiles of 16 rows of 64 bytes, and the product of two of bf16. Where QLLM_TILES is
+// AMX: eight tiles of 16 rows of 64 bytes, and the products of two of bf16, or of bytes. Where QLLM_TILES is
 // not defined there are none; QLLM_EMULATE has the same arithmetic in plain C++, so that what is
 // built on tiles can be tested on a machine without them.
 //
@@ -19,12 +19,15 @@ class Tiles {
 #if !defined(QLLM_EMULATE)
 
  public:
-  Tiles() {
+  // Of what 4 to 7 are multiplied, so many bytes: a row of 4 and 5, four in each of 6 and 7.
+  explicit Tiles(int64_t bytes = 64) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    config.row_bytes[4] = config.row_bytes[5] = uint16_t(bytes);
+    config.rows[6] = config.rows[7] = uint8_t(bytes / 4);
     asm volatile("ldtilecfg %0" : : "m"(config) : "memory");
   }
   ~Tiles() { asm volatile("tilerelease" : : : "memory"); }  // cheaper to switch threads
@@ -38,9 +41,9 @@ class Tiles {
   void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
   }
-  // Sixteen rows of 16 floats, one after the other.
+  // Sixteen rows of 16 numbers of 32 bits, one after the other.
   template <int T>
-  void store(float* to) {
+  void store(void* to) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(int64_t(64)), "i"(T) : "memory");
   }
   // Adds to C the product of A, 16 rows of 32 values, and B, 16 pairs of rows of 16 values.
@@ -48,11 +51,19 @@ class Tiles {
   void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
+  // The same of signed bytes in A and unsigned ones in B, four in a row there: whole numbers.
+  template <int C, int A, int B>
+  void dot_bytes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
 
 #else
 
   uint32_t at_[8][16][16];
+  int64_t bytes_;
 
+  int64_t rows(int tile) const { return tile > 5 ? bytes_ / 4 : 16; }
+  int64_t row_bytes(int tile) const { return tile == 4 || tile == 5 ? bytes_ : 64; }
   static float flushed(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -68,16 +79,18 @@ class Tiles {
   }
 
  public:
+  explicit Tiles(int64_t bytes = 64) : bytes_(bytes) {}
   template <int T>
   void zero() {
     memset(at_[T], 0, sizeof at_[T]);
   }
   template <int T>
   void load(const void* from, int64_t stride) {
-    for (int i = 0; i < 16; i++) memcpy(at_[T][i], (const char*)from + i * stride, 64);
+    for (int i = 0; i < rows(T); i++)
+      memcpy(at_[T][i], (const char*)from + i * stride, row_bytes(T));
   }
   template <int T>
-  void store(float* to) {
+  void store(void* to) {
     memcpy(to, at_[T], sizeof at_[T]);
   }
   // As Intel's manual has TDPBF16PS: even and odd values of k apart, then both to the sum.
@@ -94,6 +107,16 @@ class Tiles {
         memcpy(&sum, &at_[C][i][j], 4);
         sum = flushed(flushed(sum) + flushed(part[0] + part[1]));
         memcpy(&at_[C][i][j], &sum, 4);
+      }
+  }
+  template <int C, int A, int B>
+  void dot_bytes() {
+    for (int i = 0; i < 16; i++)
+      for (int j = 0; j < 16; j++) {
+        const int8_t* x = (const int8_t*)at_[A][i];
+        int32_t sum = 0;
+        for (int64_t k = 0; k < bytes_; k++) sum += x[k] * ((const uint8_t*)&at_[B][k / 4][j])[k % 4];
+        at_[C][i][j] += uint32_t(sum);
       }
   }
 

@@ -120,8 +120,11 @@ struct Vec {
     }
   }
 #if defined(QLLM_BF16)
+  // Written here: with the intrinsic g++ 12 copies every sum and spills most, where there are many
+  // (measured: 0.45 of the speed for 8 to 96 rows).
   static F dot(F acc, Pairs a, Pairs b) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
   }
   static void store(bf16* p, F x) {
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));

@@ -102,7 +102,11 @@ class TorchBank:
 
 
 def expert_banks(
-    parts: ModelParts, rule: RowRule, native: bool, expert_weights: str = "auto"
+    parts: ModelParts,
+    rule: RowRule,
+    native: bool,
+    expert_weights: str = "auto",
+    activations: str = "bf16",
 ) -> tuple[Bank | None, ...]:
     """The experts of every layer.
 
@@ -111,9 +115,11 @@ def expert_banks(
         rule: In which blocks torch multiplies.
         native: Our kernels, for experts that they are made for.
         expert_weights: Their format: see `EngineConfig.expert_weights`.
+        activations: What those read that are rounded here: see `EngineConfig.activations`.
 
     Raises:
-        ConfigError: The format is not "auto" and a layer is not for our kernels.
+        ConfigError: The format is not "auto", or activations are not "bf16", and a layer is not for
+            our kernels.
     """
     modules = [layer.experts for layer in parts.layers]
     if expert_weights != "auto":
@@ -125,7 +131,13 @@ def expert_banks(
         held = quantised_in(module)
         if held is None and expert_weights in ROUNDINGS:
             held = round_experts(module, expert_weights)
+            held.activations = activations
         if not native or not is_covered(module):
+            if held is not None and held.has_integers and activations != "bf16":
+                raise ConfigError(
+                    f"activations={activations!r} needs experts that our CPU kernels run, and "
+                    f"those of {type(module).__name__} ({held.kind}) are none; use 'bf16'"
+                )
             return TorchBank(module, rule, in_place=in_place)
         return NativeBank(module, expert_weights) if held is None else QuantisedBank(held, module)
 

@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from qllm.kernels import cpu
+from qllm.kernels import cpu, rounded
 from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.quantised import Quantised
 from qllm.models.discover import ModelParts
-from qllm.models.quantised_linears import is_read, linear_in, values_of, weight_of
+from qllm.models.quantised_linears import QuantisedLinear, is_read, linear_in, values_of, weight_of
 from qllm.runner.layers.rows import PLAIN, RowRule
 
 Linear = Callable[[Tensor], Tensor]
@@ -50,12 +50,12 @@ class Linears:
                 continue
             bias = None if module.bias is None else module.bias.detach()
             held = linear_in(module)
-            kernel = "torch linear" if held is None else f"torch linear, dequantised {held.kind}"
+            kernel = _torch_name(held)
             forward: Linear | None = None
             if native and is_read(module):
                 kernel = _named(weight_of(module))
                 forward = matrix_of([weight_of(module)], [bias], arena).linear
-            elif rule is not PLAIN:
+            elif rule is not PLAIN and not (held is not None and held.rounds):
                 forward = partial(_by_rule, rule, module)
             self.kernels[kernel] += 1
             if forward is not None:
@@ -84,9 +84,16 @@ def _by_rule(rule: RowRule, module: nn.Linear, x: Tensor) -> Tensor:
     return rule.linear(x, values_of(module), module.bias)
 
 
+def _torch_name(held: QuantisedLinear | None) -> str:
+    if held is None:
+        return "torch linear"
+    how = "rounded" if held.rounds else "dequantised"
+    return f"torch linear, {how} {held.weight.kind}"
+
+
 def _named(weight: Tensor | Quantised) -> str:
     """What multiplies a weight, for people."""
-    kind = f" {weight.code} g{weight.group}" if isinstance(weight, Quantised) else ""
+    kind = f" {weight.kind}" if isinstance(weight, Quantised) else ""
     return f"qllm {cpu.kind()}{kind}"
 
 
@@ -102,7 +109,7 @@ class Head:
         self._weights = [_rows(weight, slice(a, a + HEAD_BLOCK)) for a in starts]
         self.num_blocks = len(self._weights)
         held = linear_in(lm_head)
-        self.kernel = "torch linear" if held is None else f"torch linear, dequantised {held.kind}"
+        self.kernel = _torch_name(held)
         self._native: list[cpu.Matrix] | None = None
         if native and is_read(lm_head):
             pairs = zip(self._weights, self._biases, strict=True)
@@ -126,6 +133,8 @@ class Head:
         if self._native is not None:
             return self._native[block].linear(x_BD)
         weight = self._weights[block]
+        if isinstance(weight, Quantised) and weight.activations != "bf16":
+            return rounded.linear(x_BD, weight, self._biases[block])
         values = weight.dequantised() if isinstance(weight, Quantised) else weight
         return self._rule.linear(x_BD, values, self._biases[block])
 

@@ -28,7 +28,7 @@ from qllm.models.fingerprints import (
     router_kind,
 )
 from qllm.models.heard import is_heard
-from qllm.models.quantised_linears import is_read, values_of, weight_of
+from qllm.models.quantised_linears import is_read, linear_in, values_of, weight_of
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.deltas import DeltaMixer
@@ -241,6 +241,9 @@ class NativeDriver(FastDriver):
         up = None
         if attn.q_lora_rank is not None:
             up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
+        expanded = linear_in(attn.kv_b_proj)
+        if expanded is not None:
+            expanded.read("bf16")  # its factors are bf16
         expand = values_of(attn.kv_b_proj).view(attn.num_heads, -1, attn.kv_lora_rank)
         self._attention = Latents(
             _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),

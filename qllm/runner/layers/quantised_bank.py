@@ -24,8 +24,8 @@ class QuantisedBank(NativeBank):
 
     def __init__(self, held: QuantisedExperts, module: object) -> None:
         super().__init__(module)
-        self._held = held
-        self.kernel = f"qllm {cpu.kind()} {held.kind}"
+        self._held, self._reads = held, held.activations
+        self.kernel = f"qllm {cpu.kind()} {held.reads}"
         self.unit_bytes = held.num_bytes // self.num_experts
 
     def pack(self) -> None:
@@ -34,7 +34,9 @@ class QuantisedBank(NativeBank):
         if up is None or down is None:
             raise InvariantError("these experts were read where our kernels were not there")
         shape = self.num_experts, self._width, self.out_width
-        self._packed = Experts(*shape, None, self._biases(), self._clamp, packed=(up, down))
+        self._packed = Experts(
+            *shape, None, self._biases(), self._clamp, packed=(up, down), activations=self._reads
+        )
 
     def unpack(self) -> None:
         """Compute no more; nobody gets anything back."""

@@ -1,0 +1,51 @@
+"""What products with a model's quantised weights read: `EngineConfig.activations`."""
+
+from torch import nn
+
+from qllm.errors import ConfigError
+from qllm.kernels import cpu
+from qllm.kernels.quantised import INTEGERS
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.quantised_experts import all_quantised
+from qllm.models.quantised_linears import all_linears
+
+
+def read_rows(model: nn.Module, activations: str) -> None:
+    """Let quantised weights with integer codes be multiplied by such rows, in every forward."""
+    for experts in all_quantised(model).values():
+        experts.activations = activations
+    for linear in all_linears(model).values():
+        linear.read(activations)
+
+
+def refuse_other_activations(
+    model: nn.Module, activations: str, kernels: str, expert_weights: str
+) -> None:
+    """Return if a runner on the CPU can compute so.
+
+    Args:
+        model: Its quantised weights are asked.
+        activations: See `EngineConfig`.
+        kernels: See `EngineConfig`.
+        expert_weights: See `EngineConfig`.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if activations == "bf16":
+        return
+    asked = f"activations={activations!r}"
+    if kernels == "reference" or cpu.MISSING is not None:
+        why = cpu.MISSING or "kernels='reference' has 'bf16' alone"
+        raise ConfigError(f"{asked} needs our CPU kernels: {why}; use 'bf16'")
+    experts, linears = all_quantised(model).values(), all_linears(model).values()
+    found = [held.has_integers for held in experts]
+    found += [held.weight.code in INTEGERS for held in linears]
+    if any(found) or expert_weights in ROUNDINGS:
+        return
+    names = {held.kind for held in experts} | {held.kind for held in linears}
+    kinds = sorted(names) or ["not quantised"]
+    raise ConfigError(
+        f"{asked} is for weights that are integers of 4 or 8 bits, and this model has none "
+        f"({', '.join(kinds)}); use 'bf16', or a checkpoint in int4 or int8"
+    )
