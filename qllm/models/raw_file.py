@@ -24,7 +24,7 @@ ALIGNED = 8
 """Where a large tensor may begin, for views of any dtype."""
 PAGE = 4096
 """What addresses and lengths of reads around the cache are multiples of."""
-SPARE = 128 << 20
+SPARE = 64 << 20
 """Bytes that are kept to read into once more."""
 PROBES = 8
 """Places of a file that are looked for in the cache."""
@@ -50,13 +50,20 @@ class Buffers:
         except IndexError:
             whole = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
         part = whole[start:end]
-        weakref.finalize(part, self._back, whole).atexit = False
+        # codes that are kept for good keep no other memory
+        weakref.finalize(part, _give_back, weakref.ref(self), whole).atexit = False
         return whole, torch.from_numpy(part)
 
-    def _back(self, whole: np.ndarray) -> None:
+    def give_back(self, whole: np.ndarray) -> None:
+        """Keep memory that no tensor lies in, up to SPARE."""
         if self._num_spare + whole.nbytes <= SPARE:  # threads may count wrong: it is a bound
             self._num_spare += whole.nbytes
             self._spare.setdefault(whole.nbytes, []).append(whole)
+
+
+def _give_back(to: weakref.ref[Buffers], whole: np.ndarray) -> None:
+    if (buffers := to()) is not None:
+        buffers.give_back(whole)
 
 
 class RawFile:
@@ -97,7 +104,8 @@ class RawFile:
         first, last = start // PAGE * PAGE, -(-(start + num_bytes) // PAGE) * PAGE
         inside = start - first
         whole, out = self._buffers.take(last - first, inside, inside + num_bytes)
-        if not self._read_around(whole, first, start + num_bytes):
+        around = self._around
+        if around is None or not _read_around(around, whole, first, start + num_bytes):
             self._fill(self._number, memoryview(whole)[inside : inside + num_bytes], start)
         return out
 
@@ -125,24 +133,23 @@ class RawFile:
             return True
         return True
 
-    def _read_around(self, whole: np.ndarray, first: int, end: int) -> bool:
-        """Read pages from `first` on around the cache, up to `end` at least; False: it cannot be."""
-        if self._around is None:
-            return False
-        left, at = memoryview(whole), first
-        try:
-            while at < end:
-                got = os.preadv(self._around, [left], at)
-                if got == 0 or (got % PAGE and at + got < end):
-                    return False
-                left, at = left[got:], at + got
-        except OSError:  # reads of another alignment are asked for
-            return False
-        return True
-
     def _fill(self, number: int, left: memoryview, start: int) -> None:
         while left:
             got = os.preadv(number, [left], start)
             if got == 0:
                 raise ModelError(f"{self._path} ends too early; download it again")
             left, start = left[got:], start + got
+
+
+def _read_around(number: int, whole: np.ndarray, first: int, end: int) -> bool:
+    """Read pages from `first` on around the cache, up to `end` at least; False: it cannot be."""
+    left, at = memoryview(whole), first
+    try:
+        while at < end:
+            got = os.preadv(number, [left], at)
+            if got == 0 or (got % PAGE and at + got < end):
+                return False
+            left, at = left[got:], at + got
+    except OSError:  # reads of another alignment are asked for
+        return False
+    return True
