@@ -51,6 +51,45 @@ def test_bytes_are_those_of_the_file(file: RawFile, path: Path, start: int, num:
     assert bytes(found.numpy()) == path.read_bytes()[start : start + num]
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_only_what_is_not_in_the_cache_is_read_around_it(
+    path: Path, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RawFile, "_is_cached", lambda _: is_cached)
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    numbers, preadv = list[int](), os.preadv
+
+    def read(number: int, into: list[memoryview], at: int, flags: int = 0) -> int:
+        numbers.append(number)
+        return preadv(number, into, at, flags)
+
+    monkeypatch.setattr(raw_file.os, "preadv", read)
+    file = RawFile(path, Buffers())
+    file.read(8, LARGE)
+    file.read(8, 100)
+    assert numbers == [file._number if is_cached else file._around, file._number]
+
+
+def test_the_cache_is_asked_at_some_places(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, asked = RawFile(path, Buffers()), list[int]()
+
+    def answer(number: int, into: list[bytearray], at: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        asked.append(at)
+        if at > missing:
+            raise error
+        return 1
+
+    monkeypatch.setattr(raw_file.os, "preadv", answer)
+    missing, error = SIZE, OSError()
+    assert file._is_cached()
+    assert len(asked) == raw_file.PROBES
+    missing = SIZE // 2
+    assert file._is_cached(), "a file system that cannot say is read as ever"
+    error = BlockingIOError()
+    assert not file._is_cached()
+
+
 def test_a_file_that_is_not_in_the_cache_is_read_as_one_that_is(path: Path) -> None:
     os.sync()
     with path.open("rb") as opened:

@@ -55,7 +55,8 @@ class Writer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
         letters = [chr(33 + i) for i in range(94)]
-        writer.add_token_list([*letters, "ab", *(f"<{i}>" for i in range(vocab - 95))])
+        rest = (f"<{i}>" for i in range(vocab - 96))
+        writer.add_token_list([*letters, "ab", *rest, "<|endoftext|>"])  # a tokenizer would add it
         writer.add_token_types([1] * vocab)
         writer.add_token_merges(["a b"])
         writer.add_eos_token_id(vocab - 1)

@@ -2,8 +2,8 @@
 
 The checkpoint is that of `bench.models.checkpoint_30b`: 48 layers of 128 experts, top 8.
 
-    load        seconds over reading its files once, through the system's cache, which has nothing of
-                them before either; beside them the first touch of as much memory by as many threads
+    load        seconds over reading its files once through the system's cache, which has nothing
+                of them before either; beside it the first touch of as much memory
     rss         peak memory of the process over the packed weights, loaded and once it serves
     decode      one stream: time of a token over one read of the bytes that it needs
     prefill     tokens per second of prompts of 512 and 2,048 tokens
