@@ -66,8 +66,8 @@ class Vocabulary:
             return "structured outputs need a model with an EOS id, and this one has none"
         if (num := len(self._tokenizer)) > self.vocab_size:
             return (
-                f"structured outputs need logits for every token, and the tokenizer has {num} tokens "
-                f"for {self.vocab_size} logits"
+                f"structured outputs need a logit for every token, and the tokenizer has {num} "
+                f"tokens for {self.vocab_size} logits"
             )
         return None
 

@@ -237,7 +237,7 @@ def test_the_record_of_a_forward(quiet: bool) -> None:
 
 
 def test_the_head_of_a_record_is_one_product() -> None:
-    """Of a slice torch makes one for every row, with a copy of the weight each."""
+    """torch makes one for every row of a slice, with a copy of the weight each."""
     model, seen = make_model("mixtral"), list[bool]()
     own = model.lm_head.forward
 

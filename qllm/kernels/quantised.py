@@ -81,6 +81,6 @@ def _each(value: Tensor, per_group: Tensor, group: int, change: Callable[..., Te
     """Change every input by what its group has."""
     k, worth = value.shape[-1], per_group.float()
     if k % group == 0:
-        change(value.unflatten(-1, (-1, group)), worth.unsqueeze(-1))
+        change(value.view(*value.shape[:-1], -1, group), worth.unsqueeze(-1))
     else:
         change(value, worth.repeat_interleave(group, -1)[..., :k])

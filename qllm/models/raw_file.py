@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,10 +35,10 @@ class Buffers:
     """Memory to read into, which is used again once no tensor lies in it."""
 
     def __init__(self) -> None:
-        self._spare: dict[int, list[np.ndarray]] = {}
+        self._spare: dict[int, list[mmap.mmap]] = {}
         self._num_spare = 0
 
-    def take(self, num_bytes: int, start: int, end: int) -> tuple[np.ndarray, Tensor]:
+    def take(self, num_bytes: int, start: int, end: int) -> tuple[mmap.mmap, Tensor]:
         """Memory of so many bytes that begins with a page, and a tensor of those from start to end.
 
         The memory is written to while the tensor is held.
@@ -48,20 +47,20 @@ class Buffers:
             whole = self._spare.get(num_bytes, []).pop()
             self._num_spare -= num_bytes
         except IndexError:
-            whole = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-        part = whole[start:end]
+            whole = mmap.mmap(-1, num_bytes)
+        part = memoryview(whole)  # what every view of the tensor holds
         # codes that are kept for good keep no other memory
         weakref.finalize(part, _give_back, weakref.ref(self), whole).atexit = False
-        return whole, torch.from_numpy(part)
+        return whole, torch.frombuffer(part, dtype=torch.uint8, count=end - start, offset=start)
 
-    def give_back(self, whole: np.ndarray) -> None:
+    def give_back(self, whole: mmap.mmap) -> None:
         """Keep memory that no tensor lies in, up to SPARE."""
-        if self._num_spare + whole.nbytes <= SPARE:  # threads may count wrong: it is a bound
-            self._num_spare += whole.nbytes
-            self._spare.setdefault(whole.nbytes, []).append(whole)
+        if self._num_spare + len(whole) <= SPARE:  # threads may count wrong: it is a bound
+            self._num_spare += len(whole)
+            self._spare.setdefault(len(whole), []).append(whole)
 
 
-def _give_back(to: weakref.ref[Buffers], whole: np.ndarray) -> None:
+def _give_back(to: weakref.ref[Buffers], whole: mmap.mmap) -> None:
     if (buffers := to()) is not None:
         buffers.give_back(whole)
 
@@ -141,7 +140,7 @@ class RawFile:
             left, start = left[got:], start + got
 
 
-def _read_around(number: int, whole: np.ndarray, first: int, end: int) -> bool:
+def _read_around(number: int, whole: mmap.mmap, first: int, end: int) -> bool:
     """Read pages from `first` on around the cache, up to `end` at least; False: it cannot be."""
     left, at = memoryview(whole), first
     try:
