@@ -18,7 +18,7 @@ from bench.papers.rows import markdown
 from bench.policies.fronts import ALONE, points_of
 from bench.policies.pareto import draw
 from bench.report_fleet import fleet_lines
-from bench.report_kv import kv_lines
+from bench.report_kv import KV_NOTES, kv_lines
 from bench.report_lines import (
     WITHOUT_ZEN,
     Line,
@@ -427,12 +427,14 @@ SMALL = {
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
 """Results of one table: title, and the lines of it."""
+NOTES = {"kv.json": KV_NOTES}
 
 
 def small_part(name: str, document: dict[str, Any]) -> list[str]:
-    """One table under a title."""
+    """One table under a title, and what is to be said of it."""
     title, lines_of = SMALL[name]
-    return ["", f"## {title}", "", f"- {_machine(document)}", *_table(lines_of(document))]
+    lines = ["", f"## {title}", "", f"- {_machine(document)}", *_table(lines_of(document))]
+    return [*lines, *NOTES.get(name, "").splitlines()]
 
 
 PARTS = {

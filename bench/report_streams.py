@@ -74,4 +74,4 @@ ROWS = {
 def streams_lines(document: Row) -> list[Line]:
     """Rows of `bench/serving/streams.py`."""
     reach = document["reach"]
-    return [x for name, of in ROWS.items() for x in of(document[name], reach[name])]
+    return [x for name, of in ROWS.items() for x in of(document["rows"][name], reach[name])]

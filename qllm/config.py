@@ -155,6 +155,11 @@ class EngineConfig:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
         self._check_sizes()
+        if self.prefix_cache is not False and self.prefix_cache_tokens < self.page_size:
+            raise ConfigError(
+                f"prefix_cache_tokens={self.prefix_cache_tokens} has no room for a page of "
+                f"{self.page_size} tokens; give more, or prefix_cache=False"
+            )
         if self.loop != "host":
             self._check_loop()
         if self.ls_slo:

@@ -1,4 +1,4 @@
-"""How many cores this process may use: what its affinity and its control groups leave it."""
+"""How many cores and how much memory this process may use: what its control groups leave it."""
 
 import ctypes
 import gc
@@ -52,19 +52,36 @@ def usable_cores(
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, int(min([cores, *_quotas(groups, root)])))
+    quotas = [cores for folder in _folders("cpu", groups, root) for cores in _quota(folder)]
+    return max(1, int(min([cores, *quotas])))
 
 
-def _quotas(groups: Path, root: Path) -> Iterator[float]:
-    """Cores per quota, from the process's group up to the root; of versions 1 and 2."""
+def memory_bytes(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes of memory of the machine, fewer if a control group's limit is smaller.
+
+    Args:
+        groups: See `usable_cores`.
+        root: Likewise.
+    """
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    names = ("memory.max", "memory.limit_in_bytes")
+    files = [folder / name for folder in _folders("memory", groups, root) for name in names]
+    texts = [file.read_text().strip() for file in files if file.exists()]
+    return min([whole, *(int(text) for text in texts if text.isdigit())])
+
+
+def _folders(controller: str, groups: Path, root: Path) -> Iterator[Path]:
+    """Those of the process's group and of the ones above it, to the root; of versions 1 and 2."""
     for line in groups.read_text().splitlines() if groups.exists() else ():
         number, controllers, name = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
         base = root if number == "0" else root / controllers
         group = base / name.strip("/")
         for folder in (group, *group.parents):
-            yield from _quota(folder)
+            yield folder
             if folder == base:
                 break
 

@@ -25,6 +25,7 @@ MOE = [
     "axk2",
     "bailing_hybrid",
     "cohere2_moe",
+    "dbrx",
     "deepseek_v2",
     "deepseek_v32",
     "deepseek_v4",

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qllm import QLLMEngine
 from qllm.cli import app
-from qllm.cores import num_threads, parse_threads, usable_cores
+from qllm.cores import memory_bytes, num_threads, parse_threads, usable_cores
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.server.config import load_config
@@ -51,6 +51,22 @@ def test_quotas_of_version_1_count(
     for name, value in (("quota", quota), ("period", 100_000)):
         written(tmp_path / "cpu,cpuacct" / f"cpu.cfs_{name}_us", f"{value}\n")
     assert usable_cores(tmp_path / "cgroup", tmp_path) == cores
+
+
+@pytest.mark.parametrize("limit", ["max", "1000000", str(1 << 62)])
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [("0::/a/b\n", "a/memory.max"), ("4:memory:/a/b\n", "memory/a/memory.limit_in_bytes")],
+)
+def test_the_smallest_limit_of_memory_counts(
+    tmp_path: Path, groups: str, file: str, limit: str
+) -> None:
+    whole = memory_bytes(tmp_path / "none", tmp_path)
+    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    written(tmp_path / "cgroup", "3:cpu:/c\n" + groups)
+    written(tmp_path / file, limit + "\n")
+    found = memory_bytes(tmp_path / "cgroup", tmp_path)
+    assert found == (1_000_000 if limit == "1000000" else whole)
 
 
 def test_threads_are_a_number_auto_or_left_to_torch() -> None:

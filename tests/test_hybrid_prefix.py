@@ -297,6 +297,30 @@ def test_modules_of_transformers_keep_states_only_where_that_is_asked_for(family
         kept(engine)
 
 
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [("", "auto"), ("", True), ("jamba", "approximate"), ("zaya", "auto"), ("gemma4_text", "auto")],
+)
+def test_a_folder_for_kv_is_refused_and_left_empty(
+    family: str, asked: Any, qwen: Any, tmp_path: Any
+) -> None:
+    """States, and keys of different shapes, have no place in the file: nothing half is kept."""
+    model = tiny_configs.tiny_model(family) if family else qwen
+    with pytest.raises(ConfigError, match=r"kv_dir='.*' (is not possible|needs the prefix cache)"):
+        engine_of(model, prefix_cache=asked, kv_dir=str(tmp_path / "kv"))
+    assert not (tmp_path / "kv").exists()
+
+
+def test_an_engine_that_starts_again_misses_and_gives_the_same_tokens(qwen: Any) -> None:
+    """What is kept of a hybrid ends with its engine: the next one computes, and keeps anew."""
+    found = []
+    for _ in range(2):
+        with engine_of(qwen) as engine:
+            found += [run(engine, prompt_of(200), 20) for _ in range(2)]
+    assert [r.metrics.num_cached_tokens for r in found] == [0, 192, 0, 192]
+    assert len({r.token_ids for r in found}) == 1
+
+
 def test_what_is_not_possible_is_said(qwen: Any, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="carry a state, and the file holds pages of keys"):
         engine_of(qwen, kv_dir=str(tmp_path))

@@ -9,19 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import wait_for
 from families import FAMILIES, VOCAB, make_model
+from serving import tiny_engine
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.engine import kept, kv_file, mover, pages, tier
 from qllm.engine.costs import Costs
 from qllm.errors import ConfigError, QllmError
 from qllm.frontend.handle import Result
+from qllm.grammar import Vocabulary
 from qllm.kernels import cpu
 from qllm.scheduler.prefix import tag_of
-from qllm.types import NS_PER_S, RequestStatus
+from qllm.types import NS_PER_S, RequestStatus, StructuredOutputs
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
@@ -192,6 +195,53 @@ def test_requests_in_flight_keep_nothing_after_their_owner_deleted(
         assert stored(engine)["kept_pages"] == 0
 
 
+def test_who_waits_for_its_pages_keeps_nothing_after_its_owner_deleted(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop does not know it yet; who shares no owner with it keeps its own."""
+    ids = prompt_of(200)
+    with engine_of(model, tmp_path) as engine:
+        want = [run(engine, ids, 20, cache_owner=owner).token_ids for owner in "xy"]
+    gate = held_back(monkeypatch)
+    with engine_of(model, tmp_path) as engine:
+        waits = [engine.submit(ids, "BE", 20, sampling=GREEDY, cache_owner=owner) for owner in "xy"]
+        held = engine._client._core.loading._held  # type: ignore[attr-defined]
+        wait_for(lambda: len(held) == 2)
+        assert engine.delete_kv(cache_owner="x") == 3
+        assert engine.delete_kv(cache_owner="z") == 0
+        gate.set()
+        found = [handle.result(60) for handle in waits]
+        assert [r.token_ids for r in found] == want
+        assert [r.metrics.num_cached_tokens for r in found] == [0, 192]
+        run(engine, ids, 20, cache_owner="y")
+        assert stored(engine)["kept_pages"] == 3
+        assert run(engine, ids, 20, cache_owner="x").metrics.num_cached_tokens == 0
+        assert run(engine, ids, 20, cache_owner="x").metrics.num_cached_tokens == 192
+
+
+def test_who_waits_for_its_grammar_keeps_nothing_after_its_owner_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, real = threading.Event(), Vocabulary.matcher
+
+    def matcher(self: Vocabulary, form: Any) -> Any:
+        gate.wait()
+        return real(self, form)
+
+    monkeypatch.setattr(Vocabulary, "matcher", matcher)
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="[a-z]{8}"))
+    with tiny_engine(run_in="thread", conformance=False) as engine:
+        ids = prompt_of(150)
+        waits = engine.submit(ids, "LS", 12, sampling=sampling, cache_owner="x")
+        wait_for(lambda: engine._client._core.held)  # type: ignore[attr-defined]
+        engine.delete_kv(cache_owner="x")
+        gate.set()
+        assert waits.result(60).token_ids
+        assert look(engine) == {}
+        run(engine, ids, cache_owner="x")
+        assert len(look(engine)) == 2, "who comes later keeps its own"
+
+
 def test_kv_that_nobody_uses_is_deleted(model: Any, tmp_path: Path) -> None:
     with engine_of(model, tmp_path, kv_ttl_s=1000) as engine:
         run(engine, prompt_of(150))
@@ -212,6 +262,40 @@ def test_kv_that_nobody_uses_is_deleted(model: Any, tmp_path: Path) -> None:
         assert look(engine) == {}
         assert stored(engine)["kept_pages"] == 0
         assert run(engine, prompt_of(150)).metrics.num_cached_tokens == 0
+
+
+def test_the_next_engine_knows_classes_hints_and_ages(model: Any, tmp_path: Path) -> None:
+    """What was kept of chats is displaced last by it too, and what is old is deleted."""
+    asks = [("LS", None), ("BE", None), ("BE", 1000)]
+    with engine_of(model, tmp_path) as engine:
+        for i, (to, ttl_s) in enumerate(asks):
+            run(engine, prompt_of(70, i), 2, to, cache_ttl_s=ttl_s)
+        stored(engine)
+    with engine_of(model, tmp_path, kv_ttl_s=5000) as engine:
+        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        index, now = prefix.tier.index, prefix.now_ns
+        chat, batch, hinted = engine.call(index.names)
+        assert [index.is_ls(name) for name in (chat, batch, hinted)] == [True, False, False]
+        left_s = (index.until_ns(hinted) - now()) / NS_PER_S
+        assert 0 < left_s <= 1000
+        assert index.until_ns(batch) == 0
+        before = [prefix.tier.index._pages[name].used_ns for name in (chat, batch, hinted)]
+        assert before == sorted(before)
+        assert before[-1] <= now()
+    with open(tmp_path / kv_file.FILE, "r+b") as data:
+        data.seek(kv_file.BLOCK)
+        raw = bytearray(data.read(3 * kv_file.ENTRY.itemsize))
+        rows = np.frombuffer(raw, kv_file.ENTRY)
+        rows[:2]["used_s"] -= 6000
+        for slot in range(2):
+            own = kv_file._entry_checksum(rows[slot].tobytes(), slot)
+            rows[slot : slot + 1]["own_checksum"] = own
+        data.seek(kv_file.BLOCK)
+        data.write(raw)
+    with engine_of(model, tmp_path, kv_ttl_s=5000) as engine:
+        engine.call(lambda: None)
+        engine.call(lambda: None)
+        assert stored(engine)["kept_pages"] == 1
 
 
 def test_prompt_logprobs_never_read(model: Any, tmp_path: Path) -> None:
@@ -441,7 +525,7 @@ def test_who_waits_may_be_cancelled_and_time_out(
         assert handle.result(60).finish_reason.value == "cancelled"
         gate.set()
         assert left.result(60).metrics.num_cached_tokens == 192
-        look(engine)
+        assert stored(engine)["late_requests"] == 0, "none of them computes instead"
 
 
 def test_who_waits_may_be_paused_and_change_its_class(
@@ -531,6 +615,9 @@ def test_a_folder_serves_one_engine_and_one_model(model: Any, tmp_path: Path) ->
         ({"kv_ttl_s": "1"}, "kv_ttl_s"),
         ({"kv_dir_reset": 1}, "kv_dir_reset"),
         ({"prefix_cache": False}, "prefix_cache"),
+        ({"prefix_cache_tokens": 63}, "no room for a page of 64 tokens"),
+        ({"prefix_cache_tokens": 2**31 - 1}, "bytes of memory; give at most"),
+        ({"swap_kv_tokens": 2**31 - 1}, "bytes of memory; give at most"),
         ({"prefix_cache": "approximate"}, "only exact ones"),
         ({"kernels": "reference"}, "needs the prefix cache"),
         ({"loop": "conditional"}, "kv_dir"),

@@ -94,10 +94,14 @@ def test_a_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str
         assert same(page, pages[name])
 
 
-@pytest.mark.parametrize("kernels", KINDS, indirect=True)
-def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(kernels: str) -> None:
+LONG = [("qwen3_moe", kind) for kind in KINDS]
+LONG += [(family, kind) for family in FAMILIES if family != "qwen3_moe" for kind in KINDS[:1]]
+
+
+@pytest.mark.parametrize(("family", "kernels"), LONG, indirect=["kernels"])
+def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str) -> None:
     """4,000 tokens: pages of prefill and chunks, found again beside a mate and by a longer turn."""
-    model = make_model("qwen3_moe", torch.bfloat16)
+    model = make_model(family, torch.bfloat16)
     model.config.max_position_embeddings = 8192
     ids, settings = prompt_of(4000), {"max_kv_tokens": 16384, "prefix_cache_tokens": 8192}
     with engine_of(model, prefix_cache=True, **settings) as engine:
@@ -263,12 +267,42 @@ def test_the_store_loses_nothing_in_use(data: st.DataObject) -> None:
         store.check(pins)
 
 
+def test_hints_hold_half_of_the_store_until_they_are_over() -> None:
+    store = PageStore[int](4)
+    for i in range(4):
+        store.add(bytes([i]), i, Priority.LS, 0, until_ns=10)
+    assert [store.displace(Priority.LS, 9) for _ in range(3)] == [True, True, False]
+    assert store.names() == [b"\0", b"\1"]
+    assert store.displace(Priority.LS, 10)
+
+
 def test_a_name_depends_on_all_before_it() -> None:
     a, b, c = Chain([1, 2, 3, 4], 2, (b"x",)), Chain([9, 2, 3, 4], 2, (b"x",)), None
     assert a.upto(4)[1] != b.upto(4)[1]
     c = Chain([1, 2, 3, 4], 2, (b"", b"x"))
     assert not set(a.upto(4)) & set(c.upto(4))
     assert a.upto(3) == a.upto(4)[:1]
+
+
+def test_a_name_depends_on_what_decides_bits(model: Any) -> None:
+    """Weights, settings and the size of a page: then what is kept elsewhere is of no use."""
+    names: list[bytes] = []
+    other = make_model("qwen3_moe", torch.bfloat16, seed=1)
+    makes = [(model, {}), (other, {}), (model, {"exactness": "batch-invariant"}),
+             (model, {"block_size": 128})]  # fmt: skip
+    for made, more in makes:
+        with engine_of(made, prefix_cache=True, **more) as engine:
+            run(engine, prompt_of(260), 2)
+            names += kept(engine)
+    assert len(names) == len(set(names)) == 3 * 4 + 2
+
+
+def test_who_was_evicted_with_output_owes_two_tokens() -> None:
+    """Else it would be decoding, and nobody decodes without KV."""
+    chain = Chain(range(129), 64, (b"",))
+    assert len(chain.usable(129)) == len(Chain(range(130), 64, (b"",)).usable(100)) == 2
+    assert len(chain.usable(128)) == 1
+    assert len(Chain(range(128), 64, (b"",)).usable(128)) == 1
 
 
 def test_rope_factors_are_part_of_the_name() -> None:

@@ -169,6 +169,44 @@ def test_a_preemption_is_counted_once_however_often_it_is_scraped() -> None:
     assert {value for _, value in known["qllm:num_requests_running"]} == {0}
 
 
+def test_what_outlives_its_row_is_counted() -> None:
+    """Passes that were spared, KV that moved, the prefix cache, its file; two engines in turn."""
+    metrics = Metrics("m")
+    file = {
+        "off": None, "stored_bytes": 5, "loaded_bytes": 6, "damaged_pages": 7, "late_requests": 8,
+        "kept_bytes": 9,
+    }  # fmt: skip
+    cache = {
+        "queried_tokens": 10, "hit_tokens": 11, "evicted_pages": 12, "refused_pages": 13,
+        "kept_tokens": 14, "kept_bytes": 15, "kept_state_bytes": 16, "file": file,
+    }  # fmt: skip
+    stats = {
+        **IDLE, "num_preemptions": 1, "num_spared": 2, "swap": {"out_tokens": 3, "in_tokens": 4},
+        "prefix_cache": cache,
+    }  # fmt: skip
+    for _ in range(2):
+        metrics.observe(stats, {})
+    metrics.observe({**IDLE, "num_spared": 1, "swap": {"out_tokens": 1, "in_tokens": 1}}, {})
+    known = samples(metrics.render().decode())
+    wanted = {
+        "preemptions_spared_total": 3, "kv_swapped_out_tokens_total": 4,
+        "kv_swapped_in_tokens_total": 5, "kv_file_stored_bytes_total": 5,
+        "kv_file_loaded_bytes_total": 6, "kv_file_damaged_pages_total": 7,
+        "kv_file_late_requests_total": 8, "prefix_cache_queried_tokens_total": 10,
+        "prefix_cache_hit_tokens_total": 11, "prefix_cache_evicted_pages_total": 12,
+        "prefix_cache_refused_pages_total": 13, "kv_file_up": 0, "kv_file_kept_bytes": 0,
+        "prefix_cache_kept_tokens": 0,
+    }  # fmt: skip
+    assert {name: known[f"qllm:{name}"][0][1] for name in wanted} == wanted
+    metrics.observe(stats, {})
+    known = samples(metrics.render().decode())
+    gauges = {
+        "kv_file_up": 1, "kv_file_kept_bytes": 9, "prefix_cache_kept_tokens": 14,
+        "prefix_cache_kept_bytes": 15, "prefix_cache_kept_state_bytes": 16,
+    }  # fmt: skip
+    assert {name: known[f"qllm:{name}"][0][1] for name in gauges} == gauges
+
+
 def test_a_new_engine_counts_from_nothing_again() -> None:
     metrics = Metrics("m")
     parked, running = {"state": "parked", "bytes": 7}, {"state": "running", "bytes": 9}

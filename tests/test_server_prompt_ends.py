@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,10 @@ from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.llm import QLLMEngine
 from qllm.server import bodies, streamed_body
 from qllm.server.ask import SHORT
+from qllm.server.open_prompts import Opened, OpenPrompts
 from qllm.server.streamed_body import blocks_of
-from qllm.types import SamplingParams
+from qllm.server.text_work import LONG_THREADS
+from qllm.types import Priority, SamplingParams
 
 ONE = {"prompt_idle_s": 30, "max_ls": 1, "max_open_prompts": 1, "ls_overflow": "refuse"}
 
@@ -174,12 +176,14 @@ def test_each_way_a_prompt_can_end_gives_its_seat_back(one: Serving) -> None:
     until(lambda: is_free(one))
 
 
-def test_a_streamed_body_is_nobody_elses(one: Serving) -> None:
+def test_a_streamed_body_is_nobody_elses(one: Serving, engine: QLLMEngine) -> None:
     with Slow(one) as client:
         client.send(lines(ASK, {"append": "x"}))
         until(lambda: one.metric("qllm:num_open_prompts") == 1)
         assert one.get("/v1/prompts").json()["data"] == []
         assert "max_open_prompts=1" in message(one.post("/v1/prompts", {}), 429)
+        [name] = [entry.handle.request_id for entry in engine.client._open.values()]
+        assert f"no prompt '{name}'" in message(one.get(f"/v1/prompts/{name}"), 404)
         client.socket.sendall(b"0\r\n\r\n")
         assert b'"finish_reason"' in client.answer()
     until(lambda: is_free(one))
@@ -224,6 +228,78 @@ def test_a_prompt_that_is_being_changed_is_not_sent(
         go.set()
         assert "was deleted" in message(change.result(), 409)
     assert is_free(one)
+
+
+def changing(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
+    """The prompts that are changed from now on, once for each change that comes."""
+    seen: list[Opened] = []
+    plain = OpenPrompts.change
+
+    async def change(self: OpenPrompts, opened: Opened, *args: Any) -> Any:
+        seen.append(opened)
+        return await plain(self, opened, *args)
+
+    monkeypatch.setattr(OpenPrompts, "change", change)
+    return seen
+
+
+def test_pieces_are_added_as_they_came(one: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one has another thread than a long one, and does not overtake it."""
+    seen, go, long = changing(monkeypatch), threading.Event(), "long " * (SHORT // 5 + 1)
+    path = f"/v1/prompts/{opened(one, '')}"
+    added: list[str] = []
+    plain = GrowingText.append
+    monkeypatch.setattr(
+        GrowingText, "append", lambda self, piece: (added.append(piece), plain(self, piece))[1]
+    )
+    threads = one.front.text_of(Priority.LS).pool
+    busy = [threads.submit(go.wait, 60) for _ in range(LONG_THREADS)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(one.post, f"{path}/append", {"append": long})
+        until(lambda: len(seen) == 1 and seen[0].num_changing == 1)
+        second = pool.submit(one.post, f"{path}/append", {"append": "short"})
+        until(lambda: len(seen) == 2 and (seen[0].num_changing == 2 or second.done()))
+        wait([second], timeout=0.2)
+        go.set()
+        assert [call.result().status_code for call in (first, second)] == [200, 200]
+    assert all(job.result() for job in busy)
+    assert added == [long, "short"]
+    assert httpx.delete(f"{one.url}{path}", timeout=60).status_code == 200
+
+
+def test_a_prompt_is_not_idle_while_it_changes(
+    one: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while its first piece is added, nor while one waits behind that."""
+    seen, timers = changing(monkeypatch), []
+    path = f"/v1/prompts/{opened(one, '')}"
+    plain = GrowingText.append
+
+    def append(self: GrowingText, piece: str) -> None:
+        timers.append(seen[0].timer)
+        until(lambda: len(seen) == 2)
+        plain(self, piece)
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
+        patched.setattr(GrowingText, "append", append)
+        calls = [pool.submit(one.post, f"{path}/append", {"append": "x"}) for _ in range(2)]
+        assert [call.result().status_code for call in calls] == [200, 200]
+    assert timers == [None, None]
+    assert seen[0].timer is not None
+    assert httpx.delete(f"{one.url}{path}", timeout=60).status_code == 200
+    assert seen[0].timer is None
+
+
+def test_a_prompt_whose_sending_is_refused_is_idle_again(
+    one: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = changing(monkeypatch)
+    name = opened(one, "x")
+    assert one.post(f"/v1/prompts/{name}/append", {"append": "y"}).status_code == 200
+    ask = {**ASK, "prompt_id": name, "max_tokens": 10**7}
+    assert "exceed" in message(one.post(PLAIN, ask), 400)
+    until(lambda: seen[0].timer is not None)
+    assert httpx.delete(f"{one.url}/v1/prompts/{name}", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("way", ["by id", "streamed"])
@@ -287,6 +363,11 @@ def test_replacing_again_and_again_makes_no_prompt_larger(engine: QLLMEngine) ->
             put = httpx.put(url, json={"replace": "x" * 600, "from": 1}, timeout=60)
             assert put.status_code == 200, put.text
         assert put.json()["num_bytes"] < 610
+        before = made.get(f"/v1/prompts/{name}").json()
+        body = {"replace": "y" * 600, "from": before["num_tokens"]}
+        put = httpx.put(url, json=body, timeout=60)
+        assert "max_prompt_bytes" in message(put, 413)
+        assert made.get(f"/v1/prompts/{name}").json() == before
         chat = [{"role": "user", "content": [{"type": "text", "text": "y" * 1025}]},
                 {"role": "user", "content": ""}]  # fmt: skip
         assert "max_prompt_bytes" in message(made.post("/v1/prompts", {"messages": chat}), 413)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from hybrids import make_hybrid
-from test_hybrid_prefix import engine_of, prompt_of, run
+from test_hybrid_prefix import GREEDY, engine_of, prompt_of, run
 
+from bench.models import tiny_configs
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, ContextLengthError
 from qllm.plan import ModelShape
@@ -88,3 +89,60 @@ def test_an_engine_says_what_states_take_and_refuses_what_has_no_room() -> None:
 
 def test_a_dense_model_is_charged_nothing() -> None:
     assert ModelShape(2, 4, 2, (True, True), 10, 100).state_tokens == 0
+
+
+# -- states that keys are among: layers that are called as their model calls them
+
+KEYS = ("deepseek_v4", "dots3_note_text", "glm_moe_dsa", "inkling_text", "zaya")
+"""Compressed keys, windows, an indexer, windows beside convolutions, recurrences beside keys."""
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_keys_in_states_take_no_more_than_is_charged(family: str) -> None:
+    """At any moment of a prompt in chunks and of decoding."""
+    model = tiny_configs.tiny_model(family)
+    with engine_of(model, policy="chunked", max_step_tokens=40) as engine:
+        stats, loop = engine.stats()["states"], engine._client.loop  # type: ignore[attr-defined]
+        each, token = stats["bytes_per_request"], stats["bytes_per_token"]
+        seen: list[float] = []
+
+        def look(*_: object) -> None:
+            for number, request in loop.live.items():
+                blocks = request.request.block_table
+                held = loop.runner.requests[number].kv.states.num_bytes
+                seen.append(held / (len(blocks) * engine.config.block_size * token))
+
+        engine.call(lambda: setattr(loop.runner, "on_segment", look))
+        run(engine, [i % tiny_configs.VOCAB for i in prompt_of(100)], 40)
+        engine.call(lambda: setattr(loop.runner, "on_segment", None))
+    assert 0.2 < max(seen) <= 1
+    assert stats["tokens_per_request"] == -(-each // token)
+
+
+@pytest.mark.parametrize("family", ["zaya", "inkling_text"])
+def test_they_are_admitted_as_there_is_room_for_their_states(family: str) -> None:
+    model = tiny_configs.tiny_model(family)
+    prompts = [[i % tiny_configs.VOCAB for i in prompt_of(28, n)] for n in range(4)]
+    with engine_of(model) as engine:
+        each = engine.stats()["states"]["tokens_per_request"]
+        want = [run(engine, ids, 4).token_ids for ids in prompts]
+    assert each > 1
+    with pytest.raises(ConfigError, match=f"as much memory as the KV of {each} tokens"):
+        engine_of(model, max_kv_tokens=4, block_size=4)
+    most, room = 0, 2 * (-(-(32 + each) // 4) * 4)
+    with engine_of(model, max_kv_tokens=room, block_size=4, policy="fcfs") as engine:
+        loop = engine._client.loop  # type: ignore[attr-defined]
+
+        def look(*_: object) -> None:
+            nonlocal most
+            held = [r for r in loop.scheduler.requests.values() if r.is_admitted]
+            most = max(most, len(held))
+
+        engine.call(lambda: setattr(loop.runner, "on_segment", look))
+        handles = engine.call(
+            lambda: [engine.submit(ids, "BE", 4, sampling=GREEDY) for ids in prompts]
+        )
+        found = [handle.result(120).token_ids for handle in handles]
+        engine.call(lambda: setattr(loop.runner, "on_segment", None))
+    assert most == 2
+    assert found == want

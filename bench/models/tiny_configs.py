@@ -87,10 +87,33 @@ GEMMA4 = {
     "enable_moe_block": True,
     "top_k_experts": 2,
 }
+QWEN4 = {
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": MIXED},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 4,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {
+            "hidden_size": 64,
+            "ffn_hidden_size": 32,
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+        },
+    },
     "deepseek_v4": {
         "layer_types": [
             "sliding_attention",
@@ -109,7 +132,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
-    "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single families need beside SIZES, by model type."""
@@ -147,7 +171,7 @@ def tiny_config(config_class: type[Any], own: dict[str, Any] | None = None) -> A
     parts = getattr(config_class, "sub_configs", None) or {}
     for name in parts:
         part = getattr(default, name, None)
-        if part is not None:
+        if part is not None and name not in (own or {}):
             given[name] = tiny_config(type(part), own)
     return config_class(**given)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.cores import memory_bytes
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
@@ -37,6 +38,7 @@ from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
 from qllm.runner.cpu import cpu_runner
+from qllm.runner.layers.trial import kv_token_bytes
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
@@ -297,6 +299,7 @@ class EngineCore(LoadedRunner):
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
             _refuse_too_little_kv(config, shape)
+            _refuse_too_much_kv(config, self.runner)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             costs = Costs(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
@@ -384,10 +387,11 @@ class EngineCore(LoadedRunner):
         return self._watch.look(since, whole)
 
     def _state_stats(self) -> dict[str, int]:
-        """What layers that carry a state take; zeros where none does."""
-        requests = list(self.runner.requests.values())
+        """What layers that carry a state take; zeros where none does, but for a token's bytes."""
+        requests, charge = list(self.runner.requests.values()), self.runner.charge
         return {
-            "bytes_per_request": 2 * self.runner.state_bytes,
+            "bytes_per_request": charge.request_bytes,
+            "bytes_per_token": charge.token_bytes,
             "tokens_per_request": self.runner.shape.state_tokens,
             "held_bytes": sum(request.kv.states.num_bytes for request in requests),
         }
@@ -407,7 +411,7 @@ class EngineCore(LoadedRunner):
         """Delete the kept KV of an owner or a salt. Called on the loop's thread."""
         if self.handover is not None:
             self.handover.outbox.delete(tag)
-        return 0 if self.loop.prefix is None else self.loop.prefix.delete(tag)
+        return 0 if self.loop.prefix is None else self.loop.prefix.delete(tag, self.held)
 
     def settle_file(self) -> None:
         """Wait until what was deleted is no more in the file. Callable from other threads.
@@ -425,6 +429,18 @@ def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
             f"max_kv_tokens={config.max_kv_tokens} has no room for one request: layers carry a "
             f"state, and those of a request take as much memory as the KV of {shape.state_tokens} "
             f"tokens; give at least {least}, and as much for each request that is to run at once"
+        )
+
+
+def _refuse_too_much_kv(config: EngineConfig, runner: TorchRunner) -> None:
+    """Refuse to keep more KV than the machine has memory; nothing would fail before it is full."""
+    kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
+    each, memory = kv_token_bytes(runner.parts, runner.model), memory_bytes()
+    if (kept + config.swap_kv_tokens) * each > memory:
+        raise ConfigError(
+            f"prefix_cache_tokens={kept} and swap_kv_tokens={config.swap_kv_tokens} are KV of "
+            f"{each} bytes a token, and there are {memory} bytes of memory; give at most "
+            f"{memory // each} together"
         )
 
 

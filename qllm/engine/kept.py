@@ -69,7 +69,7 @@ class KeptPages:
             if config.kv_dir is not None:
                 raise ConfigError(f"kv_dir={config.kv_dir!r} needs the prefix cache: {reason}")
             return None
-        if runner.state_bytes and config.kv_dir is not None:
+        if runner.charge.state_bytes and config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} is not possible: {STATES_IN_FILE}")
         page_size = config.page_size
         keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
@@ -87,9 +87,9 @@ class KeptPages:
         ttl_ns = None if config.kv_ttl_s is None else int(config.kv_ttl_s * NS_PER_S)
         pages, now_ns = KvPages(runner, page_size), self._now_ns
         states = None
-        if runner.state_bytes:
+        if runner.charge.state_bytes:
             kept = PageStore[Mapping[int, Any]](num_states(config, runner), keep_ls_ns)
-            states = KeptStates(pages, kept, page_size, runner.state_bytes, now_ns)
+            states = KeptStates(pages, kept, page_size, runner.charge.state_bytes, now_ns)
         return PrefixCache(
             pages, identity, store, page_size, decider.found, now_ns, copy_bytes, self._tier,
             ttl_ns, decider.name_pages if runner.backend.shares_blocks else None, states,

@@ -311,6 +311,7 @@ def open_file(
     if wrong is not None or not path.exists():
         size = BLOCK + directory_bytes(num_slots) + num_slots * _whole(layout.num_bytes)
         _make(path, header, size)
+    path.chmod(0o600)  # it may have been copied here
     return KvFile(blocks(path), layout, num_slots)
 
 

@@ -97,7 +97,7 @@ SHAPES = "the keys and values of its layers have different shapes, and a page ho
 
 def num_states(config: EngineConfig, runner: TorchRunner) -> int:
     """How many states of whole requests the prefix cache keeps."""
-    return int(config.prefix_states_gib * (1 << 30)) // runner.state_bytes
+    return int(config.prefix_states_gib * (1 << 30)) // runner.charge.state_bytes
 
 
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
@@ -113,9 +113,9 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
         reason, allowed = STATES_GROW, "use 'auto' or False"
     elif runner.parts.has_states and runner.parts.like.device.type != "cpu":
         reason, allowed = STATES_ON_DEVICE, "use 'auto' or False"
-    elif runner.state_bytes and not num_states(config, runner):
+    elif runner.charge.state_bytes and not num_states(config, runner):
         reason = (
-            f"states of a request take {runner.state_bytes} bytes, and "
+            f"states of a request take {runner.charge.state_bytes} bytes, and "
             f"prefix_states_gib={config.prefix_states_gib} has no room for that"
         )
         allowed = "raise prefix_states_gib, or use 'auto' or False"

@@ -88,6 +88,8 @@ class PrefixCache:
         """Pages that BE requests have found and not copied yet."""
         self._arriving: dict[RequestId, Staged] = {}
         """Loaded for requests that the loop takes in this turn."""
+        self._unkept: set[RequestId] = set()
+        """Requests to come of which nothing is kept."""
         self._num_copied_out = 0
         """Pages kept since the loop's last turn began."""
         self._num_shared_tokens = 0
@@ -111,6 +113,7 @@ class PrefixCache:
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
+        user.is_deleted = item.request_id in self._unkept
         self._users[request.request_id] = user
         self._pace()  # before a step: its prefill runs beside the mover
         self._wait(request.request_id)
@@ -421,16 +424,19 @@ class PrefixCache:
         else:
             staged.load.is_given_up = True
             assert self.tier is not None
-            self.tier.counts.late += 1
+            self.tier.counts.late += self.is_due(staged.load)
 
-    def delete(self, tag: Tag) -> int:
+    def delete(self, tag: Tag, held: Sequence[Submission]) -> int:
         """Delete the kept KV of an owner (16 bytes) or of one of its salts (32 bytes).
 
-        Requests in flight go on, and no more of their KV is kept. Returns the number of pages.
+        Requests in flight go on, those to come (`held`) too, and no more of their KV is kept.
+        Returns the number of pages.
         """
         names = self._let_go(tag)
         for user in self._users.values():
             user.is_deleted |= tag_of(user.submission.cache_salt).startswith(tag)
+        theirs = {x.request_id for x in held if tag_of(x.cache_salt).startswith(tag)}
+        self._unkept = theirs | {x.request_id for x in held if x.request_id in self._unkept}
         return names
 
     def _let_go(self, tag: Tag) -> int:

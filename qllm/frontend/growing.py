@@ -47,6 +47,14 @@ class Growing(Protocol):
         """Tokens, of the first, that more is not expected to change."""
         ...
 
+    def num_bytes_before(self, from_token: Any) -> int:
+        """What the first tokens come to, in bytes as `num_bytes`.
+
+        Raises:
+            InvalidRequestError: It is no number of tokens that a change may keep.
+        """
+        ...
+
     def append(self, piece: Any) -> None:
         """Add a piece at the end."""
         ...
@@ -98,6 +106,9 @@ class GrowingIds:
     @property
     def num_sure(self) -> int:
         return max(0, len(self.token_ids) - 1)  # the last one is computed for its logits
+
+    def num_bytes_before(self, from_token: Any) -> int:
+        return 4 * check_from(from_token, len(self.token_ids))
 
     def append(self, piece: Any) -> None:
         self.token_ids += self._checked(piece)
@@ -181,7 +192,23 @@ class GrowingText:
         if self._num_new >= self._num_wanted:
             self._look()
 
+    def num_bytes_before(self, from_token: Any) -> int:
+        _, kept = self._kept(from_token)
+        return len(kept[len(self._head) :].encode())
+
     def replace(self, from_token: Any, piece: Any) -> None:
+        keep, kept = self._kept(from_token)
+        num_bytes = _num_bytes(piece)
+        self._aside, self._num_aside, self._tail = [], 0, kept + piece
+        self._num_bytes = len(kept[len(self._head) :].encode()) + num_bytes
+        del self.token_ids[keep:]
+        if self._starts is not None:
+            del self._starts[keep:]
+        self.num_same = min(self.num_same, keep)
+        self._look()
+
+    def _kept(self, from_token: Any) -> tuple[int, str]:
+        """How many tokens a change keeps, and the text that is before what it changes."""
         self.look()
         keep = check_from(from_token, len(self.token_ids))
         if self._starts is None and keep:
@@ -195,12 +222,7 @@ class GrowingText:
             least = sum(start < len(self._head) for start in starts)
             check_from(keep, len(self.token_ids), least) if self._is_chat and keep else None
             at = len(self._head)
-        num_bytes = _num_bytes(piece)
-        self._aside, self._num_aside, self._tail = [], 0, whole[:at] + piece
-        self._num_bytes = len(whole[len(self._head) : at].encode()) + num_bytes
-        del self.token_ids[keep:], starts[keep:]
-        self.num_same = min(self.num_same, keep)
-        self._look()
+        return keep, whole[:at]
 
     def finish(self) -> list[int]:
         return list(self._finish(self.text))

@@ -79,7 +79,8 @@ class Engine:
 class GrowingPrompt:
     """A prompt that is computed while it comes. Safe to use from any thread.
 
-    In a `with` block (or `async with`) it is cancelled at the end if it was not sent.
+    In a `with` block (or `async with`) it is cancelled at the end if it was not sent. It has many
+    methods because it is read, changed, sent and given up, each in one call.
 
     Args:
         handle: Of its request.
@@ -126,6 +127,15 @@ class GrowingPrompt:
             if not self._is_sent:
                 self._growing.look()
             return len(self._growing.token_ids)
+
+    def num_bytes_before(self, from_token: int) -> int:
+        """What the first tokens come to, in bytes as `num_bytes`.
+
+        Raises:
+            InvalidRequestError: As for `replace`.
+        """
+        with self.handle.prompt_lock:
+            return 0 if self._growing is None else self._growing.num_bytes_before(from_token)
 
     def begin(self, prompt: Prompt, template: Mapping[str, Any] = NO_OPTIONS) -> None:
         """Take what a prompt begins with: text, token ids, or messages, whose last one grows.

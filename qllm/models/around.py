@@ -272,6 +272,15 @@ class Around:
         own = {m.layer_idx for m in self.layers[number].modules() if hasattr(m, "layer_idx")}
         return LayerCache({i: copy.deepcopy(self.fresh[i]) for i in sorted(own or {number})})
 
+    def kept_bytes(self, num_tokens: int) -> int:
+        """Bytes that all layers keep in the cache of so many tokens. No expert computes."""
+        stubs: dict[nn.Module, Stub] = {m: _nothing for m in self._base.modules() if is_experts(m)}
+        cache = self._new_cache()
+        with torch.inference_mode(), replaced(stubs):
+            self._forward(self._ids(num_tokens), cache)
+        kept = LayerCache(dict(enumerate(cache.layers)))
+        return sum(t.nbytes for t in kept.tensors().values())
+
     def _error(self, what: str) -> ModelError:
         return ModelError(f"{type(self._base).__name__} {what}: not supported")
 
@@ -399,6 +408,16 @@ def _keeps_nothing_before(
             after = [_kept(cache) for cache in copies]
             return all(_same(x, y) for x, y in zip(before, after, strict=True))
     return False
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module was made by `use_experts_implementation`."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def _nothing(x_TD: Tensor, *_: Any, **__: Any) -> Tensor:
+    """In the place of experts."""
+    return torch.zeros_like(x_TD)
 
 
 def _first(out: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.around import Around, Leave
+from qllm.models.around import Around, Leave, is_experts
 from qllm.models.digests import fingerprint
 from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
@@ -153,11 +153,6 @@ class ModelParts:
 def _like(head: nn.Linear) -> Tensor:
     held = linear_in(head)
     return head.weight if held is None else held.weight.scale_NG.new_empty(0, dtype=torch.bfloat16)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module was made by `use_experts_implementation`."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _can_drive(module: Any) -> bool:

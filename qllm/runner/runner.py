@@ -81,7 +81,7 @@ class TorchRunner:
             self.close()  # the model is the caller's, as it was
             raise
         self._follow_backend()
-        self.shape, self.state_bytes = charged(self.shape, model, parts, self._drivers)
+        self.shape, self.charge = charged(self.shape, model, parts, self._drivers)
 
     def _follow_backend(self) -> None:
         """Take up what the backend computes with now."""

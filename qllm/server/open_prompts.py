@@ -80,9 +80,9 @@ class Opened:
             check_size(self.num_bytes + new, most_bytes)
             prompt.append(piece)
         else:
-            check_size(self.num_other_bytes + new, most_bytes)
+            kept = self.num_other_bytes + prompt.num_bytes_before(keep)
+            check_size(kept + new, most_bytes)
             prompt.replace(keep, piece)
-            check_size(self.num_bytes, most_bytes)
 
     def shown(self, idle_s: float) -> dict[str, Any]:
         """What is said of it. It may take long: what came last is tokenised."""
@@ -226,7 +226,6 @@ class OpenPrompts:
         opened.num_changing += 1
         try:
             async with opened.lock:
-                self._check_open(opened)
                 return await self.look(opened, do, num_bytes)
         except RequestFailedError:
             self._check_open(opened)  # says what became of it meanwhile

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
+from qllm.models.around import Around
 from qllm.models.discover import ModelParts, base_model
 from qllm.plan import ModelShape
 from qllm.runner.kv import SlabKV
@@ -23,6 +24,9 @@ from qllm.runner.states import tensors_of
 NUM_TRIED = 10
 """Tokens of the prompt that is cut."""
 CUTS = {"chunks": [0, 4, 7, NUM_TRIED], "tokens": [*range(NUM_TRIED + 1)]}
+GROWS, OTHERS = range(8, 14), (1, 4, 64)
+"""Numbers of tokens of which it is looked at what they leave: first those behind the taps of a
+convolution, in the window of an attention."""
 LEAST_TOKEN_BYTES = 64
 """A token counts as so many where no layer keeps KV."""
 CLOSE = 0.05
@@ -93,16 +97,41 @@ def _kv_width(attn: Any, config: Any) -> int:
     return 2 * int(heads) * int(head_dim)
 
 
+class Charge(NamedTuple):
+    """What a request of n tokens takes at most: `request_bytes + n * token_bytes`."""
+
+    state_bytes: int
+    """States at one position that do not grow with the tokens; 0 where layers keep keys beside."""
+    request_bytes: int
+    token_bytes: int
+
+
 def charged(
     shape: ModelShape, model: nn.Module, parts: ModelParts, drivers: Iterable[LayerDriver]
-) -> tuple[ModelShape, int]:
-    """A shape that says what states are charged, and the bytes of those at one position.
+) -> tuple[ModelShape, Charge]:
+    """A shape that says what tokens states are charged, and the bytes.
 
-    A request has the states that it goes on from, and those that it writes.
+    A request has the states that it goes on from, and those that it writes. Where keys are among
+    them a token counts twice, too.
     """
-    num_bytes = state_bytes(drivers, parts.like)
-    token_bytes = max(kv_token_bytes(parts, model), LEAST_TOKEN_BYTES)
-    return shape._replace(state_tokens=-(-2 * num_bytes // token_bytes)), num_bytes
+    if parts.around is not None:
+        fixed, growing = growth_of(parts.around)
+        found = Charge(0, 2 * fixed, 2 * growing)
+    else:
+        num_bytes = state_bytes(drivers, parts.like)
+        found = Charge(num_bytes, 2 * num_bytes, kv_token_bytes(parts, model))
+    unit = max(found.token_bytes, LEAST_TOKEN_BYTES)
+    return shape._replace(state_tokens=-(-found.request_bytes // unit)), found
+
+
+def growth_of(around: Around) -> tuple[int, int]:
+    """Bytes that a request keeps whatever its length, and for every token, at most.
+
+    A token counts as one does while windows are not full and nothing is compressed.
+    """
+    kept = {num: around.kept_bytes(num) for num in (*GROWS, *OTHERS)}
+    growing = max(kept[hi] - kept[lo] for lo, hi in pairwise(GROWS))
+    return max(0, *(num_bytes - growing * num for num, num_bytes in kept.items())), growing
 
 
 def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact: bool) -> None:
