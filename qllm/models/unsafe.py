@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.discover import PACKED, is_experts
+from qllm.models.around import is_experts
+from qllm.models.discover import PACKED
 from qllm.models.quantised import refuse_quantised
 from qllm.models.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.models.quantised_linears import all_linears
