@@ -27,9 +27,9 @@ from qllm.frontend.checks import (
     salt_digest,
     slo_of,
 )
-from qllm.frontend.client import Client, close_collected
+from qllm.frontend.client import Client, ManyClient, close_collected
 from qllm.frontend.detokenizer import Detokenizer
-from qllm.frontend.fleet import FleetClient, meet
+from qllm.frontend.fleet import meet
 from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv
@@ -80,7 +80,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
         """What structured outputs are checked with."""
         self._client = client
-        self.fleet = client if isinstance(client, FleetClient) else None
+        self.fleet = client if isinstance(client, ManyClient) else None
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
 
@@ -101,25 +101,24 @@ class QLLMEngine(Offline, KeptKv, Opens):
         run_in: str = "process",
         listen: str | None = None,
         meeting: Meeting | None = None,
+        takes_digest: bool = False,
         **settings: Any,
     ) -> Self:
         """Load a model and start to serve it.
 
         Args:
-            name_or_path: An alias ("mixtral", "tiny", ...), a local folder as `save_pretrained`
-                writes it, or a hub id.
+            name_or_path: An alias ("tiny", ...), a folder of `save_pretrained`, or a hub id.
             policy: A policy's name (see `qllm policies`) or object.
             policy_settings: Parameters of a policy given by name.
             device: Where the model runs: "cpu", or "cuda" where torch sees a GPU.
             dtype: Of the weights; None keeps the checkpoint's.
             trust_remote_code: Run modelling code that comes with the checkpoint.
             load_format: "auto" reads weights; "dummy" makes seeded random ones.
-            threads: Threads to compute with; "auto" is the cores this process may use, None
-                leaves torch's choice.
-            run_in: Where the engine runs: "process", a process of its own, for which the latency
-                bounds are promised; or "thread", in this one.
+            threads: To compute with; "auto" is the cores this process may use, None torch's choice.
+            run_in: "process", one of its own, for which latency bounds are promised, or "thread".
             listen: Path of a Unix socket at which further processes `attach`; needs a process.
             meeting: Where front ends of other hosts may `connect`; needs a process.
+            takes_digest: Read all weights once, to tell engines apart; always if others meet it.
             **settings: Fields of `EngineConfig`.
 
         Raises:
@@ -140,8 +139,9 @@ class QLLMEngine(Offline, KeptKv, Opens):
             raise ConfigError(f"run_in={run_in!r} is unknown; use one of {', '.join(PLACES)}")
         if not isinstance(listen, str | None):
             raise ConfigError(f"listen={listen!r} must be the path of a Unix socket, or None")
-        if run_in != "process" and (listen is not None or meeting is not None):
-            raise ConfigError(f"{'a meeting' if meeting else f'{listen=}'} needs run_in='process'")
+        if run_in != "process" and (listen is not None or meeting is not None or takes_digest):
+            what = "a meeting" if meeting else f"{listen=}" if listen else f"{takes_digest=}"
+            raise ConfigError(f"{what} needs run_in='process'")
         config.check_place(run_in, str(device))
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how |= {"trust_remote_code": trust_remote_code, "expert_weights": config.expert_weights}
@@ -162,6 +162,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
             listen=listen,
             quiet=bars is not None and not bars.is_progress_bar_enabled(),
             meeting=meeting,
+            takes_digest=takes_digest or listen is not None or meeting is not None,
         )
         return cls._over_rings(ProcessClient.spawn(start), made)
 
@@ -198,8 +199,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         Args:
             address: HOST:PORT of the engine's `meeting`; in a fleet also a path (`listen`).
             profile: What the rings go over, the same on both sides: "tcp", "shm" or "rdma".
-            secret_file: Holds the secret that both sides share; needed unless the address is
-                loopback.
+            secret_file: Holds the secret of both sides; needed unless the address is loopback.
             tokenizer: Where the tokenizer is, as `from_pretrained` takes it; by default where the
                 engine found its model.
             trust_remote_code: Run code that comes with the tokenizer.

@@ -5,10 +5,10 @@ import time
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from qllm.config import EngineConfig
-from qllm.errors import EngineClosedError, QueueFullError
+from qllm.errors import MOVED, EngineClosedError, QueueFullError
 from qllm.frontend.fleet import FleetClient
 from qllm.frontend.members import Backoff, Member, meet_all
 from qllm.frontend.rings import RingClient
@@ -83,6 +83,14 @@ class FakeRings:
     def close(self) -> None:
         self.is_closed = True
         self.live.clear()
+
+    def give(self, number: int) -> str | None:
+        """End a request that goes on elsewhere; its ticket."""
+        if (item := self.live.get(number)) is None or item.is_open:
+            return None
+        del self.live[number]
+        self._out.append(End(number, FinishReason.ERROR, f"{MOVED}ticket", None))
+        return "ticket"
 
     def make_token(self, number: int) -> None:
         """Compute one more token of a request, and end it where it is done."""
@@ -180,6 +188,9 @@ class FakeClient(RingClient):
 class FakeFleet:
     """A fleet whose engines live and die as told; nothing happens by itself."""
 
+    all_told: ClassVar[dict[str, Any]] = {}
+    """What every engine says of itself."""
+
     def __init__(self, num: int, route: Route, **settings: Any) -> None:
         self.is_there = dict.fromkeys(map(str, range(num)), True)
         self.told: dict[str, dict[str, Any]] = {}
@@ -196,7 +207,8 @@ class FakeFleet:
     def _meet(self, name: str) -> RingClient:
         if not self.is_there[name]:
             raise EngineClosedError(f"nobody answers at {name}")
-        return FakeClient(next(self._numbers), **self.told.get(name, {}))
+        told = {**self.all_told, **self.told.get(name, {})}
+        return FakeClient(next(self._numbers), **told)
 
     def __getitem__(self, name: int | str) -> FakeClient:
         """Return the client of an engine that is up."""

@@ -1,5 +1,6 @@
 """A fleet of engines: every request is answered once, whatever dies and whenever."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from qllm.frontend.handle import Handle
 from qllm.frontend.members import Backoff
 from qllm.frontend.router import Entry, replayed
 from qllm.frontend.routes import ROUTES, by_class, by_prefix, least, round_robin
+from qllm.server.fleet_metrics import FleetMetrics
+from qllm.server.metrics import Metrics
 from qllm.types import FinishReason, RequestStatus
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -404,3 +407,44 @@ def test_a_fleet_that_drains_takes_nothing(fleet: FakeFleet) -> None:
 def test_one_address_comes_once() -> None:
     with pytest.raises(ConfigError, match="the engine at a:1 is named twice"):
         FleetClient.connect(["a:1", "b:1", "a:1"], by_class)
+
+
+def test_metrics_of_an_engine_that_is_named_no_longer_are_gone() -> None:
+    """Replicas of Ray have a name of their own each, and do not come back."""
+
+    def told(name: str, sent: int) -> dict[str, Any]:
+        counts = {"sent": sent, "taken": 0, "moved": 0, "met": 1, "LS": 2, "BE": 0}
+        return {"engine": name, "up": True, **counts}
+
+    engines = [told("a", 3), told("b", 4)]
+    fleet: Any = SimpleNamespace(engines=lambda: engines, num_route_errors=0)
+    metrics = Metrics("m")
+    fleets = FleetMetrics(metrics, "m", fleet)
+    fleets.observe()
+    text = metrics.render().decode()
+    assert 'qllm:fleet_engine_up{engine="a",model_name="m"} 1.0' in text
+    assert 'qllm:fleet_requests_open{class="LS",engine="b",model_name="m"} 2.0' in text
+    engines[:] = [told("b", 6), told("c", 1)]
+    fleets.observe()
+    text = metrics.render().decode()
+    assert 'engine="a"' not in text
+    assert 'qllm:fleet_requests_sent_total{engine="b",model_name="m"} 6.0' in text
+    assert 'qllm:fleet_requests_sent_total{engine="c",model_name="m"} 1.0' in text
+    engines[:] = [told("a", 1)]
+    fleets.observe()
+    assert (
+        'qllm:fleet_requests_sent_total{engine="a",model_name="m"} 1.0' in metrics.render().decode()
+    )
+
+
+def test_clients_are_told_the_soonest_time_at_which_an_engine_is_tried() -> None:
+    fleet = FakeFleet(2, least, backoff=Backoff(first_s=100))
+    for name in ("0", "1"):
+        fleet.is_there[name] = False
+        fleet.kill(name)
+        fleet.look()
+    first = fleet.client.members["0"]
+    first.next_s += 10**6
+    assert fleet.client.back_in_s <= 100
+    first.next_s -= 2 * 10**6
+    assert fleet.client.back_in_s == 1, "it is due"

@@ -9,15 +9,15 @@ from qllm.cli import app
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, PolicyError
 from qllm.frontend.router import Entry, replayed
-from qllm.frontend.routes import ROUTES, EngineView, load_route
+from qllm.frontend.routes import ROUTES, EngineView, RequestView, load_route
 from qllm.plan import Plan
 from qllm.policy import View
 from qllm.record.summary import request_metrics
-from qllm.record.trace import Arrived, Token
+from qllm.record.trace import Arrived, Reused, Token
 from qllm.sim.fleet import costs_of, simulate_fleet
 from qllm.sim.presets import preset
 from qllm.sim.run import simulate
-from qllm.types import NS_PER_S, Cap, Priority
+from qllm.types import NS_PER_S, Cap, FinishReason, Priority
 from qllm.workloads.generators import named_workload
 from qllm.workloads.spec import PieceSpec, RequestSpec
 
@@ -147,3 +147,53 @@ def test_the_router_knows_how_fast_the_machine_is() -> None:
     capacity = COSTS.capacity(CONFIG)
     assert 1 / costs.token_s == pytest.approx(capacity.prefill_tokens_per_s)
     assert 1 / costs.output_s == pytest.approx(capacity.output_tokens_per_s)
+
+
+def stuck(request: RequestView, engines: Any) -> EngineView:
+    """LS, and BE that comes first, to the first engine; what comes later to the second."""
+    return engines[0]  # type: ignore[no-any-return]
+
+
+def beside_ls(**how: Any) -> Any:
+    """A few BE requests at an engine that LS keeps busy, and an engine that is idle."""
+    be = [
+        RequestSpec(at_s=0.0, priority=Priority.BE, num_prompt_tokens=64, max_tokens=200)
+        for _ in range(4)
+    ]
+    ls = [
+        RequestSpec(at_s=1.0 + 0.01 * i, priority=Priority.LS, num_prompt_tokens=256, max_tokens=16)
+        for i in range(500)
+    ]
+    asked = {"specs": [*be, *ls], "engines": 2, "route": stuck, "seconds": None, **how}
+    return serve(**{"rebalance_s": 0.5, **asked})
+
+
+HANDS = EngineConfig(max_kv_tokens=65536, handover_gib=1.0)
+
+
+@pytest.mark.parametrize("policy", ["qllm2", "ls-first"])
+def test_be_that_ls_keeps_waiting_moves_to_an_idle_engine_and_ends_sooner(policy: str) -> None:
+    stays = beside_ls(policy=policy)
+    moves = beside_ls(policy=policy, config=HANDS)
+    assert stays.trace.meta["moved"] == 0
+    assert moves.trace.meta["moved"] >= 2
+    assert list(beside_ls(policy=policy, config=HANDS).trace) == list(moves.trace)
+    assert list(beside_ls(policy=policy, config=HANDS, rebalance_s=0).trace) == list(stays.trace)
+    found = {}
+    for run in (stays, moves):
+        requests = request_metrics(run.events)
+        assert len(requests) == 504, "each arrives and ends once"
+        assert all(r.num_output_tokens == (200 if r.priority else 16) for r in requests)
+        assert {r.reason for r in requests} == {FinishReason.LENGTH}
+        found[run is moves] = sum(r.e2e_ms for r in requests if r.priority)
+    assert found[True] < found[False]
+
+
+def test_kv_that_moves_in_the_simulator_is_not_computed_again() -> None:
+    """With KV that takes no time on its way, less is computed than with KV that does not come."""
+    moves = beside_ls(config=HANDS, move_token_s=0.0)
+    reused = [event for event in moves.trace if isinstance(event, Reused)]
+    assert len(reused) == moves.trace.meta["moved"]
+    assert all(event.num_tokens > 0 for event in reused)
+    late = beside_ls(config=HANDS, move_token_s=1.0)
+    assert late.trace.meta["moved"] == 0, "it costs more than waiting"

@@ -109,6 +109,7 @@ FLOORS = {
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
     "frontend.routes": Floor("errors types", PURE),
+    "frontend.rebalance": Floor("frontend.routes", PURE),
     "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
     "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
@@ -134,8 +135,8 @@ FLOORS = {
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
     "sim": Floor(
-        f"{BASE} engine frontend.router frontend.routes ingress measure models plugins record "
-        "runner.protocol scheduler workloads",
+        f"{BASE} engine frontend.rebalance frontend.router frontend.routes ingress measure models "
+        "plugins record runner.protocol scheduler workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
     "sim.calibrate": Floor(

@@ -1,3 +1,4 @@
+# One fake cluster, and what a front end promises on it, one promise per test.
 """What a front end and replicas of Ray say to each other, without Ray and without a model.
 
 `Cluster` stands for the handle of a deployment, `Sums` for an engine whose next token is a function
@@ -6,6 +7,7 @@ of all tokens before it, so that an answer which was carried over wrongly is ano
 
 import asyncio
 import itertools
+import json
 import pickle
 import threading
 import time
@@ -16,17 +18,20 @@ from typing import Any
 import pytest
 
 from qllm.config import EngineConfig
-from qllm.errors import EngineClosedError, InvalidRequestError
+from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.frontend.handle import Handle
+from qllm.frontend.members import card_of
 from qllm.frontend.open import Open
+from qllm.frontend.remote import RemoteHello
 from qllm.ingress import Submission, Update
 from qllm.ingress.codec import EngineMetrics
-from qllm.ingress.messages import ModelInfo
+from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.plan import ModelShape
 from qllm.ray import client as clients
 from qllm.ray import replica as replicas
 from qllm.ray.client import RayClient
 from qllm.ray.replica import EngineReplica
+from qllm.ray.wire import Seen
 from qllm.server.config import ServerConfig
 from qllm.types import FinishReason, RequestStatus, Sampled, SamplingParams, Slo
 
@@ -48,7 +53,8 @@ class Sums:
     """An engine, and the client of it: a token for each open request at every `step`."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
-        self.config, self.client, self.failure = EngineConfig(), self, None
+        self.config, self.failure = EngineConfig(), None
+        self.client = self.hello = self
         shape = ModelShape(
             num_layers=1,
             is_moe=(True,),
@@ -57,7 +63,9 @@ class Sums:
             vocab_size=VOCABULARY,
             max_position=4096,
         )
-        self.info = ModelInfo("sums", shape, frozenset(), {}, ("fast",), {}, None)
+        self.info = ModelInfo("sums", shape, frozenset({3, 1}), {}, ("fast",), {}, None, "w", "s")
+        self.trace_meta = {"policy": "Qllm2()"}
+        self.is_full = False
         self.open: dict[int, Open] = {}
         self.paused: set[int] = set()
         self.was_told: list[Update] = []
@@ -72,6 +80,8 @@ class Sums:
 
     def replay(self, entry: Open) -> None:
         self.raise_if_closed()
+        if self.is_full:
+            raise QueueFullError("the ring is full")
         number = next(self._numbers)
         entry.handle.move(number, self.cancel, self.status, self.update)
         self.open[number] = entry
@@ -120,13 +130,16 @@ class DiedError(Exception):
 
 
 class Cluster:
-    """The handle of a deployment of replicas; a call goes to the one that has least to do."""
+    """The handle of a deployment of replicas; a call goes to the one that has least to do.
+
+    It stands for the router too, which tells front ends of this process what it sees.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         numbers = itertools.count(100)
         self.engines = [Sums(numbers) for _ in range(count)]
         made = iter(self.engines)
-        monkeypatch.setattr(replicas, "make_engine", lambda _: next(made))
+        monkeypatch.setattr(replicas, "make_engine", lambda *_, **__: next(made))
         monkeypatch.setattr(replicas, "_own_id", lambda: str(SERVING.get()))
         monkeypatch.setattr(replicas, "forgo_torch", lambda: None)  # other tests need it
         config = ServerConfig(model="sums")
@@ -136,6 +149,9 @@ class Cluster:
         self.takes_calls.set()
         self.sent: list[int] = []
         """Which replica got each request."""
+        self.seen = Seen()
+        self.knows_refusals = True
+        """Whether calls pass replicas over that have refused."""
 
     def options(self, **_: Any) -> "Cluster":
         return self
@@ -145,6 +161,9 @@ class Cluster:
 
         class Method:
             def remote(self, *args: Any, at: str | None = None) -> Any:
+                for arg in args:
+                    cluster.seen = arg if isinstance(arg, Seen) else cluster.seen
+                cluster.announce()
                 sent = pickle.loads(pickle.dumps(args))
                 if method == "generate":
                     return Stream(cluster, *sent)
@@ -152,8 +171,15 @@ class Cluster:
 
         return Method()
 
+    def announce(self) -> None:
+        """Say which replicas there are."""
+        said = {str(i): self.replicas[i].record_replica_metadata() for i in sorted(self.alive)}
+        self.seen.look(said)
+
     def pick(self) -> int:
-        return min(self.alive, key=lambda i: (len(self.engines[i].open), i))
+        usable = [i for i in self.alive if str(i) not in self.seen.refused]
+        found = usable if self.knows_refusals else self.alive
+        return min(found, key=lambda i: (len(self.engines[i].open), i))
 
     async def call(self, method: str, *args: Any, at: str | None = None) -> Any:
         found = self.pick() if at is None else int(at)
@@ -174,6 +200,7 @@ class Cluster:
     def kill(self, number: int) -> None:
         self.alive.discard(number)
         self.engines[number].open.clear()
+        self.announce()
 
     def step(self) -> None:
         for i in sorted(self.alive):
@@ -191,7 +218,9 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         cluster = self._cluster
-        while not cluster.takes_calls.is_set() or not cluster.alive:
+        while not (
+            cluster.takes_calls.is_set() and cluster.alive - set(map(int, cluster.seen.refused))
+        ):
             await asyncio.sleep(0.005)
         number = cluster.pick()
         cluster.sent.append(number)
@@ -216,7 +245,7 @@ class Stream:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    return Cluster(monkeypatch, 2)
+    return Cluster(monkeypatch, 3)
 
 
 @pytest.fixture
@@ -284,24 +313,24 @@ def test_a_death_loses_and_doubles_no_token(cluster: Cluster, front: RayClient, 
     until(lambda: all(len(h.token_ids) >= 4 for h in handles), cluster)
     if how == "replica":
         cluster.kill(0)
-    else:
+    else:  # the replica is there until Ray has looked, and gets no request of ours any more
         cluster.engines[0].crash()
-        cluster.alive.discard(0)
     until(lambda: all(handle.has_ended for handle in handles), cluster)
     assert [h.token_ids for h in handles] == [answer((i + 1, 7), 20) for i in range(6)]
     assert {h.finish_reason for h in handles} == {FinishReason.LENGTH}
-    assert cluster.engines[1].open == {}
+    assert not any(engine.open for engine in cluster.engines)
 
 
 def test_a_request_that_kills_again_and_again_ends(cluster: Cluster, front: RayClient) -> None:
     handle = submit(front, 9, most=50)
     until(lambda: len(handle.token_ids) >= 2, cluster)
-    cluster.kill(0)
-    until(lambda: cluster.engines[1].open)  # tried there, and no token yet
-    cluster.kill(1)
+    for number in (0, 1):
+        cluster.kill(number)
+        until(lambda at=number + 1: cluster.engines[at].open)  # tried there, and no token yet
+    cluster.kill(2)
     until(lambda: handle.has_ended)
     assert handle.finish_reason is FinishReason.ERROR
-    with pytest.raises(Exception, match="2 engines died while they had this request"):
+    with pytest.raises(Exception, match="3 engines died while they had this request"):
         handle.result()
 
 
@@ -378,8 +407,96 @@ def test_another_model_is_refused_by_the_replica(cluster: Cluster, front: RayCli
     cluster.replicas[0]._identity = "another"
     handle = submit(front, 2)
     until(lambda: handle.has_ended, cluster)
-    assert handle.finish_reason is FinishReason.ERROR  # the fake router always takes the first
-    assert cluster.engines[0].open == {}
+    assert handle.token_ids == answer((2,), 12)
+    assert cluster.sent == [0, 1], "it was refused there, and is asked no more"
+    assert "another model or version" in cluster.seen.refused["0"]
+
+
+def test_a_replica_without_an_engine_costs_a_request_none_of_its_lives(
+    cluster: Cluster, front: RayClient
+) -> None:
+    """Ray asks replicas for their health now and then; until then calls may go to a dead engine."""
+    handle = submit(front, 2, most=40)
+    until(lambda: len(handle.token_ids) >= 3, cluster)
+    cluster.engines[1].failure = cluster.engines[2].failure = "the engine was killed"
+    cluster.engines[0].crash()
+    until(lambda: len(cluster.seen.refused) == 3)
+    assert not handle.has_ended
+    cluster.engines[2].failure = None  # as a new replica
+    cluster.seen.refused.clear()
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 40)
+    assert handle.finish_reason is FinishReason.LENGTH
+
+
+def test_a_refusal_is_no_death_where_nothing_is_carried_over(cluster: Cluster) -> None:
+    front = RayClient(cluster, max_replays=0)
+    cluster.engines[0].failure = "the engine was killed"
+    handle = submit(front, 2)
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 12)
+    other = submit(front, 3)
+    until(lambda: other.token_ids, cluster)
+    cluster.kill(1)
+    until(lambda: other.has_ended)
+    assert other.finish_reason is FinishReason.ERROR
+    front.close()
+
+
+def test_a_full_engine_is_asked_again_and_its_request_is_not_lost(
+    cluster: Cluster, front: RayClient
+) -> None:
+    for engine in cluster.engines:
+        engine.is_full = True
+    handle = submit(front, 2)
+    until(lambda: len(cluster.sent) >= 2)
+    for engine in cluster.engines:
+        engine.is_full = False
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 12)
+    assert cluster.seen.refused == {}
+
+
+def test_without_a_replica_a_server_refuses_and_a_batch_job_waits(
+    cluster: Cluster, front: RayClient
+) -> None:
+    server = RayClient(cluster, waits=False)
+    kept = submit(server, 8, most=30)
+    until(lambda: kept.token_ids, cluster)
+    assert [engine["up"] for engine in server.engines()] == [True] * 3
+    seen = server._seen
+    for number in (0, 1, 2):
+        cluster.kill(number)
+    assert (server.engines(), server.back_in_s) == ([], 1)
+    with pytest.raises(EngineClosedError, match="none of 0 replicas serves"):
+        server.raise_if_closed()
+    front._seen.look({})
+    front.raise_if_closed()
+    waits = submit(front, 3)
+    cluster.alive = {1}
+    cluster.seen = seen
+    cluster.announce()
+    server.raise_if_closed()
+    until(lambda: kept.has_ended and waits.has_ended, cluster)
+    assert (kept.token_ids, waits.token_ids) == (answer((8,), 30), answer((3,), 12))
+    seen.refused["1"] = "its engine was killed"
+    with pytest.raises(EngineClosedError, match=r"none of 1 replicas serves \(1: its engine"):
+        server.raise_if_closed()
+    assert server.engines()[0]["why"] == "its engine was killed"
+    server.close()
+
+
+def test_equal_engines_have_one_digest_in_every_process_and_others_another() -> None:
+    def digest(**changed: Any) -> str:
+        engine = Sums(itertools.count())
+        engine.info = engine.info._replace(**changed)
+        card = EngineCard(engine.info, engine.config, engine.trace_meta, "sums").to_json()
+        found = card_of("there", RemoteHello.from_json(json.loads(json.dumps(card))))
+        assert found.digest == card_of("here", engine).digest
+        return found.digest
+
+    assert digest() == digest(name="at another place")
+    assert len({digest(), digest(weights="others"), digest(software="newer")}) == 3
 
 
 def test_an_open_prompt_is_refused(front: RayClient) -> None:

@@ -94,8 +94,9 @@ def test_lateness_is_the_90th_percentile_of_ls_over_target() -> None:
         opened(load, f"a-{number}")
         load.token(f"a-{number}", (number + 1) * 20 * MS)
         load.token(f"a-{number}", 10**9)  # a later token is no first one
-    opened(load, "a-be", BE)
-    load.token("a-be", 10**9)
+    for number in range(10):
+        opened(load, f"a-be-{number}", BE)
+        load.token(f"a-be-{number}", 10**9)
     assert load.lateness(MS) == pytest.approx(1.8)
 
 
@@ -165,6 +166,18 @@ def test_the_policy_reads_what_replicas_report() -> None:
     backlog = {LATENESS: {"r1": 0.0}, BE_TOKENS: {"r1": 700.0}}
     assert policy(context(**backlog)) == (7, {})
     assert policy(context()) == (2, {})  # nothing is known: as it is
+
+
+def test_where_there_is_no_replica_a_request_that_waits_brings_one() -> None:
+    def context(target: int, waiting: float) -> Any:
+        return SimpleNamespace(
+            target_num_replicas=target, aggregated_metrics={}, total_num_requests=waiting
+        )
+
+    policy = Scaling()
+    assert policy(context(0, 0.0)) == (0, {})
+    assert policy(context(0, 0.3)) == (1, {})
+    assert policy(context(2, 9.0)) == (2, {}), "they have not reported yet"
 
 
 def test_statistics_of_several_engines_are_added_up() -> None:

@@ -187,6 +187,9 @@ def test_pages_of_the_last_prompts_are_taken_for_kept_and_the_oldest_go() -> Non
         request = router.view(Priority.LS, prompt, 1)
         router.sent(key, request, engine)
         assert engine.num_kept(request) == len(prompt)
+    again = router.view(Priority.LS, [*second, 3], 1)
+    router.sent("again", again, engine)
+    assert engine.ls.prompt_tokens == len(first) + len(second) + 1, "what is kept is not computed"
     assert engine.num_kept(router.view(Priority.LS, first, 1)) == 2 * PAGE_TOKENS, (
         "its tail is gone"
     )

@@ -150,6 +150,17 @@ def test_prefix_takes_the_longest_unless_load_differs(
         assert found is plain
 
 
+def test_a_kept_prefix_is_worth_what_it_saves_and_half_of_the_others_load() -> None:
+    """Costs are ratios of two, so that sums are exact and a tie is one."""
+    costs, request = Costs(token_s=1 / 8), RequestView(Priority.LS, 600, 1, pages=PAGES)
+    kept = frozenset(PAGES)
+    for other, most in ((0, 512), (100, 512 + 150)):
+        there = EngineView("other", costs=costs, ls=Backlog(1, 1, other, 0))
+        for load, name in ((most, "keeps"), (most + 1, "other")):
+            keeps = EngineView("keeps", costs=costs, ls=Backlog(1, 1, load, 0), kept=kept)
+            assert by_prefix(request, [there, keeps]).name == name
+
+
 @given(fleet=fleets(), request=requests)
 def test_least_and_round_robin_count_requests(
     fleet: list[EngineView], request: RequestView
@@ -190,6 +201,49 @@ def test_a_full_engine_starts_an_ls_request_later() -> None:
     free = EngineView("free", seats=3, ls=Backlog(num=2, output_tokens=20))
     assert free.ls_start_s == 0 < full.ls_start_s == 10 * full.costs.step_s
     assert by_class(RequestView(Priority.LS, 10, 10), [full, free]) is free
+
+
+def test_among_equals_the_fewest_requests_then_the_least_work_then_the_first_are_taken() -> None:
+    ls, be = (RequestView(priority, 10, 10) for priority in (Priority.LS, Priority.BE))
+    a, b, c = (EngineView(name) for name in "abc")
+    for route in (by_class, least, round_robin):
+        assert route(ls, [a, b, c]) is a
+        assert route(be, [c, b, a]) is c
+    a.ls, b.ls, c.ls = Backlog(2), Backlog(1, 0, 0, 50), Backlog(1, 0, 0, 40)
+    for engine in (a, b, c):
+        engine.refresh()
+    assert {engine.ls_start_s for engine in (a, b, c)} == {0.0}
+    assert by_class(ls, [a, b]) is b, "it has fewer LS requests"
+    assert by_class(ls, [a, b, c]) is c, "and less to do"
+    d, e = EngineView("d", be=Backlog(3)), EngineView("e", be=Backlog(2))
+    assert d.busy_s == e.busy_s
+    assert by_class(be, [d, e]) is e, "it has fewer requests"
+    d.be.num, d.num_sent, e.num_sent = 2, 4, 5
+    assert least(be, [e, d]) is d, "it got fewer"
+
+
+def test_one_engine_under_pressure_of_many_changes_no_pool_and_some_do() -> None:
+    fleet = [EngineView(f"s{i}") for i in range(11)]
+    fleet += [EngineView(f"l{i}", is_short=False) for i in range(3)]
+    for count, changes in ((1, False), (2, True)):
+        for engine in fleet[:count]:
+            engine.ls = Backlog(num=40, num_waiting=40, prompt_tokens=9000)
+        moved = pool_change(fleet)
+        assert (moved is not None) is changes
+    assert moved is not None
+    assert not moved.is_short, "it comes to the short ones, whose 90th percentile is pressed"
+
+
+def test_an_engine_alone_stays_and_of_two_that_keep_alike_the_freer_is_taken() -> None:
+    assert pool_change([EngineView("alone")]) is None
+    request, kept = RequestView(Priority.LS, 600, 1, pages=PAGES), frozenset(PAGES)
+    busy = EngineView("busy", ls=Backlog(1, 1, 100, 0), kept=kept)
+    assert by_prefix(request, [busy, EngineView("free", kept=kept)]).name == "free"
+
+
+def test_equal_pages_have_names_of_their_place() -> None:
+    names = page_names([1] * (5 * PAGE_TOKENS))
+    assert len(set(names)) == 5
 
 
 def test_the_boundary_is_where_tokens_cost_as_much_as_the_weights() -> None:

@@ -115,7 +115,7 @@ def test_keys_in_states_take_no_more_than_is_charged(family: str) -> None:
         engine.call(lambda: setattr(loop.runner, "on_segment", look))
         run(engine, [i % tiny_configs.VOCAB for i in prompt_of(100)], 40)
         engine.call(lambda: setattr(loop.runner, "on_segment", None))
-    assert 0.2 < max(seen) <= 1
+    assert 0.1 < max(seen) <= 1  # what windows have dropped is charged, and a copy at rest
     assert stats["tokens_per_request"] == -(-each // token)
 
 

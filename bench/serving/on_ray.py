@@ -28,7 +28,7 @@ from ray import serve
 import qllm.ray
 from bench.common import SPECIAL, machine
 from qllm import QLLMEngine
-from qllm.ray.run import PROXY_MAY_TAKE
+from qllm.ray.run import start_here
 from qllm.record.summary import percentile
 
 PORT = 8741
@@ -199,8 +199,7 @@ def main() -> None:
     jobs = jobs_of(args.requests, args.seed, VOCABULARY)
     expected, took_s = alone(jobs)
     over_s = took_s / 2 / args.load
-    os.environ.setdefault(*PROXY_MAY_TAKE)
-    ray.init(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
+    start_here(num_cpus=4)
     rows: dict[str, Any] = {}
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})

@@ -149,7 +149,7 @@ class EngineProcess:
         kind.check(policy, start.config)
         loaded = load(start.model, **start.load)
         weights, code = None, ""
-        if start.listen is not None or start.meeting is not None:  # before the runner packs them
+        if start.takes_digest:  # before the runner packs them
             with torch_threads(start.threads):
                 weights, code = weights_digest(loaded.model), software()
         context = ProcessContext(

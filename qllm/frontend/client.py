@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
+from qllm.frontend.request_log import RequestLog
 from qllm.ingress import Revision, Submission, Update
 from qllm.ingress.messages import ModelInfo
 from qllm.record.trace import Trace
@@ -249,6 +250,32 @@ class FarClient(Client):
 
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         self._refuse("restore")
+
+
+class ManyClient(Client):
+    """A client of several engines, which carries requests of one that is gone over by itself."""
+
+    log: RequestLog
+    """Requests between two engines."""
+
+    @property
+    @abstractmethod
+    def back_in_s(self) -> int:
+        """While no engine serves: seconds until one may, at least 1."""
+
+    @property
+    @abstractmethod
+    def num_route_errors(self) -> int:
+        """Choices that the route did not make."""
+
+    @abstractmethod
+    def engines(self) -> list[dict[str, Any]]:
+        """What is known of each engine, for health and metrics.
+
+        Its name as `engine`, whether it is `up` and `why` not, times it was `met`, requests that it
+        got (`sent`), had open when it went (`taken`) and gave away (`moved`), its `pool`, and open
+        requests by class.
+        """
 
 
 _OPEN: set[Client] = set()

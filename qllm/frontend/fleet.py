@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from qllm.errors import ConfigError, EngineClosedError, QllmError
-from qllm.frontend.client import FarClient
+from qllm.frontend import rebalance
+from qllm.frontend.client import FarClient, ManyClient
 from qllm.frontend.fleet_requests import FleetLog, SharedRouter
-from qllm.frontend.fleet_stats import FleetStats
+from qllm.frontend.fleet_stats import FleetStats, described
 from qllm.frontend.handle import Handle
 from qllm.frontend.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
+from qllm.frontend.rebalance import REBALANCE_S
+from qllm.frontend.rebalancer import Rebalancer
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.rings import RingClient
 from qllm.frontend.router import Entry
@@ -73,7 +76,7 @@ def meet(
     return FleetClient.connect(names, profile=profile, secret_file=file, **settings)
 
 
-class FleetClient(FarClient):
+class FleetClient(FarClient, ManyClient):
     """A client of several engines. Every method may be called from any thread.
 
     It has many methods because each answers one of `Client`, most in a line or two.
@@ -85,6 +88,8 @@ class FleetClient(FarClient):
         route: Chooses among them.
         max_replays: Most times that a request goes on elsewhere after its engine died.
         max_trials: Most of these that end before it had a token there (see `RequestLog`).
+        rebalance_s: A BE request that stands still for so long goes on at another engine with its
+            KV, where both hand over (`rebalance.choose_move`); 0 leaves it.
         record: Called with every entry of the router.
     """
 
@@ -97,15 +102,20 @@ class FleetClient(FarClient):
         *,
         max_replays: int = 3,
         max_trials: int = 2,
+        rebalance_s: float = REBALANCE_S,
         record: Callable[[Entry], object] | None = None,
     ) -> None:
         super().__init__()
         self.members = {member.name: member for member in members}
         self._card = card
         self._routing = SharedRouter(route, record)
-        self.log = FleetLog(max_replays, max_trials, self._routing)
+        self.log: FleetLog = FleetLog(max_replays, max_trials, self._routing)
         """Open requests between two engines."""
         self.log.replay = self.replay
+        self._rebalancer = None
+        if rebalance_s:
+            self._rebalancer = Rebalancer(self.members, self._routing, rebalance_s)
+            self.log.heard = self._rebalancer.heard_of
         self._stats = FleetStats()
         self._counts = itertools.count()
         self._ended = threading.Event()
@@ -167,6 +177,8 @@ class FleetClient(FarClient):
         """Look after the engines from now on, each on a thread of its own."""
         work: list[Callable[[], None]] = [self._look]
         work += [partial(self._keep, member) for member in self.members.values()]
+        if self._rebalancer is not None:
+            work.append(self._rebalance)
         for run in work:
             thread = threading.Thread(target=run, name="qllm-fleet", daemon=True)
             self._threads.append(thread)
@@ -182,7 +194,13 @@ class FleetClient(FarClient):
             member.is_up(client)
             kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
             seats, role = config.max_num_seqs, cast(Role, config.role)
-            self._routing.router.up(member.name, role=role, seats=seats, kept_tokens=kept)
+            self._routing.router.up(
+                member.name,
+                role=role,
+                seats=seats,
+                kept_tokens=kept,
+                hands_over=client.hands_over,
+            )
 
     def _keep(self, member: Member) -> None:
         count = 0
@@ -247,37 +265,34 @@ class FleetClient(FarClient):
         while not self._ended.wait(LOOK_S):
             self.log.look()
 
+    def _rebalance(self) -> None:
+        assert self._rebalancer is not None
+        while not self._ended.wait(rebalance.LOOK_S):
+            self._rebalancer.look()
+
     @property
     def back_in_s(self) -> int:
-        """Seconds until an engine is tried again, at least 1."""
         out = [m.next_s for m in self.members.values() if m.client is None]
         return max(1, math.ceil(min(out, default=0.0) - time.monotonic()))
 
     def engines(self) -> list[dict[str, Any]]:
-        """What is known of each engine, for health and metrics."""
         with self._routing.lock:
             views = {view.name: view for view in self._routing.router.engines}
-        found = []
-        for name, member in self.members.items():
-            view = views.get(name)
-            found.append(
-                {
-                    "engine": name,
-                    "up": takes_requests(member),
-                    "why": member.why or None,
-                    "met": member.num_met,
-                    "taken": self.log.num_taken[name],
-                    "sent": 0 if view is None else view.num_sent,
-                    "pool": view and ("short" if view.is_short else "long"),
-                    "LS": 0 if view is None else view.ls.num,
-                    "BE": 0 if view is None else view.be.num,
-                }
+        return [
+            described(
+                name,
+                views.get(name),
+                is_up=takes_requests(member),
+                why=member.why,
+                num_met=member.num_met,
+                num_taken=self.log.num_taken[name],
+                num_moved=0 if (moves := self._rebalancer) is None else moves.num_moved[name],
             )
-        return found
+            for name, member in self.members.items()
+        ]
 
     @property
     def num_route_errors(self) -> int:
-        """Choices that the route did not make."""
         return self._routing.router.num_errors
 
     # -- requests
@@ -303,11 +318,16 @@ class FleetClient(FarClient):
             client.submit(item, handle)
 
     def replay(self, entry: Open) -> None:
-        rest = entry.rest(0)
-        self._on_some_engine(entry.handle, rest, lambda client: client.replay(entry))
+        handle, rest, moves = entry.handle, entry.rest(0), self._rebalancer
+        wanted = None if moves is None else moves.target_of(handle)
+        self._on_some_engine(handle, rest, lambda client: client.replay(entry), wanted)
 
     def _on_some_engine(
-        self, handle: Handle, submission: Submission, put: Callable[[RingClient], None]
+        self,
+        handle: Handle,
+        submission: Submission,
+        put: Callable[[RingClient], None],
+        wanted: str | None = None,
     ) -> None:
         """Put a request to the engine of the route; to another where that one is gone or full.
 
@@ -317,7 +337,7 @@ class FleetClient(FarClient):
         """
         for last in range(len(self.members), -1, -1):
             try:
-                with self._routing.sent(handle, submission, self.members) as client:
+                with self._routing.sent(handle, submission, self.members, wanted) as client:
                     put(client)
                 return
             except EngineClosedError:

@@ -28,11 +28,13 @@ class FleetLog(RequestLog):
         """Requests that outlived each engine, or ended with it."""
         self.replay: Callable[[Open], None] | None = None
         """Submits one to the engine of the route."""
+        self.heard: Callable[[Handle], None] = lambda _: None
+        """Told of each token and end."""
 
-    def take(self, entry: Open, engine_ns: int, why: str) -> None:
+    def take(self, entry: Open, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         if (name := self._router.left(entry)) is not None:
             self.num_taken[name] += 1
-        super().take(entry, engine_ns, why)
+        super().take(entry, engine_ns, why, had_it=had_it)
 
     def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
         self._router.left(entry)
@@ -40,6 +42,7 @@ class FleetLog(RequestLog):
 
     def heard_of(self, entry: Open) -> None:
         self._router.heard(entry)
+        self.heard(entry.handle)
         super().heard_of(entry)
 
 
@@ -54,9 +57,19 @@ class SharedRouter:
 
     @contextmanager
     def sent(
-        self, handle: Handle, submission: Submission, members: "dict[str, Member]"
+        self,
+        handle: Handle,
+        submission: Submission,
+        members: "dict[str, Member]",
+        wanted: str | None = None,
     ) -> Iterator[RingClient]:
         """Choose an engine that has room, and give its client to the block that submits.
+
+        Args:
+            handle: Of the request.
+            submission: The request.
+            members: The engines.
+            wanted: The one to take if it has room; the route is asked for another.
 
         Raises:
             EngineClosedError: No engine takes requests.
@@ -69,7 +82,8 @@ class SharedRouter:
             submission.cache_salt,
             is_begun=submission.num_output_tokens > 0,
         )
-        client, key = self._choose(handle, request, submission.num_output_tokens, members)
+        num_done = submission.num_output_tokens
+        client, key = self._choose(handle, request, num_done, members, wanted)
         try:
             yield client
         except BaseException:
@@ -77,12 +91,21 @@ class SharedRouter:
             raise
 
     def _choose(
-        self, handle: Handle, request: RequestView, num_done: int, members: "dict[str, Member]"
+        self,
+        handle: Handle,
+        request: RequestView,
+        num_done: int,
+        members: "dict[str, Member]",
+        wanted: str | None,
     ) -> tuple[RingClient, int]:
         with self.lock:
             closed = {n for n, member in members.items() if not takes_requests(member)}
             full = {n for n in members.keys() - closed if is_full(members[n])}
-            found = self.router.choose(request, time.monotonic(), sorted(closed | full))
+            found = None
+            if wanted is not None and wanted not in closed | full:
+                found = next((e for e in self.router.engines if e.name == wanted), None)
+            if found is None:
+                found = self.router.choose(request, time.monotonic(), sorted(closed | full))
             client = None if found is None else members[found.name].client
             if found is None or client is None:
                 raise self._none(members, full)

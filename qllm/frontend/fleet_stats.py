@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qllm.frontend.routes import EngineView
+
 COUNTS = {
     "num_preemptions", "num_spared", "expert_bytes", "queried_tokens", "hit_tokens",
     "shared_tokens", "evicted_pages", "refused_pages", "out_tokens", "in_tokens", "stored_bytes",
@@ -16,6 +18,41 @@ MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE"}
 LATENCIES = "preempt_latencies_ms"
 MAX_LATENCIES = 1000
 Path = tuple[str, ...]
+
+
+def described(
+    name: str,
+    view: EngineView | None,
+    *,
+    is_up: bool,
+    why: str | None,
+    num_met: int,
+    num_taken: int,
+    num_moved: int = 0,
+) -> dict[str, Any]:
+    """What `ManyClient.engines` says of one engine.
+
+    Args:
+        name: Its address, or what else tells it from the others.
+        view: The router's; None if it is not up.
+        is_up: Whether it takes requests.
+        why: It does not.
+        num_met: Times that it was met.
+        num_taken: Requests that it had open when it went.
+        num_moved: BE requests that were moved away from it.
+    """
+    return {
+        "engine": name,
+        "up": is_up,
+        "why": why or None,
+        "met": num_met,
+        "taken": num_taken,
+        "moved": num_moved,
+        "sent": 0 if view is None else view.num_sent,
+        "pool": view and ("short" if view.is_short else "long"),
+        "LS": 0 if view is None else view.ls.num,
+        "BE": 0 if view is None else view.be.num,
+    }
 
 
 class FleetStats:

@@ -3,10 +3,12 @@
 out --(met, and equal to the others)--> up --(gone)--> out, for a time that grows
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Any
 
 from qllm.errors import ConfigError, QllmError, shown
@@ -72,7 +74,7 @@ class Member:
         client = self._meet()
         try:
             if like is not None:
-                like.check(card_of(self.name, client))
+                like.check(card_of(self.name, client.hello))
         except ConfigError:
             client.close()
             raise
@@ -120,10 +122,20 @@ class Card:
                     "settings"
                 )
 
+    @property
+    def digest(self) -> str:
+        """The same for all cards that say the same, whatever process made them."""
+        text = json.dumps(self.parts, sort_keys=True, default=sorted)  # of sets
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
-def card_of(name: str, client: RingClient) -> Card:
-    """What an engine says of itself, as far as its answers depend on it."""
-    hello = client.hello
+
+def card_of(name: str, hello: Any) -> Card:
+    """What an engine says of itself, as far as its answers depend on it.
+
+    Args:
+        name: Where it is.
+        hello: A `Hello`, `RemoteHello` or `EngineCard`.
+    """
     info, config = hello.info._asdict(), asdict(hello.config)
     parts = {what: config[what] for what in config if what not in OF_ONE_ENGINE}
     del info["name"]  # the same model may lie at different places
@@ -155,7 +167,7 @@ def meet_all(members: list[Member]) -> tuple[Card, dict[Member, RingClient]]:
     for thread in threads:
         thread.join()
     there = [member for member in members if member in met]
-    cards = [card_of(member.name, met[member]) for member in there]
+    cards = [card_of(member.name, met[member].hello) for member in there]
     try:
         for member, error in failed.items():
             if isinstance(error, ConfigError) or not isinstance(error, QllmError) or not there:

@@ -37,6 +37,8 @@ class Open:
         """Where its KV waits then, for the engine that takes it."""
         self.sent_priority = priority
         """Its class when it was put: pieces of its prompt go the same way."""
+        self.put_ns = arrival_ns
+        """When it was put to the engine that has it, on the clock of that."""
 
     def revise(self, item: Revision) -> None:
         """Its prompt goes on in another way, and so does what is submitted again."""

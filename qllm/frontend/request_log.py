@@ -74,13 +74,14 @@ class RequestLog:
 
     # -- an engine has died
 
-    def take(self, entry: Open, engine_ns: int, why: str) -> None:
+    def take(self, entry: Open, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         """Keep a request of an engine that is gone, or end it.
 
         Args:
             entry: The request.
             engine_ns: What that engine's clock would say now.
             why: It is gone.
+            had_it: Whether the engine may have died of this request; else it never had it.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         with entry.handle.prompt_lock, self._lock:
@@ -88,8 +89,10 @@ class RequestLog:
             was_trial = self._trial is entry
             if was_trial:
                 self._trial = None
-                entry.num_trials += 1
-            end = entry.end() or self._hopeless(entry, why)
+                entry.num_trials += had_it
+            if not had_it and entry.num_replays:
+                entry.num_replays -= 1
+            end = entry.end() or self._hopeless(entry, why, had_it)
             number = next(self._numbers)
             if end is None:
                 self._waiting[number] = entry
@@ -103,10 +106,11 @@ class RequestLog:
         """Updates need no place here: the handle knows what it asked, and tells the next engine."""
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
-    def _hopeless(self, entry: Open, why: str) -> End | None:
+    def _hopeless(self, entry: Open, why: str, had_it: bool) -> End | None:
         if self._over is not None or entry.submission is None:
             return FinishReason.ERROR, self._over or why
-        if entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays:
+        too_often = entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays
+        if had_it and too_often:
             text = f"{why}; {entry.num_replays + 1} engines died while they had this request"
             return FinishReason.ERROR, text
         return None

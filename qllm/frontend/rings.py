@@ -19,7 +19,7 @@ from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndPort
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.ingress.messages import Source
-from qllm.types import FinishReason, RequestId, RequestStatus, Sampled
+from qllm.types import NS_PER_S, FinishReason, Priority, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0
 """An engine that is told to end and has not after this is killed or left."""
@@ -196,14 +196,30 @@ class RingClient(Client):
             with suppress(ConfigError):  # it takes none
                 self._ask("expect", number, *source)
 
-    def give_away(self, request_id: RequestId) -> None:
-        """Have the engine end a request that goes on at another; nothing if it does not know it.
+    @property
+    def hands_over(self) -> bool:
+        """Whether requests can leave the engine, and come to it, with their KV."""
+        return bool(self.config.handover_gib and self.meets_at)
+
+    def standing(self) -> Iterator[tuple[Open, float]]:
+        """Open BE requests that are to make progress, and seconds since each last did here."""
+        now_ns = self.now_ns()
+        for entry in list(self._open.values()):
+            waits_for_us = entry.is_paused or entry.is_open or entry.ended is not None
+            if entry.priority > Priority.LS and not waits_for_us:
+                last_ns = max(entry.put_ns, entry.token_ns[-1] if entry.token_ns else 0)
+                yield entry, (now_ns - last_ns) / NS_PER_S
+
+    def give_away(self, request_id: RequestId) -> bool:
+        """Have the engine end a request that goes on at another; whether it does.
+
+        It does not if the engine does not know it, or waits for more of its prompt.
 
         Raises:
             ConfigError: It hands nothing over.
             EngineClosedError: It is gone.
         """
-        self._ask("give", request_id)
+        return self._ask("give", request_id) is not None
 
     def _hand_over(self, entry: Open, number: RequestId, asked: Asked) -> None:
         """Give the handle of a request that was put just now, or take the request back.
@@ -230,7 +246,7 @@ class RingClient(Client):
         if len(self._open) >= MAX_OPEN:
             raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
         request_id = submission.request_id
-        entry.sent_priority = submission.priority
+        entry.sent_priority, entry.put_ns = submission.priority, self.now_ns()
         self._open[request_id], self.handles[request_id] = entry, entry.handle
         try:
             self._front_end.submit(submission)

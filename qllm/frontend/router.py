@@ -110,6 +110,7 @@ class Router:
         costs: Costs = UNKNOWN,
         seats: int = 64,
         kept_tokens: int = 0,
+        hands_over: bool = False,
     ) -> EngineView:
         """Take an engine in: it holds nothing of ours.
 
@@ -119,8 +120,9 @@ class Router:
             costs: Its speed.
             seats: Most requests in one step.
             kept_tokens: Most tokens whose KV it keeps.
+            hands_over: See `EngineView`.
         """
-        self._record(("up", name, role, costs, seats, kept_tokens))
+        self._record(("up", name, role, costs, seats, kept_tokens, hands_over))
         view = EngineView(
             name,
             role=role,
@@ -129,6 +131,7 @@ class Router:
             seats=seats,
             kept=Kept(kept_tokens // PAGE_TOKENS),
             num_sent=min((e.num_sent for e in self.engines), default=0),
+            hands_over=hands_over,
         )
         self.engines.append(view)
         self._sort()
@@ -286,8 +289,8 @@ def replayed(entries: Iterable[Entry], route: Route) -> list[tuple[str | None, s
             now = router.choose(request, now_s, without)
             choices.append((then, None if now is None else str(now.name)))
         elif what == "up":
-            name, role, costs, seats, kept_tokens = args
-            router.up(name, role=role, costs=costs, seats=seats, kept_tokens=kept_tokens)
+            names = ("role", "costs", "seats", "kept_tokens", "hands_over")
+            router.up(args[0], **dict(zip(names, args[1:], strict=True)))
         elif what == "sent":
             key, request, name, num_done = args
             engine = next(e for e in router.engines if e.name == name)

@@ -103,6 +103,8 @@ class EngineView:
     """Names of pages whose KV it probably keeps: those of prompts that it had last."""
     num_sent: int = 0
     """Requests that it ever got."""
+    hands_over: bool = False
+    """Requests can leave it, and come to it, with their KV."""
     ls_start_s: float = 0.0
     """Estimated seconds until an LS request that came now would be computed; see `refresh`."""
     busy_s: float = 0.0

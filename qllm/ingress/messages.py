@@ -54,6 +54,8 @@ class Start(NamedTuple):
     """No progress bars and warnings of the libraries below."""
     meeting: Meeting | None = None
     """Where front ends of other hosts may meet the engine."""
+    takes_digest: bool = False
+    """Whether the card says which weights and software it has."""
 
 
 class Hello(NamedTuple):

@@ -1,6 +1,7 @@
 """Many engines on a Ray cluster, or on a laptop: `serve run qllm.ray:app model=tiny` (docs/ray.md).
 
     client    all engines as one, for the server's own application and for batch jobs
+    calls     questions to replicas
     replica   one engine, as Ray Serve sees it
     router    which replica gets a request
     scaling   how many replicas there are

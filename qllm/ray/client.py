@@ -6,23 +6,25 @@ another one behind the tokens that are here.
 """
 
 import asyncio
+import math
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import EngineClosedError, InvalidRequestError, QllmError
-from qllm.frontend.client import FarClient
+from qllm.frontend.client import FarClient, ManyClient
+from qllm.frontend.fleet_stats import described
 from qllm.frontend.handle import Handle
+from qllm.frontend.members import card_of
 from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.request_log import RequestLog
-from qllm.frontend.rings import CLOSE_S, RingClient
+from qllm.frontend.rings import RingClient
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, encode_submission
 from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
@@ -30,17 +32,18 @@ from qllm.ingress.layout import PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.ring import Record
 from qllm.types import FinishReason, RequestId, RequestStatus
 
+from .calls import Calls, LoopThread, ask
 from .stats import merged
-from .wire import Ask, Local, Lost, Placed
+from .wire import Ask, Local, Lost, Placed, Refused, Seen
 
 LOOK_S = 0.2
 """Between two looks at deadlines of requests that wait for a replica."""
 BEAT_S = 3.0
 """Between two times that replicas are told that somebody listens."""
-ASK_S = 30.0
-"""For which a question waits for a replica to answer."""
 FIRST_S = 600.0
 """For which the first replica may load its model."""
+MAX_TRIALS = 2
+"""A request ends with the second engine that dies before it has a token there, as in a fleet."""
 
 
 class Stream:
@@ -49,96 +52,17 @@ class Stream:
     Args:
         item: The request.
         key: What replicas call it.
+        seen: What is known of replicas.
     """
 
-    def __init__(self, item: Submission, key: str) -> None:
-        self.item, self.key, self.local = item, key, Local(item)
+    def __init__(self, item: Submission, key: str, seen: Seen) -> None:
+        self.item, self.key, self.local = item, key, Local(item, seen)
         self.num_tokens, self.priority = 0, item.priority
         self.replica: str | None = None
         """Who has it; None while the router looks."""
         self.task: asyncio.Task[None] | None = None
         self.telling = asyncio.Lock()
         """Replicas hear what is asked of a request in the order in which it was."""
-
-
-class LoopThread:
-    """An event loop on a thread of its own.
-
-    Args:
-        name: Of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.close()
-
-    def close(self) -> None:
-        """End it; what is still to be done is cancelled."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
-
-
-class Calls:
-    """Questions to replicas. Not from the loop that hears tokens: callers may hold its locks.
-
-    Args:
-        engines: Handle of their deployment.
-    """
-
-    def __init__(self, engines: Any) -> None:
-        self._engines = engines
-        self._thread = LoopThread("qllm-calls")
-
-    def one(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
-        """What one replica answers: the one named, or any.
-
-        Raises:
-            EngineClosedError: None has answered in time.
-        """
-        return self._run(ask(self._engines, method, *args, at=at), timeout_s)
-
-    def all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers that does."""
-        return list(self._run(self._all(method, *args), ASK_S))
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        asked = self._engines.broadcast(method, *args)
-        found = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
-        return [item for item in found if not isinstance(item, BaseException)]
-
-    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
-        except QllmError:
-            raise
-        except Exception as error:  # Ray's: the deployment is gone, or the replica
-            raise EngineClosedError(f"no replica answers: {error}") from error
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._thread.close()
-
-
-async def ask(engines: Any, method: str, *args: Any, at: str | None = None) -> Any:
-    """What one replica answers: the one named, or any."""
-    return await getattr(engines, method).remote(*args, at=at)
 
 
 class Streams(FrontEndPort):
@@ -160,15 +84,14 @@ class Streams(FrontEndPort):
         self._heard: deque[Heard] = deque()
         self._unheard: set[RequestId] = set()
         """Requests without a token yet."""
-        self.identity = ""
-        """Which model and version is asked for; a replica of another one refuses."""
+        self.seen = Seen()
         self.owner: RayClient | None = None
         self._thread = LoopThread("qllm-receiver")
         self._loop = self._thread.loop
 
-    def start(self, owner: "RayClient", identity: str) -> None:
+    def start(self, owner: "RayClient") -> None:
         """Begin to hear, for a client."""
-        self.owner, self.identity = owner, identity
+        self.owner = owner
         self._loop.call_soon_threadsafe(self._look)
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._beats()))
 
@@ -193,7 +116,7 @@ class Streams(FrontEndPort):
     # -- what goes out
 
     def submit(self, item: Submission) -> None:
-        stream = Stream(item, f"{self._client}-{item.request_id}")
+        stream = Stream(item, f"{self._client}-{item.request_id}", self.seen)
         self._unheard.add(item.request_id)
         self._streams[item.request_id] = stream
         self._loop.call_soon_threadsafe(self._begin, stream)
@@ -257,17 +180,18 @@ class Streams(FrontEndPort):
     async def _run(self, stream: Stream) -> None:
         """Hear one request to its end, on one replica."""
         number = stream.item.request_id
-        lost, answers, is_over = None, None, False
+        answers, is_over = None, False
+        lost: Lost | Refused | None = None
         try:
             answers = self._ask(stream)
             async with asyncio.timeout(self._left_s(stream.item)) as limit:
                 async for batch in answers:
                     limit.reschedule(None)  # from here the engine minds the deadline
-                    if lost := self._take(stream, batch):
+                    if (lost := self._take(stream, batch)) is not None:
                         break
                 else:
                     is_over = number not in self._streams
-                    lost = None if is_over else "a replica ended its stream"
+                    lost = None if is_over else Lost("a replica ended its stream")
         except TimeoutError:
             self._end(number, FinishReason.TIMEOUT)
         except asyncio.CancelledError:
@@ -276,13 +200,24 @@ class Streams(FrontEndPort):
             self._end(number, FinishReason.ERROR, str(error))
         except Exception as error:  # noqa: BLE001 - Ray's own: the replica is gone
             first = (str(error).splitlines() or [""])[0]
-            lost = f"the replica is gone: {type(error).__name__}: {first:.300}"
+            lost = Lost(f"the replica is gone: {type(error).__name__}: {first:.300}")
         if answers is not None and not is_over:
             answers.cancel()
         if lost is not None and self._streams.pop(number, None) is not None:
             self._unheard.discard(number)
-            assert self.owner is not None
-            self.owner.lost(number, lost)
+            self._carry_over(stream, lost)
+
+    def _carry_over(self, stream: Stream, lost: Lost | Refused) -> None:
+        """Let a request go on at another replica; where this one is full, after a while."""
+        assert self.owner is not None
+        had_it, is_full = isinstance(lost, Lost), isinstance(lost, Refused) and not lost.is_final
+        if stream.replica is not None and had_it:
+            self.owner.taken[stream.replica] += 1
+        self.owner.lost(stream.item.request_id, lost.why, had_it=had_it)
+        if is_full:
+            self._loop.call_later(LOOK_S, self.owner.go_on)
+        else:
+            self.owner.go_on()
 
     def _left_s(self, item: Submission) -> float | None:
         after_ns = item.deadline_ns
@@ -293,18 +228,21 @@ class Streams(FrontEndPort):
         deadline_ns = None if item.deadline_ns is None else item.deadline_ns - now
         # clocks differ between machines: times go as what has passed, and what is left
         aged = replace(item, arrival_ns=max(0, now - item.arrival_ns), deadline_ns=deadline_ns)
-        ask = Ask(stream.key, self.identity, *encode_submission(aged), local=stream.local)
+        identity = self.seen.identity or ""
+        ask = Ask(stream.key, identity, *encode_submission(aged), local=stream.local)
         return self._engines.options(stream=True).generate.remote(ask)
 
-    def _take(self, stream: Stream, batch: Sequence[Any]) -> str | None:
-        """Hear what a replica says at once; why it is lost, if it says so."""
+    def _take(self, stream: Stream, batch: Sequence[Any]) -> Lost | Refused | None:
+        """Hear what a replica says at once; why it does not go on there, if it says so."""
         number, now = stream.item.request_id, time.monotonic_ns()
         for said in batch:
             if isinstance(said, Placed):
                 stream.replica = said.replica
                 continue
-            if isinstance(said, Lost):
-                return said.why
+            if isinstance(said, Lost | Refused):
+                if isinstance(said, Refused) and said.is_final and stream.replica is not None:
+                    self.seen.refused[stream.replica] = said.why
+                return said
             record = Record(*said)
             if record.kind == TOKEN_KIND:
                 self._unheard.discard(number)
@@ -335,7 +273,7 @@ class Streams(FrontEndPort):
             self.owner.hear()
 
 
-class RayClient(FarClient, RingClient):
+class RayClient(FarClient, ManyClient, RingClient):
     """A front end of all engines of a deployment.
 
     It has many methods because each answers one of `Client`, most in a line or two.
@@ -343,26 +281,31 @@ class RayClient(FarClient, RingClient):
     Args:
         engines: Handle of the deployment of engines.
         max_replays: Most times that one request is carried over to another replica.
+        waits: While no replica serves, new requests wait for one; else they are refused.
     """
 
     _front_end: Streams
 
-    def __init__(self, engines: Any, max_replays: int = 3) -> None:
+    def __init__(self, engines: Any, max_replays: int = 3, *, waits: bool = True) -> None:
         self._calls, streams = Calls(engines), Streams(engines)
         super().__init__(streams)
+        self._seen, self._waits = streams.seen, waits
         try:
-            card = self._calls.one("card", timeout_s=FIRST_S)
-            self.hello = RemoteHello.from_json(card["card"])
+            card = self._calls.one("card", self._seen, timeout_s=FIRST_S)
+            self.hello = RemoteHello.from_json(card)
         except BaseException:
             self._calls.close()
             streams.close()
             raise
+        self._seen.card = card_of("the front end's start", self.hello)
+        self._seen.identity = self._seen.card.digest
         self.info = self.hello.info
-        self.log = RequestLog(max_replays, lambda: None)
-        """Requests between two replicas."""
+        self.log = RequestLog(max_replays, lambda: None, MAX_TRIALS)
         self.log.go_on(self.replay)
+        self.taken = Counter[str]()
+        """Requests that each replica had when it went."""
         self._drains = False
-        streams.start(self, card["identity"])
+        streams.start(self)
         self._register()
 
     # -- called on the loop of the streams
@@ -371,12 +314,15 @@ class RayClient(FarClient, RingClient):
         """Take what has come."""
         self._take()
 
-    def lost(self, number: RequestId, why: str) -> None:
-        """Carry a request over whose replica is gone."""
+    def lost(self, number: RequestId, why: str, *, had_it: bool) -> None:
+        """Keep a request whose replica is gone, until `go_on`."""
         if (entry := self._open.get(number)) is not None:
             self._forget(number)
-            self.log.take(entry, self.now_ns(), why)
-            self.log.go_on(self.replay)
+            self.log.take(entry, self.now_ns(), why, had_it=had_it)
+
+    def go_on(self) -> None:
+        """Let requests that wait go on where the router sends them."""
+        self.log.go_on(self.replay)
 
     # -- as a client
 
@@ -397,7 +343,44 @@ class RayClient(FarClient, RingClient):
 
     @property
     def failure(self) -> str | None:
+        """Replicas come and go; this one is there."""
         return None
+
+    def _raise_if_closed(self) -> None:
+        super()._raise_if_closed()
+        if not self._waits and (why := self._why_none()) is not None:
+            raise EngineClosedError(why)
+
+    def _why_none(self) -> str | None:
+        """Why no replica serves; None if one does, or nothing is known yet."""
+        seen = self._seen
+        if seen.replicas is None or any(map(seen.serves, seen.replicas)):
+            return None
+        whys = "; ".join(f"{name}: {seen.refused.get(name, '')}" for name in seen.replicas)
+        return f"none of {len(seen.replicas)} replicas serves{whys and f' ({whys})'}"
+
+    @property
+    def back_in_s(self) -> int:
+        return max(1, math.ceil(self._seen.load_s))
+
+    @property
+    def num_route_errors(self) -> int:
+        return 0 if (router := self._seen.router) is None else router.num_errors
+
+    def engines(self) -> list[dict[str, Any]]:
+        seen = self._seen
+        views = {} if seen.router is None else {view.name: view for view in seen.router.engines}
+        return [
+            described(
+                name,
+                views.get(name),
+                is_up=seen.serves(name),
+                why=seen.refused.get(name),
+                num_met=1,
+                num_taken=self.taken[name],
+            )
+            for name in seen.replicas or {}
+        ]
 
     def submit(self, submission: Submission, handle: Handle) -> None:
         if submission.is_open:

@@ -48,10 +48,6 @@ class HttpFrontEnd:
         self._engine = over(self._engines, self._config)
         return create_app(self._engine, self._config)
 
-    def check_health(self) -> None:
-        """Raise once it cannot serve."""
-        self._engine.raise_if_closed()
-
     def __del__(self) -> None:
         """Called by Ray Serve when it has drained."""
         if (engine := getattr(self, "_engine", None)) is not None:
@@ -63,9 +59,14 @@ def over(engines: Any, config: ServerConfig | None = None) -> QLLMEngine:
 
     Args:
         engines: Its handle.
-        config: Settings of the server: of them `max_replays` and `trust_remote_code` count.
+        config: Settings of the server: of them `max_replays`, `trust_remote_code` and the table
+            `ray` count. None is for batch jobs, which wait while no replica is there.
     """
-    client = RayClient(engines) if config is None else RayClient(engines, config.max_replays)
+    if config is None:
+        client = RayClient(engines)
+    else:  # where there may be none for long, a request that waits is what brings one
+        waits = settings_of(config).min_replicas == 0
+        client = RayClient(engines, config.max_replays, waits=waits)
     trusts = config is not None and config.trust_remote_code
     policy = client.hello.trace_meta["policy"]
     tokenizer = tokenizer_of(client, client.hello.model, trusts)
@@ -143,7 +144,7 @@ def connected(name: str) -> QLLMEngine:
             ) from error
     try:
         engines = serve.get_deployment_handle(ENGINES, name)
-    except RayServeException as error:
+    except (KeyError, RayServeException) as error:
         raise ConfigError(
             f"no application {name!r} runs: {error}; start one with `serve run`"
         ) from error

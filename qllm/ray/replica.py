@@ -1,18 +1,18 @@
 """One replica of Ray Serve: an engine in a process of its own, and who speaks for it."""
 
 import asyncio
-import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-import qllm
-from qllm.errors import EngineClosedError, InvalidRequestError
+from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.frontend.handle import Handle
+from qllm.frontend.members import card_of
 from qllm.frontend.open import End, Open
+from qllm.frontend.remote import RemoteHello
+from qllm.frontend.rings import RingClient
 from qllm.frontend.waker import Waker
 from qllm.ingress.codec import (
     EngineMetrics,
@@ -31,7 +31,7 @@ from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
 
 from .load import Load, be_tokens, front_end_of
 from .scaling import BE_TOKENS, LATENESS
-from .wire import Ask, Lost, Placed, Said
+from .wire import Ask, Lost, Placed, Refused, Said, Seen
 
 SILENT_TICKS = 20
 """Seconds without a word of a front end, counted by a clock that stands still with the process."""
@@ -95,7 +95,7 @@ class Relay(Handle):
 
     # -- as a log: the engine's process is gone, and this one is not
 
-    def take(self, entry: Any, engine_ns: int, why: str) -> None:
+    def take(self, entry: Any, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         """Say that another replica must go on with it."""
         self._push(Lost(why))
 
@@ -132,17 +132,19 @@ class EngineReplica:
     def __init__(self, config: ServerConfig, ttft_ms: float | None, window_s: float) -> None:
         if config.device == "cpu":
             forgo_torch()
-        self._engine = make_engine(config)
-        self._client = self._engine.client
+        begin = time.monotonic()
+        self._engine = make_engine(config, takes_digest=True)
+        self._load_s = time.monotonic() - begin
+        self._client = cast(RingClient, self._engine.client)
         self._load = Load(ttft_ms, window_s)
         self._relays: dict[str, Relay] = {}
         self._silent: dict[str, int] = {}
         """Seconds since each front end was heard of."""
         self._watch: asyncio.Task[None] | None = None
-        meta = {"policy": config.policy}
-        card = EngineCard(self._client.info, self._engine.config, meta, config.model)
+        hello = self._client.hello
+        card = EngineCard(hello.info, hello.config, hello.trace_meta, config.model)
         self._card = card.to_json()
-        self._identity = identity(self._card)
+        self._identity = card_of("", RemoteHello.from_json(self._card)).digest
 
     # -- what Ray Serve asks
 
@@ -153,10 +155,16 @@ class EngineReplica:
         self._engine.raise_if_closed()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Which model and version it serves: the router passes others by."""
+        """Which model and version it serves: the router passes others by, and says what differs."""
         config = self._engine.config
         kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
-        return {"identity": self._identity, "seats": config.max_num_seqs, "kept_tokens": kept}
+        return {
+            "identity": self._identity,
+            "card": self._card,
+            "load_s": self._load_s,
+            "seats": config.max_num_seqs,
+            "kept_tokens": kept,
+        }
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What is to be done here, from all front ends."""
@@ -174,9 +182,9 @@ class EngineReplica:
 
     # -- what front ends ask
 
-    def card(self, at: str | None = None) -> dict[str, Any]:
+    def card(self, seen: Seen, at: str | None = None) -> dict[str, Any]:
         """What a front end must know of the model."""
-        return {"card": self._card, "identity": self._identity}
+        return self._card
 
     async def generate(self, ask: Ask) -> AsyncIterator[list[Said]]:
         """Serve one request: who has it, then its tokens as they come, then its end.
@@ -184,8 +192,9 @@ class EngineReplica:
         Raises:
             InvalidRequestError: It is wrong.
         """
+        yield [Placed(_own_id())]
         if ask.identity != self._identity:  # while another model or version is rolled out
-            yield [Lost("this replica serves another model or version")]
+            yield [Refused("this replica serves another model or version", is_final=True)]
             return
         due: deque[Said] = deque()
         waker, event = Waker.here(), asyncio.Event()
@@ -212,12 +221,11 @@ class EngineReplica:
         if self._watch is None:
             self._watch = asyncio.create_task(self._leave_the_dead())
         try:
-            yield [Placed(_own_id())]
             entry = Relayed(relay, item.arrival_ns, item.priority, item)
             try:
                 self._client.replay(entry)
-            except EngineClosedError as error:
-                yield [Lost(str(error))]
+            except (EngineClosedError, QueueFullError) as error:
+                yield [Refused(str(error), is_final=isinstance(error, EngineClosedError))]
                 return
             while True:
                 await event.wait()
@@ -272,12 +280,6 @@ class EngineReplica:
     async def ask(self, op: str, *args: Any, at: str | None = None) -> Any:
         """What the engine says: "stats", "watch", "reset_prefix_cache" or "delete_kv"."""
         return await asyncio.to_thread(getattr(self._client, op), *args)
-
-
-def identity(card: dict[str, Any]) -> str:
-    """A digest of what makes engines give the same answers: release, model, kernels, settings."""
-    text = json.dumps([qllm.__version__, card["info"], card["config"]], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_last(said: Said) -> bool:

@@ -5,18 +5,25 @@ has sent is kept as in a fleet without Ray (`qllm.frontend.router`). What other 
 the replicas say, at most a second late, and it is added to the views.
 """
 
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from qllm.errors import ConfigError
+from qllm.frontend.members import Card, card_of
+from qllm.frontend.remote import RemoteHello
 from qllm.frontend.router import Router
 from qllm.frontend.routes import Backlog, EngineView, load_route
 
 from .load import added, front_end_of
-from .wire import Ask, Local
+from .wire import Ask, Local, Seen
+
+_log = logging.getLogger("qllm.ray.router")
 
 
 class EngineRouter(RequestRouter):
@@ -37,6 +44,26 @@ class EngineRouter(RequestRouter):
         """Those of this process."""
         self._keys: dict[str, str] = {}
         """What replicas call a request, by Ray's id."""
+        self._watchers: weakref.WeakSet[Seen] = weakref.WeakSet()
+        """Front ends of this process that are told which replicas there are."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called when replicas have come or gone."""
+        super().update_replicas(replicas)
+        self._tell(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Called when a replica is found dead before `update_replicas` tells."""
+        super().on_replica_actor_died(replica_id)
+        self._tell(list(self.curr_replicas.values()))
+
+    def _tell(self, replicas: Sequence[RunningReplica]) -> None:
+        known = {r.replica_id.unique_id: r.replica_metadata for r in replicas}
+        with self._lock:
+            watchers = list(self._watchers)
+        for seen in watchers:
+            _refuse_others(seen, known)
+            seen.look(known)
 
     async def choose_replicas(
         self,
@@ -46,6 +73,12 @@ class EngineRouter(RequestRouter):
         """Rank the replicas for one call: the one to take, or none yet."""
         if pending_request is None:
             return [candidate_replicas]
+        for arg in pending_request.args:
+            if isinstance(arg, Seen):
+                arg.router = self._router
+                with self._lock:
+                    self._watchers.add(arg)
+                self._tell(candidate_replicas)
         if (at := pending_request.kwargs.get("at")) is not None:
             named = [r for r in candidate_replicas if r.replica_id.unique_id == at]
             return [named or candidate_replicas]  # any other one says that it is not there
@@ -64,6 +97,7 @@ class EngineRouter(RequestRouter):
                 replica.replica_id.unique_id: replica
                 for replica in candidates
                 if replica.replica_metadata.get("identity") == ask.identity
+                and replica.replica_id.unique_id not in local.seen.refused
             }
             output = item.max_tokens - item.num_output_tokens
             local.view = self._router.view(item.priority, item.token_ids, output, item.cache_salt)
@@ -128,6 +162,27 @@ def _replace(
         backlog.prompt_tokens += new.prompt_tokens - old.prompt_tokens
         backlog.output_tokens += new.output_tokens - old.output_tokens
     view.refresh()
+
+
+def _refuse_others(seen: Seen, known: dict[str, Any]) -> None:
+    """Note why replicas are passed over that are not equal to the front end's engine."""
+    if (ours := seen.card) is None:
+        return
+    for name, metadata in known.items():
+        if metadata.get("identity") != seen.identity and name not in seen.refused:
+            why = _difference(ours, name, metadata)
+            _log.error("the replica %s gets no requests: %s", name, why)
+            seen.refused[name] = why
+
+
+def _difference(ours: Card, name: str, metadata: dict[str, Any]) -> str:
+    try:
+        ours.check(card_of(name, RemoteHello.from_json(metadata["card"])))
+    except ConfigError as error:
+        return str(error)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"it is of another release: {error!r:.200}"
+    return "it says the same in another way"
 
 
 def _ask_of(pending: PendingRequest) -> Ask | None:

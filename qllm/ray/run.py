@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -16,8 +17,13 @@ from .deploy import APP, build
 STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
 
-PROXY_MAY_TAKE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
-"""Ray Serve gives its proxy 5 s to start, kills it and gives up: too little on a busy laptop."""
+START_TRIES = 3
+"""A node of Ray gives up after 30 s, which nobody can change; the next try finds its files read."""
+ENVIRONMENT = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5, after which it kills its proxy: too soon
+    "RAY_worker_niceness": "0",  # 15, so on cores that others use too, engines hardly ran
+}
+"""What a cluster that is started here is started with, unless the environment says otherwise."""
 
 
 def serve(config: ServerConfig) -> None:
@@ -26,11 +32,11 @@ def serve(config: ServerConfig) -> None:
         raise ConfigError("port=0 does not go with Ray, whose proxy takes a port by its number")
     application = build(config)
     stop = threading.Event()
-    before = {
+    is_ours = start()
+    before = {  # only now: Ray puts handlers of its own in place, which abort
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
-    is_ours = start()
     try:
         ray_serve.start(http_options={"host": config.host, "port": config.port})
         ray_serve.run(application, name=APP)
@@ -56,7 +62,25 @@ def start() -> bool:
     try:
         ray.init(address="auto", log_to_driver=False)
     except ConnectionError:
-        os.environ.setdefault(*PROXY_MAY_TAKE)
-        ray.init(include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False)
+        start_here()
         return True
     return False
+
+
+def start_here(**settings: Any) -> None:
+    """Start a cluster in this process.
+
+    Args:
+        **settings: Of `ray.init`.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    how = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "log_to_driver": False}
+    for left in reversed(range(START_TRIES)):
+        try:
+            ray.init(**{**how, **settings})
+            return
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()

@@ -54,6 +54,7 @@ class Scaling:
         """
         found = context.aggregated_metrics or {}
         late, backlog = (list(found.get(name, {}).values()) for name in (LATENESS, BE_TOKENS))
-        if not late:  # no replica has reported yet
-            return context.target_num_replicas, {}
+        if not late:  # no replica has reported yet, or there is none and requests wait for one
+            is_asked = context.target_num_replicas == 0 and context.total_num_requests > 0
+            return int(is_asked) or context.target_num_replicas, {}
         return wanted(context.target_num_replicas, late, backlog, self._be_tokens), {}

@@ -54,6 +54,9 @@ class ServerConfig(BaseSettings):
     route: str = "class"
     """Which engine of a fleet gets a request: class, length, prefix, least, round-robin, or a
     function of yours as module:function (docs/fleet.md)."""
+    rebalance_s: float = Field(5.0, ge=0)
+    """Seconds for which a BE request stands still at an engine of a fleet before it goes on at one
+    with room, where both have `handover_gib`; 0 leaves it (docs/fleet.md)."""
     profile: Literal["tcp", "shm", "rdma"] = "tcp"
     """What the rings between two hosts go over; the same on both sides."""
     secret_file: Path | None = None
@@ -271,16 +274,19 @@ ROLE_NEEDS = {"listen": ENGINE_ROLES, "engine_address": ("frontend",)}
 """Addresses, and the roles that make no sense without; no other has them."""
 HANDOVER_GIB = 1.0
 """`handover_gib` of engines that prefill or decode, unless it is set."""
+OF_FLEETS = ("route", "rebalance_s")
+"""Settings that need several engines."""
 OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "device", "threads", "hang_s")
 """Settings that a front end has no use for."""
 
 
 def _check_role(config: ServerConfig) -> None:
-    if "route" in config.model_fields_set and not config.is_fleet:
-        raise ConfigError(
-            f"route={config.route!r} chooses among engines; name several, with commas between, as "
-            "engine_address"
-        )
+    for name in () if config.is_fleet else OF_FLEETS:
+        if name in config.model_fields_set:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} chooses among engines; name several, with "
+                "commas between, as engine_address"
+            )
     for name, roles in ROLE_NEEDS.items():
         if (config.role in roles) != (getattr(config, name) is not None):
             goes_with = " or ".join(map(repr, roles))

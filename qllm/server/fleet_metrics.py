@@ -4,7 +4,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from qllm.frontend.fleet import FleetClient
+from qllm.frontend.client import ManyClient
 
 from .metrics import Metrics, new_since
 
@@ -20,9 +20,10 @@ class FleetMetrics:
         fleet: What they are of.
     """
 
-    def __init__(self, metrics: Metrics, model_name: str, fleet: FleetClient) -> None:
+    def __init__(self, metrics: Metrics, model_name: str, fleet: ManyClient) -> None:
         self._model, self._fleet = model_name, fleet
         self._before: dict[Any, int] = {}
+        self._names = set[str]()
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             names = ["model_name", "engine", *labels]
@@ -37,13 +38,16 @@ class FleetMetrics:
         self._counts = {
             "sent": counter("requests_sent", "Requests that the engine got", "engine"),
             "taken": counter("requests_taken", "Requests open when the engine went", "engine"),
+            "moved": counter("requests_moved", "BE requests that went on elsewhere", "engine"),
             "met": counter("engine_meetings", "Times that the engine was met", "engine"),
         }
         self._errors = counter("route_errors", "Choices that the route did not make")
 
     def observe(self) -> None:
         """Take the numbers as they are now."""
-        for engine in self._fleet.engines():
+        engines = self._fleet.engines()
+        self._forget({engine["engine"] for engine in engines})
+        for engine in engines:
             name = engine["engine"]
             self._up.labels(self._model, name).set(engine["up"])
             for label in CLASSES:
@@ -52,6 +56,17 @@ class FleetMetrics:
                 made.labels(self._model, name).inc(self._new((name, what), engine[what]))
         new = self._new("errors", self._fleet.num_route_errors)
         self._errors.labels(self._model).inc(new)
+
+    def _forget(self, there: set[str]) -> None:
+        """Say nothing more of engines that are named no longer: replicas do not come back."""
+        gone, self._names = self._names - there, there
+        for name in gone:
+            self._up.remove(self._model, name)
+            for label in CLASSES:
+                self._open.remove(self._model, name, label)
+            for what, made in self._counts.items():
+                made.remove(self._model, name)
+                del self._before[name, what]
 
     def _new(self, key: Any, now: int) -> int:
         before = self._before.get(key, 0)

@@ -41,8 +41,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def make_engine(config: ServerConfig) -> QLLMEngine:
-    """Load the model in a process of its own, or meet the engine that has."""
+def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngine:
+    """Load the model in a process of its own, or meet the engine that has.
+
+    Args:
+        config: Settings.
+        takes_digest: See `QLLMEngine.from_pretrained`.
+    """
     if config.engine_address is not None:
         fleet: dict[str, Any] = {}
         if config.is_fleet:
@@ -50,6 +55,7 @@ def make_engine(config: ServerConfig) -> QLLMEngine:
                 config.restart_backoff_s, config.restart_backoff_cap_s, config.restart_window_s
             )
             fleet = {"route": config.route, "max_replays": config.max_replays, "backoff": backoff}
+            fleet["rebalance_s"] = config.rebalance_s
         return QLLMEngine.connect(
             config.engine_address,
             **fleet,
@@ -67,6 +73,7 @@ def make_engine(config: ServerConfig) -> QLLMEngine:
         trust_remote_code=config.trust_remote_code,
         threads=config.threads,
         meeting=_meeting(config),
+        takes_digest=takes_digest,
         **config.engine_settings,
     )
     if config.hang_s:

@@ -15,14 +15,17 @@ from functools import partial
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.errors import ConfigError
+from qllm.errors import MOVED, ConfigError, without_ticket
+from qllm.frontend.rebalance import REBALANCE_S
 from qllm.frontend.router import Entry, Router
 from qllm.frontend.routes import Costs, RequestView, Route, load_route
+from qllm.ingress import Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
-from qllm.record.trace import Event, Trace
+from qllm.record.trace import Arrived, Event, Finished, Trace
 from qllm.sim.costs import CostFile
 from qllm.sim.ingress import VirtualIngress
+from qllm.sim.moving import MOVE_TOKEN_S, Arriving, Moves
 from qllm.sim.run import Simulated, SimulatedEngine, no_collector
 from qllm.sim.runner import VirtualClock
 from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled
@@ -69,6 +72,9 @@ class _Engine(SimulatedEngine):
         super().__init__(policy, costs, config, ingress=partial(_Ingress, self._yield))
         self.name = name
         self._router = router
+        self.last_ns: dict[RequestId, int] = {}
+        self.moves: dict[RequestId, int] = {}
+        self.loop.newcomers = self._arriving = Arriving(self)
         self._num_tokens: dict[RequestId, int] = {}
         self._priorities: dict[RequestId, int] = {}
         self._runs, self._rests = threading.Semaphore(0), threading.Semaphore(0)
@@ -114,13 +120,27 @@ class _Engine(SimulatedEngine):
 
     def give(self, spec: RequestSpec, at_ns: int, request_id: RequestId) -> None:
         """Let a request arrive."""
-        self._num_tokens[request_id], self._priorities[request_id] = 0, spec.priority
+        self._know(request_id, spec.priority, at_ns, 0, 0)
         self.submit(spec, at_ns, request_id)
+
+    def take(self, item: Submission, at_ns: int, committed: int, num_moves: int) -> None:
+        """Let a request of another engine arrive with its KV."""
+        number = item.request_id
+        self._know(number, item.priority, at_ns, item.num_output_tokens, num_moves)
+        self._arriving.committed[number] = committed
+        self.ingress.put_at(at_ns, item)
+
+    def _know(
+        self, number: RequestId, priority: int, at_ns: int, num_tokens: int, num_moves: int
+    ) -> None:
+        self._num_tokens[number], self._priorities[number] = num_tokens, priority
+        self.last_ns[number], self.moves[number] = at_ns, num_moves
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
         self.ingress.reach()
         number = sampled.request_id
         self._num_tokens[number] += 1
+        self.last_ns[number] = at_ns
         self._router.heard(number, self._num_tokens[number], self._priorities[number])
         return super().on_token(sampled, at_ns)
 
@@ -134,6 +154,7 @@ class _Engine(SimulatedEngine):
         self.ingress.reach()
         self._router.left(request_id)
         del self._num_tokens[request_id], self._priorities[request_id]
+        del self.last_ns[request_id], self.moves[request_id]
         super().on_finish(request_id, reason, error, metrics)
 
 
@@ -157,11 +178,14 @@ def simulate_fleet(
     policy_settings: Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     seconds: float | None = None,
+    rebalance_s: float = REBALANCE_S,
+    move_token_s: float = MOVE_TOKEN_S,
     record: Callable[[Entry], object] | None = None,
 ) -> Simulated:
     """Serve requests with several equal engines on virtual clocks.
 
     Simulated prompts have no tokens, so no prefix is kept: `prefix` chooses as `class` does.
+    With `handover_gib` BE requests that stand still move, by the rule of a live fleet.
 
     Args:
         requests: What arrives and when.
@@ -172,6 +196,8 @@ def simulate_fleet(
         policy_settings: Parameters of a policy given by name.
         config: Settings of every engine; None takes the defaults, with the machine's KV.
         seconds: Length of the window, as for `simulate`.
+        rebalance_s: For which a BE request stands still before it moves; 0 is never.
+        move_token_s: What moving the KV of one token takes.
         record: Called with every entry of the router.
 
     Raises:
@@ -189,8 +215,10 @@ def simulate_fleet(
         _Engine(f"engine-{i}", router, copy.deepcopy(made), costs, config) for i in range(engines)
     ]
     known = costs_of(costs, config)
+    hands_over = config.handover_gib > 0 and rebalance_s > 0
     for world in worlds:
-        router.up(world.name, costs=known, seats=config.max_num_seqs)
+        router.up(world.name, costs=known, seats=config.max_num_seqs, hands_over=hands_over)
+    moves = Moves(worlds, router, rebalance_s, move_token_s) if hands_over else None
     begun, refused = time.process_time(), 0
     end_ns = None if seconds is None else round(seconds * NS_PER_S)
     with no_collector():
@@ -199,14 +227,15 @@ def simulate_fleet(
             if not worlds[0].fits(spec):
                 refused += 1
             elif end_ns is None or at_ns < end_ns:
+                _come_to(at_ns, worlds, moves)
                 _route(number, spec, at_ns, worlds, router)
-        for world in worlds:
-            world.advance(end_ns)
+        _come_to_end(end_ns, worlds, moves)
         for world in worlds:
             world.end()
             world.close()
     events = heapq.merge(*(_of_fleet(world, i, engines) for i, world in enumerate(worlds)), key=_at)
-    trace = Trace(list(events), meta=_meta(costs, made, router))
+    trace = Trace(list(_as_one(events)), meta=_meta(costs, made, router))
+    trace.meta["moved"] = 0 if moves is None else moves.num_moved
     last_ns = max(world.clock.at_ns for world in worlds)
     return Simulated(
         trace=trace,
@@ -220,13 +249,35 @@ def simulate_fleet(
     )
 
 
+def _come_to(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
+    """Let all engines come to a time; on the way some of their requests may move."""
+    while moves is not None and moves.next_ns < at_ns:
+        _advance(moves.next_ns, worlds, moves)
+        moves.look(moves.next_ns)
+    _advance(at_ns, worlds, moves)
+
+
+def _come_to_end(end_ns: int | None, worlds: list[_Engine], moves: Moves | None) -> None:
+    """Let all engines come to the end: a time, or that of all their work."""
+    if moves is not None:
+        while any(w.has_work for w in worlds) and (end_ns is None or moves.next_ns < end_ns):
+            _come_to(moves.next_ns + 1, worlds, moves)
+    for world in worlds:
+        world.advance(end_ns)
+
+
+def _advance(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
+    """Who gives a request away comes first: the others are not behind its time then."""
+    giver = None if moves is None else moves.giver
+    for world in sorted(worlds, key=lambda world: world is not giver):
+        if world.clock.at_ns < at_ns:
+            world.advance(at_ns)
+
+
 def _route(
     number: RequestId, spec: RequestSpec, at_ns: int, worlds: list[_Engine], router: Router
 ) -> None:
-    """Let a request arrive where the route says, once all engines have come to its time."""
-    for world in worlds:
-        if world.clock.at_ns < at_ns:
-            world.advance(at_ns)
+    """Let a request arrive where the route says; all engines have come to its time."""
     request = RequestView(spec.priority, spec.longest_prompt, spec.max_tokens)
     found = router.choose(request, at_ns / NS_PER_S)
     assert found is not None
@@ -241,6 +292,18 @@ def _meta(costs: CostFile, policy: Any, router: Router) -> dict[str, Any]:
 
 def _at(event: Event) -> int:
     return event.at_ns
+
+
+def _as_one(events: Iterable[Event]) -> Iterable[Event]:
+    """Events in which a request that moved has arrived once, and not ended on the way."""
+    arrived = set[RequestId]()
+    for event in events:
+        if isinstance(event, Arrived):
+            if event.request_id in arrived:
+                continue
+            arrived.add(event.request_id)
+        if not (isinstance(event, Finished) and event.error == without_ticket(MOVED)):
+            yield event
 
 
 def _of_fleet(world: _Engine, index: int, num: int) -> Iterable[Event]:

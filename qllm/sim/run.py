@@ -139,7 +139,7 @@ class SimulatedEngine:
             request_id=request_id,
             name=spec.name or f"request-{request_id}",
             priority=spec.priority,
-            token_ids=() if spec.pieces else _blank(spec.num_prompt_tokens),
+            token_ids=() if spec.pieces else blank(spec.num_prompt_tokens),
             sampling=_SAMPLING,
             stop_ids=frozenset(),
             max_tokens=spec.max_tokens,
@@ -151,7 +151,7 @@ class SimulatedEngine:
         self.ingress.put_at(at_ns, item)
         for i, (after_s, keep, num_tokens) in enumerate(spec.pieces, 1):
             is_open, then_ns = i < len(spec.pieces), at_ns + round(after_s * NS_PER_S)
-            rest = replace(item, token_ids=_blank(num_tokens), is_open=is_open)
+            rest = replace(item, token_ids=blank(num_tokens), is_open=is_open)
             self.ingress.put_at(then_ns, Revision(keep, rest).put_at(request_id, then_ns))
         return request_id
 
@@ -227,7 +227,7 @@ class SimulatedEngine:
 
 
 @lru_cache(maxsize=4096)
-def _blank(num_tokens: int) -> tuple[int, ...]:
+def blank(num_tokens: int) -> tuple[int, ...]:
     """A prompt of which only the length counts."""
     return (0,) * num_tokens
 

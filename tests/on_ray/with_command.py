@@ -1,15 +1,18 @@
-"""`qllm serve --ray` on a cluster of its own."""
+"""`qllm serve --ray` and `serve run`, each on a cluster of its own."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
-PORT = 8733
+from qllm.ray.run import ENVIRONMENT
+
 COMMAND = [sys.executable, "-m", "qllm.cli", "serve", "tiny", "--ray", "--threads", "1"]
 
 
@@ -33,28 +36,46 @@ def test_what_is_wrong_is_said_before_anything_starts(args: list[str], said: str
     assert said in done.stderr
 
 
-def test_it_serves_until_it_is_told_to_end() -> None:
-    process = subprocess.Popen([*COMMAND, "--port", str(PORT)], stderr=subprocess.PIPE, text=True)
+RAY = str(Path(sys.executable).with_name("serve"))
+
+
+@pytest.mark.parametrize(
+    ("command", "port", "said"),
+    [
+        ([*COMMAND, "--port", "8733"], 8733, "qllm: tiny at http://127.0.0.1:8733"),
+        ([RAY, "run", "qllm.ray:app", "model=tiny", "threads=1"], 8000, ""),  # its default port
+    ],
+    ids=["qllm serve --ray", "serve run"],
+)
+def test_it_serves_until_it_is_told_to_end(command: list[str], port: int, said: str) -> None:
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    heard: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=heard.extend, args=(process.stderr,), daemon=True)
+    reader.start()
     try:
-        end, url = time.monotonic() + 300, f"http://127.0.0.1:{PORT}"
-        while True:
-            try:
-                answer = httpx.get(f"{url}/ready", timeout=5)
-                if answer.status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            assert time.monotonic() < end
-            assert process.poll() is None
+        url = f"http://127.0.0.1:{port}"
+        while not is_ready(url):
+            assert process.poll() is None, "".join(heard)
             time.sleep(0.5)
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         assert answer.json()["usage"]["completion_tokens"] <= 4
-        os.kill(process.pid, signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-        assert f"qllm: tiny at {url}" in said
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/ready", timeout=5)
+        process.send_signal(signal.SIGTERM if said else signal.SIGINT)
+        assert process.wait() == 0, "".join(heard)
+        reader.join()
+        assert said in "".join(heard)
+        assert not is_ready(url)
     finally:
         process.kill()
+
+
+def is_ready(url: str) -> bool:
+    """Whether a server takes requests there."""
+    try:
+        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.request_router import RequestRouter
 
+from qllm.frontend.members import Card
 from qllm.frontend.routes import EngineView, RequestView
 from qllm.ingress import Submission
 from qllm.ray.router import EngineRouter
-from qllm.ray.wire import Ask, Local
+from qllm.ray.wire import Ask, Local, Seen
 from qllm.types import Priority, SamplingParams, Slo
 
 
@@ -104,6 +106,37 @@ def test_a_replica_of_another_model_is_passed_by_and_waited_for(router: EngineRo
     old, new = hashable(replica("old", identity="other"), replica("new", other=BUSY))
     assert choose(router, [old, new], pending(asked())) == [["new"]]
     assert choose(router, [old], pending(asked())) == []  # Ray asks again
+
+
+def test_a_front_end_is_told_which_replicas_there_are_and_what_differs(
+    router: EngineRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    seen, ours = Seen(), carded("same")
+    same, other = hashable(replica("a"), replica("b"))
+    same.replica_metadata |= {"identity": ours.digest, "card": ours.parts, "load_s": 2.5}
+    other.replica_metadata |= {"identity": "x", "card": "other weights", "load_s": 9.0}
+    monkeypatch.setattr("qllm.ray.router._difference", lambda card, name, said: said["card"])
+    choose(router, [same], pending(seen))
+    assert (list(seen.replicas or {}), seen.router, seen.load_s) == (["a"], router._router, 2.5)
+    seen.card, seen.identity = ours, ours.digest
+    router.update_replicas([same, other])
+    assert seen.refused == {"b": "other weights"}
+    assert [name for name in seen.replicas or {} if seen.serves(name)] == ["a"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "the replica b gets no requests: other weights"
+    ]
+    router.update_replicas([same])
+    assert seen.refused == {}, "it is gone"
+    ask = Ask("here-1", ours.digest, 0, b"", local=Local(asked().local.item, seen))  # type: ignore[union-attr]
+    assert choose(router, [same], pending(ask)) == [["a"]]
+    seen.refused["a"] = "its engine was killed"
+    assert choose(router, [same], pending(ask)) == []
+    assert not seen.serves("a")
+
+
+def carded(weights: str) -> Card:
+    return Card("the front end's start", {"weights": weights})
 
 
 def test_a_call_for_one_replica_goes_there_if_it_is_there(router: EngineRouter) -> None:

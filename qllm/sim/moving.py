@@ -1,0 +1,147 @@
+"""BE requests that go on at another engine of a simulated fleet, by the live fleet's own rule."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from qllm.errors import MOVED
+from qllm.frontend.rebalance import LOOK_S, MoveCosts, Standing, choose_move
+from qllm.frontend.router import Router
+from qllm.frontend.routes import EngineView
+from qllm.ingress import Call, Submission
+from qllm.scheduler.request import Request
+from qllm.sim.run import SimulatedEngine, blank
+from qllm.types import NS_PER_S, FinishReason, Priority, RequestId
+
+MOVE_TOKEN_S = 1.2e-4
+"""Seconds that KV of one token takes to another engine: 0.5 s for 4,064 were measured (LOG.md)."""
+
+
+class Arriving:
+    """Has the KV that comes with requests: `EngineLoop.newcomers` of a simulated engine.
+
+    Args:
+        engine: Whose.
+    """
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+        self.committed: dict[RequestId, int] = {}
+        """Tokens whose KV comes."""
+
+    def enter(self, item: Submission, request: Request) -> bool:
+        """See `qllm.engine.protocol.Newcomers`; without room for it the request is computed."""
+        num = self.committed.pop(item.request_id, 0)
+        loop, runner = self._engine.loop, self._engine.runner
+        scheduler, now = loop.scheduler, loop.now_ns()
+        if not num or scheduler.pool.blocks_for(num) > scheduler.pool.num_free:
+            return False
+        request.num_computed_tokens = num
+        request.admitted_ns = request.last_progress_ns = now
+        if item.num_output_tokens:
+            request.first_token_ns = request.last_token_ns = now
+        scheduler.adopt(request)
+        state = runner.requests[item.request_id]
+        state.num_computed, state.layer_work = num, num * runner.shape.num_layers
+        return True
+
+
+class Moving(Protocol):
+    """What a move needs of an engine of a fleet."""
+
+    name: str
+    last_ns: dict[RequestId, int]
+    """When each open request came, or had its last token."""
+    moves: dict[RequestId, int]
+    """How often each open request was moved by now."""
+    loop: Any
+    ingress: Any
+    clock: Any
+
+    def take(self, item: Submission, at_ns: int, committed: int, num_moves: int) -> None:
+        """Let a request of another engine arrive with its KV."""
+        ...
+
+
+class Moves:
+    """Decides moves at times `LOOK_S` apart, one at a time.
+
+    Args:
+        engines: Of the fleet.
+        router: Its router.
+        after_s: See `choose_move`.
+        token_s: What moving the KV of a token takes.
+    """
+
+    def __init__(
+        self, engines: Sequence[Moving], router: Router, after_s: float, token_s: float
+    ) -> None:
+        self._engines = {engine.name: engine for engine in engines}
+        self._router, self._after_s, self._token_s = router, after_s, token_s
+        self._costs = MoveCosts()
+        self._costs.add(token_s, 1)
+        self.next_ns = round(LOOK_S * NS_PER_S)
+        self.giver: Moving | None = None
+        """Who has been told to let a request go, and has not come to it."""
+        self._moving: tuple[Moving, RequestId] | None = None
+        self.num_moved = 0
+
+    def look(self, now_ns: int) -> None:
+        """Begin a move if one is due; all engines have come to this time."""
+        self.next_ns = now_ns + round(LOOK_S * NS_PER_S)
+        if self.giver is not None or self._is_moving():
+            return
+        requests = [
+            standing
+            for engine in self._engines.values()
+            for request_id in engine.last_ns
+            if (standing := self._seen(engine, request_id, now_ns)) is not None
+        ]
+        found = choose_move(requests, self._router.engines, self._after_s, self._costs)
+        if found is not None:
+            request, target = found
+            self.giver = giver = self._engines[request.engine]
+            number: Any = request.key
+            giver.ingress.put(Call(lambda: self._leave(giver, target, number)))
+
+    def _is_moving(self) -> bool:
+        """Whether the last one that moved has no token yet where it is."""
+        if self._moving is None:
+            return False
+        engine, request_id = self._moving
+        live = engine.loop.live.get(request_id)
+        arrives = request_id in engine.last_ns and live is None
+        return arrives or (
+            live is not None and live.request.num_output_tokens == live.submission.num_output_tokens
+        )
+
+    def _seen(self, engine: Moving, request_id: RequestId, now_ns: int) -> Standing | None:
+        live = engine.loop.live.get(request_id)
+        if live is None or live.request.is_open or live.request.priority <= Priority.LS:
+            return None
+        still_s = (now_ns - engine.last_ns[request_id]) / NS_PER_S
+        request = live.request
+        begun = request.num_output_tokens > 0
+        moves = engine.moves[request_id]
+        return Standing(request_id, engine.name, still_s, request.num_tokens, begun, moves)
+
+    def _leave(self, giver: Moving, target: EngineView, request_id: RequestId) -> None:
+        """On the giver's thread, between two programs: the request goes, its KV follows."""
+        self.giver = None
+        live = giver.loop.live.get(request_id)
+        if live is None:
+            return
+        submission, request = live
+        now_ns, num_moves = giver.clock.at_ns, giver.moves[request_id] + 1
+        committed, done = request.num_computed_tokens, request.num_output_tokens
+        item = replace(submission, token_ids=blank(request.num_tokens), num_output_tokens=done)
+        giver.loop.finish(request_id, FinishReason.ERROR, MOVED)
+        view = self._router.view(
+            item.priority, item.token_ids, item.max_tokens - done, is_begun=done > 0
+        )
+        self._router.sent(request_id, view, target, done)
+        taker = self._engines[target.name]
+        at_ns = now_ns + round(committed * self._token_s * NS_PER_S)
+        taker.take(item, at_ns, committed, num_moves)
+        self._moving = taker, request_id
+        self.num_moved += 1
