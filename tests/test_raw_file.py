@@ -115,7 +115,10 @@ def test_memory_is_used_again_once_nobody_holds_a_view_of_it(file: RawFile, path
     assert other.data_ptr() != place, "a view of it was held"
     assert row.view(torch.uint8).tolist() == list(whole[16:24])
     del row
-    assert file.read(16, LARGE).data_ptr() == place + 8
+    again = file.read(16, LARGE)
+    assert again.data_ptr() == place + 8
+    assert file.read(16, LARGE).data_ptr() != place + 8, "it is held once more"
+    assert bytes(again.numpy()) == whole[16 : 16 + LARGE]
     assert bytes(other.numpy()) == whole[LARGE : 2 * LARGE]
 
 
