@@ -64,6 +64,11 @@ class Vocabulary:
             return "structured outputs need a tokenizer with a tokenizer.json, and there is none"
         if not self.eos_token_ids:
             return "structured outputs need a model with an EOS id, and this one has none"
+        if (num := len(self._tokenizer)) > self.vocab_size:
+            return (
+                f"structured outputs need a logit for every token, and the tokenizer has {num} "
+                f"tokens for {self.vocab_size} logits"
+            )
         return None
 
     def prepare(self) -> None:

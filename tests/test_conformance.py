@@ -20,6 +20,7 @@ from torch import Tensor
 from qllm import QLLMEngine
 from qllm.errors import ModelError
 from qllm.models.discover import discover
+from qllm.models.replaced import replaced
 from qllm.runner import reference
 from qllm.runner.conformance import BEYOND_WINDOW, NUM_PROMPT, _Probe, _tokens, check
 from qllm.runner.cpu import cpu_runner
@@ -233,6 +234,20 @@ def test_the_record_of_a_forward(quiet: bool) -> None:
         # one rounding of the input moves the output by about one rounding
         relative = layer.spread_T / layer.out_TD.norm(dim=-1) / reference.unit(torch.float32)
         assert 0.1 < float(relative.min()) <= float(relative.max()) < 20
+
+
+def test_the_head_of_a_record_is_one_product() -> None:
+    """torch makes one for every row of a slice, with a copy of the weight each."""
+    model, seen = make_model("mixtral"), list[bool]()
+    own = model.lm_head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.is_contiguous())
+        return own(x)
+
+    with torch.inference_mode(), replaced({model.lm_head: forward}):
+        reference.record(model, discover(model), [list(range(10, 30))], quiet=False)
+    assert seen == [True]
 
 
 def test_the_prompt_is_longer_than_a_short_window() -> None:

@@ -241,6 +241,20 @@ def test_a_weight_that_was_never_ordered_is_in_order() -> None:
     assert torch.equal(values_of(read(compressed_tensors({}), parts)), values)
 
 
+def test_inputs_of_compressed_tensors_have_the_groups_that_their_order_names() -> None:
+    parts, _ = published.packed(N, K, made())
+    in_order = values_of(read(compressed_tensors({}), parts))
+    parts[".weight_scale"] = torch.ones_like(parts[".weight_scale"])
+    codes = values_of(read(compressed_tensors({}), parts)).float()
+    parts, _ = published.packed(N, K, made())
+    groups = torch.arange(K) // published.GROUP
+    parts[".weight_g_idx"] = groups.flip(0).int()
+    found = values_of(read(compressed_tensors({}), parts))
+    scale = parts[".weight_scale"].float()[:, groups.flip(0)]
+    assert torch.equal(found, (codes * scale).bfloat16())
+    assert not torch.equal(found, in_order)
+
+
 def test_awq_without_zeros_says_so() -> None:
     parts, _ = published.awq(N, K, made())
     del parts[".qzeros"]

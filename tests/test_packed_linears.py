@@ -4,6 +4,7 @@ The other side of every comparison is a checkpoint in bf16 with the same values.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import published
@@ -11,17 +12,20 @@ import pytest
 import torch
 from families import make_model
 from test_runner import forward, logits_of, prompt_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from qllm import QLLMEngine
 from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.models import quantised_linears
+from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.loader import load
-from qllm.models.quantised_linears import all_linears, weight_bytes
+from qllm.models.quantised_linears import QuantisedLinear, all_linears, weight_bytes
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
+from qllm.runner.layers.linears import Linears
+from qllm.runner.layers.rows import PLAIN
 
 assert cpu.MISSING is None, cpu.MISSING
 
@@ -85,6 +89,20 @@ def test_the_start_up_check_judges_them(tmp_path: Path) -> None:
     conformance.check(model, runner)
     runner.close()
     assert weight_bytes(model) < 0.5 * weight_bytes(load(made(tmp_path / "again")[1]).model)
+
+
+@pytest.mark.parametrize("is_quantised", [True, False])
+def test_a_packed_linear_keeps_its_bias(is_quantised: bool) -> None:
+    """The module is one that no kernel of whole layers covers."""
+    module = nn.Linear(32, 64, dtype=torch.bfloat16).requires_grad_(False)
+    if is_quantised:
+        QuantisedLinear(module, ROUNDINGS["int4"](module.weight))
+    parts: Any = SimpleNamespace(layers=[SimpleNamespace(layer=nn.Sequential(module))])
+    linears = Linears(parts, PLAIN, native=True, covered=(), arena=cpu.Arena())
+    linears.do()
+    assert torch.equal(module(torch.zeros(3, 32).bfloat16()), module.bias.expand(3, 64))
+    linears.undo()
+    assert torch.equal(module(torch.zeros(3, 32).bfloat16()), module.bias.expand(3, 64))
 
 
 def test_projections_of_one_input_in_two_formats(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     companions: dict[str, dict[str, Any]] = {
         "role": {"listen": "a:1"}, "listen": {"role": "engine"},
         "engine_address": {"role": "frontend"}, "route": {"engine_address": "a:1,b:1"},
+        "rebalance_s": {"engine_address": "a:1,b:1"},
     }  # fmt: skip
     for name, field in ServerConfig.model_fields.items():
         value = examples.get(name, 7 if "int" in str(field.annotation) else "7")

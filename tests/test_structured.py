@@ -366,3 +366,13 @@ def test_without_its_library_a_form_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidRequestError, match="need the package llguidance"):
         Vocabulary(None, 10, frozenset({1})).check(StructuredOutputs(regex="a"))
+
+
+def test_a_tokenizer_with_more_tokens_than_logits_has_no_forms() -> None:
+    """Such a model answers all the same: a GGUF file may hold a tokenizer that adds a token."""
+    tokenizer = load_tokenizer("tiny")
+    small = Vocabulary(tokenizer, len(tokenizer) - 1, frozenset({1}))
+    small.prepare()
+    with pytest.raises(InvalidRequestError, match=rf"has {len(tokenizer)} tokens for .* logits"):
+        small.check(StructuredOutputs(regex="a"))
+    Vocabulary(tokenizer, len(tokenizer), frozenset({1})).check(StructuredOutputs(regex="a"))

@@ -4,6 +4,7 @@ A weight is bf16(scale * code + offset): computed in fp32, rounded once to the n
 even). Every kernel gives, bit for bit, what the bf16 kernel gives on these values.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ INTEGERS = ("u4", "i4", "i8")
 FOUR_BIT = ("u4", "i4", "e2m1")
 I4_ZERO = 8
 """The code of "i4" that stands for 0."""
-AT_ONCE = 1 << 22
+AT_ONCE = 1 << 19
 """Values that are made at once: what they take on their way is fp32."""
 
 
@@ -80,16 +81,21 @@ class Quantised(NamedTuple):
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
             if self.code == "e2m1":
                 codes = torch.tensor(E2M1, device=codes.device)[codes.long()]
+        value = codes.float()
         if self.code == "i4":
-            codes = codes.float() - I4_ZERO
-        k = codes.shape[-1]
-        value = codes.float() * _per_input(self.scale_NG, self.group, k)
+            value -= I4_ZERO
+        _each(value, self.scale_NG, self.group, Tensor.mul_)
         if self.offset_NG is not None:
-            value += _per_input(self.offset_NG, self.group, k)
+            _each(value, self.offset_NG, self.group, Tensor.add_)
         elif self.code == "i4":
             value += 0.0  # no weight of it is -0
         return value.bfloat16()
 
 
-def _per_input(per_group: Tensor, group: int, k: int) -> Tensor:
-    return per_group.float().repeat_interleave(group, -1)[..., :k]
+def _each(value: Tensor, per_group: Tensor, group: int, change: Callable[..., Tensor]) -> None:
+    """Change every input by what its group has."""
+    k, worth = value.shape[-1], per_group.float()
+    if k % group == 0:
+        change(value.view(*value.shape[:-1], -1, group), worth.unsqueeze(-1))
+    else:
+        change(value, worth.repeat_interleave(group, -1)[..., :k])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.models.formats.layout import Format, Layout, Stored, Weight
-from qllm.models.raw_file import RawFile
+from qllm.models.raw_file import LARGE, Buffers, RawFile
 
 DTYPES = {
     "F32": torch.float32,
@@ -33,8 +33,6 @@ class Checkpoint(NamedTuple):
     format: str
     plain: Mapping[str, Callable[[], Tensor]]
     quantised: Mapping[str, Callable[[], Weight]]
-    files: Sequence[RawFile] = ()
-    """Where the quantised ones lie."""
 
 
 class Shards:
@@ -43,13 +41,13 @@ class Shards:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Any] = {}
         self._raw: dict[str, tuple[RawFile, int, int, Stored]] = {}
-        self.files: list[RawFile] = []
+        buffers = Buffers()
         for path in files:
             file: Any = safe_open(path, framework="pt")
             self._files.update(dict.fromkeys(file.keys(), file))
-            raw, places = RawFile(path), _places_in(path)
+            places = _places_in(path)
+            raw = RawFile(path, buffers, _small_in(places))
             self._raw.update({name: (raw, *place) for name, place in places.items()})
-            self.files.append(raw)
 
     def map(self, name: str) -> Tensor:
         """One tensor, whose memory is the file's until somebody writes to it."""
@@ -75,6 +73,17 @@ def _places_in(path: Path) -> dict[str, tuple[int, int, Stored]]:
     for name, entry in header.items():
         start, end = (8 + size + offset for offset in entry["data_offsets"])
         found[name] = (start, end, Stored(entry["dtype"], tuple(entry["shape"])))
+    return found
+
+
+def _small_in(places: Mapping[str, tuple[int, int, Stored]]) -> list[tuple[int, int]]:
+    """Runs of tensors of a file that are not large, as first byte and the one after the last."""
+    found: list[tuple[int, int]] = []
+    for start, end, _ in sorted(place for place in places.values() if place[1] - place[0] < LARGE):
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
     return found
 
 
@@ -106,7 +115,7 @@ def open_checkpoint(
         raise ModelError(f"checkpoint of model {name!r}: {error}") from error
     rest = {key: stored for key, stored in tensors.items() if key not in claimed}
     plain = {key: partial(shards.map, key) for key in rest}
-    return Checkpoint(form.name, plain, quantised, shards.files), rest
+    return Checkpoint(form.name, plain, quantised), rest
 
 
 def _read(

@@ -20,7 +20,7 @@ from qllm.models.checkpoint import Checkpoint
 from qllm.models.folders import first_line
 from qllm.models.formats import gguf as blocks
 from qllm.models.formats.layout import Weight
-from qllm.models.raw_file import RawFile
+from qllm.models.raw_file import Buffers, RawFile
 
 ARCHITECTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """`general.architecture` -> model type, of those that are read."""
@@ -134,7 +134,7 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
     theirs: Any = modeling_gguf_pytorch_utils
     processor = theirs.TENSOR_PROCESSORS[file.architecture](config=model.config.to_dict())
     names = theirs.get_gguf_hf_weights_map(model, processor)
-    shapes, raw = model.state_dict(), RawFile(file.path)
+    shapes, raw = model.state_dict(), RawFile(file.path, Buffers())
     plain: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, Callable[[], Weight]] = {}
     for name, tensor in file.tensors.items():
@@ -153,7 +153,7 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         else:
             into[target] = partial(_read, raw, tensor, None, tuple(shapes[target].shape))
     kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
-    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, [raw])
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
 
 
 def _read(

@@ -97,13 +97,14 @@ class QuantisedExperts:
         kept = {name: module._parameters[name] for name in WEIGHTS}
         try:
             for name, empty in kept.items():
-                full = torch.empty_like(empty, device="cpu")
+                full, scratch = torch.empty_like(empty, device="cpu"), self.weights[name].scratch()
                 for expert in range(len(full)) if experts is None else experts:
                     if name == WEIGHTS[0] and not module.is_concatenated:
                         full[expert] = self.as_parameter(name, expert)
                     else:
                         own = full[expert]
-                        self.weights[name].write(expert, own.t() if module.is_transposed else own)
+                        own = own.t() if module.is_transposed else own
+                        self.weights[name].write(expert, own, scratch)
                 module._parameters[name] = nn.Parameter(full, requires_grad=False)
             yield
         finally:

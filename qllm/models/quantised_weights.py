@@ -63,12 +63,16 @@ class Weights:
         self.write(index, out)
         return out
 
-    def write(self, index: int, out_NK: Tensor) -> None:
-        """Write the values of one into bf16 [n, k] of any strides."""
+    def write(self, index: int, out_NK: Tensor, scratch: Tensor | None = None) -> None:
+        """Write the values of one into bf16 [n, k] of any strides; `scratch` as in `unpack`."""
         if self.stack is None:
             out_NK.copy_(self._codes[index].dequantised())
         else:
-            self.stack.unpack(index, out_NK)
+            self.stack.unpack(index, out_NK, scratch)
+
+    def scratch(self) -> Tensor:
+        """Memory for `write`."""
+        return torch.empty(cpu.packed_numel(*self.shape), dtype=torch.bfloat16)
 
     @property
     def num_bytes(self) -> int:

@@ -1,15 +1,15 @@
 """Bytes of a file, of which no more stays in memory than somebody holds.
 
-Pages of a mapped file count as memory of the process for as long as they are mapped. A file that is
-mapped as a whole, and whose codes are packed as they come, would be in memory twice.
+Large reads go around the system's cache where the file is not in it: a page of the cache costs the
+system more than the disk needs to send it (measured: 1.1 s of a core per GB, against 0.04 s), and a
+file of many gigabytes would push out everything else. Pages of a mapped file would count as memory
+of the process for as long as they are mapped.
 """
 
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,80 +17,138 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 
-MAPPED = 256 << 10
-"""Bytes from which on a tensor is mapped and not copied."""
+LARGE = 256 << 10
+"""Bytes from which on a read may go around the cache."""
 ALIGNED = 8
-"""Where a mapped tensor may begin, for views of any dtype."""
-AHEAD, AT_ONCE = 1 << 30, 8 << 20
-"""Bytes that the system reads before they are asked for, and at once."""
-WAIT_S = 0.01
+"""Where a large tensor may begin, for views of any dtype."""
+PAGE = 4096
+"""What addresses and lengths of reads around the cache are multiples of."""
+SPARE = 64 << 20
+"""Bytes that are kept to read into once more."""
+PROBES = 8
+"""Places of a file that are looked for in the cache."""
+AT_ONCE = 1 << 20
+"""Bytes that the system is asked to read early, at once: it ignores the end of longer ones."""
+
+
+class Buffers:
+    """Memory to read into, which is used again once no tensor lies in it."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[mmap.mmap]] = {}
+        self._num_spare = 0
+
+    def take(self, num_bytes: int, start: int, end: int) -> tuple[mmap.mmap, Tensor]:
+        """Memory of so many bytes that begins with a page, and a tensor of those from start to end.
+
+        The memory is written to while the tensor is held.
+        """
+        try:
+            whole = self._spare.get(num_bytes, []).pop()
+            self._num_spare -= num_bytes
+        except IndexError:
+            whole = mmap.mmap(-1, num_bytes)
+        part = memoryview(whole)  # what every view of the tensor holds
+        # codes that are kept for good keep no other memory
+        weakref.finalize(part, _give_back, weakref.ref(self), whole).atexit = False
+        return whole, torch.frombuffer(part, dtype=torch.uint8, count=end - start, offset=start)
+
+    def give_back(self, whole: mmap.mmap) -> None:
+        """Keep memory that no tensor lies in, up to SPARE."""
+        if self._num_spare + len(whole) <= SPARE:  # threads may count wrong: it is a bound
+            self._num_spare += len(whole)
+            self._spare.setdefault(len(whole), []).append(whole)
+
+
+def _give_back(to: weakref.ref[Buffers], whole: mmap.mmap) -> None:
+    if (buffers := to()) is not None:
+        buffers.give_back(whole)
 
 
 class RawFile:
-    """A file that is read here and there, mostly forwards.
+    """A file that is read here and there, by several threads.
 
     Args:
         path: Of the file, which is open until the object is gone.
+        buffers: Where large reads go.
+        early: Bytes [start, end) that the system shall read as soon as one of the file is read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._number)
+    def __init__(self, path: Path, buffers: Buffers, early: Sequence[tuple[int, int]] = ()) -> None:
+        self._path, self._buffers, self._early = path, buffers, list(early)
+        self._number = self._opened(os.O_RDONLY)
+        self._around: int | None = None
+        self._is_begun = False
         self.size = os.fstat(self._number).st_size
-        self.num_read = 0
-        """Bytes that were asked for; a hint, as threads count together."""
+
+    def _opened(self, flags: int) -> int:
+        number = os.open(self._path, flags | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, number).atexit = False
+        return number
 
     def read(self, start: int, num_bytes: int) -> Tensor:
-        """Bytes from `start` on, uint8 [num_bytes]; where they are many, a mapping of them alone.
+        """Bytes from `start` on, uint8 [num_bytes], in memory of their own.
 
         Raises:
             ModelError: The file ends before.
         """
-        self.num_read += num_bytes
-        if num_bytes >= MAPPED and start % ALIGNED == 0:
-            return self._mapped(start, num_bytes)
-        out = torch.empty(num_bytes, dtype=torch.uint8)
-        left = memoryview(out.numpy())  # type: ignore[arg-type]
-        while left:
-            got = os.preadv(self._number, [left], start + num_bytes - len(left))
-            if got == 0:
-                raise ModelError(f"{self._path} ends too early; download it again")
-            left = left[got:]
-        return out
-
-    def advise(self, start: int, num_bytes: int) -> None:
-        """Tell the system that some bytes are read soon."""
-        os.posix_fadvise(self._number, start, num_bytes, os.POSIX_FADV_WILLNEED)
-
-    def _mapped(self, start: int, num_bytes: int) -> Tensor:
-        inside = start % mmap.ALLOCATIONGRANULARITY
         if self.size < start + num_bytes:
             raise ModelError(f"{self._path} ends too early; download it again")
-        flags, pages = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        found = mmap.mmap(self._number, inside + num_bytes, flags, pages, offset=start - inside)
-        return torch.frombuffer(found, dtype=torch.uint8, count=num_bytes, offset=inside)
+        if not self._is_begun:
+            self._begin()
+        if num_bytes < LARGE or start % ALIGNED:
+            out = torch.empty(num_bytes, dtype=torch.uint8)
+            self._fill(self._number, memoryview(out.numpy()), start)  # type: ignore[arg-type]
+            return out
+        first, last = start // PAGE * PAGE, -(-(start + num_bytes) // PAGE) * PAGE
+        inside = start - first
+        whole, out = self._buffers.take(last - first, inside, inside + num_bytes)
+        around = self._around
+        if around is None or not _read_around(around, whole, first, start + num_bytes):
+            self._fill(self._number, memoryview(whole)[inside : inside + num_bytes], start)
+        return out
+
+    def _begin(self) -> None:
+        """Decide how large reads go, and let the system read what was asked for early."""
+        self._is_begun = True
+        for start, end in self._early:
+            for at in range(start, end, AT_ONCE):
+                os.posix_fadvise(self._number, at, min(AT_ONCE, end - at), os.POSIX_FADV_WILLNEED)
+        if not self._is_cached():
+            try:
+                self._around = self._opened(os.O_RDONLY | os.O_DIRECT)
+            except OSError:  # a file system without it
+                self._around = None
+
+    def _is_cached(self) -> bool:
+        """Whether the system has the file in its cache, or cannot say."""
+        byte = bytearray(1)
+        try:
+            for i in range(PROBES):
+                os.preadv(self._number, [byte], self.size * i // PROBES, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _fill(self, number: int, left: memoryview, start: int) -> None:
+        while left:
+            got = os.preadv(number, [left], start)
+            if got == 0:
+                raise ModelError(f"{self._path} ends too early; download it again")
+            left, start = left[got:], start + got
 
 
-@contextmanager
-def reading_ahead(files: Sequence[RawFile]) -> Iterator[None]:
-    """Let the system read some files one after the other, no more than AHEAD before us."""
-    over = threading.Event()
-
-    def run() -> None:
-        asked = 0
-        for file in files:
-            for start in range(0, file.size, AT_ONCE):
-                while asked - sum(one.num_read for one in files) > AHEAD:
-                    if over.wait(WAIT_S):
-                        return
-                file.advise(start, AT_ONCE)
-                asked += AT_ONCE
-
-    thread = threading.Thread(target=run, name="qllm-read-ahead", daemon=True)
-    thread.start()
+def _read_around(number: int, whole: mmap.mmap, first: int, end: int) -> bool:
+    """Read pages from `first` on around the cache, up to `end` at least; False: it cannot be."""
+    left, at = memoryview(whole), first
     try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+        while at < end:
+            got = os.preadv(number, [left], at)
+            if got == 0 or (got % PAGE and at + got < end):
+                return False
+            left, at = left[got:], at + got
+    except OSError:  # reads of another alignment are asked for
+        return False
+    return True

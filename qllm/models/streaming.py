@@ -50,13 +50,14 @@ from qllm.models.quantised_experts import (
 )
 from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
 from qllm.models.quantised_weights import Weights
-from qllm.models.raw_file import reading_ahead
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
 Read = Callable[[], Weight]
 Begin = Callable[[Sequence[Read]], Callable[[], list[Weight]]]
 """Begins to read weights, and gives what waits for them."""
+READERS = 8
+"""Threads that read: they wait for the disk most of the time."""
 KEPT = "qllm_kept"
 """Name of our method among transformers' quantisers: it leaves parameters out."""
 
@@ -214,7 +215,7 @@ class _Held:
         rest: dict[str, Callable[[], Weight]],
     ) -> None:
         """Read what can stay, and leave in `rest` what cannot."""
-        with _reading() as begin, reading_ahead(checkpoint.files):
+        with _reading() as begin:
             for path, names in _by_module(places).items():
                 found = _packed(skeleton.get_submodule(path), names, places, checkpoint, begin)
                 if found is not None:
@@ -428,11 +429,7 @@ def _at_once(reads: Sequence[Read], num_parts: int, begin: Begin) -> Weights | N
 @contextmanager
 def _reading() -> Iterator[Begin]:
     """Gives what begins to read weights, and then waits for them."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield lambda reads: lambda: [read() for read in reads]
-        return
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(READERS, "qllm-read") as pool:
 
         def begin(reads: Sequence[Read]) -> Callable[[], list[Weight]]:
             coming = [pool.submit(read) for read in reads]

@@ -143,6 +143,7 @@ class _Recorder:
                 self._hook_experts(part)
         if self._parts.around is None:
             self._hook(self._parts.norm.register_forward_pre_hook(self._enter_norm))
+        self._hook(self._parts.lm_head.register_forward_pre_hook(_enter_head))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -227,6 +228,15 @@ class _Recorder:
         made = self._input(args[0])
         self._pass.last_TD = made[0].clone()
         return (made, *args[1:])
+
+
+def _enter_head(_: nn.Module, args: Any) -> Any:
+    """Let the last positions of several rows lie next to each other.
+
+    torch multiplies them row by row elsewhere, each with a copy of the weight: in bf16 that took
+    20 s and 2 GB for the head of a model of 30B parameters, in place of 60 ms.
+    """
+    return (args[0].contiguous(), *args[1:])
 
 
 def _quieting(x_TD: Tensor) -> Tensor:

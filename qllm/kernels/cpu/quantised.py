@@ -221,9 +221,16 @@ class QuantisedStack:
         """The format of products that read these; once all weights are packed."""
         return self._formats.setdefault(activations, self.format.reading(activations))
 
-    def unpack(self, expert: int, out_NK: Tensor) -> None:
-        """Write the values of one weight into bf16 [n, k] of any strides."""
-        values = torch.empty(cpu.packed_numel(self._n, self._k), dtype=torch.bfloat16)
+    def unpack(self, expert: int, out_NK: Tensor, values: Tensor | None = None) -> None:
+        """Write the values of one weight into bf16 [n, k] of any strides.
+
+        Args:
+            expert: Its number.
+            out_NK: Where they go.
+            values: bf16 [`packed_numel`] to compute in: warm memory where several are unpacked.
+        """
+        if values is None:
+            values = torch.empty(cpu.packed_numel(self._n, self._k), dtype=torch.bfloat16)
         place, format = self.packed[expert].data_ptr(), ctypes.addressof(self.format)
         matrix = cpu.MatrixStruct(place, None, self._n, self._k, format)
         cpu.native.dequantise(values.data_ptr(), ctypes.addressof(matrix))

@@ -64,12 +64,8 @@ def read_packed(parts: Parts, sizes: Sizes) -> Weight:
         packed = parts[ZERO].t().contiguous().view(torch.uint8)
         zero = (nibbles(packed) if bits == 4 else packed)[:, :n].t()
     group = k // scale.shape[1]
-    in_order = torch.arange(k) // group
-    of_input = parts.get(ORDER, in_order).long()
-    if bool((of_input == NO_ORDER).all()):
-        of_input = in_order
-    check_order(of_input, k, scale.shape[1])
-    if not torch.equal(of_input, in_order):
+    of_input = _order(parts, k, group)
+    if of_input is not None:
         plain = (nibbles(codes) if bits == 4 else codes).float()
         plain -= zero[:, of_input] if isinstance(zero, Tensor) else zero
         return (plain * scale[:, of_input].float()).bfloat16()
@@ -77,6 +73,16 @@ def read_packed(parts: Parts, sizes: Sizes) -> Weight:
         return shifted("u4", codes, scale, zero, group)
     zero = zero.float() - 128 if isinstance(zero, Tensor) else 0
     return _int8(signed(codes), scale, zero, group)
+
+
+def _order(parts: Parts, k: int, group: int) -> Tensor | None:
+    """The group of each of k inputs; None where groups are inputs that follow each other."""
+    of_input = parts.get(ORDER)
+    if of_input is None or bool((of_input == NO_ORDER).all()):
+        return None
+    check_order(of_input, k, k // group)
+    in_order = torch.equal(of_input.long(), torch.arange(k) // group)
+    return None if in_order else of_input.long()
 
 
 def read_plain(parts: Parts, block: Block, sizes: Sizes) -> Quantised:
