@@ -65,6 +65,8 @@ MOE = [
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
     "solar_open",
     "zaya",
 ]

@@ -24,9 +24,16 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, Index, Program
 from qllm.types import Driver, Sampled
 
-KINDS = ["deepseek_v4", "deepseek_v32", "glm_moe_dsa", "inkling_text", "zaya"]
+KINDS = [
+    "deepseek_v4",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "inkling_text",
+    "qwen4_exp_text",
+    "zaya",
+]
 """Streams and compressed keys; an indexer; its choices handed on; convolutions around attention;
-values of routers handed on."""
+recurrences beside an indexer with the positions of all tokens; values of routers handed on."""
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 LONG = 150
 """Tokens: windows and compression of the tiny models go round several times."""

@@ -44,6 +44,8 @@ HYBRIDS = [
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
     "zaya",
 ]
 """Every family of `MOE` with a layer whose state does not grow with the tokens."""

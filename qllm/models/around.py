@@ -455,4 +455,7 @@ def _of_length(fresh: Any, length: int, like: Tensor) -> Any:
         made.dtype, made.device, made.is_initialized = like.dtype, like.device, True
         if hasattr(made, "cumulative_length"):
             made.cumulative_length = length
+        if getattr(made, "indexer_position_ids", made) is None:  # of each kind of rotation
+            places = torch.arange(length, device=like.device)
+            made.indexer_position_ids = places.expand(3, 1, length)
     return made
