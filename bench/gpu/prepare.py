@@ -119,7 +119,7 @@ def stages() -> dict[str, str]:
     from qllm.runner import runner
 
     runner.refuse_unsafe = lambda model: None  # nothing will be computed
-    runner.identity = lambda model, weights: ""  # type: ignore[assignment, misc]
+    runner.identity = lambda *_: ""  # type: ignore[assignment, misc]
     found = {}
     for name, model, how in models():
         try:
