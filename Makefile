@@ -91,7 +91,7 @@ clean:
 
 # Nothing is resolved: the locks name every package. The kernels compile while pip downloads.
 $(BASE): pyproject.toml setup.py constraints.txt locks/run.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc qllm/device/csrc/*.cpp qllm/device/csrc/*.h)
-	@echo "Installing into .venv, and compiling the kernels meanwhile; the first time this takes two to three minutes."
+	@echo "Installing into .venv, and compiling the kernels meanwhile; the first time this takes three to five minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) $$(grep '^setuptools==' locks/run.txt)
 	.venv/bin/python setup.py --quiet build_ext --inplace & kernels=$$!; \
