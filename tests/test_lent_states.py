@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qllm.models.hybrid import LightningState
+from qllm.runner.kv import SlabKV
 from qllm.runner.states import States
 
 LAYERS = range(3)
@@ -89,3 +90,21 @@ def test_states_that_not_every_layer_left_are_not_lent() -> None:
     in_place(states, 0, 3, 5, 0)
     assert states.lend(3) is None
     assert states.lend(5) is not None
+
+
+def test_a_request_that_starts_again_holds_no_states() -> None:
+    """And one whose prompt is cut before what was committed: they are of other tokens."""
+    kv = SlabKV(len(LAYERS), 100)
+    for cut in (False, True):
+        *_, kv.committed = passes({5}, by_copy, kv.states, [0, 6, 9])
+        kv.states.lend(5)
+        assert kv.states.tensors()
+        kv.cut(9, [])
+        assert kv.states.tensors(), "nothing was cut off"
+        if cut:
+            kv.cut(8, [])
+        else:
+            kv.clear()
+        assert not kv.states.tensors()
+        assert not kv.states.marks
+        assert list(kv.states.layers) == []
