@@ -575,7 +575,9 @@ def test_a_damaged_page_is_computed_and_written_again(model: Any, tmp_path: Path
         assert run(engine, ids, 20).metrics.num_cached_tokens == 192
 
 
-def test_a_folder_serves_one_engine_and_one_model(model: Any, tmp_path: Path) -> None:
+def test_a_folder_serves_one_engine_and_one_model(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = make_model("mixtral", torch.bfloat16)
     with engine_of(model, tmp_path) as engine:
         want = run(engine, prompt_of(150)).token_ids
@@ -594,6 +596,10 @@ def test_a_folder_serves_one_engine_and_one_model(model: Any, tmp_path: Path) ->
         engine_of(model, tmp_path)
     with torch.no_grad():
         weight[3, 7] = before
+    with monkeypatch.context() as patched:
+        patched.setattr("qllm.engine.kept.software", lambda: "qllm 0, kernels 0, torch 0")
+        with pytest.raises(ConfigError, match="its software is"):
+            engine_of(model, tmp_path)
     with engine_of(model, tmp_path, kv_dir_reset=True) as engine:
         again = run(engine, prompt_of(150))
         assert (again.token_ids, again.metrics.num_cached_tokens) == (want, 128)

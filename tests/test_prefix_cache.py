@@ -414,3 +414,14 @@ def test_pages_of_a_long_step_are_kept_a_few_at_a_time() -> None:
         assert len(kept(engine)) == 2
         run(engine, prompt_of(64 * 6 + 1, 3), 3)
         assert len(kept(engine)) == 2 + 6
+
+
+def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
+    """In whatever order its pages were kept: what follows a page that is gone is of no use."""
+    store, names = PageStore[None](3, 0), [b"first", b"second", b"third"]
+    for name in (names[1], names[2], names[0]):
+        store.add(name, None, Priority.LS, 0)
+    store.touch(names, Priority.LS, 1)
+    for kept in (2, 1, 0):
+        assert store.displace(Priority.LS, 2)
+        assert [name in store for name in names] == [i < kept for i in range(3)]
