@@ -352,6 +352,13 @@ def test_prompts_that_are_opened_at_once_are_counted_at_once(
     until(lambda: engine.stats()["num_live"] == 0)
 
 
+def test_a_prompt_that_cannot_be_opened_takes_no_seat(one: Serving) -> None:
+    for _ in range(2):  # there is one seat, and room for one open prompt
+        assert "token id" in message(one.post("/v1/prompts", {"prompt": [10**7]}), 400)
+        assert is_free(one)
+    assert httpx.delete(f"{one.url}/v1/prompts/{opened(one)}", timeout=60).status_code == 200
+
+
 # -- what is wrong
 
 
