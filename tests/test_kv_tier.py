@@ -596,6 +596,8 @@ def test_a_folder_serves_one_engine_and_one_model(
         engine_of(model, tmp_path)
     with torch.no_grad():
         weight[3, 7] = before
+    with pytest.raises(ConfigError, match="its model and settings is"):
+        engine_of(model, tmp_path, exactness="batch-invariant")
     with monkeypatch.context() as patched:
         patched.setattr("qllm.engine.kept.software", lambda: "qllm 0, kernels 0, torch 0")
         with pytest.raises(ConfigError, match="its software is"):
