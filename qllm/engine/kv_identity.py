@@ -1,6 +1,7 @@
 """What decides the bits of kept KV beside its tokens: what the header of a KV file says."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +29,7 @@ def layout_of(runner: TorchRunner, page_size: int) -> Layout:
     return Layout((layers, heads, page_size, key), (layers, heads, page_size, value), dtype)
 
 
+@cache
 def software() -> str:
     """What else decides bits: this package, its kernels, torch, and the machine's own."""
     digest = blake2b(digest_size=16)

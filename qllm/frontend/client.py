@@ -10,6 +10,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -257,6 +258,15 @@ class ManyClient(Client):
 
     log: RequestLog
     """Requests between two engines."""
+
+    def now_ns(self) -> int:
+        """The clock of all of them, here: nanoseconds."""
+        return time.monotonic_ns()
+
+    @property
+    def failure(self) -> str | None:
+        """Engines come and go; the client of all of them does not end by itself."""
+        return None
 
     @property
     @abstractmethod

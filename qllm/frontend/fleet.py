@@ -381,14 +381,6 @@ class FleetClient(FarClient, ManyClient):
     def _up(self) -> list[RingClient]:
         return [m.client for m in self.members.values() if m.client is not None]
 
-    def now_ns(self) -> int:
-        return time.monotonic_ns()
-
-    @property
-    def failure(self) -> str | None:
-        """A fleet does not end by itself: its engines are met again."""
-        return None
-
     def _raise_if_closed(self) -> None:
         if self._ended.is_set():
             raise EngineClosedError("the fleet was closed; make a new one")

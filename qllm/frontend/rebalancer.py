@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -63,7 +63,7 @@ class Rebalancer:
                 if not move.handle.has_ended:
                     self.costs.add(took_s, move.num_tokens)
                 self._move = None
-        standing = dict[int, tuple[RingClient, Handle]]()
+        standing = dict[Hashable, tuple[RingClient, Handle]]()
         requests: list[Standing] = []
         for name, member in self._members.items():
             if (client := member.client) is None or not client.hands_over:
@@ -76,7 +76,7 @@ class Rebalancer:
             found = choose_move(requests, engines, self._after_s, self.costs)
         if found is not None:
             request, target = found
-            self._begin(request, target.name, *standing[request.key])  # type: ignore[index]
+            self._begin(request, target.name, *standing[request.key])
 
     def _seen(self, key: int, engine: str, entry: Open, still_s: float) -> Standing:
         handle = entry.handle

@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -115,10 +116,8 @@ class RawFile:
             for at in range(start, end, AT_ONCE):
                 os.posix_fadvise(self._number, at, min(AT_ONCE, end - at), os.POSIX_FADV_WILLNEED)
         if not self._is_cached():
-            try:
+            with suppress(OSError):  # a file system without it
                 self._around = self._opened(os.O_RDONLY | os.O_DIRECT)
-            except OSError:  # a file system without it
-                self._around = None
 
     def _is_cached(self) -> bool:
         """Whether the system has the file in its cache, or cannot say."""

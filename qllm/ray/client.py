@@ -338,14 +338,6 @@ class RayClient(FarClient, ManyClient, RingClient):
     def draining(self) -> bool:
         return self._drains
 
-    def now_ns(self) -> int:
-        return time.monotonic_ns()
-
-    @property
-    def failure(self) -> str | None:
-        """Replicas come and go; this one is there."""
-        return None
-
     def _raise_if_closed(self) -> None:
         super()._raise_if_closed()
         if not self._waits and (why := self._why_none()) is not None:
