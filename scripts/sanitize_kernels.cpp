@@ -299,7 +299,9 @@ int pool() {
   std::atomic<int64_t> done{0};
   auto caller = [&] {
     for (int round = 0; round < 2000; round++)
-      parallel(1 + round % 5, [&](int64_t) { done.fetch_add(1, std::memory_order_relaxed); });
+      parallel_runs(1 + round % 5, 1 + round % 3, [&](int64_t task, int64_t then) {
+        done.fetch_add(then > task, std::memory_order_relaxed);
+      });
   };
   for (int threads : {2, 4, 1, 3}) {
     set_threads(threads);

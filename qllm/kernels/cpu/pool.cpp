@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -29,15 +30,16 @@ class Pool {
 
   // The caller takes tasks too, and waits only for workers that entered while there were some: a
   // worker that gets no core holds nobody up.
-  void run(int64_t count, Task task, const void* context) {
+  void run(int64_t count, int64_t most, Task task, const void* context) {
     bool alone = workers_.empty() || count < 2 || taken_.exchange(true);
     if (alone) {
-      for (int64_t i = 0; i < count; i++) task(context, i);
+      for (int64_t i = 0; i < count; i++) task(context, i, i + 1);
       return;
     }
     task_ = task;
     context_ = context;
     count_ = count;
+    most_ = most;
     next_.store(0, std::memory_order_relaxed);
     gate_.store(0, std::memory_order_release);
     {
@@ -67,8 +69,13 @@ class Pool {
   }
 
   void drain() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;)
-      task_(context_, i);
+    const int64_t threads = size();
+    for (int64_t at; (at = next_.load(std::memory_order_relaxed)) < count_;) {
+      int64_t num = std::max<int64_t>(1, std::min(most_, (count_ - at) / (2 * threads)));
+      at = next_.fetch_add(num, std::memory_order_relaxed);
+      int64_t end = std::min(at + num, count_), after = end + (threads - 1) * num;
+      for (; at < end; at++) task_(context_, at, at + 1 < end ? at + 1 : after);
+    }
   }
 
   void work(uint64_t seen) {
@@ -100,7 +107,7 @@ class Pool {
   std::atomic<int> gate_{kClosed};  // workers inside the round, and whether more may enter
   std::atomic<int64_t> next_{0};
   std::atomic<bool> stopping_{false}, taken_{false};
-  int64_t count_ = 0;
+  int64_t count_ = 0, most_ = 1;
   Task task_ = nullptr;
   const void* context_ = nullptr;
 };
@@ -115,8 +122,8 @@ Pool& pool() {
 void set_threads(int threads) { pool().resize(threads); }
 int num_threads() { return pool().size(); }
 
-void run_tasks(int64_t count, Task task, const void* context) {
-  pool().run(count, task, context);
+void run_tasks(int64_t count, int64_t most, Task task, const void* context) {
+  pool().run(count, most, task, context);
 }
 
 }  // namespace qllm

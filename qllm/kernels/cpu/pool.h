@@ -6,21 +6,31 @@
 
 namespace qllm {
 
-using Task = void (*)(const void* context, int64_t task);
+using Task = void (*)(const void* context, int64_t task, int64_t then);
 
 // Threads that compute, the caller included. Not while `run` is under way.
 void set_threads(int threads);
 int num_threads();
 
-// Run tasks [0, count) on all threads; returns when all are done. While another caller has
-// the threads, the tasks run on the caller's own.
-void run_tasks(int64_t count, Task task, const void* context);
+// Run tasks [0, count) on all threads; returns when all are done. A thread takes up to `most` that
+// follow each other at a time, and fewer towards the end, so that none waits long for another.
+// `then` is the task that it will probably run next, which may be past the last. While another
+// caller has the threads, the tasks run on the caller's own.
+void run_tasks(int64_t count, int64_t most, Task task, const void* context);
 
 namespace {
 
 template <class Body>
 void parallel(int64_t count, const Body& body) {
-  run_tasks(count, [](const void* context, int64_t i) { (*(const Body*)context)(i); }, &body);
+  Task task = [](const void* context, int64_t i, int64_t) { (*(const Body*)context)(i); };
+  run_tasks(count, 1, task, &body);
+}
+
+// The same with `body(task, then)`.
+template <class Body>
+void parallel_runs(int64_t count, int64_t most, const Body& body) {
+  Task task = [](const void* context, int64_t i, int64_t then) { (*(const Body*)context)(i, then); };
+  run_tasks(count, most, task, &body);
 }
 
 }  // namespace
