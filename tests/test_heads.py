@@ -36,7 +36,7 @@ def head_of(weight: Tensor, bias: Tensor | None, *, native: bool) -> Head:
     linear.weight.data = weight
     if bias is not None:
         linear.bias.data = bias
-    return Head(linear, PLAIN, native, cpu.Arena())
+    return Head(linear, nn.Identity(), PLAIN, native, cpu.Arena())
 
 
 def whole(head: Head, x_BD: Tensor) -> Tensor:

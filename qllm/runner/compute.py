@@ -30,7 +30,7 @@ from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
-from qllm.runner.layers.native import NativeDriver
+from qllm.runner.layers.native import NativeDriver, native_norm
 from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
 from qllm.runner.layers.work import Bank
@@ -102,7 +102,9 @@ class Compute:
         # A runner that is dropped, not closed, gives the weights back when it is collected.
         weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
-        self.head = Head(parts.lm_head, rule, self._native["head"], arena)
+        read = self._native["head"] and is_read(parts.lm_head)  # so rows are bf16
+        norm = native_norm(parts.norm) if read else None
+        self.head = Head(parts.lm_head, norm or parts.norm, rule, read, arena)
 
     def enter(self) -> None:
         """Make the model's modules compute our way; the weights of our experts are packed."""

@@ -407,7 +407,7 @@ class TorchRunner:
             rows = costs.rows_at_once(vocabulary.num_blocks, self.shape.vocab_size)
             scores = frame.scores_of(self.requests, members, (vocabulary.num_blocks, rows))
             x = last_tokens(x, [frame.program.rows[r].num_tokens for r in members])
-            frame.head = HeadState(parts.norm(x), self._greedy(frame, members), scores)
+            frame.head = HeadState(vocabulary.norm(x), self._greedy(frame, members), scores)
         head, num = frame.head, vocabulary.num_blocks
         if pos < head.scores.num_units:
             dead = {i for i, r in enumerate(members) if frame.is_dead(r)}

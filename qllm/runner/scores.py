@@ -9,7 +9,7 @@ So a segment stays within its bound, and no more than R rows of logits exist at 
 """
 
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ class Head(Protocol):
     """The output head as vocabulary blocks (`runner.layers.linears.Head`)."""
 
     num_blocks: int
+    norm: Callable[[Tensor], Tensor]
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor: ...
 
@@ -74,7 +75,7 @@ class Score:
         rows = min(self._rows, len(self.targets) - first)
         if at < self._num_blocks:
             if self._normed_RD is None:
-                self._normed_RD = parts.norm(self._hidden(first, first + rows))
+                self._normed_RD = head.norm(self._hidden(first, first + rows))
             stop = min(self._num_blocks, at + costs.head_blocks(rows, self._num_blocks))
             self.blocks += [head(self._normed_RD, i) for i in range(at, stop)]
             return unit + stop - at

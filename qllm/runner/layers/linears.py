@@ -98,10 +98,25 @@ def _named(weight: Tensor | Quantised) -> str:
 
 
 class Head:
-    """The output head as vocabulary blocks, so that a segment can be a part of it."""
+    """The output head as vocabulary blocks, so that a segment can be a part of it.
 
-    def __init__(self, lm_head: nn.Linear, rule: RowRule, native: bool, arena: cpu.Arena) -> None:
-        self._rule = rule
+    Args:
+        lm_head: Its module.
+        norm: Of what it is given, [B, D] to [B, D].
+        rule: Of products that are torch's.
+        native: Whether our kernels multiply: `is_read`.
+        arena: Where they keep what they pack.
+    """
+
+    def __init__(
+        self,
+        lm_head: nn.Linear,
+        norm: Callable[[Tensor], Tensor],
+        rule: RowRule,
+        native: bool,
+        arena: cpu.Arena,
+    ) -> None:
+        self._rule, self.norm = rule, norm
         weight = weight_of(lm_head)
         bias = None if lm_head.bias is None else lm_head.bias.detach()
         starts = range(0, int(weight.shape[0]), HEAD_BLOCK)
@@ -111,7 +126,7 @@ class Head:
         held = linear_in(lm_head)
         self.kernel = _torch_name(held)
         self._native: list[cpu.Matrix] | None = None
-        if native and is_read(lm_head):
+        if native:
             pairs = zip(self._weights, self._biases, strict=True)
             self._native = [matrix_of([w], [b], arena) for w, b in pairs]
             self._addresses = array("q", [matrix.address for matrix in self._native])

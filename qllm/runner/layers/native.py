@@ -51,6 +51,11 @@ def _norm(module: Any) -> Norm:
     return Norm(weight, module.eps if eps is None else eps, kind, bias)
 
 
+def native_norm(module: Any) -> Norm | None:
+    """A norm of our kernels in place of a module, where they know it."""
+    return _norm(module) if _is_norm(module) else None
+
+
 def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
     """Linear modules of one input, on top of each other."""
     biases = [x.bias for x in linears]
@@ -135,7 +140,7 @@ class NativeDriver(FastDriver):
     ) -> None:
         super().__init__(parts)
         self._arena, self.mixer = arena, mixer
-        self._first_norm = _norm(self._norm) if _is_norm(self._norm) else None
+        self._first_norm = native_norm(self._norm)
         self._gate: cpu.Matrix | None = None
         """The product that makes it, of what the norm before attention gives."""
         self._attention: Attention | Latents | None = None
