@@ -2,7 +2,7 @@
 
 Rows: `killed` (two engines of `tiny`, one thread each, one killed with SIGKILL under load, answers
 against those of a calm run), `pools` (four simulated engines, routes alternated on the same
-requests), `prefix` (three engines of `tiny`, conversations, hits as the engines count them),
+requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them),
 `router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
 engines and 10^6 requests; nothing is computed), `state` (its bytes) and `front_end` (memory
 of its process). The last line of stdout is one JSON document.
@@ -22,6 +22,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,40 +170,95 @@ def ratios(of: dict[str, float], base: dict[str, float]) -> dict[str, float | No
     return {key: round(of[key] / base[key], 3) if base[key] else None for key in keys}
 
 
+FIRST, ASKED, ANSWERED = 400, 40, 24
+"""Tokens with which a chat begins, of each further question, and of each answer."""
+
+
+class Chats:
+    """Chats of random tokens, the same for every route.
+
+    Args:
+        count: How many.
+        turns: Questions of each.
+        seed: Of tokens and times.
+    """
+
+    def __init__(self, count: int, turns: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.turns = turns
+        self.history = [self.tokens(FIRST) for _ in range(count)]
+        self.asked = [[self.tokens(ASKED) for _ in range(turns)] for _ in range(count)]
+
+    def tokens(self, count: int) -> list[int]:
+        """Tokens of `tiny`."""
+        return [self.rng.randrange(8, 250) for _ in range(count)]
+
+    def ask(self, front: QLLMEngine, chat: int, turn: int) -> Any:
+        """Ask the next question of a chat."""
+        self.history[chat] += self.asked[chat][turn]
+        return front.submit(self.history[chat], "LS", ANSWERED, sampling=GREEDY)
+
+    def at_once(self, front: QLLMEngine) -> None:
+        """All ask at once, in random order, and again when all are answered."""
+        chats = range(len(self.history))
+        for turn in range(self.turns):
+            order = self.rng.sample(chats, len(chats))
+            handles = {chat: self.ask(front, chat, turn) for chat in order}
+            for chat, handle in handles.items():
+                self.history[chat] += handle.result(timeout=300).token_ids
+
+    def at_random(self, front: QLLMEngine) -> None:
+        """Each waits at random after an answer, two seconds on average."""
+        seeds = [self.rng.random() for _ in self.history]
+
+        def talk(chat: int) -> None:
+            rng = random.Random(seeds[chat])
+            time.sleep(rng.uniform(0, 4))
+            for turn in range(self.turns):
+                answer = self.ask(front, chat, turn).result(timeout=300)
+                self.history[chat] += answer.token_ids
+                time.sleep(rng.expovariate(0.5))
+
+        with ThreadPoolExecutor(len(self.history)) as pool:
+            list(pool.map(talk, range(len(self.history))))
+
+
 def prefix(quick: bool, seed: int) -> dict[str, Any]:
     """Tokens of prompts that engines had kept, of those that they looked for.
 
-    The turns of all conversations come at once, in random order, and the next ones when all are
-    answered. Engines keep 1.25 times their share of the conversations: together all, none alone.
+    Engines keep 1.25 times their share of six chats each: together all, none alone. `most` is what
+    is found if every whole page that was computed before is.
     """
-    talks, turns = (6, 3) if quick else (18, 5)
-    asked, answered, engines = 40, 24, 3
-    longest = 400 + turns * (asked + answered)
-    kept = int(1.25 * talks * longest / engines)
-    found: dict[str, Any] = {
-        "conversations": talks, "turns": turns, "engines": engines, "kept_tokens": kept
-    }  # fmt: skip
-    for route in ("round-robin", "prefix"):
-        rng = random.Random(seed)
-        history = [[rng.randrange(8, 250) for _ in range(400)] for _ in range(talks)]
-        settings = {"prefix_cache": True, "prefix_cache_tokens": kept}
-        with fleet(engines, route, **settings) as (front, _):
-            for _ in range(turns):
-                handles = {}
-                for talk in rng.sample(range(talks), talks):
-                    history[talk] += [rng.randrange(8, 250) for _ in range(asked)]
-                    handles[talk] = front.submit(history[talk], "LS", answered, sampling=GREEDY)
-                for talk, handle in handles.items():
-                    history[talk] += handle.result(timeout=300).token_ids
-            stats = front.stats()["prefix_cache"]
-            assert front.fleet is not None
-            sent = [engine["sent"] for engine in front.fleet.engines()]
-        share = stats["hit_tokens"] / stats["queried_tokens"]
-        found[route] = {"hit_share": round(share, 4), "sent": sent}
-    found["prefix_over_round_robin"] = round(
-        found["prefix"]["hit_share"] / max(found["round-robin"]["hit_share"], 1e-9), 2
-    )
-    return found
+    rows = []
+    for engines, how in ((3, "at_once"), (3, "at_random"), (2, "at_random"), (4, "at_random")):
+        turns, seeds = (2, 1) if quick else (5, 3)
+        found = {
+            route: [hits(route, engines, how, turns, seed + i) for i in range(seeds)]
+            for route in ("round-robin", "prefix")
+        }
+        pairs = zip(found["prefix"], found["round-robin"], strict=True)
+        ratios = sorted(ours["hit_share"] / max(turn["hit_share"], 1e-9) for ours, turn in pairs)
+        row: dict[str, Any] = {"engines": engines, "chats": 6 * engines, "turns": turns, "how": how}
+        lengths = [FIRST + ASKED + turn * (ASKED + ANSWERED) for turn in range(turns)]
+        again = sum((length - ASKED - 1) // 64 * 64 for length in lengths[1:])
+        row |= {"most": round(again / sum(lengths), 4), **found}
+        row["prefix_over_round_robin"] = [round(ratio, 2) for ratio in ratios]
+        rows.append(row)
+        if quick:
+            break
+    return {"rows": rows}
+
+
+def hits(route: str, engines: int, how: str, turns: int, seed: int) -> dict[str, Any]:
+    """Serve chats by one route."""
+    chats = Chats(6 * engines, turns, seed)
+    kept = int(1.25 * 6 * (FIRST + turns * (ASKED + ANSWERED)))
+    with fleet(engines, route, prefix_cache=True, prefix_cache_tokens=kept) as (front, _):
+        getattr(chats, how)(front)
+        stats = front.stats()["prefix_cache"]
+        assert front.fleet is not None
+        sent = [engine["sent"] for engine in front.fleet.engines()]
+    return {"hit_share": round(stats["hit_tokens"] / stats["queried_tokens"], 4), "sent": sent}
 
 
 def cost_of(router: Router, prompts: list[list[int]], count: int) -> list[float]:

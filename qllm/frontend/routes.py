@@ -174,26 +174,37 @@ def _load_s(request: RequestView, engine: EngineView) -> float:
     return engine.ls_start_s if request.is_ls else engine.busy_s
 
 
-LOAD_RATIO = 1.5
-"""`by_prefix` lets load differ by so much."""
+LOAD_RATIO = 1.25
+"""`by_prefix` lets a first token come so many times as late as elsewhere.
+
+More finds more of what is kept, but gathers prompts of one long beginning at one engine.
+"""
 
 
 def by_prefix(request: RequestView, engines: Engines) -> EngineView:
-    """To the engine that keeps most of the prompt's beginning, by class among equals.
+    """To the engine that keeps most of the prompt's beginning.
 
-    Not if it has more than `LOAD_RATIO` times the load of the engine chosen by class, beyond what
-    the kept tokens save.
+    Not if its first token would come more than `LOAD_RATIO` times as late there as where it comes
+    first, with the rest of the prompt to be computed in both. Among equals it goes to the one that
+    got fewest requests: idle engines that are taken in turns keep more than the first of them.
     """
-    fallback = by_class(request, engines)
-    if not request.pages:
-        return fallback
     kept = [engine.num_kept(request) for engine in engines]
+    orders = [
+        _prefix_order(request, engine, tokens) for engine, tokens in zip(engines, kept, strict=True)
+    ]
+    places = range(len(engines))
+    soonest = min(places, key=orders.__getitem__)
     most = max(kept)
-    best = [engine for engine, tokens in zip(engines, kept, strict=True) if tokens == most]
-    found = by_class(request, best)
-    saved_s = (most - kept[engines.index(fallback)]) * found.costs.token_s
-    load_s, least_s = _load_s(request, found), _load_s(request, fallback)
-    return found if load_s <= LOAD_RATIO * least_s + saved_s else fallback
+    found = min((i for i in places if kept[i] == most), key=orders.__getitem__)
+    return engines[found if orders[found][0] <= LOAD_RATIO * orders[soonest][0] else soonest]
+
+
+def _prefix_order(request: RequestView, engine: EngineView, kept: int) -> tuple[float, ...]:
+    """Seconds until its first token, as far as its class is concerned; then what breaks ties."""
+    rest_s = max(1, request.num_prompt_tokens - kept) * engine.costs.token_s
+    if request.is_ls:
+        return engine.ls_start_s + rest_s, engine.ls.num, engine.busy_s, engine.num_sent
+    return engine.busy_s + rest_s, engine.num_open, engine.num_sent
 
 
 def least(request: RequestView, engines: Engines) -> EngineView:
