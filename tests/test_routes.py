@@ -144,15 +144,23 @@ def first_token_s(request: RequestView, engine: EngineView) -> float:
 def test_prefix_takes_the_longest_unless_its_first_token_comes_much_later(
     fleet: list[EngineView], request: RequestView
 ) -> None:
+    def load_s(engine: EngineView) -> float:
+        return engine.ls_start_s if request.is_ls else engine.busy_s
+
+    def first_token_s(engine: EngineView) -> float:
+        rest = max(1, request.num_prompt_tokens - engine.num_kept(request))
+        return load_s(engine) + rest * engine.costs.token_s
+
     found = by_prefix(request, fleet)
-    soonest_s = min(first_token_s(request, engine) for engine in fleet)
+    plain = by_prefix(replace(request, pages=()), fleet)
+    assert load_s(plain) == load_s(by_class(request, fleet))
     most = max(engine.num_kept(request) for engine in fleet)
-    best_s = min(first_token_s(request, e) for e in fleet if e.num_kept(request) == most)
-    if best_s <= LOAD_RATIO * soonest_s:
+    best = min((e for e in fleet if e.num_kept(request) == most), key=load_s)
+    if first_token_s(best) <= LOAD_RATIO * first_token_s(plain):
         assert found.num_kept(request) == most
-        assert first_token_s(request, found) == best_s
+        assert load_s(found) == load_s(best)
     else:
-        assert first_token_s(request, found) == soonest_s
+        assert found is plain
 
 
 @pytest.mark.parametrize("priority", [Priority.LS, Priority.BE])
@@ -187,6 +195,8 @@ def test_new_beginnings_go_to_idle_engines_in_turns() -> None:
     c.ls, c.be = Backlog(1), Backlog(1, 0, 0, 9)
     b.refresh(), c.refresh()
     assert by_prefix(ls, [c, b]) is b, "it has less to do"
+    fast = EngineView("fast", costs=Costs(token_s=1e-5), num_sent=1)
+    assert by_prefix(ls, [fast, EngineView("slow")]).name == "slow", "an idle one is an idle one"
 
 
 @given(fleet=fleets(), request=requests)

@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -47,8 +48,8 @@ TINY = {"threads": 1, "conformance": False, "exactness": "batch-invariant"}
 
 
 @contextmanager
-def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, list[QLLMEngine]]]:
-    """A front end to so many engine processes of this machine."""
+def engines_of(num: int, **settings: Any) -> Iterator[tuple[str, list[QLLMEngine]]]:
+    """So many engine processes of this machine, and where to meet them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         paths = [str(folder / f"engine-{i}") for i in range(num)]
@@ -58,8 +59,16 @@ def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, l
             )
             for path in paths
         ]
-        front = QLLMEngine.connect(",".join(paths), route=route, backoff=Backoff(first_s=3600))
-        yield stack.enter_context(front), engines
+        yield ",".join(paths), engines
+
+
+@contextmanager
+def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, list[QLLMEngine]]]:
+    """A front end to so many engine processes of this machine."""
+    with engines_of(num, **settings) as (there, engines):
+        front = QLLMEngine.connect(there, route=route, backoff=Backoff(first_s=3600))
+        with front:
+            yield front, engines
 
 
 def killed(quick: bool, seed: int) -> dict[str, Any]:
@@ -208,16 +217,16 @@ class Chats:
                 self.history[chat] += handle.result(timeout=300).token_ids
 
     def at_random(self, front: QLLMEngine) -> None:
-        """Each waits at random after an answer, two seconds on average."""
+        """Each waits at random after an answer, a second on average."""
         seeds = [self.rng.random() for _ in self.history]
 
         def talk(chat: int) -> None:
             rng = random.Random(seeds[chat])
-            time.sleep(rng.uniform(0, 4))
+            time.sleep(rng.uniform(0, 2))
             for turn in range(self.turns):
                 answer = self.ask(front, chat, turn).result(timeout=300)
                 self.history[chat] += answer.token_ids
-                time.sleep(rng.expovariate(0.5))
+                time.sleep(rng.expovariate(1))
 
         with ThreadPoolExecutor(len(self.history)) as pool:
             list(pool.map(talk, range(len(self.history))))
@@ -229,36 +238,48 @@ def prefix(quick: bool, seed: int) -> dict[str, Any]:
     Engines keep 1.25 times their share of six chats each: together all, none alone. `most` is what
     is found if every whole page that was computed before is.
     """
+    turns, seeds = (2, 1) if quick else (5, 3)
+    lengths = [FIRST + ASKED + turn * (ASKED + ANSWERED) for turn in range(turns)]
+    most = sum((length - ASKED - 1) // 64 * 64 for length in lengths[1:]) / sum(lengths)
+    kept = int(1.25 * 6 * (FIRST + turns * (ASKED + ANSWERED)))
     rows = []
-    for engines, how in ((3, "at_once"), (3, "at_random"), (2, "at_random"), (4, "at_random")):
-        turns, seeds = (2, 1) if quick else (5, 3)
-        found = {
-            route: [hits(route, engines, how, turns, seed + i) for i in range(seeds)]
-            for route in ("round-robin", "prefix")
-        }
-        pairs = zip(found["prefix"], found["round-robin"], strict=True)
-        ratios = sorted(ours["hit_share"] / max(turn["hit_share"], 1e-9) for ours, turn in pairs)
-        row: dict[str, Any] = {"engines": engines, "chats": 6 * engines, "turns": turns, "how": how}
-        lengths = [FIRST + ASKED + turn * (ASKED + ANSWERED) for turn in range(turns)]
-        again = sum((length - ASKED - 1) // 64 * 64 for length in lengths[1:])
-        row |= {"most": round(again / sum(lengths), 4), **found}
-        row["prefix_over_round_robin"] = [round(ratio, 2) for ratio in ratios]
-        rows.append(row)
-        if quick:
-            break
+    for num in (3,) if quick else (3, 2, 4):
+        settings = {"prefix_cache": True, "prefix_cache_tokens": kept}
+        with engines_of(num, **settings) as (there, _):
+            for how in ("at_once", "at_random") if num == 3 else ("at_random",):
+                found = [
+                    {
+                        route: hits(there, route, Chats(6 * num, turns, seed + i), how)
+                        for route in ("round-robin", "prefix")
+                    }
+                    for i in range(seeds)
+                ]
+                ratios = [
+                    pair["prefix"]["hit_share"] / max(pair["round-robin"]["hit_share"], 1e-9)
+                    for pair in found
+                ]
+                rows.append(
+                    {
+                        "engines": num, "chats": 6 * num, "turns": turns, "how": how,
+                        "most": round(most, 4),
+                        "prefix_over_round_robin": round(statistics.median(ratios), 2),
+                        "seeds": found,
+                    }
+                )  # fmt: skip
     return {"rows": rows}
 
 
-def hits(route: str, engines: int, how: str, turns: int, seed: int) -> dict[str, Any]:
-    """Serve chats by one route."""
-    chats = Chats(6 * engines, turns, seed)
-    kept = int(1.25 * 6 * (FIRST + turns * (ASKED + ANSWERED)))
-    with fleet(engines, route, prefix_cache=True, prefix_cache_tokens=kept) as (front, _):
+def hits(there: str, route: str, chats: Chats, how: str) -> dict[str, Any]:
+    """Serve chats by one route, with engines that keep nothing yet."""
+    with QLLMEngine.connect(there, route=route) as front:
+        front.reset_prefix_cache()
+        before = front.stats()["prefix_cache"]
         getattr(chats, how)(front)
         stats = front.stats()["prefix_cache"]
         assert front.fleet is not None
         sent = [engine["sent"] for engine in front.fleet.engines()]
-    return {"hit_share": round(stats["hit_tokens"] / stats["queried_tokens"], 4), "sent": sent}
+    found, asked = (stats[key] - before[key] for key in ("hit_tokens", "queried_tokens"))
+    return {"hit_share": round(found / asked, 4), "sent": sent}
 
 
 def cost_of(router: Router, prompts: list[list[int]], count: int) -> list[float]:

@@ -147,6 +147,8 @@ Route = Callable[[RequestView, Engines], EngineView]
 
 _ls_order = attrgetter("ls_start_s", "ls.num", "busy_s")
 _be_order = attrgetter("busy_s", "num_open")
+_ls_turns = attrgetter("ls_start_s", "ls.num", "busy_s", "num_sent")
+_be_turns = attrgetter("busy_s", "num_open", "num_sent")
 
 
 def by_class(request: RequestView, engines: Engines) -> EngineView:
@@ -182,29 +184,29 @@ More finds more of what is kept, but gathers prompts of one long beginning at on
 
 
 def by_prefix(request: RequestView, engines: Engines) -> EngineView:
-    """To the engine that keeps most of the prompt's beginning.
+    """To the engine that keeps most of the prompt's beginning, by class among equals.
 
-    Not if its first token would come more than `LOAD_RATIO` times as late there as where it comes
-    first, with the rest of the prompt to be computed in both. Among equals it goes to the one that
-    got fewest requests: idle engines that are taken in turns keep more than the first of them.
+    Not if its first token would come more than `LOAD_RATIO` times as late there as at the engine
+    chosen by class, with the rest of the prompt to be computed in both. Where loads are equal too
+    the fewest requests decide: idle engines that are taken in turns keep more than the first alone.
     """
+    order = _ls_turns if request.is_ls else _be_turns
+    fallback = min(engines, key=order)
+    if not request.pages:
+        return fallback
     kept = [engine.num_kept(request) for engine in engines]
-    orders = [
-        _prefix_order(request, engine, tokens) for engine, tokens in zip(engines, kept, strict=True)
-    ]
-    places = range(len(engines))
-    soonest = min(places, key=orders.__getitem__)
     most = max(kept)
-    found = min((i for i in places if kept[i] == most), key=orders.__getitem__)
-    return engines[found if orders[found][0] <= LOAD_RATIO * orders[soonest][0] else soonest]
+    best = [engine for engine, tokens in zip(engines, kept, strict=True) if tokens == most]
+    found = min(best, key=order)
+    found_s = _first_token_s(request, found, most)
+    fallback_s = _first_token_s(request, fallback, kept[engines.index(fallback)])
+    return found if found_s <= LOAD_RATIO * fallback_s else fallback
 
 
-def _prefix_order(request: RequestView, engine: EngineView, kept: int) -> tuple[float, ...]:
-    """Seconds until its first token, as far as its class is concerned; then what breaks ties."""
-    rest_s = max(1, request.num_prompt_tokens - kept) * engine.costs.token_s
-    if request.is_ls:
-        return engine.ls_start_s + rest_s, engine.ls.num, engine.busy_s, engine.num_sent
-    return engine.busy_s + rest_s, engine.num_open, engine.num_sent
+def _first_token_s(request: RequestView, engine: EngineView, kept: int) -> float:
+    """Seconds until its first token, if nothing else comes."""
+    rest = max(1, request.num_prompt_tokens - kept)
+    return _load_s(request, engine) + rest * engine.costs.token_s
 
 
 def least(request: RequestView, engines: Engines) -> EngineView:
