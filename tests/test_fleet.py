@@ -219,9 +219,20 @@ def test_an_engine_that_drains_or_is_full_is_passed_over(fleet: FakeFleet) -> No
         submit(fleet, 1)
     fleet[1].rings.num_waiting = 0
     fleet[1].rings.is_full = True
-    with pytest.raises(QueueFullError, match="the ring is full"):
+    with pytest.raises(QueueFullError, match="all of 2 engines have full queues"):
         submit(fleet, 1)
     assert fleet.client.engines()[1]["BE"] == 0, "what was not taken is not counted"
+
+
+def test_a_request_that_one_ring_has_no_room_for_goes_to_the_next(fleet: FakeFleet) -> None:
+    fleet[0].rings.is_full = True
+    submit(fleet, 4)
+    assert [len(fleet[i].rings.live) for i in range(3)] == [0, 2, 2]
+    assert [e["BE"] for e in fleet.client.engines()] == [0, 2, 2]
+    for i in range(3):
+        fleet[i].rings.is_full = True
+    with pytest.raises(QueueFullError):
+        submit(fleet, 1)
 
 
 def test_a_flapping_engine_is_held_out_longer_each_time() -> None:
