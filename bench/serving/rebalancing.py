@@ -1,0 +1,128 @@
+"""Row of `bench.serving.fleet`: BE requests that stand still go to the other engine, or stay.
+
+Two engines of the 300M model, a thread each, LS that arrives at random for a while, and BE that
+comes first. What makes one engine busier than the other is the mix:
+
+    shared   route `prefix`, all LS begin with the same 1,024 tokens, so one engine gets most of it
+    pinned   a route of a user's: LS belongs to the first engine, BE goes where it has most to spare
+    class    route `class`: LS is spread, so hardly anything stands still
+"""
+
+import random
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.frontend.routes import EngineView, RequestView, Route, by_class, by_prefix
+from qllm.ingress.remote.meeting import Address, Meeting
+from qllm.measure.random_moe import make_random_moe
+from qllm.record.summary import percentile
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+SETTINGS: dict[str, Any] = {
+    "threads": 1, "conformance": False, "exactness": "batch-invariant", "handover_gib": 1.0,
+    "swap_kv_tokens": 8192, "prefix_cache": True,
+}  # fmt: skip
+VOCABULARY = 16000
+
+
+def pinned(request: RequestView, engines: Any) -> EngineView:
+    """LS to the first engine, as if its data lay there."""
+    return engines[0] if request.is_ls else by_class(request, engines)
+
+
+MIXES: dict[str, tuple[Route, int]] = {
+    "shared": (by_prefix, 1024), "pinned": (pinned, 0), "class": (by_class, 0)
+}  # fmt: skip
+
+
+@contextmanager
+def two_engines() -> Iterator[str]:
+    """Two engines that meet front ends over NIXL; their addresses."""
+    with ExitStack() as stack:
+        model, addresses = make_random_moe(size="300m"), []
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                address = Address("127.0.0.1", int(server.getsockname()[1]))
+            meeting = Meeting(address, "tcp", b"")
+            stack.enter_context(QLLMEngine.from_pretrained(model, meeting=meeting, **SETTINGS))
+            addresses.append(str(address))
+        yield ",".join(addresses)
+
+
+def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, seed: int) -> Any:
+    """Serve one mix; what BE and LS waited, and the tokens of BE."""
+    rng = random.Random(seed)
+    route, shared = MIXES[mix]
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(8, VOCABULARY) for _ in range(tokens)]
+
+    head = prompt(shared)
+    be_prompts = [prompt(512) for _ in range(8)]
+    ls: list[Any] = []
+    with QLLMEngine.connect(there, route=route, rebalance_s=rebalance_s) as front:
+        front.reset_prefix_cache()
+        began = time.monotonic()
+        be = [front.submit(p, "BE", 64, sampling=GREEDY) for p in be_prompts]
+        done_s: dict[int, float] = {}
+
+        def wait(number: int) -> None:
+            be[number].result(timeout=600)
+            done_s[number] = time.monotonic() - began
+
+        threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(be))]
+        for thread in threads:
+            thread.start()
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(rate)) < ls_s:
+            time.sleep(max(0.0, began + at_s - time.monotonic()))
+            ls.append(front.submit([*head, *prompt(256)], "LS", 32, sampling=GREEDY))
+        for thread in threads:
+            thread.join()
+        ttft_ms = [handle.result(timeout=600).metrics.ttft_ms for handle in ls]
+        assert front.fleet is not None
+        engines = front.fleet.engines()
+    return {
+        "be_mean_s": round(statistics.mean(done_s.values()), 2),
+        "be_last_s": round(max(done_s.values()), 2),
+        "ls": len(ls),
+        "ls_ttft_p50_ms": round(percentile(ttft_ms, 50), 1),
+        "ls_ttft_p99_ms": round(percentile(ttft_ms, 99), 1),
+        "moved": sum(engine["moved"] for engine in engines),
+        "sent": [engine["sent"] for engine in engines],
+        "tokens": [handle.token_ids for handle in be],
+    }
+
+
+def rebalance(quick: bool, seed: int) -> dict[str, Any]:
+    """BE completion and LS TTFT with `rebalance_s=2` over never, alternated."""
+    rows: dict[str, Any] = {}
+    rounds, ls_s = (1, 10.0) if quick else (3, 20.0)
+    with two_engines() as there:
+        serve(there, "class", 0, 1.0, 1.0, seed)  # the first pass touches the weights
+        for mix in MIXES:
+            pairs = []
+            for number in range(rounds):
+                arms = (2.0, 0.0) if number % 2 else (0.0, 2.0)
+                found = {a: serve(there, mix, a, 3.0, ls_s, seed + number) for a in arms}
+                same = len({str(arm.pop("tokens")) for arm in found.values()}) == 1
+                pairs.append({"moves": found[2.0], "stays": found[0.0], "same_tokens": same})
+            rows[mix] = {
+                "moves_over_stays": {
+                    key: round(
+                        statistics.median(
+                            pair["moves"][key] / pair["stays"][key] for pair in pairs
+                        ),
+                        2,
+                    )
+                    for key in ("be_mean_s", "be_last_s", "ls_ttft_p50_ms", "ls_ttft_p99_ms")
+                },
+                "pairs": pairs,
+            }
+    return rows
