@@ -4,11 +4,11 @@ Rows: `killed` (two engines of `tiny`, one thread each, one killed with SIGKILL 
 against those of a calm run), `pools` (four simulated engines, routes alternated on the same
 requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them),
 `router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
-engines and 10^6 requests; nothing is computed), `state` (its bytes) and `front_end` (memory
-of its process). The last line of stdout is one JSON document.
+engines and 10^6 requests; nothing is computed), `state` (its bytes), `front_end` (memory of its
+process) and `rebalance` (BE that stands still moves or stays; `bench.serving.rebalancing`). The last line of stdout is one JSON document.
 
-    python -m bench.serving.fleet [--rows killed pools prefix router scale state front_end]
-                                  [--quick]
+    python -m bench.serving.fleet [--quick]
+        [--rows killed pools prefix router scale state front_end rebalance]
 """
 
 import argparse
@@ -32,6 +32,7 @@ import httpx
 
 from bench.common import machine
 from bench.serving.qllm_serve import serving
+from bench.serving.rebalancing import rebalance
 from qllm import QLLMEngine, SamplingParams, Slo
 from qllm.config import EngineConfig
 from qllm.frontend.members import Backoff
@@ -423,6 +424,7 @@ ROWS = {
     "scale": scale,
     "state": state,
     "front_end": front_end,
+    "rebalance": rebalance,
 }
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.frontend.rebalance import REBALANCE_S
 from qllm.frontend.routes import EngineView, RequestView, Route, by_class, by_prefix
 from qllm.ingress.remote.meeting import Address, Meeting
 from qllm.measure.random_moe import make_random_moe
@@ -64,12 +65,12 @@ def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, se
         return [rng.randrange(8, VOCABULARY) for _ in range(tokens)]
 
     head = prompt(shared)
-    be_prompts = [prompt(512) for _ in range(8)]
+    be_prompts = [prompt(256) for _ in range(8)]
     ls: list[Any] = []
     with QLLMEngine.connect(there, route=route, rebalance_s=rebalance_s) as front:
         front.reset_prefix_cache()
         began = time.monotonic()
-        be = [front.submit(p, "BE", 64, sampling=GREEDY) for p in be_prompts]
+        be = [front.submit(p, "BE", 96, sampling=GREEDY) for p in be_prompts]
         done_s: dict[int, float] = {}
 
         def wait(number: int) -> None:
@@ -82,7 +83,7 @@ def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, se
         at_s = 0.0
         while (at_s := at_s + rng.expovariate(rate)) < ls_s:
             time.sleep(max(0.0, began + at_s - time.monotonic()))
-            ls.append(front.submit([*head, *prompt(256)], "LS", 32, sampling=GREEDY))
+            ls.append(front.submit([*head, *prompt(96)], "LS", 16, sampling=GREEDY))
         for thread in threads:
             thread.join()
         ttft_ms = [handle.result(timeout=600).metrics.ttft_ms for handle in ls]
@@ -101,18 +102,21 @@ def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, se
 
 
 def rebalance(quick: bool, seed: int) -> dict[str, Any]:
-    """BE completion and LS TTFT with `rebalance_s=2` over never, alternated."""
+    """BE completion and LS TTFT with the default `rebalance_s` over never, alternated."""
     rows: dict[str, Any] = {}
-    rounds, ls_s = (1, 10.0) if quick else (3, 20.0)
+    rounds, ls_s = (1, 12.0) if quick else (2, 20.0)
     with two_engines() as there:
         serve(there, "class", 0, 1.0, 1.0, seed)  # the first pass touches the weights
         for mix in MIXES:
             pairs = []
             for number in range(rounds):
-                arms = (2.0, 0.0) if number % 2 else (0.0, 2.0)
-                found = {a: serve(there, mix, a, 3.0, ls_s, seed + number) for a in arms}
+                arms = (REBALANCE_S, 0.0) if number % 2 else (0.0, REBALANCE_S)
+                found = {a: serve(there, mix, a, 1.5, ls_s, seed + number) for a in arms}
                 same = len({str(arm.pop("tokens")) for arm in found.values()}) == 1
-                pairs.append({"moves": found[2.0], "stays": found[0.0], "same_tokens": same})
+                print(mix, found, flush=True)
+                pairs.append(
+                    {"moves": found[REBALANCE_S], "stays": found[0.0], "same_tokens": same}
+                )
             rows[mix] = {
                 "moves_over_stays": {
                     key: round(
