@@ -5,7 +5,8 @@ against those of a calm run), `pools` (four simulated engines, routes alternated
 requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them),
 `router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
 engines and 10^6 requests; nothing is computed), `state` (its bytes), `front_end` (memory of its
-process) and `rebalance` (BE that stands still moves or stays; `bench.serving.rebalancing`). The last line of stdout is one JSON document.
+process) and `rebalance` (BE that stands still moves or stays; `bench.serving.rebalancing`). The
+last line of stdout is one JSON document.
 
     python -m bench.serving.fleet [--quick]
         [--rows killed pools prefix router scale state front_end rebalance]
