@@ -106,7 +106,7 @@ def rebalance(quick: bool, seed: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     rounds, ls_s = (1, 12.0) if quick else (2, 20.0)
     with two_engines() as there:
-        serve(there, "class", 0, 1.0, 1.0, seed)  # the first pass touches the weights
+        serve(there, "class", 0, 3.0, 4.0, seed)  # the first pass touches the weights
         for mix in MIXES:
             pairs = []
             for number in range(rounds):
