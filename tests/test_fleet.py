@@ -26,7 +26,7 @@ EVENTS = st.lists(
         st.tuples(st.sampled_from(["step", "look"]), st.just(0), st.just("")),
         st.tuples(st.just("token"), st.integers(0, 20), st.just("")),
         st.tuples(st.just("unheard"), st.integers(0, 20), st.just("")),
-        st.tuples(st.just("kill"), st.integers(0, 2), st.just("")),
+        st.tuples(st.sampled_from(["kill", "close"]), st.integers(0, 2), st.just("")),
         st.tuples(st.sampled_from(["full", "room"]), st.integers(0, 2), st.just("")),
         st.tuples(st.just("update"), st.integers(0, 20), st.sampled_from(["LS", "BE"])),
     ),
@@ -62,6 +62,8 @@ class World:
             self._token(number, is_heard=what == "token")
         elif what == "kill":
             fleet.kill(number)
+        elif what == "close":
+            fleet.close(number)
         elif what in ("full", "room") and fleet[number] is not None:
             fleet[number].rings.is_full = what == "full"
         elif what == "update" and self.asked:
@@ -150,6 +152,23 @@ def test_what_is_asked_of_a_request_reaches_the_engine_that_has_it(fleet: FakeFl
     assert sum(len(client.rings.paused) for client in fleet.up()) == 1, "the next engine was told"
     first.cancel()
     assert first.finish_reason is FinishReason.CANCELLED
+
+
+def test_an_engine_that_is_closed_ends_no_request_that_its_clients_wait_for(
+    fleet: FakeFleet,
+) -> None:
+    """Its own process is told to end, or whoever started it was killed: it cancels all it has."""
+    handles = submit(fleet, 6)
+    fleet.step()
+    handles[0].cancel()
+    fleet.close(0)
+    assert handles[0].result(timeout=0).finish_reason is FinishReason.CANCELLED
+    for _ in range(8):
+        fleet.look()
+        fleet.step()
+    for i, handle in enumerate(handles[1:], 1):
+        assert handle.result(timeout=0).token_ids == answer((i, 1, 2), 4)
+    assert fleet.client.engines()[0]["taken"] == 1
 
 
 def test_a_prompt_that_grows_stays_with_its_engine_and_moves_with_it(fleet: FakeFleet) -> None:

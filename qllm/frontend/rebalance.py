@@ -67,8 +67,7 @@ def choose_move(
     late = [
         request
         for request in requests
-        if request.still_s >= after_s * 2.0**request.num_moves
-        and request.engine in views
+        if request.still_s >= after_s * 2.0**request.num_moves and request.engine in views
     ]
     for request in sorted(late, key=lambda request: -request.still_s):
         own = views[request.engine]
