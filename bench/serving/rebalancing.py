@@ -1,4 +1,4 @@
-"""Row of `bench.serving.fleet`: BE requests that stand still go to the other engine, or stay.
+"""Rows of `bench.serving.fleet`: BE requests that stand still go to the other engine, or stay.
 
 Two engines of the 300M model, a thread each, LS that arrives at random for a while, and BE that
 comes first. What makes one engine busier than the other is the mix:
@@ -18,11 +18,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.config import EngineConfig
 from qllm.frontend.rebalance import REBALANCE_S
 from qllm.frontend.routes import EngineView, RequestView, Route, by_class, by_prefix
 from qllm.ingress.remote.meeting import Address, Meeting
 from qllm.measure.random_moe import make_random_moe
-from qllm.record.summary import percentile
+from qllm.record.summary import percentile, request_metrics
+from qllm.sim.fleet import simulate_fleet
+from qllm.sim.presets import preset
+from qllm.types import Priority
+from qllm.workloads.spec import RequestSpec
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
@@ -99,6 +104,68 @@ def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, se
         "sent": [engine["sent"] for engine in engines],
         "tokens": [handle.token_ids for handle in be],
     }
+
+
+def simulated(quick: bool, seed: int) -> dict[str, Any]:
+    """The same with two simulated engines of the 300M model on a CPU: nothing beside disturbs.
+
+    `load` is that of one engine by LS: with `pinned` all of it falls on the first.
+    """
+    costs = preset("cpu", "300m", "auto")
+    config = EngineConfig(max_kv_tokens=65536, handover_gib=1.0)
+    capacity = costs.capacity(config)
+    ls_s = 96 / capacity.prefill_tokens_per_s + 16 / capacity.output_tokens_per_s
+    found: dict[str, Any] = {"simulated": costs.title}
+    for mix, times in (("pinned", 1), ("class", 2)):
+        for load in (0.7,) if quick else (0.7, 1.0, 1.4):
+            rows = []
+            for number in range(1 if quick else 5):
+                specs = mixed(random.Random(seed + number), times * load / ls_s)
+                arms = {}
+                for after_s in (0.0, 1.0, REBALANCE_S):
+                    served = simulate_fleet(
+                        specs, "qllm2", costs, engines=2, route=MIXES[mix][0], config=config,
+                        seconds=None, rebalance_s=after_s,
+                    )  # fmt: skip
+                    seen = request_metrics(served.events)
+                    be_ms = [r.e2e_ms for r in seen if r.priority > Priority.LS]
+                    ttft_ms = [r.ttft_ms for r in seen if r.priority <= Priority.LS]
+                    arms[after_s] = {
+                        "be_mean_s": statistics.mean(be_ms) / 1000,
+                        "be_last_s": max(be_ms) / 1000,
+                        "ls_ttft_p50_ms": percentile(ttft_ms, 50),
+                        "ls_ttft_p99_ms": percentile(ttft_ms, 99),
+                        "moved": served.trace.meta["moved"],
+                    }
+                rows.append(arms)
+            found[f"{mix}, load {load}"] = {
+                "stays": _medians([row[0.0] for row in rows]),
+                **{
+                    f"after {after_s} s over never": _medians(
+                        [{k: v / row[0.0][k] for k, v in row[after_s].items() if k != "moved"}
+                         | {"moved": row[after_s]["moved"]} for row in rows]
+                    )
+                    for after_s in (1.0, REBALANCE_S)
+                },
+            }  # fmt: skip
+    return found
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
+
+
+def mixed(rng: random.Random, rate: float) -> list[RequestSpec]:
+    """Eight BE requests, and LS that arrives at random for 30 s."""
+    specs = [
+        RequestSpec(at_s=0.0, priority=Priority.BE, num_prompt_tokens=256, max_tokens=96)
+        for _ in range(8)
+    ]
+    at_s = 0.0
+    while (at_s := at_s + rng.expovariate(rate)) < 30:
+        ls = RequestSpec(at_s=at_s, priority=Priority.LS, num_prompt_tokens=96, max_tokens=16)
+        specs.append(ls)
+    return specs
 
 
 def rebalance(quick: bool, seed: int) -> dict[str, Any]:
