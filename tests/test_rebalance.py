@@ -260,6 +260,18 @@ def test_it_moves_once_with_its_kv_and_keeps_its_tokens(fleet: FakeFleet) -> Non
     assert moved == {str(i): int(i == own) for i in range(3)}
     fleet.step()
     assert len(rebalancer(fleet).costs._last) == 1, "its first token there says what it cost"
+    for other in ls:
+        other.cancel()
+    ls = busy_with_ls(fleet, there)
+    waited(fleet, 1.5 * AFTER_S)
+    rebalancer(fleet).look()
+    fleet[there].deliver()
+    assert at(fleet, be) == there, "it was moved once: it waits twice as long"
+    waited(fleet, AFTER_S)
+    rebalancer(fleet).look()
+    fleet[there].deliver()
+    until(lambda: be.number not in fleet[there].handles)
+    until(lambda: any(be.number in fleet[i].handles for i in range(3)))
     finished(fleet, be, *ls)
 
 
