@@ -385,3 +385,26 @@ def test_without_hand_over_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     off = FakeFleet(2, by_class, rebalance_s=0)
     assert off.client._rebalancer is None
     off.client.close()
+
+
+def test_a_request_stands_since_it_came_or_since_its_last_token_and_not_while_paused(
+    fleet: FakeFleet,
+) -> None:
+    client = fleet[0]
+    before_ns = client.now_ns()
+    be, *others = [started(fleet) for _ in range(3)]
+    client = fleet[at(fleet, be)]
+    for other in others:
+        other.cancel()
+
+    def still_s() -> list[float]:
+        return [still for entry, still in client.standing() if entry.handle is be]
+
+    (new,) = still_s()
+    assert 0 <= new <= (client.now_ns() - before_ns) / SECOND_NS
+    be.pause()
+    assert still_s() == []
+    be.resume()
+    assert len(still_s()) == 1
+    be.update(priority="LS")
+    assert still_s() == [], "LS does not move"
